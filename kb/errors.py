@@ -1,0 +1,98 @@
+"""Every error kb raises on purpose, and the exit code that each one ends a command with.
+
+    KbError                     5   message for a tired person, hint of what to do next
+    ├── UsageError              2   the command line, a query or a request is wrong
+    │   ├── UnknownEntry        2   no entry has this id; the nearest ids are in the hint
+    │   └── BadParameter        2   a `--set` that the probe does not take, or of the wrong type
+    ├── ContentError            2   an entry or a content root cannot be used; carries file, line, rule
+    ├── ProbeError              5   a probe file cannot be loaded or breaks its contract
+    ├── InterpreterError        2   `--python` names nothing that can run a probe
+    ├── LaunchError             5   the harness itself could not start or watch an arm
+    ├── DeadlineExceeded      124   the overall `--timeout` of a command ran out
+    ├── IndexUnavailable        5   the search index can neither be read nor built
+    └── StoreUnavailable        5   the store of reports can neither be read nor written
+
+Foreign exceptions are turned into one of these at the border where they occur: YAML and pydantic in
+`kb.markdown`, Whoosh in `kb.index`, SQLAlchemy in `kb.store`, OSError where a process is started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class KbError(Exception):
+    """Base of the tree. `message` says what happened, `hint` what to do next (may be empty)."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    @property
+    def kind(self) -> str:
+        """Name used in JSON error documents, for instance `unknown-entry`."""
+        name = type(self).__name__
+        return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).lstrip("-")
+
+
+class UsageError(KbError):
+    """The caller asked for something that makes no sense."""
+
+    exit_code = 2
+
+
+class UnknownEntry(UsageError):
+    """No entry has this id."""
+
+    def __init__(self, entry_id: str, nearest: tuple[str, ...]) -> None:
+        hint = f"nearest: {', '.join(nearest)}" if nearest else "`kb list` shows every id"
+        super().__init__(f"no entry is called {entry_id!r}", hint)
+        self.nearest = nearest
+
+
+class BadParameter(UsageError):
+    """A `--set key=value` that no chosen probe takes, or whose value has the wrong type."""
+
+
+class ContentError(KbError):
+    """An entry or content root cannot be used. `line` counts from 1; `rule` is the linter's name for it."""
+
+    exit_code = 2
+
+    def __init__(self, path: Path, line: int, rule: str, message: str, hint: str = "") -> None:
+        super().__init__(f"{path}:{line}: {rule}: {message}", hint or "`kb lint` lists every finding")
+        self.path = path
+        self.line = line
+        self.rule = rule
+        self.detail = message
+
+
+class ProbeError(KbError):
+    """A probe file raises at import, defines no probe, or breaks the contract of `kb.probe`."""
+
+
+class InterpreterError(KbError):
+    """The interpreter given by `--python` does not exist or cannot run a probe."""
+
+    exit_code = 2
+
+
+class LaunchError(KbError):
+    """The harness could not start, watch or clean up an arm. Says nothing about the incident."""
+
+
+class DeadlineExceeded(KbError):
+    """The overall deadline of the command ran out before it was done."""
+
+    exit_code = 124
+
+
+class IndexUnavailable(KbError):
+    """The search index can neither be opened nor built."""
+
+
+class StoreUnavailable(KbError):
+    """The store of reports can neither be read nor written."""

@@ -1,0 +1,91 @@
+"""Forks one guard per arm from a process that has already imported what the arms need.
+
+Started by path in the reader's training interpreter (standard library, Python 3.9): importing torch for
+every rank costs four seconds an arm, forking a warm process a tenth of a second. With `--preload` it
+imports torch; without, it is the cheap server of descriptions and checks, and of ranks that are executed
+afresh. One JSON line in starts one arm; JSON lines out say `ready`, `started` and `exited`.
+It never touches CUDA, so a fork of it may.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+_package = type(sys)("kb")
+_package.__path__ = [_HERE]
+sys.modules["kb"] = _package
+
+import ctypes
+import gc
+import importlib
+import json
+import select
+import signal
+from typing import Any, Dict  # noqa: UP035  # Python 3.9 reads this
+
+import kb.guard
+import kb.worker
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.utils.data",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch._dynamo",  # FSDP and DDP import it lazily, a second and a half per arm
+)
+
+
+def main() -> None:
+    """Serve until standard input closes, which it does when the supervisor ends in whatever way."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards notice on their own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    missing = {}
+    for name in PRELOAD if "--preload" in sys.argv else ():
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # an old torch lacks a module, a broken one raises anything
+            missing[name] = "%s: %s" % (type(error).__name__, error)
+    gc.collect()
+    gc.freeze()
+    threads = len(os.listdir("/proc/self/task"))
+    _say({"ready": True, "python": sys.version.split()[0], "missing": missing, "threads": threads})
+    _serve()
+
+
+def _serve() -> None:
+    guards: Dict[int, str] = {}
+    received = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.005 if guards else 60)
+        if readable:
+            data = os.read(0, 65536)
+            if not data:
+                os._exit(0)
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                spec = json.loads(line)
+                guards[_fork_guard(spec)] = spec["arm_id"]
+        for pid in list(guards):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                _say({"exited": guards.pop(pid), "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1})
+
+
+def _fork_guard(spec: Dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        kb.guard.main(spec, kb.worker.main)
+    _say({"started": spec["arm_id"], "pid": pid})
+    return pid
+
+
+def _say(message: Dict[str, Any]) -> None:
+    os.write(1, (json.dumps(message) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

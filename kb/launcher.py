@@ -1,0 +1,321 @@
+"""Runs one arm of a probe and says how it ended. Never hangs, and leaves nothing behind.
+
+The launcher itself only starts fork servers, hands them work and reads what guards and ranks wrote:
+
+    launcher -> forkserver.py -> guard (one per arm) -> ranks
+    (kb)        (reader's interpreter, by path)
+
+The guard keeps the deadline; should it fail to, the launcher ends the guard's tree from outside. It is
+used as a context manager, in the thread that lives longest: a fork server dies with the thread that
+started it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from kb import flight, processes, surroundings
+from kb.errors import InterpreterError, LaunchError
+from kb.outcome import ArmOutcome, RankOutcome, rank_outcome
+
+FORKSERVER = Path(__file__).with_name("forkserver.py")
+READY_S = {False: 30.0, True: 180.0}  # torch from a cold network disk takes minutes
+OUTSIDE_S = 15.0  # the guard's own grace and kill periods, generously
+MEMORY_CAP_MIB = 8192
+LOG_BYTES = 32_768  # kept of each end of a rank's log
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing for a guard to do. Directory and identity are added by the launcher."""
+
+    action: str
+    probe: Path
+    deadline_s: float
+    world_size: int = 1
+    backend: str = "gloo"
+    experiment: int = 0
+    arm: str = ""
+    params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    settle_s: float = 0.0
+    linger: bool = False
+    execute: bool = False
+    gpus: tuple[str, ...] = ()
+    gpu_memory_mib: int = 0
+
+    def spec(self, directory: Path) -> dict[str, Any]:
+        """What travels to the fork server, as JSON."""
+        return {
+            "arm_id": uuid.uuid4().hex,
+            "dir": str(directory),
+            "started": time.time(),
+            "memory_cap_bytes": MEMORY_CAP_MIB << 20,
+            "action": self.action,
+            "probe": str(self.probe),
+            "deadline_s": self.deadline_s,
+            "settle_s": self.settle_s,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "experiment": self.experiment,
+            "arm": self.arm,
+            "params": {name: [kind, str(v) if isinstance(v, Path) else v] for name, (kind, v) in self.params.items()},
+            "env": surroundings.for_arm(directory, self.backend, self.gpus) | dict(self.env),
+            "linger": self.linger,
+            "execute": self.execute,
+            "gpu_memory_mib": self.gpu_memory_mib,
+        }
+
+
+class Launcher:
+    """Starts arms in one interpreter. `removed` names the variables that were kept from the arms."""
+
+    def __init__(self, python: Path, keep_logs: Path | None = None) -> None:
+        self.python = python
+        self.keep_logs = keep_logs
+        self.environment, self.removed = surroundings.scrubbed()
+        self._servers: dict[bool, _Server] = {}
+
+    def __enter__(self) -> Self:
+        self._servers[False] = _Server(self.python, self.environment, preload=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for server in self._servers.values():
+            server.close()
+
+    def preload(self) -> None:
+        """Begin to import torch for the CPU arms; returns at once. To be called from the long-lived thread."""
+        if True not in self._servers:
+            self._servers[True] = _Server(self.python, self.environment, preload=True)
+
+    def rank_results(self, task: Task) -> tuple[dict[str, Any] | None, ArmOutcome]:
+        """Run a task of one rank and give its result as written (None when it wrote none) and its outcome."""
+        outcome, results = self._run(task, "")
+        return results.get(0), outcome
+
+    def run(self, task: Task, label: str) -> ArmOutcome:
+        """Run an arm; again, up to `ATTEMPTS` times, when it ended before its mechanism was reached."""
+        outcome = ArmOutcome(failure="not started")
+        for attempt in range(1, ATTEMPTS + 1):
+            outcome, _ = self._run(task, f"{label}-{attempt}" if attempt > 1 else label)
+            outcome = replace(outcome, attempts=attempt)
+            if outcome.has_reached or outcome.kind == "unavailable":
+                break
+        return outcome
+
+    def _run(self, task: Task, label: str) -> tuple[ArmOutcome, dict[int, dict[str, Any]]]:
+        warm = task.action == "run" and not task.execute
+        if warm:
+            self.preload()
+        server = self._servers[warm]
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="kb-arm-"))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot create a directory for the arm: {error}", "free some space, or set TMPDIR to a writable disk"
+            ) from error
+        try:
+            spec = task.spec(directory)
+            (directory / "spec.json").write_text(json.dumps(spec))
+            limit = task.deadline_s + task.settle_s + OUTSIDE_S
+            ended = server.run(spec, limit)
+            results = {rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.json"))}
+            outcome = _read_arm(directory, task, results, ended)
+            if label and self.keep_logs:
+                _keep(directory, self.keep_logs / label)
+        except OSError as error:
+            raise LaunchError(f"the arm's directory failed: {error}", "is the disk full?") from error
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            outcome = replace(outcome, leftovers=(*outcome.leftovers, f"directory {directory}"))
+        return outcome, results
+
+
+class _Server:
+    """One fork server, seen from outside."""
+
+    def __init__(self, python: Path, environment: Mapping[str, str], *, preload: bool) -> None:
+        self._preload = preload
+        self._python = python
+        self._news = threading.Condition()
+        self._pids: dict[str, int] = {}
+        self._exited: set[str] = set()
+        self._ready = False
+        self._dead = False
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
+        argv = [str(python), str(FORKSERVER), *(["--preload"] if preload else [])]
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=dict(environment),
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InterpreterError(
+                f"{python} cannot be started: {error.strerror}", "--python takes the path of a Python interpreter"
+            ) from error
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def run(self, spec: dict[str, Any], limit_s: float) -> str:
+        """Have one arm run. Returns "" when its guard ended by itself, else why the harness failed."""
+        self._wait(lambda: self._ready, READY_S[self._preload])
+        self._send(spec)
+        arm_id = spec["arm_id"]
+        self._wait(lambda: arm_id in self._pids, 10.0)
+        pid = self._pids[arm_id]
+        try:
+            self._wait(lambda: arm_id in self._exited, limit_s)
+        except _TooLate:
+            guard = processes.read(pid)
+            for process in [*processes.descendants(pid), *([guard] if guard else [])]:
+                processes.send(process, signal.SIGKILL)
+            return f"its guard did not end it within {limit_s:.0f} s"
+        return ""
+
+    def close(self) -> None:
+        """Close the pipe: fork server and guards end what they run. Waits for them, but not for ever."""
+        with self._news:
+            guards = [pid for arm_id, pid in self._pids.items() if arm_id not in self._exited]
+        if self._process.stdin:
+            self._process.stdin.close()
+        end = time.monotonic() + OUTSIDE_S
+        while time.monotonic() < end and any((p := processes.read(pid)) and p.is_alive for pid in guards):
+            time.sleep(0.02)
+        try:
+            self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=5)
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._errors.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            message = json.loads(line)
+            with self._news:
+                self._ready |= "ready" in message
+                if "started" in message:
+                    self._pids[message["started"]] = message["pid"]
+                if "exited" in message:
+                    self._exited.add(message["exited"])
+                self._news.notify_all()
+        with self._news:
+            self._dead = True
+            self._news.notify_all()
+
+    def _send(self, spec: dict[str, Any]) -> None:
+        assert self._process.stdin
+        try:
+            with self._news:
+                self._process.stdin.write((json.dumps(spec) + "\n").encode())
+                self._process.stdin.flush()
+        except (OSError, ValueError) as error:
+            raise LaunchError("the fork server is gone", "run the command again") from error
+
+    def _wait(self, is_true: Any, seconds: float) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: is_true() or self._dead, seconds):
+                raise _TooLate(f"{self._python} did not answer within {seconds:.0f} s", "is its disk reachable?")
+            if not is_true():
+                raise self._died()
+
+    def _died(self) -> LaunchError | InterpreterError:
+        """Why the fork server is gone: before it was ready, the interpreter is to blame."""
+        said = ""
+        if not self._errors.closed:
+            self._errors.seek(0)
+            said = self._errors.read()[-500:].decode(errors="replace").strip().replace("\n", " | ")
+        if self._ready:
+            return LaunchError(f"the fork server died: {said}", "run the command again; was memory short?")
+        return InterpreterError(
+            f"{self._python} cannot run probes: {said or 'it ended at once'}",
+            "--python takes a Python interpreter, 3.9 or newer",
+        )
+
+
+class _TooLate(LaunchError):
+    """Something did not happen in time."""
+
+
+def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], failure: str) -> ArmOutcome:
+    record = _json(directory, "guard.json") or {}
+    ending = str(record.get("ending", ""))
+    if ending.startswith("guard failed"):
+        failure = ending
+    if not record and not failure:
+        failure = "its guard died"
+    codes = {one["rank"]: one["code"] for one in record.get("exits", ())}
+    records = {rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.flight.json"))}
+
+    def outcome_of(rank: int) -> RankOutcome:
+        cut = rank in record.get("cut", ())
+        return rank_outcome(
+            rank,
+            results.get(rank),
+            None if cut else codes.get(rank),
+            ending,
+            _ends(directory / f"rank{rank}.log"),
+            _ends(directory / f"rank{rank}.stacks"),
+            str(record.get("evidence", {}).get(str(rank), "")),
+        )
+
+    return ArmOutcome(
+        ranks=tuple(outcome_of(rank) for rank in range(task.world_size)),
+        has_reached=all((directory / f"reached-{rank}").exists() for rank in range(task.world_size)),
+        failure=failure,
+        duration_s=float(record.get("duration_s", 0.0)),
+        peak_mib=int(record.get("peak_mib", 0)),
+        flight=flight.compare(records, task.world_size),
+        strays=tuple(record.get("strays", ())),
+        leftovers=tuple(record.get("leftovers", ())),
+    )
+
+
+def _json(directory: Path, name: str) -> Any:
+    try:
+        return json.loads((directory / name).read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def _ends(path: Path) -> str:
+    """A log, or its beginning and its end when it is long."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(LOG_BYTES)
+            size = path.stat().st_size
+            file.seek(max(len(head), size - LOG_BYTES))
+            tail = file.read(LOG_BYTES)
+    except OSError:
+        return ""
+    left_out = size - len(head) - len(tail)
+    middle = f"\n... {left_out} bytes left out ...\n".encode() if left_out > 0 else b""
+    return (head + middle + tail).decode(errors="replace")
+
+
+def _keep(directory: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in ("rank*.log", "rank*.stacks", "rank*.json", "guard.json", "spec.json"):
+        for path in directory.glob(pattern):
+            shutil.copy(path, target)

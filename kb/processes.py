@@ -1,0 +1,98 @@
+"""Processes as /proc shows them: who descends from whom, and killing without hitting a recycled pid.
+
+Standard library and Python 3.9: the guard uses it in the reader's training interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Set  # noqa: UP035  # Python 3.9 reads these
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of /proc/PID/stat. `start` (clock ticks since boot) with the pid names a process for good."""
+
+    pid: int
+    parent: int
+    start: int
+    state: str
+    name: str
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in "ZX"
+
+
+def read(pid: int) -> Optional[Process]:
+    """The process, or None when there is none any more."""
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as file:
+            head, _, tail = file.read().decode(errors="replace").rpartition(")")
+    except OSError:
+        return None
+    fields = tail.split()
+    return Process(pid, int(fields[1]), int(fields[19]), fields[0], head.partition("(")[2])
+
+
+def descendants(root: int) -> List[Process]:
+    """Every live process below `root`. Complete when `root` is a child subreaper: orphans come back to it."""
+    children: Dict[int, List[Process]] = {}
+    for name in os.listdir("/proc"):
+        process = read(int(name)) if name.isdigit() else None
+        if process:
+            children.setdefault(process.parent, []).append(process)
+    found: List[Process] = []
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += [process for process in below if process.is_alive]
+        waiting += [process.pid for process in below]
+    return found
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Signal exactly this process; nothing happens when it is gone or its pid belongs to another by now."""
+    now = read(process.pid)
+    if now and now.start == process.start:
+        try:
+            os.kill(process.pid, number)
+        except OSError:
+            pass
+
+
+def resident_bytes(processes: List[Process]) -> int:
+    """Resident memory of these processes together; pages they share count for each."""
+    total = 0
+    for process in processes:
+        try:
+            with open("/proc/%d/statm" % process.pid) as file:
+                total += int(file.read().split()[1])
+        except (OSError, IndexError):
+            continue
+    return total * os.sysconf("SC_PAGE_SIZE")
+
+
+def shared_memory_files(processes: List[Process]) -> Set[str]:
+    """Files under /dev/shm that these processes map or hold open."""
+    found: Set[str] = set()
+    for process in processes:
+        try:
+            with open("/proc/%d/maps" % process.pid) as file:
+                found.update(line.split(None, 5)[5].rstrip("\n") for line in file if "/dev/shm/" in line)
+            for number in os.listdir("/proc/%d/fd" % process.pid):
+                found.add(os.readlink("/proc/%d/fd/%s" % (process.pid, number)))
+        except (OSError, IndexError):
+            continue
+    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
+
+
+def waiting_in(process: Process) -> str:
+    """State and kernel wait channel, for instance `S futex_do_wait`; state D is a driver that does not return."""
+    try:
+        with open("/proc/%d/wchan" % process.pid) as file:
+            return ("%s %s" % (process.state, file.read())).strip()
+    except OSError:
+        return process.state
