@@ -88,18 +88,24 @@ class Launcher:
         self.keep_logs = keep_logs
         self.environment, self.removed = surroundings.scrubbed()
         self._servers: dict[bool, _Server] = {}
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         self._servers[False] = _Server(self.python, self.environment, preload=False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that runs. What waits for an arm gets a `LaunchError`; nothing can be started after."""
+        self._is_closed = True
         for server in self._servers.values():
             server.close()
 
     def preload(self) -> None:
         """Begin to import torch for the CPU arms; returns at once. To be called from the long-lived thread."""
-        if True not in self._servers:
+        if True not in self._servers and not self._is_closed:
             self._servers[True] = _Server(self.python, self.environment, preload=True)
 
     def rank_results(self, task: Task) -> tuple[dict[str, Any] | None, ArmOutcome]:
@@ -121,6 +127,8 @@ class Launcher:
         warm = task.action == "run" and not task.execute
         if warm:
             self.preload()
+        if self._is_closed:
+            raise LaunchError("the launcher has been closed", "run the command again")
         server = self._servers[warm]
         try:
             directory = Path(tempfile.mkdtemp(prefix="kb-arm-"))
@@ -193,6 +201,8 @@ class _Server:
 
     def close(self) -> None:
         """Close the pipe: fork server and guards end what they run. Waits for them, but not for ever."""
+        if self._errors.closed:
+            return
         with self._news:
             guards = [pid for arm_id, pid in self._pids.items() if arm_id not in self._exited]
         if self._process.stdin:

@@ -1,0 +1,47 @@
+"""`kb list`: every entry, or those with a tag, a framework or a status."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kb import root
+from kb.index import open_index
+
+from .output import JsonFlag, RootOption, emit, notice, style
+
+KEYS = ("id", "title", "title_zh", "status", "severity", "tags", "frameworks", "origin", "probe", "cause")
+
+
+def list_(
+    tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
+    framework: Annotated[str, typer.Option(help="Only entries about this package or framework, for instance fsdp.")] = "",
+    status: Annotated[str, typer.Option(help="Only entries of this status: confirmed, reported, disputed, withdrawn.")] = "",
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """List the entries. Exit code 0 when there is one, 1 when none fits."""
+    with open_index(root.configured(tuple(roots or ())), notice) as index:
+        found = [
+            document
+            for _, document in index.documents()
+            if set(tag or ()) <= set(document["tags"])
+            and (not framework or framework.lower() in (*document["tags"], *document["frameworks"]))
+            and (document["status"] == status if status else document["status"] != "withdrawn")
+        ]
+    found.sort(key=lambda document: str(document["id"]))
+    if as_json:
+        emit("list", entries=[{key: document[key] for key in KEYS} for document in found])
+    else:
+        _print(found)
+    return 0 if found else 1
+
+
+def _print(found: list[dict[str, Any]]) -> None:
+    width = max((len(document["id"]) for document in found), default=0)
+    for document in found:
+        state = style(f"{document['status']:<9} {document['severity']:<8}", dim=True)
+        print(f"{style(document['id'].ljust(width), 'cyan')}  {state}  {document['title']}")
+    if not found:
+        print("no entry fits. `kb list` without filters shows all.")

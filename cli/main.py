@@ -1,0 +1,102 @@
+"""The command `kb`: registers the commands and turns every ending into the right exit code.
+
+| code | meaning |
+|------|---------|
+| 0 | found, clean, verified, clear |
+| 1 | nothing found, findings, exposed, fix-ineffective, inverted, other-failure |
+| 2 | usage or bad input |
+| 3 | not-reproduced, inconclusive |
+| 4 | not-applicable |
+| 5 | internal error |
+| 124 | overall deadline |
+| 130 | interrupted |
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kb import __version__
+from kb.errors import KbError, UsageError
+
+from . import doctor, env, history, index, lint, list_, search, serve, show, verify
+from .output import complain, emit_error
+
+app = typer.Typer(
+    name="kb",
+    help="Distributed-training incidents, each with a probe that proves its fix on your own machine.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+app.command("search")(search.search)
+app.command("show")(show.show)
+app.command("verify")(verify.verify)
+app.command("list")(list_.list_)
+app.command("env")(env.env)
+app.command("history")(history.history)
+app.command("serve")(serve.serve)
+app.command("lint")(lint.lint)
+app.command("index")(index.index)
+app.command("doctor")(doctor.doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kb {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def kb(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Distributed-training incidents, each with a probe that proves its fix on your own machine."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line and return its exit code. Nothing but this maps errors to codes."""
+    try:
+        code = app(argv, standalone_mode=False, prog_name="kb")
+        sys.stdout.flush()
+        return int(code or 0)
+    except KbError as error:
+        return _fail(argv, error)
+    except typer.TyperException as error:
+        return _fail(argv, UsageError(error.format_message(), f"`kb {_command(argv)} --help` lists what it takes".replace("  ", " ")))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # `kb search ... | head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # the last line of defence: an exit code, one JSON document, no raw traceback
+        if os.environ.get("KB_DEBUG"):
+            raise
+        hint = "KB_DEBUG=1 shows the traceback; please report it"
+        return _fail(argv, KbError(f"internal error: {type(error).__name__}: {error}", hint))
+
+
+def _fail(argv: list[str], error: KbError) -> int:
+    if "--json" in argv:
+        emit_error(_command(argv) or "error", error)
+    else:
+        complain(error)
+    return error.exit_code
+
+
+def _command(argv: list[str]) -> str:
+    known = {command.name for command in app.registered_commands}
+    return next((word for word in argv if word in known), "")

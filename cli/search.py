@@ -1,0 +1,68 @@
+"""`kb search`: the entries that answer a question or a pasted log line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from kb import root
+from kb.errors import UsageError
+from kb.index import open_index
+from kb.search import Answer, Hit
+from kb.search import search as find
+
+from .output import JsonFlag, RootOption, emit, notice, style
+
+MOST_INPUT = 4 << 20  # bytes read from standard input
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def search(
+    query: Annotated[list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")],
+    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 5,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Find the entry for a failure: paste an error or describe it, in English or Chinese.
+
+    Exit code 0 when something was found, 1 when not.
+    """
+    text = sys.stdin.buffer.read(MOST_INPUT).decode(errors="replace") if query == ["-"] else " ".join(query)
+    if not text.strip():
+        raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
+    with open_index(root.configured(tuple(roots or ())), notice) as index:
+        answer = find(index, text, limit)
+    if as_json:
+        hits = [asdict(hit) for hit in answer.hits]
+        emit("search", query=text[:1000], hits=hits, did_you_mean=answer.did_you_mean or None, problems=index.problems)
+    else:
+        _print(answer, in_chinese=bool(CHINESE.search(text)))
+    return 0 if answer.hits else 1
+
+
+def _print(answer: Answer, *, in_chinese: bool) -> None:
+    if answer.did_you_mean:
+        print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
+    for number, hit in enumerate(answer.hits, 1):
+        _print_hit(number, hit, in_chinese)
+    if not answer.hits:
+        print("nothing found. Fewer words, or the error line itself, find more; `kb list` shows every entry.")
+
+
+def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
+    title = hit.title_zh if in_chinese else hit.title
+    cause = hit.cause_zh if in_chinese and hit.cause_zh else hit.cause
+    origin = "" if hit.origin == "built-in" else f" · from {hit.origin}"
+    matched = ", ".join(hit.matched[:8])
+    why = "a signature of this entry matches your text; " if hit.signature else ""
+    print(f"{number}. {style(title, bold=True)}")
+    print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} · {hit.severity}{origin}', dim=True)}")
+    print(f"   cause    {cause}")
+    print(f"   matched  {why}{matched}")
+    print(f"   seen as  {style(hit.snippet, dim=True)}")
+    print(f"   prove    {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
+    print()

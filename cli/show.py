@@ -1,0 +1,68 @@
+"""`kb show`: one entry, for a terminal, as Markdown or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kb import root
+from kb.errors import UsageError
+
+from .output import JsonFlag, RootOption, emit
+
+if TYPE_CHECKING:  # the model pulls in pydantic, and every command would pay for it
+    from kb.entry import Entry
+
+WIDEST = 110
+
+
+def show(
+    entry_id: Annotated[str, typer.Argument(metavar="ID", help="The id of an entry, as `kb search` prints it.")],
+    lang: Annotated[str, typer.Option(help="en, or zh for the Chinese text.")] = "en",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the file as it is written.")] = False,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Read an entry: symptom, how to tell, root cause, fix, known cases, references."""
+    from kb import catalog
+
+    if lang not in ("en", "zh"):
+        raise UsageError(f"--lang {lang}: entries are written in en and zh")
+    found = catalog.load(root.configured(tuple(roots or ())))
+    entry = found.get(entry_id)
+    if as_json:
+        probe = found.probe_file(entry)
+        emit("show", **entry.to_json(), probe_file=str(probe) if probe else None)
+    elif markdown:
+        sys.stdout.write(entry.path.read_text(encoding="utf-8"))
+    else:
+        _render(page(entry, lang))
+    return 0
+
+
+def page(entry: Entry, lang: str) -> str:
+    """The entry as Markdown to read: the sections of one language, and the references its marks point to."""
+    meta = entry.meta
+    title = meta.title_zh if lang == "zh" else meta.title
+    head = f"# {title}\n\n`{entry.id}` · {meta.status} · {meta.severity} · {', '.join(meta.tags)} · {entry.origin}"
+    if lang == "zh":
+        body = entry.section("中文")
+    else:
+        body = "\n\n".join(f"## {name}\n\n{one.text}" for name, one in entry.sections.items() if name != "中文")
+    references = "\n".join(
+        f"{number}. {one.shows} ({one.grade}): <{one.url}>" for number, one in enumerate(meta.references, 1)
+    )
+    proof = f"`kb verify {entry.id}`" if meta.probe else f"no probe: {meta.probe_waiver}"
+    label = ("参考", "在本机验证") if lang == "zh" else ("References", "Prove it on this machine")
+    return f"{head}\n\n{body}\n\n## {label[0]}\n\n{references}\n\n## {label[1]}\n\n{proof}\n"
+
+
+def _render(text: str) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console(soft_wrap=False)
+    console.width = min(console.width, WIDEST)
+    console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))

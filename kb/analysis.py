@@ -1,0 +1,113 @@
+"""Text to terms: English prose, code identifiers, versions and Chinese in one stream.
+
+Every form of a word is stemmed by the same function, so that `ALLGATHER`, `all_gather` and `all-gather`
+meet; an identifier yields itself whole, solid and in parts; Chinese yields overlapping bigrams (no
+dictionary, no missing words). Offsets let a phrase of parts match a phrase of words.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from whoosh.lang.porter import stem
+
+RUN = re.compile(
+    r"""(?P<cjk>[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]+)
+      | (?P<number>\d+(?:\.\d+)+ | (?<![\w.\-])-\d+ | 0x[0-9a-f]+)
+      | (?P<word>[A-Za-z0-9_]+(?:[.\-/:]+[A-Za-z0-9_]+)*)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+SEPARATORS = re.compile(r"[_\-./:]+")
+PARTS = re.compile(r"[A-Z]{2,}(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+VERSION = re.compile(r"v(?=\d+\.)", re.IGNORECASE)
+STOP_WORDS = frozenset("a an and are as at be but by do does for from had has have how i in is it its my of on or".split()) | frozenset(
+    "our so that the then there this to was we were what when where which while why with you your".split()
+)
+LONGEST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One indexed form. `position` counts words; `run` numbers the stretch of text it came from."""
+
+    text: str
+    position: int
+    run: int
+    surface: str
+    is_cjk: bool
+
+
+@lru_cache(1 << 16)
+def normal(word: str) -> str:
+    """Lower case and stemmed; what is not a plain English word stays as it is."""
+    word = word.lower()
+    return str(stem(word)) if word.isascii() and word.isalpha() and 3 < len(word) < 25 else word
+
+
+def terms(text: str) -> Iterator[Term]:
+    """The terms of a text in order. Forms of one identifier share a `run`."""
+    position = 0
+    for number, match in enumerate(RUN.finditer(unicodedata.normalize("NFKC", text))):
+        surface = match.group()
+        forms = _forms(surface, str(match.lastgroup))
+        for form, offset in forms:
+            yield Term(form, position + offset, number, surface, match.lastgroup == "cjk")
+        if forms:
+            position += 1 + max(offset for _, offset in forms)
+
+
+def _forms(surface: str, kind: str) -> tuple[tuple[str, int], ...]:
+    if kind == "cjk":
+        if len(surface) == 1:
+            return ((surface, 0),)
+        return tuple((surface[i : i + 2], i) for i in range(len(surface) - 1))
+    if kind == "number" and surface[:2].lower() == "0x":
+        return ((surface.lower(), 0),)
+    if surface[0] == "-":  # an exit code: -9 as it stands, and as 9
+        return ((surface, 0), *_identifier_forms(surface.lstrip("-")))
+    return _identifier_forms(VERSION.sub("", surface, count=1) if VERSION.match(surface) else surface)
+
+
+@lru_cache(1 << 16)
+def _identifier_forms(raw: str) -> tuple[tuple[str, int], ...]:
+    """(form, offset) of one run of word characters: whole, solid, and in parts."""
+    raw = raw.strip("_-./:")
+    if raw.isascii() and raw.isalpha() and (raw.islower() or raw.isupper() or raw.istitle()):
+        return () if raw.lower() in STOP_WORDS else ((normal(raw), 0),)
+    if raw.replace(".", "").isdigit():  # 2.18.5 is also found as 2.18
+        short = ".".join(raw.split(".")[:2])
+        return ((raw, 0), (short, 0)) if raw.count(".") > 1 else ((raw, 0),)
+    forms: dict[str, int] = {}
+
+    def add(form: str, offset: int) -> None:
+        if 1 < len(form) <= LONGEST:
+            forms.setdefault(form, offset)
+
+    add(raw.lower(), 0)
+    add(normal(SEPARATORS.sub("", raw)), 0)
+    position = 0
+    for segment in filter(None, SEPARATORS.split(raw)):
+        position = _segment_forms(segment, position, add)
+    return tuple(forms.items())
+
+
+def _segment_forms(segment: str, position: int, add: Callable[[str, int], None]) -> int:
+    """Add the parts of one segment, adjacent parts joined, and the segment itself; the next free position."""
+    start, before = position, ""
+    for part in PARTS.findall(segment):
+        is_glued = part != segment
+        too_short = is_glued and (len(part) < 3 if part.isalpha() else len(segment) < 6)
+        if part.lower() in STOP_WORDS or too_short:  # ZeRO gives no "ze", P2P no "2", bf16 no "16"
+            before = ""
+            continue
+        add(normal(part), position)
+        if before and part.isalpha():
+            add(normal(before + part), max(position - 1, 0))  # _ALL_GATHER_x gives allgather
+        before = part if part.isalpha() else ""
+        position += 1
+    add(normal(segment), start)
+    return max(position, start + 1)

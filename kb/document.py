@@ -1,0 +1,101 @@
+"""An entry as the index keeps it: weighted texts to find it by, and what a search result shows.
+
+A title and the words people use count more than prose. The weights are the only tuning of the ranking.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from kb import catalog
+from kb.analysis import terms
+from kb.entry import Entry, Role, first_sentence
+from kb.root import Root
+from kb.signature import required_literal
+
+TITLE, ALIAS, SAMPLE, SYMPTOM, CASE, PROSE, REFERENCE = 4.0, 3.0, 1.5, 1.5, 1.5, 1.0, 0.5
+WEIGHTS = {"Symptom": SYMPTOM, "Known cases": CASE}
+
+Document = tuple[dict[str, Any], list[tuple[float, str]]]
+
+
+def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[str, Any]]:
+    """Documents of all current entries, and the side table: signatures, surface forms, entries left out."""
+    started = time.monotonic()
+    is_told = False
+    found = catalog.load(roots)
+    documents = []
+    for number, entry in enumerate(found):
+        if not is_told and time.monotonic() - started > 1:
+            notice(f"building the search index of {len(found)} entries (once, and after a change) ...")
+            is_told = number >= 0
+        documents.append(document(entry))
+    problems = [problem.message for problem in found.problems]
+    for problem in problems:
+        notice(f"left out: {problem}")
+    side = {"signatures": _signatures(found.current()), "surfaces": _surfaces(documents), "problems": problems}
+    return documents, side
+
+
+def document(entry: Entry) -> Document:
+    """(what is stored, weighted texts) of one entry."""
+    meta = entry.meta
+    stored = {
+        "id": entry.id,
+        "title": meta.title,
+        "title_zh": meta.title_zh,
+        "cause": entry.cause,
+        "cause_zh": chinese_cause(entry),
+        "status": meta.status.value,
+        "severity": meta.severity.value,
+        "tags": meta.tags,
+        "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
+        "origin": entry.origin,
+        "probe": meta.probe,
+        "lines": _lines(entry),
+    }
+    parts = [
+        (TITLE, f"{entry.id.replace('-', ' ')} {meta.title}"),
+        (TITLE, meta.title_zh),
+        *((ALIAS, alias) for alias in meta.aliases),
+        (ALIAS, " ".join(meta.tags)),
+        *((SAMPLE, signature.sample) for signature in meta.signatures),
+        *((WEIGHTS.get(heading, PROSE), section.text) for heading, section in entry.sections.items()),
+        *((REFERENCE, f"{reference.shows} {reference.url}") for reference in meta.references),
+    ]
+    return stored, parts
+
+
+def chinese_cause(entry: Entry) -> str:
+    """First sentence under `### 原因`."""
+    _, _, rest = entry.section("中文").partition("### 原因")
+    return first_sentence(rest.partition("\n### ")[0])
+
+
+def _lines(entry: Entry) -> list[str]:
+    """Lines a snippet is taken from: what people call it, what is printed, what was seen."""
+    prose = [line.strip() for section in entry.sections.values() for line in section.text.splitlines()]
+    lines = [*entry.meta.aliases, *(one.sample for one in entry.meta.signatures), *prose]
+    return [line for line in lines if len(line) > 3 and not line.startswith(("```", "###"))]
+
+
+def _signatures(entries: list[Entry]) -> list[dict[str, str]]:
+    return [
+        {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literal": required_literal(one.pattern)}
+        for entry in entries
+        for one in entry.meta.signatures
+        if one.role is not Role.CONTEXT
+    ]
+
+
+def _surfaces(documents: list[Document]) -> dict[str, str]:
+    """For each stemmed English term the spelling used most: what `did you mean` shows."""
+    seen: dict[str, Counter[str]] = {}
+    for _, parts in documents:
+        for _, text in parts:
+            for term in terms(text):
+                if term.text.isascii() and term.text.isalpha() and len(term.text) > 3 and term.surface.isalpha():
+                    seen.setdefault(term.text, Counter())[term.surface.lower()] += 1
+    return {term: counter.most_common(1)[0][0] for term, counter in seen.items()}

@@ -1,0 +1,46 @@
+"""Synonyms of the field, English and Chinese, from `glossary.toml`; applied to queries, never to the index."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from kb.analysis import terms
+
+FILE = Path(__file__).with_name("glossary.toml")
+Key = tuple[str, ...]
+
+
+def read(path: Path = FILE) -> list[list[str]]:
+    """The groups as written."""
+    groups: list[list[str]] = tomllib.loads(path.read_text(encoding="utf-8"))["groups"]
+    return groups
+
+
+@cache
+def synonyms() -> dict[Key, tuple[Key, ...]]:
+    """For each word or phrase of the glossary, as the terms it is indexed under, the others of its groups."""
+    table: dict[Key, dict[Key, None]] = {}
+    for group in read():
+        keys = list(dict.fromkeys(key_of(word) for word in group))
+        for key in keys:
+            table.setdefault(key, {}).update((other, None) for other in keys if other != key)
+    return {key: tuple(others) for key, others in table.items()}
+
+
+@cache
+def longest() -> int:
+    """Terms in the longest phrase of the glossary."""
+    return max(map(len, synonyms()))
+
+
+def key_of(word: str) -> Key:
+    """One term per run of text: the solid form of an identifier, every bigram of a Chinese word."""
+    key: list[str] = []
+    seen = set()
+    for term in terms(word):
+        if term.is_cjk or term.run not in seen:
+            key.append(term.text)
+        seen.add(term.run)
+    return tuple(key)

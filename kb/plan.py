@@ -1,0 +1,172 @@
+"""What verifying an entry would run: which experiment, with which parameters, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kb.entry import Entry
+from kb.environment import Environment
+from kb.errors import BadParameter, KbError, ProbeError
+from kb.launcher import Launcher, Task
+from kb.needs import free_gpus, unmet
+from kb.outcome import ArmOutcome
+from kb.probe import Experiment, Param, Probe
+
+DESCRIBE_S = 10.0
+CONVERT = {"int": int, "float": float, "str": str, "path": lambda text: Path(text).expanduser().absolute()}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all."""
+
+    entry: Entry
+    probe_file: Path | None
+    probe: Probe = field(default_factory=Probe)
+    chosen: int | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    fault: str = ""
+    waiver: str = ""
+
+    @property
+    def experiment(self) -> Experiment | None:
+        return self.probe.experiments[self.chosen] if self.chosen is not None else None
+
+    @property
+    def expected_s(self) -> float:
+        return sum(self.experiment.expected_s) if self.experiment else 0.0
+
+    def task(self, arm_name: str, deadline_s: float) -> Task:
+        """One arm of the chosen experiment for the launcher."""
+        experiment, chosen = self.experiment, self.chosen
+        assert experiment is not None and chosen is not None and self.probe_file is not None
+        on_gpus = experiment.needs.gpus > 0
+        return Task(
+            action="run",
+            probe=self.probe_file,
+            deadline_s=min(experiment.deadline_s, deadline_s),
+            world_size=experiment.world_size,
+            backend=experiment.backend,
+            experiment=chosen,
+            arm=arm_name,
+            params=self.params,
+            env=getattr(experiment, arm_name).env,
+            settle_s=experiment.settle_s,
+            linger=experiment.linger,
+            execute=on_gpus,
+            gpus=self.gpus[: experiment.needs.gpus],
+            gpu_memory_mib=experiment.needs.gpu_memory_mib if on_gpus else 0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        experiment = self.experiment
+        described = None
+        if experiment:
+            described = {
+                "name": experiment.name,
+                "world_size": experiment.world_size,
+                "backend": experiment.backend,
+                "deadline_s": experiment.deadline_s,
+                "expected_s": list(experiment.expected_s),
+                "needs": {
+                    "gpus": experiment.needs.gpus,
+                    "memory_mib": experiment.needs.memory_mib,
+                    "packages": dict(experiment.needs.packages),
+                },
+                "arms": {
+                    name: {"because": arm.because, "expected": arm.expect.kind, "fidelity": arm.fidelity, "env": dict(arm.env)}
+                    for name, arm in (("control", experiment.control), ("treatment", experiment.treatment))
+                },
+                "gpus": list(self.gpus),
+            }
+        return {
+            "id": self.entry.id,
+            "probe": str(self.probe_file) if self.probe_file else None,
+            "check": self.probe.check is not None,
+            "experiment": described,
+            "skipped": [{"experiment": name, "reason": reason} for name, reason in self.skipped],
+            "params": {name: str(value) for name, (_, value) in self.params.items() if value is not None},
+            "fault": self.fault or self.waiver or None,
+        }
+
+
+def make_plan(
+    entry: Entry,
+    probe_file: Path | None,
+    launcher: Launcher,
+    environment: Environment,
+    settings: Mapping[str, str],
+    *,
+    force: bool = False,
+) -> Plan:
+    """Read the probe's declaration in a child process and choose the first experiment whose needs are met."""
+    if probe_file is None:
+        return Plan(entry, None, waiver=entry.meta.probe_waiver or "the entry has no probe")
+    try:
+        probe = describe(probe_file, launcher)
+    except KbError as error:
+        return Plan(entry, probe_file, fault=error.message)
+    params = typed(probe.params, settings)
+    skipped = []
+    for number, experiment in enumerate(probe.experiments):
+        reason = unmet(experiment.needs, environment, force=force)
+        if not reason:
+            gpus = free_gpus(environment, force=force) if experiment.needs.gpus else ()
+            return Plan(entry, probe_file, probe, number, tuple(skipped), params, tuple(gpus))
+        skipped.append((experiment.name, reason))
+    return Plan(entry, probe_file, probe, None, tuple(skipped), params)
+
+
+def describe(probe_file: Path, launcher: Launcher) -> Probe:
+    """The declaration in a probe file. Raises `ProbeError` when the file breaks the contract."""
+    if not probe_file.is_file():
+        raise ProbeError(f"the probe file {probe_file} does not exist", "`kb lint` lists such entries")
+    result, outcome = launcher.rank_results(Task("describe", probe_file, DESCRIBE_S))
+    if result is None or result.get("outcome") != "completed":
+        raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: {why(result, outcome)}")
+    if result["faults"]:
+        raise ProbeError(f"the probe file {probe_file.name} breaks the contract: {'; '.join(result['faults'])}")
+    return Probe.from_description(result["probe"])
+
+
+def why(result: Mapping[str, Any] | None, outcome: ArmOutcome) -> str:
+    """Why a describing or checking process gave nothing, in one line."""
+    if result and result.get("message") is not None:
+        return f"{result.get('type', 'error')}: {result['message']}"
+    rank = outcome.ranks[0] if outcome.ranks else None
+    if outcome.failure or rank is None:
+        return outcome.failure or "it did not start"
+    if rank.signal:
+        return f"its process died of {rank.signal}"
+    return "it was not done in time" if rank.exit_code is None else f"its process ended with exit code {rank.exit_code}"
+
+
+def typed(params: Mapping[str, Param], settings: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+    """Declared parameters with `--set` applied. Raises `BadParameter` for a value of the wrong type."""
+    values = {name: (param.type, param.default) for name, param in params.items()}
+    for name, text in settings.items():
+        if name not in params:
+            continue
+        try:
+            values[name] = (params[name].type, CONVERT[params[name].type](text))
+        except ValueError:
+            raise BadParameter(f"--set {name}={text}: not {_article(params[name].type)}", params[name].help) from None
+    return values
+
+
+def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> None:
+    """Raises `BadParameter` for a setting that none of the chosen probes takes."""
+    known = {name: param.help for plan in plans for name, param in plan.probe.params.items()}
+    for name in settings:
+        if name not in known and not all(plan.fault for plan in plans):
+            takes = "; ".join(f"{one}: {text}" for one, text in sorted(known.items()))
+            raise BadParameter(f"no chosen probe takes {name!r}", f"they take {takes}" if takes else "they take no parameters")
+
+
+def _article(kind: str) -> str:
+    return {"int": "a whole number", "float": "a number"}.get(kind, f"a {kind}")

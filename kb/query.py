@@ -1,0 +1,123 @@
+"""What a user typed or pasted, as a bounded list of concepts. No operators: nothing a text can abuse.
+
+A concept is a word, an identifier or a phrase together with its alternatives (other forms, synonyms); a
+document is scored by the best alternative of each concept, so synonyms never add up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kb import glossary
+from kb.analysis import Term, normal, terms
+
+LONGEST_TEXT = 8000  # characters of a query that are looked at
+MOST_CONCEPTS = 24
+SYNONYM_WEIGHT = 0.7
+
+# What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
+VOLATILE = re.compile(
+    r"""\d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?
+      | \b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?\b
+      | \b0x[0-9a-fA-F]{4,}\b | \b[0-9a-f]{12,}\b
+      | \[(?:rank|default)?\d+\]: | \b(?:pid|PID)[=:\ ]+\d+
+      | \b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b
+      | \bE\d{3,4}\b | \b\d{5,}\b
+      | File\ "[^"]*/(?=[^/"]+") | (?<![\w/])/(?:[\w.\-]+/)+""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Terms that stand for a concept: one term, or several as a phrase."""
+
+    terms: tuple[str, ...]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Concept:
+    """One thing the user named, as they wrote it, and the terms that stand for it."""
+
+    surface: str
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One run of the text: a word with its forms, or one Chinese bigram."""
+
+    surface: str
+    forms: tuple[str, ...]
+    is_cjk: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return len(self.forms) == 1
+
+
+def concepts(text: str, has: Callable[[str], bool]) -> tuple[Concept, ...]:
+    """The distinct concepts of a text in order. `has` says whether a term is in the index."""
+    units = _units(VOLATILE.sub(" ", text[:LONGEST_TEXT]))
+    found: dict[tuple[Alternative, ...], Concept] = {}
+    at = 0
+    while at < len(units):
+        taken, concept = _synonym(units, at) or _joined(units, at, has) or (1, _single(units[at]))
+        found.setdefault(concept.alternatives, concept)
+        at += taken
+    return tuple(found.values())
+
+
+def _units(text: str) -> list[_Unit]:
+    runs: dict[int, list[Term]] = {}
+    for term in terms(text):
+        runs.setdefault(term.run, []).append(term)
+    units: list[_Unit] = []
+    for forms in runs.values():
+        if forms[0].is_cjk:
+            units += [_Unit(term.text, (term.text,), True) for term in forms]
+        else:
+            units.append(_Unit(forms[0].surface, tuple(term.text for term in forms), False))
+    return units
+
+
+def _synonym(units: list[_Unit], at: int) -> tuple[int, Concept] | None:
+    """The longest glossary word that starts here, with its synonyms at a lower weight."""
+    table = glossary.synonyms()
+    for length in range(min(glossary.longest(), len(units) - at), 0, -1):
+        some = units[at : at + length]
+        key = tuple(unit.forms[0] for unit in some)
+        if key in table and all(unit.is_plain for unit in some):
+            others = tuple(Alternative(other, SYNONYM_WEIGHT) for other in table[key])
+            return length, Concept(_surface(some), (Alternative(key, 1.0), *others))
+    return None
+
+
+def _joined(units: list[_Unit], at: int, has: Callable[[str], bool]) -> tuple[int, Concept] | None:
+    """Two words that the index knows as one: `all gather`, `world size`."""
+    some = units[at : at + 2]
+    if len(some) < 2 or any(unit.is_cjk or not unit.is_plain or not unit.surface.isalpha() for unit in some):
+        return None
+    solid = normal(some[0].surface + some[1].surface)
+    if not has(solid):
+        return None
+    phrase = tuple(unit.forms[0] for unit in some)
+    return 2, Concept(_surface(some), (Alternative((solid,), 1.5), Alternative(phrase, 1.0)))
+
+
+def _single(unit: _Unit) -> Concept:
+    """A word as it is; an identifier whole at double weight, its parts at less."""
+    if unit.is_plain:
+        return Concept(unit.surface, (Alternative(unit.forms, 1.0),))
+    whole, *rest = unit.forms
+    parts = (Alternative((part,), 1.0 if len(part) > 3 else 0.5) for part in rest)
+    return Concept(unit.surface, (Alternative((whole,), 2.0), *parts))
+
+
+def _surface(units: list[_Unit]) -> str:
+    if units[0].is_cjk:
+        return units[0].surface + "".join(unit.surface[-1] for unit in units[1:])
+    return " ".join(unit.surface for unit in units)

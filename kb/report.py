@@ -1,0 +1,157 @@
+"""The record of one verification: what was run where, how it ended, and what that means."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kb import __version__
+from kb.counts import Counts, interval
+from kb.outcome import ArmOutcome
+from kb.probe import FIDELITIES, Experiment, Finding
+from kb.verdict import EXIT_CODES, Judgement, Verdict
+
+NEXT_STEPS = {
+    Verdict.VERIFIED: "apply the fix: `kb show {id}`, section Fix",
+    Verdict.EXPOSED: "mend what the check names, then verify again",
+    Verdict.CLEAR: "nothing to do here for this entry",
+    Verdict.NOT_REPRODUCED: "this stack does not show the incident; compare versions with `kb show {id}`, section Environment",
+    Verdict.FIX_INEFFECTIVE: "do not rely on this fix here; keep the logs (--keep-logs DIR) and report them",
+    Verdict.OTHER_FAILURE: "the text of the failure has drifted, or something else is broken: read the evidence",
+    Verdict.INVERTED: "the entry or its probe is wrong on this stack: please report it",
+    Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
+    Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe."""
+
+    entry_id: str
+    title: str
+    judgement: Judgement
+    entry_digest: str
+    probe_digest: str
+    started_at: datetime.datetime
+    duration_s: float
+    environment: Mapping[str, Any]
+    experiment: Experiment | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    check: Finding | None = None
+    control: ArmOutcome | None = None
+    treatment: ArmOutcome | None = None
+    counts: Counts | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+    @property
+    def fidelity(self) -> str:
+        """The weaker of the two arms; `check` when no experiment ran."""
+        if self.experiment is None or self.control is None:
+            return "check"
+        arms = (self.experiment.control, self.experiment.treatment)
+        return max((arm.fidelity for arm in arms), key=FIDELITIES.index)
+
+    @property
+    def exit_code(self) -> int:
+        """An exposed machine is never a success, whatever the arms showed."""
+        exposed = self.check is not None and self.check.state == "exposed"
+        return max(EXIT_CODES[self.verdict], 1 if exposed else 0)
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return tuple(one for arm in (self.control, self.treatment) if arm for one in arm.leftovers)
+
+    @property
+    def next_step(self) -> str:
+        if self.check and self.check.advice and self.check.state != "clear":
+            return self.check.advice
+        return NEXT_STEPS[self.verdict].format(id=self.entry_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `kb verify --json`, the store and the API give it."""
+        return {
+            "id": self.entry_id,
+            "title": self.title,
+            "verdict": self.verdict.value,
+            "reason": self.judgement.reason,
+            "evidence": self.judgement.evidence,
+            "fidelity": self.fidelity,
+            "stands_for": self.experiment.control.stands_for or None if self.experiment else None,
+            "experiment": self.experiment.name if self.experiment else None,
+            "skipped": [{"experiment": name, "reason": reason} for name, reason in self.skipped],
+            "check": _check_json(self.check),
+            "arms": self._arms_json(),
+            "repeats": _counts_json(self.counts),
+            "params": {name: str(value) for name, value in self.params.items() if value is not None},
+            "next_step": self.next_step,
+            "environment": dict(self.environment),
+            "entry_digest": self.entry_digest,
+            "probe_digest": self.probe_digest,
+            "started_at": self.started_at.isoformat(),
+            "duration_s": round(self.duration_s, 3),
+            "leftovers": list(self.leftovers),
+            "kb_version": __version__,
+        }
+
+    def _arms_json(self) -> dict[str, Any] | None:
+        if self.experiment is None or self.control is None or self.treatment is None:
+            return None
+        pairs = (
+            ("control", self.experiment.control, self.control),
+            ("treatment", self.experiment.treatment, self.treatment),
+        )
+        return {
+            name: {
+                "because": arm.because,
+                "expected": arm.expect.kind,
+                "pattern": arm.expect.pattern or None,
+                "fidelity": arm.fidelity,
+                **outcome.to_json(),
+            }
+            for name, arm, outcome in pairs
+        }
+
+
+def _check_json(check: Finding | None) -> dict[str, Any] | None:
+    if check is None:
+        return None
+    return {"state": check.state, "evidence": list(check.evidence), "advice": check.advice or None}
+
+
+def _counts_json(counts: Counts | None) -> dict[str, Any] | None:
+    if counts is None or counts.pairs == 0:
+        return None
+    return {
+        "pairs": counts.pairs,
+        "control_failures": counts.control,
+        "treatment_failures": counts.treatment,
+        "control_rate_95": interval(counts.control, counts.pairs),
+        "treatment_rate_95": interval(counts.treatment, counts.pairs),
+        "p": round(counts.p, 6),
+    }
+
+
+def summary(reports: Sequence[Report]) -> dict[str, int]:
+    """How many reports have each verdict."""
+    return dict(sorted(Counter(report.verdict.value for report in reports).items()))
+
+
+def exit_code(reports: Sequence[Report]) -> int:
+    """One code for several reports: a negative finding (1) first, then doubt (3), then not applicable (4).
+
+    Not applicable counts only when nothing else was said: on a machine without GPUs `--all` is a success
+    when everything that could run was verified.
+    """
+    codes = [report.exit_code for report in reports]
+    for code in (1, 3):
+        if code in codes:
+            return code
+    return 0 if 0 in codes else max(codes, default=0)
