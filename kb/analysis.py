@@ -24,9 +24,9 @@ RUN = re.compile(
 SEPARATORS = re.compile(r"[_\-./:]+")
 PARTS = re.compile(r"[A-Z]{2,}(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 VERSION = re.compile(r"v(?=\d+\.)", re.IGNORECASE)
-STOP_WORDS = frozenset("a an and are as at be but by do does for from had has have how i in is it its my of on or".split()) | frozenset(
-    "our so that the then there this to was we were what when where which while why with you your".split()
-)
+STOP_WORDS = frozenset(
+    ["a", "an", "and", "are", "as", "at", "be", "but", "by", "do", "does", "for", "from", "had", "has", "have", "how", "i", "in", "is", "it", "its", "my", "of", "on", "or"]
+) | frozenset(["our", "so", "that", "the", "then", "there", "this", "to", "was", "we", "were", "what", "when", "where", "which", "while", "why", "with", "you", "your"])
 LONGEST = 64
 
 

@@ -1,4 +1,4 @@
-"""Judging repeated runs: k failures of n per arm, their intervals, and whether chance explains the difference."""
+"""Judging repeated runs: what they agree on, failures per arm with intervals, and whether chance explains the split."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
     else:
         verdict = Verdict.VERIFIED if counts.p < CERTAIN else Verdict.INCONCLUSIVE
     return Judgement(verdict, f"{told} (one-sided p {counts.p:.3f})", evidence), counts
+
+
+def majority(judgements: Sequence[Judgement]) -> Judgement | None:
+    """The judgement two runs agree on, or None as long as none do."""
+    for number, one in enumerate(judgements):
+        if any(one.verdict is other.verdict for other in judgements[:number]):
+            return one
+    return None
 
 
 def _at_most(k: int, n: int, rate: float) -> float:

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn, Set  # noqa: UP035  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, NoReturn, Set  # Python 3.9 reads these
 
 from kb import processes
 
@@ -90,14 +90,14 @@ def _become_rank(spec: Dict[str, Any], rank: int, rank_main: Callable[[Dict[str,
         signal.signal(number, signal.SIG_DFL)
     log = os.open(os.path.join(spec["dir"], "rank%d.log" % rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(number, target)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
     if spec["execute"]:
         worker = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
         environment = {**os.environ, **spec["env"]}
         argv = [sys.executable, worker, os.path.join(spec["dir"], "spec.json"), str(rank)]
         os.execve(sys.executable, argv, environment)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     rank_main(spec, rank)
 
 

@@ -38,7 +38,7 @@ BODY = "body"
 Notice = Callable[[str], None]
 
 
-class _Weighted(Tokenizer):
+class _Weighted(Tokenizer):  # type: ignore[misc]  # Whoosh is untyped
     """Whoosh's view of `analysis.terms`. A value is parts joined by `_join`, each with its own weight."""
 
     def __call__(self, value: str, positions: bool = False, chars: bool = False, **options: Any) -> Iterator[Token]:
@@ -103,7 +103,9 @@ class Index:
         for distance in (1, 2) if len(term) > 4 else (1,):
             found = list(self._reader.terms_within(BODY, term, distance, prefix=1))
             if found:
-                return sorted(found, key=lambda one: (abs(len(one) - len(term)), -self._reader.doc_frequency(BODY, one)))
+                return sorted(
+                    found, key=lambda one: (abs(len(one) - len(term)), -self._reader.doc_frequency(BODY, one))
+                )
         return []
 
     def scores(self, terms: tuple[str, ...]) -> dict[int, float]:
@@ -166,6 +168,11 @@ def open_index(roots: tuple[Root, ...], notice: Notice = lambda _: None, *, forc
         return _build_in_memory(roots, wanted, notice)
 
 
+def open_if_fresh(roots: tuple[Root, ...]) -> Index | None:
+    """The cached index when it can be used as it is; builds nothing."""
+    return _open(home(roots), stamp(roots))
+
+
 def _open(directory: Path, wanted: str) -> Index | None:
     """The current generation, or None when there is none, it is stale, it is not ours, or it cannot be read."""
     try:
@@ -179,7 +186,7 @@ def _open(directory: Path, wanted: str) -> Index | None:
         opened = Index(index.FileIndex(FileStorage(str(generation), supports_mmap=True)), side)
         if len(opened) != side["documents"]:
             return None
-        for number in range(min(len(opened), 1)):
+        for number in range(min(len(opened), 1)):  # read one: a torn segment shows only then
             opened.document(number)
         return opened
     except Exception:  # Whoosh raises anything on a torn index: EOFError, zlib.error, TypeError, struct.error ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _line(token: Token) -> int:
 def _sections(tokens: list[Token], lines: list[str], path: Path) -> dict[str, Section]:
     """The text under each level-two heading, as source, without the heading itself."""
     heads: list[tuple[str, int]] = []
-    for token, inline in zip(tokens, tokens[1:], strict=False):
+    for token, inline in pairwise(tokens):
         if token.type == "heading_open" and token.tag == "h2":
             heads.append((inline.content.strip(), _line(token)))
     sections: dict[str, Section] = {}
@@ -104,7 +105,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader without anchors (an alias bomb needs one) and without duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave the parser untyped
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # missing in the stubs
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(problem="anchors and aliases are not used here", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
@@ -116,14 +117,14 @@ def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     try:
         node = loader.get_single_node()
         lines = dict(_positions(node, (), path))
-        return (loader.construct_document(node) if node else {}), lines  # type: ignore[no-untyped-call]  # as above
+        return (loader.construct_document(node) if node else {}), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ContentError(path, mark.line + 2 if mark else 1, "yaml", error.problem or str(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ContentError(path, 1, "yaml", str(error).splitlines()[0]) from None
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]  # as above
+        loader.dispose()
 
 
 def _positions(node: Any, at: tuple[str | int, ...], path: Path) -> Iterator[tuple[tuple[str | int, ...], int]]:

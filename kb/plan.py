@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,12 @@ from kb.outcome import ArmOutcome
 from kb.probe import Experiment, Param, Probe
 
 DESCRIBE_S = 10.0
-CONVERT = {"int": int, "float": float, "str": str, "path": lambda text: Path(text).expanduser().absolute()}
+CONVERT: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "path": lambda text: Path(text).expanduser().absolute(),  # workers have another working directory
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,12 @@ class Plan:
                     "packages": dict(experiment.needs.packages),
                 },
                 "arms": {
-                    name: {"because": arm.because, "expected": arm.expect.kind, "fidelity": arm.fidelity, "env": dict(arm.env)}
+                    name: {
+                        "because": arm.because,
+                        "expected": arm.expect.kind,
+                        "fidelity": arm.fidelity,
+                        "env": dict(arm.env),
+                    }
                     for name, arm in (("control", experiment.control), ("treatment", experiment.treatment))
                 },
                 "gpus": list(self.gpus),
@@ -112,7 +122,7 @@ def make_plan(
     except KbError as error:
         return Plan(entry, probe_file, fault=error.message)
     params = typed(probe.params, settings)
-    skipped = []
+    skipped: list[tuple[str, str]] = []
     for number, experiment in enumerate(probe.experiments):
         reason = unmet(experiment.needs, environment, force=force)
         if not reason:
@@ -165,7 +175,9 @@ def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> None:
     for name in settings:
         if name not in known and not all(plan.fault for plan in plans):
             takes = "; ".join(f"{one}: {text}" for one, text in sorted(known.items()))
-            raise BadParameter(f"no chosen probe takes {name!r}", f"they take {takes}" if takes else "they take no parameters")
+            raise BadParameter(
+                f"no chosen probe takes {name!r}", f"they take {takes}" if takes else "they take no parameters"
+            )
 
 
 def _article(kind: str) -> str:

@@ -18,13 +18,14 @@ NEXT_STEPS = {
     Verdict.VERIFIED: "apply the fix: `kb show {id}`, section Fix",
     Verdict.EXPOSED: "mend what the check names, then verify again",
     Verdict.CLEAR: "nothing to do here for this entry",
-    Verdict.NOT_REPRODUCED: "this stack does not show the incident; compare versions with `kb show {id}`, section Environment",
+    Verdict.NOT_REPRODUCED: "this stack does not show the incident: compare versions, `kb show {id}`, Environment",
     Verdict.FIX_INEFFECTIVE: "do not rely on this fix here; keep the logs (--keep-logs DIR) and report them",
     Verdict.OTHER_FAILURE: "the text of the failure has drifted, or something else is broken: read the evidence",
     Verdict.INVERTED: "the entry or its probe is wrong on this stack: please report it",
     Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
     Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
 }
+WITH_PYTHON = "kb verify {id} --python /path/to/your/training/env/bin/python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,10 @@ class Report:
     def next_step(self) -> str:
         if self.check and self.check.advice and self.check.state != "clear":
             return self.check.advice
+        if self.verdict is Verdict.NOT_APPLICABLE and any(
+            "is not installed in" in reason for _, reason in self.skipped
+        ):
+            return f"install it there, or name your training environment: {WITH_PYTHON.format(id=self.entry_id)}"
         return NEXT_STEPS[self.verdict].format(id=self.entry_id)
 
     def to_json(self) -> dict[str, Any]:

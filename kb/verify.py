@@ -17,7 +17,7 @@ from threading import Event, Lock
 from typing import Any, Protocol
 
 from kb import gpus
-from kb.counts import Counts, judge_repeats
+from kb.counts import Counts, judge_repeats, majority
 from kb.entry import Role
 from kb.errors import KbError
 from kb.launcher import Launcher, Task
@@ -143,9 +143,7 @@ class _Worker:
         else:
             done = self._experiment(plan, plan.experiment)
         judgement, control, treatment, counts = done
-        return replace(
-            blank, check=finding, judgement=judgement, control=control, treatment=treatment, counts=counts
-        )
+        return replace(blank, check=finding, judgement=judgement, control=control, treatment=treatment, counts=counts)
 
     def _check(self, plan: Plan) -> Finding:
         assert plan.probe_file is not None
@@ -159,7 +157,9 @@ class _Worker:
             return Finding("unknown", [f"the check failed: {why(result, outcome)}"])
         return Finding(str(result["state"]), [str(one) for one in result["evidence"]], str(result["advice"]))
 
-    def _experiment(self, plan: Plan, experiment: Experiment) -> tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]:
+    def _experiment(
+        self, plan: Plan, experiment: Experiment
+    ) -> tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]:
         """Run pairs of arms until the verdict stands."""
         patterns = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
         judgements: list[Judgement] = []
@@ -167,11 +167,13 @@ class _Worker:
             control = self._arm(plan, experiment, "control", len(judgements))
             treatment = self._arm(plan, experiment, "treatment", len(judgements))
             judgements.append(judge(experiment, control, treatment, patterns))
-            if _is_decided(judgements, experiment, self.options.repeat):
+            if is_decided(judgements, experiment, self.options.repeat):
                 break
         if len(judgements) == 1:
             return judgements[0], control, treatment, None
         judgement, counts = judge_repeats(judgements)
+        if not (self.options.repeat or experiment.stochastic):
+            judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
         return judgement, control, treatment, counts
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
@@ -188,14 +190,19 @@ class _Worker:
         return outcome
 
 
-def _is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int) -> bool:
+def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int) -> bool:
+    """Whether another pair of arms is needed.
+
+    Asked for N pairs: after N. A deterministic experiment: when it is verified, or two runs agree, or after
+    three. A stochastic one: when `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
+    """
     pairs = len(judgements)
     if judgements[-1].verdict is Verdict.NOT_APPLICABLE:
         return True
     if repeat:
         return pairs >= repeat
     if not experiment.stochastic:
-        return judgements[-1].verdict is Verdict.VERIFIED or pairs >= 2
+        return judgements[0].verdict is Verdict.VERIFIED or majority(judgements) is not None or pairs >= 3
     all_verified = all(one.verdict is Verdict.VERIFIED for one in judgements)
     return pairs >= MOST_PAIRS or (pairs >= ENOUGH and all_verified)
 

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn, Optional  # noqa: UP035  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, NoReturn, Optional  # Python 3.9 reads these
 
 from kb.probe import Context, Probe, Symptom, Unavailable
 
@@ -141,7 +141,9 @@ def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
 
 def _typed(params: Dict[str, List[Any]]) -> Dict[str, Any]:
     """Parameters as the probe declared them; a path travels as text."""
-    return {name: Path(value) if kind == "path" and value is not None else value for name, (kind, value) in params.items()}
+    return {
+        name: Path(value) if kind == "path" and value is not None else value for name, (kind, value) in params.items()
+    }
 
 
 def _prepare_torch(spec: Dict[str, Any]) -> None:
@@ -216,8 +218,8 @@ def _flight_recorder() -> Optional[Callable[[], str]]:
     import torch.distributed as dist
 
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    found = getattr(c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json", None)
-    return found  # type: ignore[no-any-return]  # the extension module is untyped
+    found: Optional[Callable[[], str]] = getattr(c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json", None)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+# Everything starts from a fresh clone with python3 >= 3.11 and make; .venv is made and kept by make itself.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+DEMO := ALLGATHER timeout save
+
+.PHONY: setup demo test lint bench gpu-check clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kb needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (torch is the large part) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,probes]'
+	@touch $@
+
+demo: setup ## the main job: find an incident, then prove its fix on this machine
+	$(BIN)/kb search "$(DEMO)"
+	$(BIN)/kb verify checkpoint-save-allgather-timeout
+
+test: setup ## all tests; TESTS=tests/kb/test_index.py for some
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: setup ## form of code and content
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kb api cli probes tests benchmarks
+	$(BIN)/kb lint
+
+bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
+	$(BIN)/python -m benchmarks
+
+gpu-check: setup ## everything a machine with GPUs can prove, as one report file
+	$(BIN)/python -m benchmarks.gpu_check
+
+clean:
+	rm -rf .venv build dist *.egg-info

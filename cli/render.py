@@ -1,0 +1,87 @@
+"""Plans and reports for a person at a terminal: the verdict in one line, the evidence in a few, the next step."""
+
+from __future__ import annotations
+
+from kb.outcome import ArmOutcome
+from kb.plan import Plan
+from kb.probe import Arm
+from kb.report import Report
+from kb.verdict import EXIT_CODES, Verdict
+
+from .output import style
+
+COLORS = {0: "green", 1: "red", 3: "yellow", 4: "cyan"}
+MEANING = {
+    "hardware": "on your GPUs",
+    "cpu": "the real mechanism, on CPU and gloo",
+    "stand-in": "shown by a stand-in",
+    "model": "shown by arithmetic",
+    "check": "this machine and its configuration",
+}
+
+
+def print_report(report: Report, *, is_short: bool) -> None:
+    """One report; in a list only what is not as it should be is shown in full."""
+    fidelity = MEANING[report.fidelity]
+    print(f"{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  ({fidelity}, {report.duration_s:.1f} s)")
+    if is_short and report.exit_code == 0:
+        return
+    print(f"  {report.judgement.reason}")
+    if report.experiment and report.control and report.treatment:
+        _print_arm("control", report.experiment.control, report.control)
+        _print_arm("treatment", report.experiment.treatment, report.treatment)
+        if report.experiment.control.stands_for:
+            print(f"  {style('stands for', dim=True)} {report.experiment.control.stands_for}")
+    if report.counts and report.counts.pairs > 1:
+        one = report.counts
+        print(f"  {one.pairs} pairs: control failed {one.control}, treatment {one.treatment}, p {one.p:.3g}")
+    if report.check:
+        print(f"  check: {report.check.state}")
+        for line in report.check.evidence:
+            print(f"    {line}")
+    for name, reason in report.skipped:
+        print(f"  {style(f'not run: {name}', dim=True)} {reason}")
+    for leftover in report.leftovers:
+        print(f"  {style('left behind:', 'red')} {leftover}")
+    print(f"  next: {report.next_step}")
+
+
+def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
+    print(f"  {name:<9} {outcome.kind} after {outcome.duration_s:.1f} s: {arm.because}")
+    first = outcome.first_failure
+    if first:
+        said = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
+        print(f"            first failing rank: {first.rank} {first.type or first.signal or first.kind} {said[:300]}")
+    for sentence in outcome.flight:
+        print(f"            {sentence}")
+
+
+def print_summary(counts: dict[str, int]) -> None:
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+def print_plan(plan: Plan) -> None:
+    """What would run for one entry."""
+    print(style(plan.entry.id, bold=True))
+    if plan.fault or plan.waiver:
+        print(f"  nothing: {plan.fault or plan.waiver}")
+    if plan.probe.check:
+        print("  check: is this machine or configuration exposed? read-only")
+    experiment = plan.experiment
+    if experiment:
+        seconds = " + ".join(f"{one:g}" for one in experiment.expected_s)
+        print(f"  experiment {experiment.name}: {experiment.world_size} ranks, {experiment.backend}, about {seconds} s")
+        for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):
+            print(f"    {name:<9} {arm.because} ({arm.fidelity}; must be {arm.expect.kind})")
+    for name, reason in plan.skipped:
+        print(f"  not experiment {name}: {reason}")
+    for name, (kind, value) in plan.params.items():
+        given = "not given" if value is None else value
+        print(f"  --set {name}=<{kind}>: {plan.probe.params[name].help} ({given})")
+    if plan.probe_file:
+        print(f"  probe file {plan.probe_file}")
+    print()
+
+
+def _verdict(verdict: Verdict) -> str:
+    return style(f"{verdict.value:<15}", COLORS[EXIT_CODES[verdict]], bold=True)
