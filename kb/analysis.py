@@ -23,10 +23,15 @@ RUN = re.compile(
 )
 SEPARATORS = re.compile(r"[_\-./:]+")
 PARTS = re.compile(r"[A-Z]{2,}(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+RELEASE = re.compile(r"\d+(?:\.\d+)+")
 VERSION = re.compile(r"v(?=\d+\.)", re.IGNORECASE)
 STOP_WORDS = frozenset(
-    ["a", "an", "and", "are", "as", "at", "be", "but", "by", "do", "does", "for", "from", "had", "has", "have", "how", "i", "in", "is", "it", "its", "my", "of", "on", "or"]
-) | frozenset(["our", "so", "that", "the", "then", "there", "this", "to", "was", "we", "were", "what", "when", "where", "which", "while", "why", "with", "you", "your"])
+    re.findall(
+        r"\w+",
+        """a an and are as at be but by do does for from had has have how i in is it its my of on or our so that the
+        then there this to was we were what when where which while why with you your""",
+    )
+)
 LONGEST = 64
 
 
@@ -78,9 +83,8 @@ def _identifier_forms(raw: str) -> tuple[tuple[str, int], ...]:
     raw = raw.strip("_-./:")
     if raw.isascii() and raw.isalpha() and (raw.islower() or raw.isupper() or raw.istitle()):
         return () if raw.lower() in STOP_WORDS else ((normal(raw), 0),)
-    if raw.replace(".", "").isdigit():  # 2.18.5 is also found as 2.18
-        short = ".".join(raw.split(".")[:2])
-        return ((raw, 0), (short, 0)) if raw.count(".") > 1 else ((raw, 0),)
+    if raw.replace(".", "").isdigit():
+        return tuple((form, 0) for form in _version_forms(raw))
     forms: dict[str, int] = {}
 
     def add(form: str, offset: int) -> None:
@@ -89,10 +93,18 @@ def _identifier_forms(raw: str) -> tuple[tuple[str, int], ...]:
 
     add(raw.lower(), 0)
     add(normal(SEPARATORS.sub("", raw)), 0)
+    for version in RELEASE.findall(raw):  # torch-2.13.0
+        for form in _version_forms(version):
+            add(form, 0)
     position = 0
     for segment in filter(None, SEPARATORS.split(raw)):
         position = _segment_forms(segment, position, add)
     return tuple(forms.items())
+
+
+def _version_forms(number: str) -> list[str]:
+    """2.18.5 is also found as 2.18."""
+    return [number, ".".join(number.split(".")[:2])] if number.count(".") > 1 else [number]
 
 
 def _segment_forms(segment: str, position: int, add: Callable[[str, int], None]) -> int:

@@ -40,7 +40,10 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing for a guard to do. Directory and identity are added by the launcher."""
+    """One thing for a guard to do. Directory and identity are added by the launcher.
+
+    `execute` starts every rank as a fresh interpreter, `has_torch` forks them from one that has torch.
+    """
 
     action: str
     probe: Path
@@ -54,6 +57,7 @@ class Task:
     settle_s: float = 0.0
     linger: bool = False
     execute: bool = False
+    has_torch: bool = False
     gpus: tuple[str, ...] = ()
     gpu_memory_mib: int = 0
 
@@ -124,7 +128,7 @@ class Launcher:
         return outcome
 
     def _run(self, task: Task, label: str) -> tuple[ArmOutcome, dict[int, dict[str, Any]]]:
-        warm = task.action == "run" and not task.execute
+        warm = task.has_torch and not task.execute
         if warm:
             self.preload()
         if self._is_closed:
@@ -141,7 +145,9 @@ class Launcher:
             (directory / "spec.json").write_text(json.dumps(spec))
             limit = task.deadline_s + task.settle_s + OUTSIDE_S
             ended = server.run(spec, limit)
-            results = {rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.json"))}
+            results = {
+                rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.json"))
+            }
             outcome = _read_arm(directory, task, results, ended)
             if label and self.keep_logs:
                 _keep(directory, self.keep_logs / label)

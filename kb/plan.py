@@ -43,6 +43,11 @@ class Plan:
         return self.probe.experiments[self.chosen] if self.chosen is not None else None
 
     @property
+    def has_torch(self) -> bool:
+        """Whether ranks are forked from a process that has imported torch."""
+        return bool(self.experiment and "torch" in self.experiment.needs.packages and not self.experiment.needs.gpus)
+
+    @property
     def expected_s(self) -> float:
         return sum(self.experiment.expected_s) if self.experiment else 0.0
 
@@ -64,6 +69,7 @@ class Plan:
             settle_s=experiment.settle_s,
             linger=experiment.linger,
             execute=on_gpus,
+            has_torch=self.has_torch,
             gpus=self.gpus[: experiment.needs.gpus],
             gpu_memory_mib=experiment.needs.gpu_memory_mib if on_gpus else 0,
         )

@@ -63,7 +63,7 @@ def verify(
 
     On KeyboardInterrupt everything that runs is ended before it is raised again.
     """
-    if any(plan.experiment and not plan.experiment.needs.gpus for plan in plans):
+    if any(plan.has_torch for plan in plans):
         launcher.preload()
     end = time.monotonic() + options.timeout_s if options.timeout_s else None
     worker = _Worker(launcher, environment, options, progress, Lock(), Event())

@@ -1,0 +1,36 @@
+"""Fixtures: a home of the test's own, the installed command, a content root to fill."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support import ContentRoot, Kb, run_kb
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of this test's own: cache and data of the person who runs the tests stay untouched."""
+    path = tmp_path_factory.mktemp("home")
+    for name in ("KB_ROOTS", "KB_DEBUG", "RANK", "SLURM_PROCID", "PYTHONPATH", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(path / "data"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    return path
+
+
+@pytest.fixture
+def kb(tmp_path: Path) -> Kb:
+    """Run the installed `kb` from a directory that is not the checkout."""
+    return partial(run_kb, cwd=tmp_path)
+
+
+@pytest.fixture
+def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ContentRoot:
+    """An empty content root, known to every `kb` this test starts."""
+    root = ContentRoot(tmp_path / "content")
+    monkeypatch.setenv("KB_ROOTS", str(root.path))
+    return root

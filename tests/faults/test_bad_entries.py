@@ -1,0 +1,91 @@
+"""Entry files that cannot be read: named with file, line and rule; everything else goes on working."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import ContentRoot, Kb
+
+
+def broken_yaml(path: Path) -> None:
+    path.write_text(path.read_text().replace("tags: [test]", "tags: [test"))
+
+
+def duplicate_key(path: Path) -> None:
+    path.write_text(path.read_text().replace("severity: low", "severity: low\nseverity: high"))
+
+
+def invalid_utf8(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n\xff\xfe\n")
+
+
+def ten_megabytes(path: Path) -> None:
+    path.write_text(path.read_text() + "x" * (10 << 20))
+
+
+def other_id(path: Path) -> None:
+    path.write_text(path.read_text().replace("id: broken", "id: another-one"))
+
+
+def alias_bomb(path: Path) -> None:
+    path.write_text(path.read_text().replace("tags: [test]", "tags: &a [test]\naliases: [*a, *a]", 1))
+
+
+BROKEN: list[tuple[Callable[[Path], None], str]] = [
+    (broken_yaml, "yaml"),
+    (duplicate_key, "duplicate-key"),
+    (invalid_utf8, "not-utf8"),
+    (ten_megabytes, "too-large"),
+    (other_id, "id-is-not-file-name"),
+    (alias_bomb, "yaml"),
+]
+
+
+@pytest.mark.parametrize("damage, rule", BROKEN, ids=[damage.__name__ for damage, _ in BROKEN])
+def test_a_broken_entry_is_named_and_costs_nobody_else(
+    kb: Kb, content: ContentRoot, damage: Callable[[Path], None], rule: str
+) -> None:
+    path = content.entry("broken")
+    content.incident("sound", body="if not is_fixed:\n    raise RuntimeError('the thing broke: code 7')\n")
+    damage(path)
+
+    linted = kb("lint", "--json")
+    assert linted.code == 1
+    assert {"rule": rule, "file": str(path)}.items() <= next(
+        finding for finding in linted.json["findings"] if finding["rule"] == rule
+    ).items()
+
+    searched = kb("search", "thing called sound", "--json")
+    assert searched.code == 0
+    assert searched.json["hits"][0]["id"] == "sound"
+    assert any(rule in problem for problem in searched.json["problems"])
+
+    shown = kb("show", "broken", "--json")
+    assert shown.code == 2
+    assert shown.json["error"]["type"] == "content-error"
+    assert rule in shown.json["error"]["message"]
+
+    assert kb("verify", "sound", "--json").json["verdict"] == "verified"
+
+
+def test_an_unknown_id_is_answered_with_the_nearest_ones(kb: Kb) -> None:
+    for command in ("show", "verify"):
+        ended = kb(command, "checkpoint-save-timeout", "--json")
+        assert ended.code == 2
+        assert ended.json["ok"] is False
+        assert ended.json["error"]["type"] == "unknown-entry"
+        assert "checkpoint-save-allgather-timeout" in ended.json["error"]["hint"]
+
+
+def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, content: ContentRoot) -> None:
+    taken = "checkpoint-save-allgather-timeout"
+    content.incident(taken)
+    assert "duplicate-id" in kb("lint").out
+    assert kb("show", taken, "--json").json["origin"] == "built-in"
+
+    content.entry(taken, extra=f"replaces: {taken}\n")
+    shown = kb("show", taken, "--json").json
+    assert shown["origin"] == str(content.path)
+    assert kb("verify", taken, "--json").json["verdict"] == "verified"

@@ -1,0 +1,114 @@
+"""`kb verify` is interrupted, terminated and killed in the middle of an arm: no rank survives, nothing is torn."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import sqlite3
+import subprocess
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
+
+WAITS = """
+Path(os.environ["PIDS"], str(os.getpid())).touch()
+child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(600)"])
+Path(os.environ["PIDS"], str(child.pid)).touch()
+Path(os.environ["PIDS"], "ready").touch()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "pids"
+    path.mkdir()
+    monkeypatch.setenv("PIDS", str(path))
+    return path
+
+
+@pytest.fixture
+def waiting(content: ContentRoot, pids: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`kb verify` with an arm that runs, and has a child in a session of its own."""
+    content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
+    process = subprocess.Popen(
+        [str(KB), "verify", "waits", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        wait_for((pids / "ready").exists, "the arm to run")
+        yield process
+    finally:
+        end(process)
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
+
+
+def ranks(pids: Path) -> list[int]:
+    return [int(path.name) for path in pids.iterdir() if path.name.isdigit()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_its_arms_first_and_says_130(
+    waiting: subprocess.Popen[bytes], pids: Path, number: signal.Signals
+) -> None:
+    waiting.send_signal(number)
+    assert waiting.wait(60) == 130
+    assert not any(map(is_running, ranks(pids)))
+    assert not arm_directories()
+
+
+def test_killed_it_leaves_no_rank_and_no_directory(waiting: subprocess.Popen[bytes], pids: Path) -> None:
+    waiting.kill()
+    waiting.wait(30)
+    wait_for(lambda: not any(map(is_running, ranks(pids))), "the ranks to end without their supervisor")
+    wait_for(lambda: not arm_directories(), "the guard to delete the arm's directory")
+
+
+def test_killed_while_it_saves_it_leaves_an_intact_store(kb: Kb, content: ContentRoot, home: Path) -> None:
+    content.incident("breaks")
+    assert kb("verify", "breaks").code == 0
+    process = subprocess.Popen([str(KB), "verify", "breaks"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    database = next((home / "data").rglob("*.db"))
+    wal = database.with_name(database.name + "-wal")
+    wait_for(lambda: wal.exists() or process.poll() is not None, "the second report to be written")
+    end(process)
+    with sqlite3.connect(database) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+    assert len(kb("history", "breaks", "--json").json["reports"]) >= 1
+
+
+def test_a_terminal_is_sane_after_a_kill(content: ContentRoot, pids: Path, tmp_path: Path) -> None:
+    """Killed without warning, it has hidden no cursor and changed no mode of the terminal it drew on."""
+    content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
+    leader, follower = pty.openpty()
+    before = termios.tcgetattr(follower)
+    process = subprocess.Popen([str(KB), "verify", "waits"], cwd=tmp_path, stdin=follower, stdout=follower, stderr=follower)
+    drawn = b""
+    try:
+        wait_for((pids / "ready").exists, "the arm to run")
+        while b"control" not in drawn:
+            drawn += os.read(leader, 4096)
+    finally:
+        end(process)
+    assert termios.tcgetattr(follower) == before
+    assert b"\x1b[?25l" not in drawn, "the cursor stays visible"
+    wait_for(lambda: not any(map(is_running, ranks(pids))), "the ranks to end")
+    os.close(leader)
+    os.close(follower)
+
+
+def test_the_overall_deadline_is_exit_124_with_one_document(kb: Kb, content: ContentRoot, pids: Path) -> None:
+    content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
+    ended = kb("verify", "waits", "--json", "--timeout", "4")
+    assert ended.code == 124
+    assert ended.json["ok"] is False
+    assert ended.json["error"]["type"] == "deadline-exceeded"
+    assert ended.json["verdict"] == "inconclusive"
+    assert not any(map(is_running, ranks(pids)))
+    assert not arm_directories()
