@@ -16,8 +16,12 @@ KEYS = ("id", "title", "title_zh", "status", "severity", "tags", "frameworks", "
 
 def list_(
     tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
-    framework: Annotated[str, typer.Option(help="Only entries about this package or framework, for instance fsdp.")] = "",
-    status: Annotated[str, typer.Option(help="Only entries of this status: confirmed, reported, disputed, withdrawn.")] = "",
+    framework: Annotated[
+        str, typer.Option(help="Only entries about this package or framework, for instance fsdp.")
+    ] = "",
+    status: Annotated[
+        str, typer.Option(help="Only entries of this status: confirmed, reported, disputed, withdrawn.")
+    ] = "",
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:

@@ -76,7 +76,10 @@ def run(argv: list[str]) -> int:
     except KbError as error:
         return _fail(argv, error)
     except typer.TyperException as error:
-        return _fail(argv, UsageError(error.format_message(), f"`kb {_command(argv)} --help` lists what it takes".replace("  ", " ")))
+        return _fail(
+            argv,
+            UsageError(error.format_message(), f"`kb {_command(argv)} --help` lists what it takes".replace("  ", " ")),
+        )
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # `kb search ... | head`: the reader has had enough

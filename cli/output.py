@@ -18,7 +18,9 @@ from kb.errors import KbError
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 RootOption = Annotated[
     list[Path] | None,
-    typer.Option("--root", help="Another content root (a folder with entries/ and probes/). Repeatable; KB_ROOTS does the same."),
+    typer.Option(
+        "--root", help="Another content root (a folder with entries/ and probes/). Repeatable; KB_ROOTS does the same."
+    ),
 ]
 
 

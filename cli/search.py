@@ -22,7 +22,9 @@ CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
 def search(
-    query: Annotated[list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")],
+    query: Annotated[
+        list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")
+    ],
     limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 5,
     as_json: JsonFlag = False,
     roots: RootOption = None,

@@ -22,7 +22,7 @@ import importlib
 import json
 import select
 import signal
-from typing import Any, Dict  # noqa: UP035  # Python 3.9 reads this
+from typing import Any, Dict  # Python 3.9 reads this
 
 import kb.guard
 import kb.worker

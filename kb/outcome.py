@@ -1,6 +1,6 @@
 """How one rank ended, how one arm ended, and what a failing rank said. Plain data; judging is `kb.verdict`'s.
 
-    rank.json + exit code + what the guard saw -> RankOutcome;  all ranks + guard.json -> ArmOutcome
+rank.json + exit code + what the guard saw -> RankOutcome;  all ranks + guard.json -> ArmOutcome
 """
 
 from __future__ import annotations

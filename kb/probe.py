@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple  # noqa: UP035  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple  # Python 3.9 reads these
 
 FIDELITIES = ("hardware", "cpu", "stand-in", "model")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Set  # noqa: UP035  # Python 3.9 reads these
+from typing import Dict, List, Optional, Set  # Python 3.9 reads these
 
 
 @dataclass(frozen=True)

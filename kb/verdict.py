@@ -79,9 +79,13 @@ def _judge_reproduced(
     experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, declared: str, patterns: Sequence[str]
 ) -> Judgement:
     if experiment.control.expect.kind == "raised" and not _matches_entry(control, patterns):
-        return Judgement(Verdict.OTHER_FAILURE, "the control arm failed, but not with a signature of the entry", declared)
+        return Judgement(
+            Verdict.OTHER_FAILURE, "the control arm failed, but not with a signature of the entry", declared
+        )
     if treatment.has_completed:
-        return Judgement(Verdict.VERIFIED, "the control arm failed as the entry says, the treatment completed", declared)
+        return Judgement(
+            Verdict.VERIFIED, "the control arm failed as the entry says, the treatment completed", declared
+        )
     same = treatment.evidence_for(experiment.control.expect)
     if same is not None:
         return Judgement(Verdict.FIX_INEFFECTIVE, "the treatment failed the same way as the control arm", same)
