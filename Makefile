@@ -25,14 +25,14 @@ test: setup ## all tests; TESTS=tests/kb/test_index.py for some
 lint: setup ## form of code and content
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kb api cli probes tests benchmarks
+	$(BIN)/mypy kb api cli probes tests
 	$(BIN)/kb lint
 
 bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
-	$(BIN)/python -m benchmarks
+	$(BIN)/python tests/bench
 
 gpu-check: setup ## everything a machine with GPUs can prove, as one report file
-	$(BIN)/python -m benchmarks.gpu_check
+	$(BIN)/python tests/bench/gpu_check.py
 
 clean:
 	rm -rf .venv build dist *.egg-info
