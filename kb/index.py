@@ -3,7 +3,7 @@
 Opening a Whoosh index runs pickles, so it lives in a directory of mode 0700 that we built ourselves and is
 never downloaded. It is built into a fresh directory and swapped in by renaming a pointer; a reader holds
 one generation. Stale, foreign, torn or unreadable: it is built again, and when the cache cannot be written
-at all, in memory. `Searcher.refresh`, `DisjunctionMax` and `QueryParser` are not used (docs/decisions/0003).
+at all, in memory. `Searcher.refresh`, `DisjunctionMax` and `QueryParser` are not used (decision 0003).
 """
 
 from __future__ import annotations
