@@ -35,16 +35,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-app.command("search")(search.search)
-app.command("show")(show.show)
-app.command("verify")(verify.verify)
-app.command("list")(list_.list_)
-app.command("env")(env.env)
-app.command("history")(history.history)
-app.command("serve")(serve.serve)
-app.command("lint")(lint.lint)
-app.command("index")(index.index)
-app.command("doctor")(doctor.doctor)
+COMMANDS = (
+    ("search", search.search, "Find the entry for a failure."),
+    ("show", show.show, "Read an entry."),
+    ("verify", verify.verify, "Prove an entry on this machine."),
+    ("list", list_.list_, "List the entries."),
+    ("env", env.env, "Show this machine."),
+    ("history", history.history, "Show earlier verifications."),
+    ("serve", serve.serve, "Serve search and entries over HTTP."),
+    ("lint", lint.lint, "Check entries and probes."),
+    ("index", index.index, "Build the search index (normally automatic)."),
+    ("doctor", doctor.doctor, "Check kb itself."),
+)
+for _name, _function, _help in COMMANDS:
+    app.command(_name, short_help=_help)(_function)
 
 
 def _version(wanted: bool) -> None:
@@ -101,5 +105,5 @@ def _fail(argv: list[str], error: KbError) -> int:
 
 
 def _command(argv: list[str]) -> str:
-    known = {command.name for command in app.registered_commands}
+    known = {name for name, _, _ in COMMANDS}
     return next((word for word in argv if word in known), "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -18,6 +20,7 @@ from kb.search import search as find
 from .output import JsonFlag, RootOption, emit, notice, style
 
 MOST_INPUT = 4 << 20  # bytes read from standard input
+WIDEST = 110
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -63,8 +66,14 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
     why = "a signature of this entry matches your text; " if hit.signature else ""
     print(f"{number}. {style(title, bold=True)}")
     print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} · {hit.severity}{origin}', dim=True)}")
-    print(f"   cause    {cause}")
-    print(f"   matched  {why}{matched}")
+    print(wrapped("cause", cause))
+    print(wrapped("matched", why + matched))
     print(f"   seen as  {style(hit.snippet, dim=True)}")
     print(f"   prove    {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
     print()
+
+
+def wrapped(label: str, text: str) -> str:
+    """A labelled text, its further lines under its first."""
+    width = min(get_terminal_size().columns, WIDEST)
+    return fill(text, width, initial_indent=f"   {label:<8} ", subsequent_indent=" " * 12)

@@ -100,7 +100,9 @@ def test_a_broken_torch_costs_its_own_values_only(tmp_path: Path) -> None:
     assert found["packages"]["packaging"]
 
 
-@pytest.mark.parametrize("text", ["raise SystemExit(3)", "import sys; sys.exit()", "import warnings; warnings.warn('x')"])
+@pytest.mark.parametrize(
+    "text", ["raise SystemExit(3)", "import sys; sys.exit()", "import warnings; warnings.warn('x')"]
+)
 def test_an_import_may_raise_anything(tmp_path: Path, text: str) -> None:
     found = ask("--import-torch", pythonpath=install(tmp_path, "torch", {"__init__.py": text}))
     assert found["torch_import"]["ok"] is False
