@@ -9,7 +9,7 @@ from typing import Any
 
 from kb.entry import Entry
 from kb.environment import Environment
-from kb.errors import BadParameter, KbError, ProbeError
+from kb.errors import BadParameter, ProbeError
 from kb.launcher import Launcher, Task
 from kb.needs import free_gpus, unmet
 from kb.outcome import ArmOutcome
@@ -125,15 +125,15 @@ def make_plan(
         return Plan(entry, None, waiver=entry.meta.probe_waiver or "the entry has no probe")
     try:
         probe = describe(probe_file, launcher)
-    except KbError as error:
+    except ProbeError as error:
         return Plan(entry, probe_file, fault=error.message)
     params = typed(probe.params, settings)
     skipped: list[tuple[str, str]] = []
     for number, experiment in enumerate(probe.experiments):
         reason = unmet(experiment.needs, environment, force=force)
         if not reason:
-            gpus = free_gpus(environment, force=force) if experiment.needs.gpus else ()
-            return Plan(entry, probe_file, probe, number, tuple(skipped), params, tuple(gpus))
+            gpus = free_gpus(environment, force=force, memory_mib=experiment.needs.gpu_memory_mib)
+            return Plan(entry, probe_file, probe, number, tuple(skipped), params, gpus)
         skipped.append((experiment.name, reason))
     return Plan(entry, probe_file, probe, None, tuple(skipped), params)
 

@@ -18,6 +18,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(path / "data"))
+    monkeypatch.setenv("TMPDIR", str(path / "tmp"))
+    (path / "tmp").mkdir()
     monkeypatch.setenv("NO_COLOR", "1")
     return path
 

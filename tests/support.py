@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -74,7 +73,8 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKIL
 
 
 def arm_directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("kb-arm-*"))
+    """Directories of arms of this test; its TMPDIR is its own."""
+    return set(Path(os.environ["TMPDIR"]).glob("kb-arm-*"))
 
 
 ENTRY = """\

@@ -71,7 +71,7 @@ def test_show_renders_markdown_json_and_chinese(kb: Kb) -> None:
     assert "References" in page
     assert "中文" not in page
     assert "### 症状" not in kb("show", ENTRY, "--lang", "zh").out
-    assert "所有 rank 都调用保存" in kb("show", ENTRY, "--lang", "zh").out
+    assert "修复" in kb("show", ENTRY, "--lang", "zh").out
     assert kb("show", ENTRY, "--markdown").out.startswith("---\nid: " + ENTRY)
     document = kb("show", ENTRY, "--json").json
     assert document["schema"] == "kb.show.v1"
