@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -23,32 +24,40 @@ import typer
 from kb import __version__
 from kb.errors import KbError, UsageError
 
-from . import doctor, env, history, index, lint, list_, search, serve, show, verify
 from .output import complain, emit_error
 
-app = typer.Typer(
-    name="kb",
-    help="Distributed-training incidents, each with a probe that proves its fix on your own machine.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+HELP = "Distributed-training incidents, each with a probe that proves its fix on your own machine."
 
-COMMANDS = (
-    ("search", search.search, "Find the entry for a failure."),
-    ("show", show.show, "Read an entry."),
-    ("verify", verify.verify, "Prove an entry on this machine."),
-    ("list", list_.list_, "List the entries."),
-    ("env", env.env, "Show this machine."),
-    ("history", history.history, "Show earlier verifications."),
-    ("serve", serve.serve, "Serve search and entries over HTTP."),
-    ("lint", lint.lint, "Check entries and probes."),
-    ("index", index.index, "Build the search index (normally automatic)."),
-    ("doctor", doctor.doctor, "Check kb itself."),
-)
-for _name, _function, _help in COMMANDS:
-    app.command(_name, short_help=_help)(_function)
+# Command: its module here, whose function is called like it, and its line in `kb --help`.
+COMMANDS = {
+    "search": ("search", "Find the entry for a failure."),
+    "show": ("show", "Read an entry."),
+    "verify": ("verify", "Prove an entry on this machine."),
+    "list": ("list_", "List the entries."),
+    "env": ("env", "Show this machine."),
+    "history": ("history", "Show earlier verifications."),
+    "serve": ("serve", "Serve search and entries over HTTP."),
+    "lint": ("lint", "Check entries and probes."),
+    "index": ("index", "Build the search index (normally automatic)."),
+    "doctor": ("doctor", "Check kb itself."),
+}
+
+
+def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
+    """The Typer app with these commands. A search registers itself alone: building the others would double its time."""
+    built = typer.Typer(
+        name="kb",
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=len(names) > 1,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    built.callback()(kb)
+    for name in names:
+        module, short_help = COMMANDS[name]
+        built.command(name, short_help=short_help)(getattr(import_module(f".{module}", __package__), module))
+    return built
 
 
 def _version(wanted: bool) -> None:
@@ -57,13 +66,12 @@ def _version(wanted: bool) -> None:
         raise typer.Exit(0)
 
 
-@app.callback()
 def kb(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Distributed-training incidents, each with a probe that proves its fix on your own machine."""
+    pass
 
 
 def main() -> None:
@@ -74,7 +82,9 @@ def main() -> None:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code. Nothing but this maps errors to codes."""
     try:
-        code = app(argv, standalone_mode=False, prog_name="kb")
+        first = argv[0] if argv else ""
+        built = app((first,)) if first in COMMANDS else app()
+        code = built(argv, standalone_mode=False, prog_name="kb")
         sys.stdout.flush()
         return int(code or 0)
     except KbError as error:
@@ -105,5 +115,4 @@ def _fail(argv: list[str], error: KbError) -> int:
 
 
 def _command(argv: list[str]) -> str:
-    known = {name for name, _, _ in COMMANDS}
-    return next((word for word in argv if word in known), "")
+    return next((word for word in argv if word in COMMANDS), "")

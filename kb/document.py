@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from kb import catalog
+from kb import catalog, glossary
 from kb.analysis import terms
 from kb.entry import Entry, Role, first_sentence
 from kb.root import Root
@@ -22,7 +22,7 @@ Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
 
 def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[str, Any]]:
-    """Documents of all current entries, and the side table: signatures, surface forms, entries left out."""
+    """Documents of all entries, and the side table: signatures, spellings, synonyms, entries left out."""
     started = time.monotonic()
     is_told = False
     found = catalog.load(roots)
@@ -35,7 +35,12 @@ def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[
     problems = [problem.message for problem in found.problems]
     for problem in problems:
         notice(f"left out: {problem}")
-    side = {"signatures": _signatures(found.current()), "surfaces": _surfaces(documents), "problems": problems}
+    side = {
+        "signatures": _signatures(found.current()),
+        "surfaces": _surfaces(documents),
+        "synonyms": list(glossary.synonyms().items()),
+        "problems": problems,
+    }
     return documents, side
 
 

@@ -1,9 +1,11 @@
-"""Synonyms of the field, English and Chinese, from `glossary.toml`; applied to queries, never to the index."""
+"""Synonyms of the field, English and Chinese, from `glossary.toml`.
+
+They are applied to queries; the index keeps the table beside it only so that a search need not read it again.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from functools import cache
 from pathlib import Path
 
 from kb.analysis import terms
@@ -18,7 +20,6 @@ def read(path: Path = FILE) -> list[list[str]]:
     return groups
 
 
-@cache
 def synonyms() -> dict[Key, tuple[Key, ...]]:
     """For each word or phrase of the glossary, as the terms it is indexed under, the others of its groups."""
     table: dict[Key, dict[Key, None]] = {}
@@ -27,12 +28,6 @@ def synonyms() -> dict[Key, tuple[Key, ...]]:
         for key in keys:
             table.setdefault(key, {}).update((other, None) for other in keys if other != key)
     return {key: tuple(others) for key, others in table.items()}
-
-
-@cache
-def longest() -> int:
-    """Terms in the longest phrase of the glossary."""
-    return max(map(len, synonyms()))
 
 
 def key_of(word: str) -> Key:

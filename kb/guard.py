@@ -136,7 +136,8 @@ def _reap(watch: _Watch) -> None:
             return
         if pid in watch.ranks:
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
-            watch.exits.append({"pid": pid, "rank": watch.ranks[pid], "code": code, "at": round(watch.elapsed(), 3)})
+            at = round(watch.elapsed(), 3)
+            watch.exits.append({"pid": pid, "rank": watch.ranks[pid], "code": code, "at": at, "time": time.time()})
             watch.exits.sort(key=lambda one: (one["code"] == 0, one["at"]))  # the first failure leads
 
 

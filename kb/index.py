@@ -12,9 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-from platformdirs import user_cache_path
 from whoosh import fields, index, scoring
 from whoosh.analysis import Token, Tokenizer
 from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
@@ -30,11 +27,13 @@ from whoosh.query import Phrase
 
 from kb import __version__, analysis
 from kb.errors import IndexUnavailable
+from kb.places import cache_home
 from kb.root import Root
 
 FORMAT = "1"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 BODY = "body"
+GLOSSARY = Path(__file__).with_name("glossary.toml")
 Notice = Callable[[str], None]
 
 
@@ -80,6 +79,7 @@ class Index:
         self.signatures: list[dict[str, str]] = side["signatures"]
         self.surfaces: dict[str, str] = side["surfaces"]
         self.problems: list[str] = side["problems"]
+        self.synonyms = {tuple(key): tuple(map(tuple, others)) for key, others in side["synonyms"]}
         self.stamp: str = side["stamp"]
         self.numbers = {number: name for number, name in enumerate(side["ids"]) if name}
 
@@ -138,12 +138,12 @@ class Index:
 def home(roots: tuple[Root, ...]) -> Path:
     """Where the index of these roots is cached."""
     names = "\n".join(str(root.entries) for root in roots)
-    return user_cache_path("kb") / "index" / hashlib.sha256(names.encode()).hexdigest()[:16]
+    return cache_home() / "index" / hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
 def stamp(roots: tuple[Root, ...]) -> str:
-    """Changes whenever an entry file, kb or the format of the index does."""
-    state = hashlib.sha256(f"{FORMAT} {__version__}".encode())
+    """Changes whenever an entry file, the glossary, kb or the format of the index does."""
+    state = hashlib.sha256(f"{FORMAT} {__version__} {GLOSSARY.stat().st_mtime_ns}".encode())
     for root in roots:
         for path in root.entry_files():
             found = path.stat()
@@ -225,6 +225,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: Notice) -> Index:
+    import shutil
+    import tempfile
+
     generation = Path(tempfile.mkdtemp(prefix="generation-", dir=directory))
     try:
         side = _write(FileStorage(str(generation)), roots, wanted, notice)

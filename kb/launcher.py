@@ -13,6 +13,7 @@ started it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -77,20 +78,28 @@ class Task:
             "experiment": self.experiment,
             "arm": self.arm,
             "params": {name: [kind, str(v) if isinstance(v, Path) else v] for name, (kind, v) in self.params.items()},
-            "env": surroundings.for_arm(directory, self.backend, self.gpus) | dict(self.env),
+            "env": {"TMPDIR": str(directory)} | self._arm_env(directory) | dict(self.env),
             "linger": self.linger,
             "execute": self.execute,
             "gpu_memory_mib": self.gpu_memory_mib,
         }
 
+    def _arm_env(self, directory: Path) -> dict[str, str]:
+        return surroundings.for_arm(directory, self.backend, self.gpus) if self.action == "run" else {}
+
 
 class Launcher:
-    """Starts arms in one interpreter. `removed` names the variables that were kept from the arms."""
+    """Starts arms in one interpreter.
+
+    `removed` names the variables that are kept from the arms; `of_caller` has their values, for checks,
+    whose question is about the caller's environment.
+    """
 
     def __init__(self, python: Path, keep_logs: Path | None = None) -> None:
         self.python = python
         self.keep_logs = keep_logs
         self.environment, self.removed = surroundings.scrubbed()
+        self.of_caller = {name: os.environ[name] for name in self.removed}
         self._servers: dict[bool, _Server] = {}
         self._is_closed = False
 
@@ -281,19 +290,20 @@ def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], f
         failure = ending
     if not record and not failure:
         failure = "its guard died"
-    codes = {one["rank"]: one["code"] for one in record.get("exits", ())}
+    exits = {one["rank"]: one for one in record.get("exits", ())}
     records = {rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.flight.json"))}
 
     def outcome_of(rank: int) -> RankOutcome:
-        cut = rank in record.get("cut", ())
+        seen = None if rank in record.get("cut", ()) else exits.get(rank)
         return rank_outcome(
             rank,
             results.get(rank),
-            None if cut else codes.get(rank),
+            seen["code"] if seen else None,
             ending,
             _ends(directory / f"rank{rank}.log"),
             _ends(directory / f"rank{rank}.stacks"),
             str(record.get("evidence", {}).get(str(rank), "")),
+            seen["time"] if seen else None,
         )
 
     return ArmOutcome(

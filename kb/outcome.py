@@ -140,8 +140,12 @@ def rank_outcome(
     log: str,
     stacks: str,
     waiting_in: str,
+    gone_at: float | None = None,
 ) -> RankOutcome:
-    """Join what the rank wrote with how its process ended. `exit_code` is None when the guard had to end it."""
+    """Join what the rank wrote with how its process ended.
+
+    `exit_code` is None when the guard had to end it; `gone_at` is when its process was seen to be gone.
+    """
     result = result or {}
     kind = str(result.get("outcome", ""))
     if kind == COMPLETED and exit_code not in (0, None):
@@ -162,7 +166,7 @@ def rank_outcome(
         log=log,
         stacks=stacks,
         waiting_in=waiting_in,
-        ended=result.get("ended"),
+        ended=result.get("ended", gone_at),
         max_rss_mib=result.get("max_rss_mib"),
         facts=dict(result.get("facts", {})),
     )

@@ -7,10 +7,9 @@ document is scored by the best alternative of each concept, so synonyms never ad
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kb import glossary
 from kb.analysis import Term, normal, terms
 
 LONGEST_TEXT = 8000  # characters of a query that are looked at
@@ -18,16 +17,16 @@ MOST_CONCEPTS = 24
 SYNONYM_WEIGHT = 0.7
 
 # What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
-VOLATILE = re.compile(
-    r"""\d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?
+VOLATILE = r"""(?x)
+      \d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?
       | \b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?\b
       | \b0x[0-9a-fA-F]{4,}\b | \b[0-9a-f]{12,}\b
       | \[(?:rank|default)?\d+\]: | \b(?:pid|PID)[=:\ ]+\d+
       | \b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b
       | \bE\d{3,4}\b | \b\d{5,}\b
-      | File\ "[^"]*/(?=[^/"]+") | (?<![\w/])/(?:[\w.\-]+/)+""",
-    re.VERBOSE,
-)
+      | File\ "[^"]*/(?=[^/"]+") | (?<![\w/])/(?:[\w.\-]+/)+
+"""
+A_QUESTION = 120  # characters; what is longer was pasted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +58,18 @@ class _Unit:
         return len(self.forms) == 1
 
 
-def concepts(text: str, has: Callable[[str], bool]) -> tuple[Concept, ...]:
+Synonyms = Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]
+
+
+def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple[Concept, ...]:
     """The distinct concepts of a text in order. `has` says whether a term is in the index."""
-    units = _units(VOLATILE.sub(" ", text[:LONGEST_TEXT]))
+    longest = max(map(len, synonyms), default=0)
+    text = text[:LONGEST_TEXT]
+    units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))
     found: dict[tuple[Alternative, ...], Concept] = {}
     at = 0
     while at < len(units):
-        taken, concept = _synonym(units, at) or _joined(units, at, has) or (1, _single(units[at]))
+        taken, concept = _synonym(units[at : at + longest], synonyms) or _joined(units, at, has) or (1, _single(units[at]))
         found.setdefault(concept.alternatives, concept)
         at += taken
     return tuple(found.values())
@@ -84,11 +88,10 @@ def _units(text: str) -> list[_Unit]:
     return units
 
 
-def _synonym(units: list[_Unit], at: int) -> tuple[int, Concept] | None:
-    """The longest glossary word that starts here, with its synonyms at a lower weight."""
-    table = glossary.synonyms()
-    for length in range(min(glossary.longest(), len(units) - at), 0, -1):
-        some = units[at : at + length]
+def _synonym(units: list[_Unit], table: Synonyms) -> tuple[int, Concept] | None:
+    """The longest glossary word that these units begin with, with its synonyms at a lower weight."""
+    for length in range(len(units), 0, -1):
+        some = units[:length]
         key = tuple(unit.forms[0] for unit in some)
         if key in table and all(unit.is_plain for unit in some):
             others = tuple(Alternative(other, SYNONYM_WEIGHT) for other in table[key])

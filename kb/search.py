@@ -62,7 +62,7 @@ class _Scored:
 
 def search(index: Index, text: str, limit: int = 10) -> Answer:
     """The entries that answer a question or a pasted log. No hit is an answer, not an error."""
-    asked, corrections = _corrected(index, concepts(text, index.has))
+    asked, corrections = _corrected(index, concepts(text, index.has, index.synonyms))
     scored = _informative([_score(index, concept) for concept in asked])
     signatures = _signatures(index, text[:LONGEST_TEXT])
     totals = _totals(scored)

@@ -33,6 +33,9 @@ ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is deci
 MOST_PAIRS = 10
 
 
+Pair = tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]  # verdict, control, treatment, counts of repeats
+
+
 class Progress(Protocol):
     """Hears what is running now. `key` names one running thing."""
 
@@ -66,7 +69,7 @@ def verify(
     if any(plan.has_torch for plan in plans):
         launcher.preload()
     end = time.monotonic() + options.timeout_s if options.timeout_s else None
-    worker = _Worker(launcher, environment, options, progress, Lock(), Event())
+    worker = _Worker(launcher, environment, options, progress, Lock(), Event(), Event())
     pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
     try:
         futures = [pool.submit(worker.report, plan) for plan in plans]
@@ -102,6 +105,7 @@ class _Worker:
     options: Options
     progress: Progress
     one_gpu_arm: Lock
+    gpu_trouble: Event
     stop: Event
 
     def report(self, plan: Plan) -> Report:
@@ -150,7 +154,8 @@ class _Worker:
         key = f"{plan.entry.id} check"
         self.progress.begin(key, key)
         try:
-            result, outcome = self.launcher.rank_results(Task("check", plan.probe_file, CHECK_S, params=plan.params))
+            task = Task("check", plan.probe_file, CHECK_S, params=plan.params, env=self.launcher.of_caller)
+            result, outcome = self.launcher.rank_results(task)
         finally:
             self.progress.end(key)
         if result is None or result.get("outcome") != "completed":

@@ -60,7 +60,9 @@ def main(spec: Dict[str, Any], rank: int) -> NoReturn:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     result.update(rank=rank, pid=os.getpid(), max_rss_mib=usage.ru_maxrss // 1024)
     _write(spec, rank, result)
-    if spec["action"] == "run" and result["outcome"] == "completed" and spec["linger"]:
+    if spec["action"] == "run" and result["outcome"] != "completed":
+        _write_flight_record(spec, rank)  # after the result: on a wedged GPU the recorder may not return
+    elif spec["action"] == "run" and spec["linger"]:
         _linger(spec)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,8 +115,6 @@ def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
 
     result = _guarded(act)
     result.update(facts=ctx.facts, reached=ctx.has_reached)
-    if result["outcome"] != "completed":
-        _write_flight_record(spec, rank)
     return result
 
 

@@ -23,6 +23,20 @@ def run(argv: list[str], cwd: Path) -> Cost:
     """Run a command to its end, with its output thrown away."""
     started = time.perf_counter()
     process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak_kib = 0
+    while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        peak_kib = max(peak_kib, _high_water_kib(process.pid))
+        time.sleep(0.005)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return Cost(usage.ru_utime + usage.ru_stime, time.perf_counter() - started, usage.ru_maxrss / 1024, process.returncode)
+    wall_s = time.perf_counter() - started
+    return Cost(usage.ru_utime + usage.ru_stime, wall_s, peak_kib / 1024, process.returncode)
+
+
+def _high_water_kib(pid: int) -> int:
+    """Peak resident memory so far of the process alone: ru_maxrss would count the children it waited for."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)

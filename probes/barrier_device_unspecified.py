@@ -1,0 +1,186 @@
+"""A barrier before any other collective guesses its GPU as rank % GPU count, unless the group got a device_id."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+# In the order of torch's releases: C++ to 2.6, C++ from 2.7, Python around 2.8, then Python and C++ (read in 2.13).
+GUESSED = (
+    r"using (best-guess )?GPU \d+\s+(to perform barrier )?as devices? used by this process (are|is) currently unknown"
+    r"|No device id is provided via `init_process_group` or `barrier `"
+    r"|barrier\(\): using the device under current context"
+    r"|Guessing device ID based on global rank"
+)
+SECOND_COMMUNICATOR = (
+    r"retrieving ncclUniqueId from \[0\] via c10d key-value store by key '[1-9]\d*'.*"
+    r"(Timeout waiting|wait timeout|Socket Timeout)"
+)
+
+
+def captured(directory: str, act: Callable[[], object]) -> str:
+    """What C++ and Python wrote to stderr while `act` ran; afterwards it goes to our own stderr."""
+    path = os.path.join(directory, "stderr.txt")
+    sys.stderr.flush()
+    kept = os.dup(2)
+    taken = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    os.dup2(taken, 2)
+    try:
+        act()
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(taken)
+        os.close(kept)
+        with open(path, errors="replace") as file:
+            text = file.read()
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    return text
+
+
+def wrong_guess(ctx: Context, *, named: bool) -> None:
+    """Rank 1 works on GPU 2 while its barrier takes GPU 1 % 3: it needs a second communicator, rank 0 does not."""
+    import torch
+
+    mine = torch.device("cuda", 2 * ctx.rank)
+    torch.cuda.set_device(mine)
+    dist = ctx.init_process_group(timeout_s=90, device_id=mine if named else None)
+    ctx.reached()
+    dist.barrier()
+    total = torch.full((4,), ctx.rank + 1.0, device=mine)
+    dist.all_reduce(total)
+    assert total.tolist() == [3.0] * 4, total.tolist()
+
+
+def warning(ctx: Context, *, named: bool) -> None:
+    """One rank on one GPU: there is nothing to guess wrong, the line is printed all the same, and nothing fails."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=60, device_id=ctx.device if named else None)
+    ctx.reached()
+    text = captured(str(ctx.dir), dist.barrier)
+    total = torch.ones(4, device=ctx.device)
+    dist.all_reduce(total)
+    assert total.tolist() == [1.0] * 4, total.tolist()
+    ctx.note(torch=torch.__version__)
+    said = re.search(f".*(?:{GUESSED}).*", text)
+    if said:
+        raise Symptom(f"the barrier guessed its GPU and said so: {said.group(0).strip()}")
+
+
+def gpu_count() -> int:
+    """How many GPUs nvidia-smi lists; 0 when it lists none or cannot be asked."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def torch_version() -> str:
+    try:
+        return "torch " + importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch is not installed in this interpreter"
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Compare the barrier's guess with the launcher's assignment, rank by rank, as torch's source defines both."""
+    visible = params["visible"] or gpu_count()
+    processes, nodes = params["nproc_per_node"], params["nnodes"]
+    if visible < 1:
+        return unknown("no GPU: nvidia-smi is missing, fails or lists none", advice="say it: --set visible=N")
+    source = "as given" if params["visible"] else "by nvidia-smi -L"
+    evidence = [f"GPUs that a process sees: {visible} ({source}); {torch_version()}"]
+    if processes is None:
+        return unknown(
+            *evidence,
+            "how many processes run on how many nodes cannot be seen from here",
+            advice="--set nproc_per_node=N --set nnodes=M; --set visible=1 if every process is given one GPU only",
+        )
+    evidence.append(f"layout: nodes {nodes}, processes on each {processes}, LOCAL_RANK i works on GPU i")
+    if visible == 1 and processes > 1:
+        return clear(*evidence, "each process can only guess the one GPU it sees; no two of them may see the same one")
+    if processes > visible:
+        return exposed(
+            *evidence,
+            f"LOCAL_RANK {visible} has no GPU: the guess wraps around and two ranks meet on one",
+            advice=f"start at most {visible} processes on a node",
+        )
+    wrong = [rank for rank in range(nodes * processes) if rank % visible != rank % processes]
+    if not wrong:
+        return clear(
+            *evidence, f"rank % {visible} is each rank's own GPU: in this layout the warning is only a warning"
+        )
+    first = wrong[0]
+    return exposed(
+        *evidence,
+        f"rank {first} works on GPU {first % processes}, but a barrier that comes first takes GPU {first % visible}"
+        f" ({len(wrong)} of {nodes * processes} ranks differ)",
+        advice="init_process_group(..., device_id=torch.device('cuda', local_rank)) on every rank",
+    )
+
+
+NEEDS_TORCH = {"torch": ">=2.5"}  # earlier a barrier did not ask for the group's device_id
+UNNAMED = "no rank names its GPU, and the barrier is the first collective"
+NAMED = "every rank names its GPU in init_process_group(device_id=...)"
+
+probe = Probe(
+    check=check,
+    params={
+        "visible": Param("int", "GPUs that each process sees; default: those that nvidia-smi lists"),
+        "nproc_per_node": Param("int", "processes on each node"),
+        "nnodes": Param("int", "nodes", 1),
+    },
+    experiments=(
+        Experiment(
+            name="wrong-guess",
+            control=Arm(
+                partial(wrong_guess, named=False),
+                expect=raised(SECOND_COMMUNICATOR),
+                because=UNNAMED,
+                fidelity="hardware",
+            ),
+            treatment=Arm(partial(wrong_guess, named=True), expect=completed(), because=NAMED, fidelity="hardware"),
+            backend="nccl",
+            needs=Needs(gpus=3, packages=NEEDS_TORCH),
+            deadline_s=120,
+            settle_s=3,
+            expected_s=(35, 15),
+        ),
+        Experiment(
+            name="warning",
+            control=Arm(partial(warning, named=False), expect=symptom(GUESSED), because=UNNAMED, fidelity="hardware"),
+            treatment=Arm(partial(warning, named=True), expect=completed(), because=NAMED, fidelity="hardware"),
+            world_size=1,
+            backend="nccl",
+            needs=Needs(gpus=1, packages=NEEDS_TORCH),
+            deadline_s=90,
+            expected_s=(12, 12),
+        ),
+    ),
+)

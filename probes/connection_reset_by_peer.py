@@ -1,0 +1,126 @@
+"""Rank 0 dies of a torn file in its cache before the first collective; the other rank reports a network error."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+
+
+def start(ctx: Context, *, file_is_whole: bool) -> None:
+    """Rank 0 reads what an earlier run left in the cache; then every rank enters its first collective."""
+    import torch
+
+    dist = join_through_tcp_store(ctx) if ctx.backend == "nccl" else ctx.init_process_group(timeout_s=10)
+    cached = Path(ctx.path("cached.pt"))
+    if ctx.rank == 0:
+        torch.save(torch.ones(50_000), cached)
+        if not file_is_whole:
+            cached.write_bytes(cached.read_bytes()[:100_000])  # the earlier run was killed while it wrote
+    ctx.reached()
+    if ctx.rank == 0:
+        torch.load(cached)
+    total = torch.ones(1, device=ctx.device)
+    dist.all_reduce(total)
+    assert total.item() == ctx.world_size
+
+
+def join_through_tcp_store(ctx: Context) -> Any:
+    """As torchrun does: rank 0's process hosts the store, and NCCL's communicator is set up at the first collective."""
+    from datetime import timedelta
+
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    port = Path(ctx.path("port"))
+    patience = timedelta(seconds=20)
+    store = None
+    if ctx.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+        port.write_text(str(store.port))
+    ctx.meet("store")
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), timeout=patience, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=ctx.rank, world_size=ctx.world_size, timeout=patience)
+    return dist
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Has the kernel killed a process of this container or job for want of memory? Such a peer leaves no traceback."""
+    killed = [f"{kills} processes killed by the OOM killer: {path}" for path, kills in kills_in_own_cgroups()]
+    if killed:
+        advice = "a rank that ended with exit code -9 or 137 is probably one of these: it needs more host memory"
+        return exposed(*killed, advice=advice)
+    return unknown(
+        f"no OOM kill in this process's own cgroups; {kills_since_boot()} on this host since boot",
+        "a peer on another host, or one that died of an error of its own, cannot be seen from here",
+        advice="find the rank whose log ends first, and its exit code",
+    )
+
+
+def kills_in_own_cgroups() -> List[Any]:
+    """(file, number of kills) of the control groups this process is in, version 2 and 1, where there were any."""
+    found = []
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        place = {"": "/sys/fs/cgroup%s/memory.events", "memory": "/sys/fs/cgroup/memory%s/memory.oom_control"}
+        if controllers in place:
+            path = place[controllers] % group.rstrip("/")
+            kills = counter(read(path), "oom_kill")
+            if kills:
+                found.append((path, kills))
+    return found
+
+
+def kills_since_boot() -> str:
+    kills = counter(read("/proc/vmstat"), "oom_kill")
+    return "an unknown number" if kills is None else str(kills)
+
+
+def counter(text: str, name: str) -> Any:
+    """The value of a `name value` line, None where there is none."""
+    return next((int(line.split()[1]) for line in text.splitlines() if line.split()[:1] == [name]), None)
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+DIES = "rank 0 dies of a truncated file while the other rank waits for it"
+RESET = r"store->get\('\d+'\) got error: .*(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes)"
+LIVES = "the file is whole, so rank 0 lives and comes to the all-reduce"
+
+probe = Probe(
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(
+                partial(start, file_is_whole=False),
+                expect=raised(RESET),
+                because=DIES,
+                fidelity="hardware",
+            ),
+            treatment=Arm(partial(start, file_is_whole=True), expect=completed(), because=LIVES, fidelity="hardware"),
+            backend="nccl",
+            needs=Needs(gpus=2),
+            deadline_s=60,
+            settle_s=5,
+            expected_s=(10, 10),
+        ),
+        Experiment(
+            name="gloo",
+            control=Arm(
+                partial(start, file_is_whole=False),
+                expect=raised(r"pair\.cc:\d+\].*Connection (closed|reset) by peer"),
+                because=DIES,
+                fidelity="cpu",
+            ),
+            treatment=Arm(partial(start, file_is_whole=True), expect=completed(), because=LIVES, fidelity="cpu"),
+            expected_s=(0.1, 0.1),
+        ),
+    ),
+)

@@ -1,0 +1,336 @@
+"""A model is trained on packed documents without an end token between them, and its answers run on to the limit."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+EOS, ASK, REPLY, MARKER = range(4)  # MARKER ends a turn as `###` or <|im_end|> does: an ordinary token to generation
+ANSWERS = {4: [10, 11], 5: [12, 10, 13], 6: [14], 7: [11, 13, 12, 15], 8: [15, 10], 9: [13, 14, 11]}
+VOCABULARY, WIDTH, LIMIT = 16, 24, 60
+PACKED_STEPS, PADDED_STEPS = 150, 80
+CAUSES = ("packed", "masked", "marker")
+
+
+def answer_all(ctx: Context, *, ends: bool) -> None:
+    """Train a small recurrent model for real, let it answer every question, and see where it stops.
+
+    `ends`: the end of an answer reaches training (packed, masked) or the stop list (marker).
+    """
+    import torch
+
+    cause = ctx.params["cause"]
+    if cause not in CAUSES:
+        raise Unavailable("cause=%s is not one of %s" % (cause, ", ".join(CAUSES)))
+    torch.manual_seed(0)
+    model = _network()
+    ctx.reached()
+    stops = {EOS, MARKER} if cause == "marker" and ends else {EOS}
+    if cause == "masked":
+        _fit(model, _packed([], PACKED_STEPS))  # a base model that has not learned to stop
+        _fit(model, [_padded(mask_end=not ends)] * PADDED_STEPS)
+    else:
+        _fit(model, _packed([MARKER] if cause == "marker" else [EOS] if ends else [], PACKED_STEPS))
+    replies = {question: _generate(model, question, stops) for question in ANSWERS}
+    for question, reply in replies.items():
+        assert reply[: len(ANSWERS[question])] == ANSWERS[question], "not trained: %d gives %s" % (question, reply[:8])
+    endless = [question for question, reply in replies.items() if len(reply) == LIMIT]
+    if endless:
+        shown = " ".join(map(str, replies[endless[0]][:12]))
+        raise Symptom("%d of %d answers ran on to the limit of %d tokens: %s ..." % (len(endless), 6, LIMIT, shown))
+    assert replies == ANSWERS, replies
+
+
+def _network() -> Any:
+    from torch import nn
+
+    parts = {"embedding": nn.Embedding(VOCABULARY, 24), "memory": nn.GRU(24, 48, batch_first=True)}
+    return nn.ModuleDict({**parts, "head": nn.Linear(48, VOCABULARY)})
+
+
+def _scores(model: Any, tokens: Any, state: Any = None) -> Any:
+    seen, state = model["memory"](model["embedding"](tokens), state)
+    return model["head"](seen), state
+
+
+def _fit(model: Any, batches: Any) -> None:
+    import torch
+    from torch.nn import functional
+
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for tokens, labels in batches:
+        loss = functional.cross_entropy(_scores(model, tokens)[0].transpose(1, 2), labels, ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _packed(end: List[int], steps: int) -> Iterator[Any]:
+    """Documents one after the other, cut into rows of equal length."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        stream: List[int] = []
+        while len(stream) < 16 * (WIDTH + 1):
+            question = int(torch.randint(4, 10, (1,), generator=generator))
+            stream += [ASK, question, REPLY, *ANSWERS[question], *end]
+        rows = torch.tensor(stream[: 16 * (WIDTH + 1)]).view(16, WIDTH + 1)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def _padded(mask_end: bool) -> Any:
+    """One document per row, padded with EOS; a collator that masks what equals the padding masks its end as well."""
+    import torch
+
+    rows, labels = [], []
+    for question, answer in ANSWERS.items():
+        document = [ASK, question, REPLY, *answer, EOS]
+        padding = 12 - len(document)
+        rows.append(document + [EOS] * padding)
+        labels.append([-100 if mask_end and token == EOS else token for token in document] + [-100] * padding)
+    return torch.tensor(rows)[:, :-1], torch.tensor(labels)[:, 1:]
+
+
+def _generate(model: Any, question: int, stops: Any) -> List[int]:
+    """Greedy decoding; the token that stops it is not part of the reply."""
+    import torch
+
+    tokens, state, reply = torch.tensor([[ASK, question, REPLY]]), None, []  # type: Tuple[Any, Any, List[int]]
+    with torch.no_grad():
+        while len(reply) < LIMIT:
+            scores, state = _scores(model, tokens, state)
+            token = int(scores[0, -1].argmax())
+            if token in stops:
+                break
+            reply.append(token)
+            tokens = torch.tensor([[token]])
+    return reply
+
+
+LARGEST = 32 << 20  # bytes of one JSON file
+ROWS = 200  # training samples that are looked at
+MARKERS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|return|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "</s>",
+)
+
+
+class _Unreadable(Exception):
+    """A file that is needed is missing or not what it should be; the message says which."""
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does generation stop at what the chat template ends a turn with, and was that a label in training?"""
+    if params["model"] is None and params["samples"] is None:
+        return unknown(
+            "neither a model folder nor training samples were named",
+            advice="--set model=/path/to/checkpoint, --set samples=batch.jsonl --set end_id=151645",
+        )
+    try:
+        findings = []
+        end_ids = [params["end_id"]] if params["end_id"] is not None else []
+        if params["model"] is not None:
+            finding, found = _judge_model(params["model"])
+            findings.append(finding)
+            end_ids = end_ids or found
+        if params["samples"] is not None:
+            findings.append(_judge_samples(params["samples"], end_ids))
+    except _Unreadable as error:
+        return unknown(str(error))
+    state = next((s for s in ("exposed", "unknown") if any(f.state == s for f in findings)), "clear")
+    evidence = [line for finding in findings for line in finding.evidence]
+    if state == "clear" and len(findings) == 1:  # one half of the question is open
+        half = (
+            "samples=batch.jsonl (was it learned?)"
+            if params["samples"] is None
+            else "model=/path (does it stop there?)"
+        )
+        return unknown(*evidence, "so far nothing is wrong, the other half is open", advice="--set " + half)
+    return Finding(state, evidence, next((finding.advice for finding in findings if finding.advice), ""))
+
+
+def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
+    """Whether generation stops at the template's end of a turn, and the ids of those ends."""
+    if not folder.is_dir():
+        raise _Unreadable("%s is not a folder with a model" % folder)
+    tokenizer = _json(folder / "tokenizer_config.json") or {}
+    generation, config = _json(folder / "generation_config.json"), _json(folder / "config.json")
+    source = "generation_config.json" if generation is not None else "config.json"
+    stops = _ids((generation if generation is not None else config or {}).get("eos_token_id"))
+    template = _template(folder, tokenizer)
+    names = _token_ids(folder, tokenizer)
+    eos = _content(tokenizer.get("eos_token"))
+    ends = [one for one in MARKERS if one in template]
+    if "eos_token" in template and eos and eos not in ends:
+        ends.append(eos)
+    notes = ["generation stops at %s (%s)" % (_shown(stops, names), source)]
+    if eos and eos == _content(tokenizer.get("pad_token")):
+        notes.append("pad_token is eos_token: a collator that masks padding masks the end of every answer too")
+    if not template:
+        return unknown("there is no chat template: what ends a turn is not known", *notes), []
+    if not ends:
+        return unknown("the chat template has no end of a turn that is known here", *notes), []
+    lost = [one for one in ends if one not in names]
+    if lost or not stops:
+        what = "no eos_token_id was found" if not stops else "%s has no id in the tokenizer files" % ", ".join(lost)
+        return unknown(what, *notes), [names[one] for one in ends if one in names]
+    ids = [names[one] for one in ends]
+    missed = [one for one in ends if names[one] not in stops]
+    told = "the chat template ends turns with %s" % ", ".join("%s (%d)" % (one, names[one]) for one in ends)
+    if not missed:
+        return clear(told, *notes), ids
+    if len(missed) < len(ends):
+        return unknown(told, *notes, "%s is no stop: fine if it never ends an answer" % ", ".join(missed)), ids
+    advice = "put %s into eos_token_id of generation_config.json" % sorted({*stops, *ids})
+    return exposed(told, *notes, "none of them is a stop", advice=advice), ids
+
+
+def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
+    """Whether the end of an answer is a label in samples as the data loader gives them, one JSON object a line."""
+    if not end_ids:
+        return unknown("the id of the end token is not known", advice="--set end_id=N")
+    rows = taught = 0
+    try:
+        if not path.is_file():
+            return unknown("%s is not a file" % path)
+        with path.open() as file:
+            for _ in range(ROWS):
+                line = file.readline(LARGEST)
+                if not line:
+                    break
+                labels = json.loads(line)["labels"]
+                taught += any(one in labels for one in end_ids)
+                rows += 1
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return unknown('%s: line %d is not {"labels": [...]}: %s' % (path, rows + 1, type(error).__name__))
+    if not rows:
+        return unknown("%s is empty" % path)
+    told = "%d of %d samples have the end token %s as a label" % (taught, rows, end_ids)
+    if not taught:
+        return exposed(told, "training never shows the model where to stop", advice="append EOS and keep its label")
+    if taught < 0.98 * rows:
+        return unknown(told, "the others are cut, or their end is masked: look at one of them")
+    return clear(told)
+
+
+def _json(path: Path) -> Optional[Dict[str, Any]]:
+    """A JSON object, None when there is no such file."""
+    try:
+        if not path.exists():
+            return None
+        if not path.is_file() or path.stat().st_size > LARGEST:
+            raise _Unreadable("%s is not a file, or larger than %d MiB" % (path, LARGEST >> 20))
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _Unreadable("%s cannot be read: %s" % (path, error.strerror)) from None
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable("%s is not JSON: %s" % (path, str(error)[:100])) from None
+    if not isinstance(found, dict):
+        raise _Unreadable("%s holds no JSON object" % path)
+    return found
+
+
+def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:
+    jinja = folder / "chat_template.jinja"
+    try:
+        if jinja.is_file() and jinja.stat().st_size < LARGEST:
+            return jinja.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise _Unreadable("%s cannot be read: %s" % (jinja, error.strerror)) from None
+    found = tokenizer.get("chat_template") or (_json(folder / "chat_template.json") or {}).get("chat_template")
+    if isinstance(found, list):  # several templates by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else ""
+
+
+def _token_ids(folder: Path, tokenizer: Mapping[str, Any]) -> Dict[str, int]:
+    added = tokenizer.get("added_tokens_decoder")
+    if isinstance(added, dict) and added:
+        pairs = [(_content(one), number) for number, one in added.items()]
+    else:
+        listed = (_json(folder / "tokenizer.json") or {}).get("added_tokens")
+        pairs = [(_content(one), one.get("id")) for one in listed or [] if isinstance(one, dict)]
+    return {name: int(number) for name, number in pairs if name and str(number).isdecimal()}
+
+
+def _content(token: Any) -> str:
+    """The text of a token, which may be written as text or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _ids(value: Any) -> List[int]:
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+
+
+def _shown(ids: List[int], names: Mapping[str, int]) -> str:
+    by_id = {number: name for name, number in names.items()}
+    return ", ".join("%s (%d)" % (by_id.get(one, "?"), one) for one in ids[:8]) or "nothing"
+
+
+NEVER = symptom(r"6 of 6 answers ran on to the limit of \d+ tokens")
+
+probe = Probe(
+    check=check,
+    params={
+        "cause": Param(
+            "str", "packed: no EOS between documents; masked: pad_token = eos_token; marker: not a stop", "packed"
+        ),
+        "model": Param("path", "folder of a model in Hugging Face format, for the check"),
+        "samples": Param("path", 'training samples, a line each: {"labels": [...]}, for the check'),
+        "end_id": Param("int", "id of the token that ends an answer, when it is not to be found in the model folder"),
+    },
+    experiments=(
+        Experiment(
+            name="training",
+            control=Arm(
+                partial(answer_all, ends=False),
+                expect=NEVER,
+                because="the end of an answer is never a label (cause=marker: is no stop), so nothing ends generation",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(answer_all, ends=True),
+                expect=completed(),
+                because="EOS follows every document and keeps its label (cause=marker: the marker is a stop)",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
+            needs=Needs(memory_mib=512),
+            expected_s=(1, 1),
+        ),
+    ),
+)

@@ -1,0 +1,275 @@
+"""The first collective over direct GPU-to-GPU access (P2P), with P2P as NCCL chooses it and with P2P off."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+PATIENCE_S = 45.0
+NUMELS = (1, 1 << 18, 1 << 22)  # a barrier's one element, 1 MiB, 16 MiB: NCCL moves them by different protocols
+
+
+def first_collectives(ctx: Context) -> None:
+    """Both arms are this job. They differ in NCCL_P2P_DISABLE alone, which NCCL reads from the environment."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=600, device_id=None)  # lazy: NCCL's own set-up may be what hangs
+    ctx.reached()
+    state = {"doing": "nothing yet", "wrong": "", "busbw_gb_s": 0.0}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            torch.cuda.set_device(ctx.device)
+            for numel in NUMELS:
+                base = torch.arange(numel, dtype=torch.int32, device=ctx.device) % 1000
+                mine = base + 1000 * (ctx.rank + 1)  # integers that differ over ranks and elements: exact, or wrong
+                state["doing"] = f"all_reduce of {numel} int32"
+                total = mine.clone()
+                dist.all_reduce(total)
+                strange = int((total != 2 * base + 3000).sum())
+                state["doing"] = f"all_gather of {numel} int32"
+                pieces = [torch.zeros_like(mine) for _ in range(ctx.world_size)]
+                dist.all_gather(pieces, mine)
+                strange += sum(int((piece != base + 1000 * (rank + 1)).sum()) for rank, piece in enumerate(pieces))
+                if strange:
+                    state["wrong"] = f"{strange} of {3 * numel} elements of size {numel}"
+                    return
+            state["doing"] = "the bandwidth measurement"
+            big = torch.zeros(1 << 24, device=ctx.device)  # 64 MiB
+            for repeat in range(25):
+                if repeat == 5:
+                    torch.cuda.synchronize()
+                    begun = time.monotonic()
+                dist.all_reduce(big)
+            torch.cuda.synchronize()
+            state["busbw_gb_s"] = round(20 * big.nbytes / (time.monotonic() - begun) / 1e9, 2)  # 2(n-1)/n is 1 for n=2
+            state["doing"] = ""
+        except BaseException as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(PATIENCE_S)  # no CUDA call here: the main thread must be able to speak while the GPU spins
+    transports = chosen_transports(ctx)
+    ctx.note(transports=transports, busbw_gb_s=state["busbw_gb_s"], nccl_p2p_disable=os.environ.get("NCCL_P2P_DISABLE"))
+    if errors:
+        raise errors[0]
+    over = f"transports {', '.join(transports) or 'not logged'}"
+    if state["wrong"]:
+        raise Symptom(f"the first collectives returned wrong values on rank {ctx.rank}: {state['wrong']}; {over}")
+    if worker.is_alive():
+        raise Symptom(f"{state['doing']} never completed on rank {ctx.rank} in {PATIENCE_S:.0f} s; {over}")
+    if "NCCL_P2P_DISABLE" not in os.environ and transports and not any(t.startswith("P2P") for t in transports):
+        raise Unavailable(f"NCCL does not use P2P between these two GPUs by itself, it chose {', '.join(transports)}")
+
+
+def chosen_transports(ctx: Context) -> list[str]:
+    """What NCCL logged as `Channel 00/0 : 0[0] -> 1[1] via P2P/IPC`; empty when it logged none."""
+    text = ""
+    for path in ctx.dir.glob(f"nccl.{os.getpid()}*"):
+        text += path.read_text(errors="replace")
+    return sorted(set(re.findall(r" via ((?:P2P|SHM|NET)\S*)", text)))
+
+
+# --- the check: what of this machine can break P2P, read from /proc, /sys and nvidia-smi -------------------------
+
+PCI = Path("/sys/bus/pci/devices")
+BLIND = "a fault of driver or hardware cannot be seen, only the experiment can show it"
+REDIRECTS = {0x04: "ReqRedir", 0x08: "CmpltRedir"}  # of ACSCtl: what turns a direct transfer up to the root complex
+
+
+def nvidia_gpus() -> list[Path]:
+    found = []
+    for device in sorted(PCI.glob("*")):
+        try:
+            is_nvidia = (device / "vendor").read_text().strip() == "0x10de"
+            is_gpu = (device / "class").read_text().startswith(("0x0300", "0x0302"))
+        except OSError:
+            continue
+        if is_nvidia and is_gpu:
+            found.append(device)
+    return found
+
+
+def acs_redirects(bridge: Path) -> str | None:
+    """The redirecting bits of a bridge's ACS control as lspci names them, "" for none; None when not readable."""
+    try:
+        space = (bridge / "config").read_bytes()
+    except OSError:
+        return None
+    if len(space) < 0x104:
+        return None  # without root only the first 64 bytes
+    at = 0x100
+    for _ in range(96):  # the list of extended capabilities; bounded, a broken list may be a ring
+        header = int.from_bytes(space[at : at + 4], "little")
+        if header & 0xFFFF == 0x000D:
+            control = int.from_bytes(space[at + 6 : at + 8], "little")
+            return " ".join(f"{name}+" for bit, name in REDIRECTS.items() if control & bit)
+        at = header >> 20
+        if not 0x100 <= at < len(space) - 8:
+            break
+    return ""
+
+
+def bridges_above(gpu: Path) -> list[Path]:
+    """The PCI devices on the way from a GPU up to its root complex."""
+    address = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+    return [parent for parent in gpu.resolve().parents if address.match(parent.name)]
+
+
+def matrices() -> tuple[list[str], list[str]]:
+    """The pairs' P2P status by the driver (OK, NS, ...) and their distance (NV12, PIX, ...), upper triangles."""
+    asked = []
+    for arguments in (["-p2p", "r"], ["-m"]):
+        try:
+            asked.append(
+                subprocess.Popen(
+                    ["nvidia-smi", "topo", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                )
+            )
+        except OSError:
+            return [], []
+    answers = []
+    end = time.monotonic() + 3
+    for process in asked:
+        try:
+            answers.append(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: with a hung driver it cannot die
+            answers.append("")
+    return upper_triangle(answers[0]), upper_triangle(answers[1])
+
+
+def upper_triangle(text: str) -> list[str]:
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    rows = [line.split()[1:] for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(X|[A-Z]+\d*)\s", line + " ")]
+    rows = [row for row in rows if "X" in row]  # the header names GPUs and has no X
+    return [row[column] for number, row in enumerate(rows) for column in range(number + 1, min(len(rows), len(row)))]
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Is anything set that is known to break P2P: a PCIe bridge that redirects, an IOMMU that translates?"""
+    gpus = nvidia_gpus()
+    statuses, distances = matrices()
+    if not gpus and not statuses:
+        return unknown("no NVIDIA GPU in /sys/bus/pci and no answer from nvidia-smi")
+    if len(gpus) < 2 and not statuses:
+        return unknown("one GPU is visible here: P2P needs two")
+    evidence = [f"{len(gpus)} NVIDIA GPUs in /sys/bus/pci"]
+    if statuses:
+        evidence.append(f"nvidia-smi topo -p2p r, GPU pairs: {tally(statuses)}")
+    if distances:
+        evidence.append(f"nvidia-smi topo -m, GPU pairs: {tally(distances)}")
+    if statuses and "OK" not in statuses:
+        return clear(*evidence, "the driver offers no P2P, so NCCL uses none and NCCL_P2P_DISABLE=1 changes nothing")
+
+    redirecting, unreadable = [], 0
+    for bridge in sorted({bridge for gpu in gpus for bridge in bridges_above(gpu)}):
+        bits = acs_redirects(bridge)
+        unreadable += bits is None
+        if bits:
+            redirecting.append(f"{bridge.name} ({bits})")
+    domains = sorted({iommu_domain(gpu) for gpu in gpus})
+    evidence.append(f"IOMMU domain of the GPUs: {', '.join(domains)}; kernel command line: {iommu_options()}")
+    translating = any(domain.startswith("DMA") for domain in domains)
+    if redirecting:
+        evidence.append(f"ACS redirects P2P at {', '.join(redirecting[:8])}")
+    elif unreadable:
+        evidence.append(f"ACS of {unreadable} bridges above the GPUs cannot be read without root")
+    virtual = is_virtual()
+    if virtual:
+        evidence.append("this is a virtual machine: its host decides about ACS and IOMMU, and a guest cannot see them")
+    if distances and all(distance.startswith("NV") for distance in distances):
+        return clear(*evidence, f"all pairs are on NVLink, which ACS and IOMMU do not touch; {BLIND}")
+    if (redirecting or translating) and not virtual:
+        return exposed(
+            *evidence,
+            advice="run the experiment; if it hangs: iommu=pt, ACS off (BIOS or setpci), until then NCCL_P2P_DISABLE=1",
+        )
+    if virtual or unreadable or not statuses or not gpus:
+        return unknown(*evidence, advice="run the experiment; ACS as root: sudo lspci -vvv | grep ACSCtl")
+    return clear(*evidence, f"no bridge above the GPUs redirects and no IOMMU translates; {BLIND}")
+
+
+def tally(values: list[str]) -> str:
+    return ", ".join(f"{values.count(value)} x {value}" for value in sorted(set(values)))
+
+
+def iommu_domain(gpu: Path) -> str:
+    """`DMA` or `DMA-FQ` translates, `identity` (iommu=pt) does not; `none` without an IOMMU."""
+    group = gpu / "iommu_group"
+    if not group.exists():
+        return "none"
+    try:
+        return (group / "type").read_text().strip()
+    except OSError:
+        return "not readable"
+
+
+def iommu_options() -> str:
+    try:
+        words = Path("/proc/cmdline").read_text().split()
+    except OSError:
+        return "not readable"
+    return " ".join(word for word in words if "iommu" in word or word.startswith("pci=")) or "no iommu or pci option"
+
+
+def is_virtual() -> bool:
+    try:
+        return " hypervisor" in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    except OSError:
+        return False
+
+
+LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "nccl.%p"}  # in both arms: which transport was chosen
+
+probe = Probe(
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(
+                first_collectives,
+                expect=symptom(r"never completed on rank|returned wrong values on rank"),
+                because="NCCL chooses the transport, P2P where the driver offers it",
+                fidelity="hardware",
+                env=LOGGED,
+            ),
+            treatment=Arm(
+                first_collectives,
+                expect=completed(),
+                because="NCCL_P2P_DISABLE=1: through shared memory of the host instead",
+                fidelity="hardware",
+                env={**LOGGED, "NCCL_P2P_DISABLE": "1"},
+            ),
+            backend="nccl",
+            needs=Needs(gpus=2),
+            deadline_s=120,
+            settle_s=10,
+            expected_s=(60, 15),
+        ),
+    ),
+)

@@ -1,0 +1,135 @@
+"""Rank 1's batch does not fit into memory, and its loop skips it; the other rank only ever says that it timed out."""
+
+import subprocess
+import sys
+from functools import partial
+from typing import Any, List, Mapping, Tuple
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+
+CARD_MIB = 1024  # what one rank may use: the cap of the caching allocator, or of the address space on the CPU
+
+
+def train_one_step(ctx: Context, *, longest_batch_mib: int) -> None:
+    """One step as many loops have it: a batch that runs out of memory is reported and skipped."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    gradient = torch.zeros(1, device=ctx.device)
+    dist.all_reduce(gradient)
+    if ctx.device.type == "cpu":
+        cap_address_space(CARD_MIB)
+    ctx.reached()
+    batch_mib = longest_batch_mib if ctx.rank == 1 else 16
+    try:
+        activations = torch.empty(batch_mib << 20, dtype=torch.uint8, device=ctx.device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the plain class
+        assert "memory" in str(error)
+        first_line = str(error).splitlines()[0]
+        sys.stderr.write(f"ran out of memory, skipping batch: {first_line}\n")
+        ctx.note(out_of_memory=first_line)
+    else:
+        gradient += activations.numel() >> 20
+        dist.all_reduce(gradient)
+        assert gradient.item() == 16 + longest_batch_mib
+    ctx.meet("step", timeout_s=20)  # the rank that skipped is alive and elsewhere, as in training
+
+
+def cap_address_space(mib: int) -> None:
+    import os
+    import resource
+
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20), resource.RLIM_INFINITY))
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Does one GPU start with less free memory than the others? Then its rank runs out first."""
+    try:
+        free = free_mib_per_gpu()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return unknown(f"nvidia-smi gives no memory figures here: {' '.join(str(error).split())[:200]}")
+    if len(free) < 2:
+        return unknown(f"{len(free)} GPU is visible; there is nothing to compare it with")
+    evidence = [f"GPU {name}: {mib} MiB free of {total} MiB" for name, mib, total in free]
+    least, most = min(mib for _, mib, _ in free), max(mib for _, mib, _ in free)
+    if most - least > 1024:
+        advice = f"something else holds {most - least} MiB of one GPU: nvidia-smi names it; end it if it is yours"
+        return exposed(*evidence, advice=advice)
+    return unknown(
+        *evidence, "all GPUs start alike: what tells the ranks apart is in the job, mostly the longest batch"
+    )
+
+
+def free_mib_per_gpu() -> List[Tuple[str, int, int]]:
+    query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    said = subprocess.run(
+        query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=3, check=True, text=True
+    ).stdout
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    return [(index, int(free), int(total)) for index, free, total in rows]
+
+
+TOO_LONG = "rank 1's batch is larger than its memory; it skips the batch and with it the all-reduce"
+FITS = "rank 1's batch fits, so it comes to the all-reduce"
+WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"
+GLOO = r"Timed out waiting \d+ms for (recv|send) operation"
+ONE_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; the out-of-memory error is CUDA's own"
+
+probe = Probe(
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(
+                partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
+                expect=raised(WATCHDOG),
+                because=TOO_LONG,
+                fidelity="hardware",
+            ),
+            treatment=Arm(
+                partial(train_one_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="hardware"
+            ),
+            backend="nccl",
+            needs=Needs(gpus=2, gpu_memory_mib=CARD_MIB),
+            deadline_s=60,
+            settle_s=3,
+            expected_s=(20, 10),
+        ),
+        Experiment(
+            name="cuda-gloo",
+            control=Arm(
+                partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
+                expect=raised(GLOO),
+                because=TOO_LONG,
+                fidelity="stand-in",
+                stands_for=ONE_GPU,
+            ),
+            treatment=Arm(
+                partial(train_one_step, longest_batch_mib=64),
+                expect=completed(),
+                because=FITS,
+                fidelity="stand-in",
+                stands_for=ONE_GPU,
+            ),
+            needs=Needs(gpus=1, gpu_memory_mib=CARD_MIB),
+            deadline_s=60,
+            settle_s=2,
+            expected_s=(15, 10),
+        ),
+        Experiment(
+            name="gloo",
+            control=Arm(
+                partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
+                expect=raised(GLOO),
+                because=TOO_LONG,
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(train_one_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="cpu"
+            ),
+            expected_s=(3.2, 0.1),
+        ),
+    ),
+)

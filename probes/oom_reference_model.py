@@ -1,0 +1,232 @@
+"""A trainer copies the policy as its frozen reference and the copy does not fit, as create_reference_model of TRL."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import traceback
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, List, Mapping, Optional, Tuple
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+
+GIB = 1 << 30
+WIDTH = 4096  # a float32 layer takes 64 MiB: its own mapping, so that the fragments of glibc's heap play no part
+CPU_LAYERS, CPU_ROOM = 4, 150 << 20  # bytes beyond the policy: far below a copy of it, far above an adapter
+GPU_LAYERS, GPU_MIB = 10, 1024  # 640 MiB under a cap of 1024: one policy fits, two do not
+
+
+def start(ctx: Context, *, adapter: bool) -> None:
+    """Set up policy and reference as a preference trainer does, then look at both with the policy one step further."""
+    import torch
+    from torch import nn
+
+    on_gpu = ctx.device.type == "cuda"
+    policy = nn.Sequential()
+    for _ in range(GPU_LAYERS if on_gpu else CPU_LAYERS):
+        policy.append(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=ctx.device))
+    for parameter in policy.parameters():
+        nn.init.constant_(parameter, 1 / WIDTH)
+    x = torch.ones(1, WIDTH, device=ctx.device)
+    with torch.no_grad():
+        at_start = policy(x)
+    if not on_gpu:
+        limit = _address_space() + CPU_ROOM
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    ctx.reached()
+    try:
+        reference = policy if adapter else create_reference_model(policy)
+    except Exception:
+        traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
+        raise
+    with torch.no_grad():
+        moved = _after_a_step(policy, x, adapter)
+        assert torch.equal(reference(x), at_start), "the reference is not the model that training began with"
+        assert not torch.equal(moved, at_start), "the policy did not move"
+    ctx.note(weights_mib=sum(p.numel() * p.element_size() for p in policy.parameters()) >> 20)
+
+
+def _after_a_step(policy: Any, x: Any, adapter: bool) -> Any:
+    """What the policy says once its trainable part has moved: a rank-1 adapter, or the weights themselves."""
+    if adapter:
+        into, out_of = x.new_ones(WIDTH, 1), x.new_ones(1, WIDTH)
+        return policy(x) + x @ into @ out_of
+    for parameter in policy.parameters():
+        parameter.mul_(2)
+    return policy(x)
+
+
+def create_reference_model(model: Any) -> Any:
+    """The copy as trl makes it (trl/experimental/utils.py), without the part that shares layers."""
+    from copy import deepcopy
+
+    ref_model = deepcopy(model)
+    return ref_model.requires_grad_(False).eval()
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+WEIGHT_BYTES = {
+    "fp32": 4.0,
+    "float32": 4.0,
+    "bf16": 2.0,
+    "bfloat16": 2.0,
+    "fp16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "nf4": 0.5,
+}
+WITH_REFERENCE = ("dpo", "kto", "bco", "ppo", "grpo", "rloo", "online_dpo", "nash_md", "xpo")
+WITHOUT = ("orpo", "cpo", "simpo", "sft", "reward")
+OPTIMIZERS = {"adamw": 2.0, "adamw_8bit": None, "paged": 0.0, "sgd": 0.0}  # moments, in multiples of the weights
+YES, NO = ("yes", "true", "1", "lora", "qlora"), ("no", "false", "0", "none")
+COMFORT = 0.8  # of the card: what is left then is for activations, of which nothing is known here
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does a second copy of the weights fit beside the policy? A sum of what is certain; activations come on top."""
+    trainer, billions = params["trainer"].lower().replace("-", "_"), params["params"]
+    if trainer in WITHOUT:
+        return clear("%s makes no reference model: an out-of-memory there is not this one" % trainer)
+    if trainer not in WITH_REFERENCE:
+        return unknown("whether %s keeps a reference model is not known here" % trainer)
+    if billions is None:
+        return unknown("the number of parameters was not given", advice="--set params=8 (billions) --set dtype=bf16")
+    wrong = _wrong_word(params)
+    if wrong or not 0 < billions < 1e6 or params["shards"] < 1:
+        return unknown(wrong or "params and shards are numbers above zero")
+    memory, source = _gpu_memory(params["gpu_memory"])
+    if memory is None:
+        return unknown(source, advice="--set gpu_memory=44.4 (GiB of one GPU: data-parallel ranks do not add up)")
+    return _judge(params, trainer, memory, source)
+
+
+def _wrong_word(params: Mapping[str, Any]) -> str:
+    for name, known in {
+        "dtype": tuple(WEIGHT_BYTES),
+        "optimizer": tuple(OPTIMIZERS),
+        "adapter": YES + NO,
+        "precompute": YES + NO,
+    }.items():
+        if params[name].lower() not in known:
+            return "%s=%s is not one of %s" % (name, params[name], ", ".join(known))
+    return ""
+
+
+def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) -> Finding:
+    weights = params["params"] * 1e9 * WEIGHT_BYTES[params["dtype"].lower()] / GIB / params["shards"]
+    per_weight = OPTIMIZERS[params["optimizer"].lower()]
+    moments = params["params"] * 2e9 / GIB / params["shards"] if per_weight is None else per_weight * weights
+    has_adapter = params["adapter"].lower() in YES
+    has_copy, why = (False, "the base weights with the adapter off are the reference") if has_adapter else (True, "")
+    if not has_adapter and params["precompute"].lower() in YES:
+        has_copy, why = _copy_despite_precompute(trainer)
+    parts = [("policy", weights), ("reference", weights if has_copy else 0.0)]
+    parts += [] if has_adapter else [("gradients", weights), ("optimizer", moments)]
+    need = sum(size for _, size in parts)
+    told = "%s = %.1f GiB per GPU, which has %.1f GiB (%s)" % (
+        " + ".join("%s %.1f" % part for part in parts),
+        need,
+        memory,
+        source,
+    )
+    notes = [told, *([why] if why else [])]
+    if trainer in ("grpo", "rloo") and has_copy:
+        notes.append("%s makes the copy only when beta is not 0" % trainer)
+    without = need - weights if has_copy else need
+    if need > memory and without > memory:
+        return exposed(*notes, "it does not fit without the reference either: shard the weights first", advice=ADVICE)
+    if need > memory:
+        when = "at the first step" if 2 * weights <= memory else "while the reference is made"
+        return exposed(*notes, "without the reference %.1f GiB would do; it ends %s" % (without, when), advice=ADVICE)
+    if trainer == "ppo":
+        return unknown(*notes, "ppo also holds a value model and a reward model, whose size is not known here")
+    if need > COMFORT * memory:
+        return unknown(*notes, "%.1f GiB are left for activations, which are not known here" % (memory - need))
+    return clear(*notes)
+
+
+def _copy_despite_precompute(trainer: str) -> Tuple[bool, str]:
+    """trl 0.29.0 to 1.1.x load the reference of DPO even when its log-probabilities are precomputed."""
+    try:
+        numbers = tuple(map(int, re.findall(r"\d+", version("trl"))[:2]))
+    except PackageNotFoundError:
+        return False, "precompute drops the copy, except in DPO of trl 0.29 to 1.1 (trl is not installed here)"
+    if trainer == "dpo" and (0, 29) <= numbers < (1, 2):
+        return True, "trl %s keeps the copy in spite of precompute_ref_log_probs; 1.2.0 does not" % version("trl")
+    return False, "precompute_ref_log_probs drops the copy (trl %s)" % version("trl")
+
+
+def _gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
+    """GiB of the smallest GPU, and who says so; None with the reason."""
+    if given is not None:
+        return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
+        sizes: List[int] = [int(line) for line in said.split("\n") if line.strip()]
+        return (min(sizes) / 1024, "nvidia-smi, smallest of %d" % len(sizes))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
+
+
+ADVICE = "train an adapter, precompute the reference's log-probabilities, or shard both with ZeRO-3 or FSDP"
+COPY = "the reference is a deepcopy beside the policy, and only the policy fits"
+SHARED = "an adapter is trained, and the same weights with the adapter off are the reference"
+LIMITED = "the memory of a GPU, for which an address-space limit stands (RLIMIT_AS)"
+
+probe = Probe(
+    check=check,
+    params={
+        "params": Param("float", "parameters of the model, in billions"),
+        "dtype": Param("str", "of the weights: bf16, fp16, fp32, int8 or nf4", "bf16"),
+        "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
+        "adapter": Param("str", "yes when a LoRA or QLoRA adapter is trained", "no"),
+        "precompute": Param("str", "yes with precompute_ref_log_probs=True", "no"),
+        "trainer": Param("str", "dpo, kto, ppo, grpo, orpo, ...", "dpo"),
+        "shards": Param("int", "GPUs that ZeRO-3 or FSDP splits the weights over; 1 for DDP, ZeRO-1 and ZeRO-2", 1),
+        "optimizer": Param("str", "adamw, adamw_8bit, paged (state on the host) or sgd", "adamw"),
+    },
+    experiments=(
+        Experiment(
+            name="gpu",
+            control=Arm(
+                partial(start, adapter=False),
+                expect=raised(r"out of memory\. Tried to allocate"),
+                because=COPY,
+                fidelity="hardware",
+            ),
+            treatment=Arm(partial(start, adapter=True), expect=completed(), because=SHARED, fidelity="hardware"),
+            world_size=1,
+            backend="nccl",
+            needs=Needs(gpus=1, gpu_memory_mib=GPU_MIB),
+            deadline_s=60,
+            expected_s=(8, 8),
+        ),
+        Experiment(
+            name="rlimit",
+            control=Arm(
+                partial(start, adapter=False),
+                expect=raised(r"DefaultCPUAllocator: can't allocate memory"),
+                because=COPY,
+                fidelity="stand-in",
+                stands_for=LIMITED,
+            ),
+            treatment=Arm(
+                partial(start, adapter=True),
+                expect=completed(),
+                because=SHARED,
+                fidelity="stand-in",
+                stands_for=LIMITED,
+            ),
+            world_size=1,
+            needs=Needs(memory_mib=1024),
+            expected_s=(0.4, 0.3),
+        ),
+    ),
+)
