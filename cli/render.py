@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kb.outcome import ArmOutcome
 from kb.plan import Plan
-from kb.probe import Arm
+from kb.probe import Arm, Needs
 from kb.report import Report
 from kb.verdict import EXIT_CODES, Verdict
 
@@ -71,6 +71,7 @@ def print_plan(plan: Plan) -> None:
     if experiment:
         seconds = " + ".join(f"{one:g}" for one in experiment.expected_s)
         print(f"  experiment {experiment.name}: {experiment.world_size} ranks, {experiment.backend}, about {seconds} s")
+        print(f"    needs     {_needs(experiment.needs)}; deadline {experiment.deadline_s:g} s an arm")
         for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):
             print(f"    {name:<9} {arm.because} ({arm.fidelity}; must be {arm.expect.kind})")
     for name, reason in plan.skipped:
@@ -81,6 +82,12 @@ def print_plan(plan: Plan) -> None:
     if plan.probe_file:
         print(f"  probe file {plan.probe_file}")
     print()
+
+
+def _needs(needs: Needs) -> str:
+    packages = [f"{name} {specifier}".strip() for name, specifier in needs.packages.items()]
+    gpus = [f"{needs.gpus} GPUs with {needs.gpu_memory_mib} MiB each"] if needs.gpus else []
+    return ", ".join([*gpus, f"{needs.memory_mib} MiB of memory", *packages, *needs.programs])
 
 
 def _verdict(verdict: Verdict) -> str:

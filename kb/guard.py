@@ -27,6 +27,7 @@ POLL_S = 0.01
 LOOK_AROUND_S = 0.25  # how often memory and shared-memory files of the tree are read
 GRACE_S = 1.0  # between TERM and KILL
 LATE_S = 0.7  # helpers such as multiprocessing's resource tracker outlive their rank by this much
+NO_RECORD = 74  # exit code, EX_IOERR of sysexits.h
 KILLED_S = 5.0  # a killed process that is still there after this sits in the kernel: report it
 
 
@@ -66,9 +67,9 @@ def main(spec: Dict[str, Any], rank_main: Callable[[Dict[str, Any], int], NoRetu
         _start(watch, rank_main)
         _poll(watch)
         _end(watch)
-    except BaseException as error:  # the record must say so: nobody reads our stderr
-        watch.ending = "guard failed: %s: %s" % (type(error).__name__, error)
+    except OSError:  # nothing can be recorded, mostly because the disk is full: the exit code has to say it
         _kill(watch, LATE_S)
+        os._exit(NO_RECORD)
     os._exit(0)
 
 

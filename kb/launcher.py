@@ -29,6 +29,7 @@ from typing import IO, Any, Self
 
 from kb import flight, processes, surroundings
 from kb.errors import InterpreterError, LaunchError
+from kb.guard import NO_RECORD
 from kb.outcome import ArmOutcome, RankOutcome, rank_outcome
 
 FORKSERVER = Path(__file__).with_name("forkserver.py")
@@ -177,7 +178,7 @@ class _Server:
         self._python = python
         self._news = threading.Condition()
         self._pids: dict[str, int] = {}
-        self._exited: set[str] = set()
+        self._exited: dict[str, int] = {}
         self._ready = False
         self._dead = False
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
@@ -212,7 +213,8 @@ class _Server:
             for process in [*processes.descendants(pid), *([guard] if guard else [])]:
                 processes.send(process, signal.SIGKILL)
             return f"its guard did not end it within {limit_s:.0f} s"
-        return ""
+        code = self._exited[arm_id]
+        return "nothing could be written into its directory; is the disk full?" if code == NO_RECORD else ""
 
     def close(self) -> None:
         """Close the pipe: fork server and guards end what they run. Waits for them, but not for ever."""
@@ -243,7 +245,7 @@ class _Server:
                 if "started" in message:
                     self._pids[message["started"]] = message["pid"]
                 if "exited" in message:
-                    self._exited.add(message["exited"])
+                    self._exited[message["exited"]] = message["code"]
                 self._news.notify_all()
         with self._news:
             self._dead = True
@@ -286,8 +288,6 @@ class _TooLate(LaunchError):
 def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], failure: str) -> ArmOutcome:
     record = _json(directory, "guard.json") or {}
     ending = str(record.get("ending", ""))
-    if ending.startswith("guard failed"):
-        failure = ending
     if not record and not failure:
         failure = "its guard died"
     exits = {one["rank"]: one for one in record.get("exits", ())}

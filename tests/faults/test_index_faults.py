@@ -128,6 +128,26 @@ def test_a_full_or_read_only_disk_costs_the_cache_and_the_record_never_the_answe
     assert "builds it in memory" in ended.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+@pytest.mark.parametrize("kib", [4, 8, 12, 16, 24])
+def test_a_disk_that_fills_up_under_the_arms_is_never_a_success(tmp_path: Path, kib: int) -> None:
+    """Wherever it runs out, of the specification, a log, a result or the guard's record: a reason, and nothing left."""
+    script = (
+        f"mount -t tmpfs -o size={kib}k none {tmp_path} && "
+        f"TMPDIR={tmp_path} {KB} verify {ANSWER} --json; echo code $? >&2; ls {tmp_path} >&2"
+    )
+    ended = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=180)
+    document = json.loads(ended.stdout)
+    if document["ok"]:
+        assert document["verdict"] == "inconclusive"
+        assert document["reason"]
+        assert "code 3" in ended.stderr
+    else:
+        assert document["error"]["type"] == "launch-error"
+        assert "code 5" in ended.stderr
+    assert "kb-arm-" not in ended.stderr
+
+
 def test_two_searches_that_build_at_once_both_answer(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen([str(KB), "search", QUESTION, "--json"], stdout=subprocess.PIPE, cwd=tmp_path) for _ in range(4)
