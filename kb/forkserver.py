@@ -22,6 +22,7 @@ import importlib
 import json
 import select
 import signal
+import traceback
 from typing import Any, Dict  # Python 3.9 reads this
 
 import kb.guard
@@ -78,7 +79,12 @@ def _serve() -> None:
 def _fork_guard(spec: Dict[str, Any]) -> int:
     pid = os.fork()
     if pid == 0:
-        kb.guard.main(spec, kb.worker.main)
+        try:
+            kb.guard.main(spec, kb.worker.main)
+        except BaseException:
+            traceback.print_exc()
+        finally:  # never back into our loop: there would be two fork servers on one pipe
+            os._exit(70)
     _say({"started": spec["arm_id"], "pid": pid})
     return pid
 

@@ -70,6 +70,9 @@ def main(spec: Dict[str, Any], rank_main: Callable[[Dict[str, Any], int], NoRetu
     except OSError:  # nothing can be recorded, mostly because the disk is full: the exit code has to say it
         _kill(watch, LATE_S)
         os._exit(NO_RECORD)
+    except BaseException:
+        _kill(watch, LATE_S)
+        raise
     os._exit(0)
 
 

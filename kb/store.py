@@ -163,8 +163,8 @@ def _admit(connection: Connection, path: Path) -> bool:
 
 def _set_journal(connection: Connection, path: Path) -> None:
     """After a save, so that only a file of ours is switched. When two meet, one switches; that is enough."""
-    with suppress(OperationalError):
-        connection.exec_driver_sql(f"PRAGMA journal_mode={journal_mode(path, _mounts())}")
+    with suppress(OperationalError, OSError):
+        connection.exec_driver_sql(f"PRAGMA journal_mode={journal_mode(path.resolve(), _mounts())}")
 
 
 def _create(connection: Connection) -> None:

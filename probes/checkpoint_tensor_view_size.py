@@ -40,8 +40,8 @@ def split(ctx: Context, *, own_storage: bool) -> None:
     loaded = torch.load(ctx.path("shard.pt"))["layers.0.weight"]
     assert torch.equal(loaded, shard)
     if size > 2 * needed:
-        no_cure = {"contiguous()": _save(ctx, shard.contiguous()), "to(dtype)": _save(ctx, shard.to(torch.bfloat16))}
-        told = ", ".join("%s gives %d" % one for one in no_cure.items())
+        no_cure = {"contiguous": shard.contiguous(), "to": shard.to(torch.bfloat16), "detach": shard.detach()}
+        told = ", ".join("%s() gives %d" % (name, _save(ctx, same)) for name, same in no_cure.items())
         raise Symptom("shard.pt has %d bytes, %.1f times its tensor; %s" % (size, size / needed, told))
     assert loaded.untyped_storage().nbytes() == needed
 
