@@ -44,7 +44,8 @@ class RankOutcome:
 
     @property
     def text(self) -> str:
-        return f"{self.type}: {self.message}\n{self.log}" if self.type else self.log
+        raised = f"{self.type}: {self.message}\n" if self.type else ""
+        return f"{raised}{self.log}\n{self.traceback}"
 
     @property
     def has_failed(self) -> bool:

@@ -178,7 +178,7 @@ def _gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
 ADVICE = "train an adapter, precompute the reference's log-probabilities, or shard both with ZeRO-3 or FSDP"
 COPY = "the reference is a deepcopy beside the policy, and only the policy fits"
 SHARED = "an adapter is trained, and the same weights with the adapter off are the reference"
-LIMITED = "the memory of a GPU, for which an address-space limit stands (RLIMIT_AS)"
+LIMITED = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 
 probe = Probe(
     check=check,
