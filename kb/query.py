@@ -69,7 +69,9 @@ def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple
     found: dict[tuple[Alternative, ...], Concept] = {}
     at = 0
     while at < len(units):
-        taken, concept = _synonym(units[at : at + longest], synonyms) or _joined(units, at, has) or (1, _single(units[at]))
+        taken, concept = (
+            _synonym(units[at : at + longest], synonyms) or _joined(units, at, has) or (1, _single(units[at]))
+        )
         found.setdefault(concept.alternatives, concept)
         at += taken
     return tuple(found.values())
