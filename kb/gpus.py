@@ -1,20 +1,137 @@
-"""GPU memory before and after an arm: a killed process must give back what it took."""
+"""GPUs as nvidia-smi lists them, and whether an arm gave back the memory that it took."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from kb.commands import run
+from kb.commands import Ran, run
+from kb.reading import Reader, Unknown
 
+SMI_S = 10.0  # without persistence mode the driver first wakes every GPU, about a second each
 TOLERANCE_MIB = 100
 PATIENCE_S = 10.0  # the driver frees a context when its last descriptor closes
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it. `utilization_percent` is None in MIG mode, sizes on unified memory."""
+
+    index: int | None = None
+    uuid: str | None = None
+    name: str | None = None
+    driver_version: str | None = None
+    memory_total_mib: int | None = None
+    memory_used_mib: int | None = None
+    memory_free_mib: int | None = None
+    utilization_percent: int | None = None
+    compute_mode: str | None = None
+    pci_bus_id: str | None = None
+    mig_mode: str | None = None
+    ecc_uncorrected: int | None = None
+
+
+# What nvidia-smi calls each of them, and its type.
+FIELDS: Mapping[str, tuple[str, type[int | str]]] = {
+    "index": ("index", int),
+    "uuid": ("uuid", str),
+    "name": ("name", str),
+    "driver_version": ("driver_version", str),
+    "memory_total_mib": ("memory.total", int),
+    "memory_used_mib": ("memory.used", int),
+    "memory_free_mib": ("memory.free", int),
+    "utilization_percent": ("utilization.gpu", int),
+    "compute_mode": ("compute_mode", str),
+    "pci_bus_id": ("pci.bus_id", str),
+    "mig_mode": ("mig.mode.current", str),
+    "ecc_uncorrected": ("ecc.errors.uncorrected.volatile.total", int),
+}
+
+
+def read(reader: Reader) -> tuple[tuple[Gpu, ...] | None, str]:
+    """Every GPU, and why nvidia-smi does not answer at all; "" when it does."""
+    ran, columns = _listing()
+    return reader.value("gpus", lambda: _gpus(reader, ran, columns)), ran.failure
+
+
+def smi(*arguments: str) -> Ran:
+    return run(["nvidia-smi", *arguments], SMI_S)
+
+
+def said(ran: Ran) -> str:
+    """What nvidia-smi printed. Raises `Unknown` with its complaint, which may be on standard output, too."""
+    if ran.failure or ran.exit_code:
+        raise Unknown(ran.failure or _complaint(ran, ran.stdout))
+    return ran.stdout
+
+
+def _complaint(ran: Ran, messages: str) -> str:
+    lines = (messages.strip() or ran.stderr.strip() or "no message").splitlines()
+    return f"nvidia-smi (exit code {ran.exit_code}): {lines[0]}"
+
+
+def _query(columns: Sequence[str]) -> Ran:
+    return smi(f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits")
+
+
+def _rows(ran: Ran, columns: Sequence[str]) -> tuple[list[dict[str, str]], str]:
+    """The lines about a GPU, and the other ones: one GPU may be lost while nvidia-smi lists the others."""
+    rows, messages = [], []
+    for line in ran.stdout.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(columns):
+            rows.append(dict(zip(columns, cells, strict=True)))
+        else:
+            messages.append(line)
+    return rows, "\n".join(messages).strip()
+
+
+def _listing() -> tuple[Ran, list[str]]:
+    """The answer, and its columns: an old driver refuses a field that it does not know."""
+    columns = [column for column, _ in FIELDS.values()]
+    while True:
+        ran = _query(columns)
+        refused = re.search(r'Field "(.+?)" is not a valid field', ran.stdout + ran.stderr)
+        if not refused or refused.group(1) not in columns:
+            return ran, columns
+        columns.remove(refused.group(1))
+
+
+def _gpus(reader: Reader, ran: Ran, columns: list[str]) -> tuple[Gpu, ...]:
+    if ran.failure:
+        raise Unknown(ran.failure)
+    rows, messages = _rows(ran, columns)
+    if not rows:
+        raise Unknown(_complaint(ran, messages))
+    if ran.exit_code or messages:
+        reader.reasons["gpus"] = _complaint(ran, messages)
+    return tuple(_gpu(reader, number, row) for number, row in enumerate(rows))
+
+
+def _gpu(reader: Reader, number: int, row: Mapping[str, str]) -> Gpu:
+    sources: dict[str, Callable[[], int | str]] = {
+        name: partial(_cell, row.get(column), kind) for name, (column, kind) in FIELDS.items()
+    }
+    return Gpu(**reader.values(f"gpus.{number}", sources))
+
+
+def _cell(cell: str | None, kind: type[int | str]) -> int | str:
+    if cell is None:
+        raise Unknown("this nvidia-smi does not know the field")
+    if not cell or cell == "N/A" or cell.startswith("[") or (kind is int and not cell.isdigit()):
+        raise Unknown(f"nvidia-smi says {cell!r}")
+    return kind(cell)
+
+
 def used_memory(uuids: tuple[str, ...]) -> dict[str, int]:
     """MiB in use on each of these GPUs; empty when the driver does not answer."""
-    seen = run(["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"], 10.0)
-    rows = (line.split(",") for line in seen.stdout.splitlines() if line.count(",") == 1)
-    return {uuid.strip(): int(used) for uuid, used in rows if uuid.strip() in uuids and used.strip().isdigit()}
+    columns = ("uuid", "memory.used")
+    rows, _ = _rows(_query(columns), columns)
+    used = {row["uuid"]: row["memory.used"] for row in rows if row["uuid"] in uuids}
+    return {uuid: int(mib) for uuid, mib in used.items() if mib.isdigit()}
 
 
 def not_released(before: dict[str, int]) -> list[str]:

@@ -11,8 +11,12 @@ from __future__ import annotations
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+if __name__ == "__main__":  # started by path: take our folder off the path and answer to the name `kb`
+    _HERE = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    _package = type(sys)("kb")
+    _package.__path__ = [_HERE]
+    sys.modules["kb"] = _package
 
 import ast
 import faulthandler
@@ -22,11 +26,15 @@ import json
 import re
 import signal
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
-from typing import Any, Callable, Mapping  # Python 3.9 reads these
+from typing import Any
+
+from kb.reading import Reader, Unknown, describe
 
 ALONE_S = 120  # whoever started us and would have ended us may be gone
-TEXT = 2000  # characters kept of an exception
+LONGEST_FILE = 20_000  # characters that are read of torch/version.py
 CUDA_SUFFIXES = ("", "-cu11", "-cu12", "-cu13")
 CUDA_LIBRARIES = ("nccl", "cudnn", "cuda-runtime", "cuda-nvrtc", "cublas", "cufft", "cusolver", "nvjitlink", "nvshmem")
 PACKAGES = (
@@ -38,34 +46,6 @@ PACKAGES = (
     "nvidia-resiliency-ext", "mpi4py", "horovod", "webdataset", "wandb", "numpy", "scipy", "pandas", "pyarrow",
     "protobuf", "setuptools", "packaging", "pip",
 )  # fmt: skip
-
-
-class Unknown(Exception):
-    """A value that cannot be had; the message says why."""
-
-
-class Reader:
-    """Reads values one by one, so that one failing costs no other.
-
-    A value that cannot be had is None; `reasons` says why, under the value's dotted path.
-    """
-
-    def __init__(self) -> None:
-        self.reasons: dict[str, str] = {}
-
-    def values(self, path: str, sources: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        return {name: self.value(f"{path}.{name}", source) for name, source in sources.items()}
-
-    def value(self, path: str, source: Callable[[], Any]) -> Any:
-        try:
-            return source()
-        except Unknown as error:
-            self.reasons[path] = str(error)
-        except OSError as error:
-            self.reasons[path] = (error.strerror or str(error)).lower()
-        except Exception as error:  # whatever else a broken package or an odd kernel leads to
-            self.reasons[path] = _text(error)
-        return None
 
 
 def main() -> None:
@@ -106,7 +86,7 @@ def packages(reader: Reader, torch: Mapping[str, Any] | None) -> dict[str, Any]:
             continue
         except Exception as error:
             found[name] = None
-            reader.reasons[f"packages.{name}"] = f"its metadata is broken: {_text(error)}"
+            reader.reasons[f"packages.{name}"] = f"its metadata is broken: {describe(error)}"
     if torch and torch["version"]:
         found.setdefault("torch", torch["version"])  # a checkout on PYTHONPATH has no metadata
     return found
@@ -127,13 +107,13 @@ def torch_files(reader: Reader) -> dict[str, Any]:
     location = next(iter(spec.submodule_search_locations))
     wanted = {"version": "__version__", "cuda": "cuda", "hip": "hip", "git_version": "git_version"}
     text = reader.value("torch", lambda: _read(os.path.join(location, "version.py"))) or ""
-    sources = {name: (lambda line=line: _assigned(text, line)) for name, line in wanted.items()}
+    sources = {name: partial(_assigned, text, line) for name, line in wanted.items()}
     return {"location": location, **reader.values("torch", sources)}
 
 
 def _read(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(TEXT * 10)
+        return file.read(LONGEST_FILE)
 
 
 def _assigned(text: str, name: str) -> str:
@@ -157,7 +137,7 @@ def torch_import(reader: Reader, is_wanted: bool) -> dict[str, Any]:
         distributed: Any = importlib.import_module("torch.distributed")
         error = None
     except BaseException as raised:
-        error = _text(raised)
+        error = describe(raised)
     outcome = {"ok": error is None, "error": error, "duration_s": round(time.monotonic() - begun, 3)}
     return outcome if error else {**outcome, **reader.values("torch_import", _loaded(torch, distributed))}
 
@@ -182,10 +162,6 @@ def _loaded(torch: Any, distributed: Any) -> dict[str, Callable[[], Any]]:
 
 def _no_cuda() -> None:
     raise Unknown("this build of torch has no CUDA")
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:TEXT]
 
 
 if __name__ == "__main__":

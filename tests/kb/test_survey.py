@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 SURVEY = Path(__file__).parents[2] / "kb" / "survey.py"
+READING = SURVEY.with_name("reading.py")
 
 WORKING = {
     "__init__.py": "import torch.version, torch.cuda, torch._C, torch.backends",
@@ -62,8 +63,9 @@ def test_describes_its_interpreter() -> None:
     assert "--import-torch" in found["reasons"]["torch_import"]
 
 
-def test_runs_on_the_oldest_python_that_trains() -> None:
-    ast.parse(SURVEY.read_text(), feature_version=(3, 9))
+@pytest.mark.parametrize("path", [SURVEY, READING], ids=lambda path: path.stem)
+def test_runs_on_the_oldest_python_that_trains(path: Path) -> None:
+    ast.parse(path.read_text(), feature_version=(3, 9))
 
 
 def test_reads_how_torch_was_built_without_importing_it(tmp_path: Path) -> None:
@@ -159,7 +161,13 @@ def test_broken_metadata_is_null_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_imports_nothing_from_its_own_folder(tmp_path: Path) -> None:
-    shutil.copy(SURVEY, tmp_path)
+    for path in (SURVEY, READING):
+        shutil.copy(path, tmp_path)
     for name in ("json", "re", "signal", "faulthandler", "importlib"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     assert ask(survey=tmp_path / "survey.py")["version"]
+
+
+def test_brings_its_kb_along_whatever_else_is_called_so(tmp_path: Path) -> None:
+    other = install(tmp_path, "kb", {"__init__.py": "raise SystemExit('the wrong kb')"})
+    assert ask(pythonpath=other, flags=("-S",))["packages"] == {}

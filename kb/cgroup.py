@@ -1,0 +1,100 @@
+"""What the cgroup of this process lets it use, in version 1 and 2 of the interface."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kb.reading import UNLIMITED, Unknown, text
+
+ROOT = Path("/sys/fs/cgroup")
+MOUNTS = Path("/proc/self/mounts")
+MEMBERSHIP = Path("/proc/self/cgroup")
+NO_LIMIT = 1 << 60  # version 1 writes "none" as a huge number of bytes
+
+MEMORY_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+MEMORY_USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
+DROPPABLE = {1: "total_inactive_file", 2: "inactive_file"}  # lines of memory.stat
+
+
+def _version() -> int:
+    """Told by what is mounted: a tmpfs or a directory of this name takes limits and enforces none."""
+    kinds = dict(line.split(" ")[1:3] for line in text(MOUNTS).splitlines())
+    if kinds.get(str(ROOT)) == "cgroup2":
+        return 2
+    if kinds.get(str(ROOT / "memory")) == "cgroup":
+        return 1
+    raise Unknown(f"no cgroup file system is mounted on {ROOT}")
+
+
+def _groups(controller: str) -> list[Path]:
+    """Our cgroup and those above it, as far as this container shows them: a limit of any of them holds."""
+    base, name = (ROOT, "") if _version() == 2 else (ROOT / controller, controller)
+    group = base / _path(name).lstrip("/")
+    if ".." in group.parts or not group.is_dir():
+        group = base
+    return [one for one in (group, *group.parents) if one.is_relative_to(base)]
+
+
+def _path(controller: str) -> str:
+    """Of our cgroup, below the controller's mount; the controller of version 2 is called ""."""
+    for line in text(MEMBERSHIP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path
+    raise Unknown(f"{MEMBERSHIP} names no group for {controller or 'version 2'}")
+
+
+def _number(path: Path) -> int | None:
+    """The number in a cgroup file; None when it is absent, as in the root group, or says that there is no limit."""
+    said = text(path) if path.exists() else "max"
+    return int(said) if said.isdigit() and int(said) < NO_LIMIT else None
+
+
+def _tightest_group() -> tuple[Path, int | None]:
+    """The group with the smallest memory limit, in bytes; our own when there is no limit."""
+    groups, name = _groups("memory"), MEMORY_LIMIT[_version()]
+    limits = [(limit, group) for group in groups if (limit := _number(group / name)) is not None]
+    limit, group = min(limits, default=(None, groups[0]))
+    return group, limit
+
+
+def _memory_limit_mib() -> int | str:
+    _, limit = _tightest_group()
+    return UNLIMITED if limit is None else limit >> 20
+
+
+def _memory_used_mib() -> int:
+    """Without the file pages that the kernel drops before it kills anybody."""
+    group, _ = _tightest_group()
+    used = _number(group / MEMORY_USED[_version()])
+    if used is None:
+        raise Unknown(f"{group} does not count memory")
+    droppable = re.search(rf"^{DROPPABLE[_version()]} (\d+)", text(group / "memory.stat"), re.MULTILINE)
+    return max(0, used - int(droppable.group(1) if droppable else 0)) >> 20
+
+
+def _cpu_quota() -> float | str:
+    """How many CPUs' worth of time the tightest group gets."""
+    quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
+    return min(quotas, default=UNLIMITED, key=float)
+
+
+def _quota(group: Path) -> float | None:
+    if (group / "cpu.max").exists():
+        quota, period = text(group / "cpu.max").split()
+    elif (group / "cpu.cfs_quota_us").exists():
+        quota, period = text(group / "cpu.cfs_quota_us"), text(group / "cpu.cfs_period_us")
+    else:
+        return None
+    return round(int(quota) / int(period), 2) if quota.isdigit() else None
+
+
+SOURCES: Mapping[str, Callable[[], Any]] = {
+    "version": _version,
+    "memory_limit_mib": _memory_limit_mib,
+    "memory_used_mib": _memory_used_mib,
+    "cpu_quota": _cpu_quota,
+}

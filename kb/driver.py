@@ -1,0 +1,60 @@
+"""The NVIDIA driver: what it says of itself, and what the kernel shows when it says nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kb.commands import Ran
+from kb.gpus import said, smi
+from kb.reading import Unknown, text
+
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor, and the beginning of the PCI classes of GPUs
+
+CUDA_VERSION = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)")  # UMD since driver 610
+TERMINAL = re.compile(r"\x1b\[[\d;]*m")  # nvidia-smi underlines the heading of its topology
+
+
+def sources(silence: str) -> Mapping[str, Callable[[], Any]]:
+    """`silence` is why nvidia-smi did not answer before, if so: it would only keep us waiting again."""
+    return {
+        "kernel_module": _kernel_module,
+        "gpus_on_bus": _gpus_on_bus,
+        "cuda_version": lambda: _cuda_version(silence),
+        "topology": lambda: TERMINAL.sub("", said(_ask(silence, "topo", "-m"))).strip(),
+    }
+
+
+def _ask(silence: str, *arguments: str) -> Ran:
+    if silence:
+        raise Unknown(silence)
+    return smi(*arguments)
+
+
+def _cuda_version(silence: str) -> str:
+    """The newest CUDA that the driver can run. Drivers before 525 know no `--version`; all print a heading."""
+    version = _ask(silence, "--version")
+    found = CUDA_VERSION.search(version.stdout) or CUDA_VERSION.search(said(_ask(version.failure)))
+    if not found:
+        raise Unknown("nvidia-smi does not say")
+    return found.group(1)
+
+
+def _kernel_module() -> str:
+    """Version of the loaded kernel module: readable even when nvidia-smi hangs or does not fit it."""
+    if not KERNEL_MODULE.exists():
+        raise Unknown("the NVIDIA kernel module is not loaded")
+    found = re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", text(KERNEL_MODULE))
+    if not found:
+        raise Unknown(f"{KERNEL_MODULE} does not say")
+    return found.group(1)
+
+
+def _gpus_on_bus() -> int:
+    """NVIDIA display controllers that PCI shows: more than nvidia-smi lists means that the driver lost one."""
+    devices = [device for device in PCI_DEVICES.iterdir() if text(device / "vendor") == NVIDIA]
+    return sum(text(device / "class").startswith(DISPLAY) for device in devices)
