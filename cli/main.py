@@ -24,7 +24,7 @@ import typer
 from kb import __version__
 from kb.errors import KbError, UsageError
 
-from .output import complain, emit_error
+from .output import PatientStdout, complain, emit_error
 
 HELP = "Distributed-training incidents, each with a probe that proves its fix on your own machine."
 
@@ -76,6 +76,7 @@ def kb(
 
 def main() -> None:
     """Entry point of the console script."""
+    sys.stdout = PatientStdout(sys.stdout)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -96,9 +97,6 @@ def run(argv: list[str]) -> int:
         )
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # `kb search ... | head`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:  # the last line of defence: an exit code, one JSON document, no raw traceback
         if os.environ.get("KB_DEBUG"):
             raise

@@ -5,11 +5,12 @@ Envelope: `{"schema": "kb.<command>.v1", "ok": bool, ...}`; an error adds `{"err
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -22,6 +23,42 @@ RootOption = Annotated[
         "--root", help="Another content root (a folder with entries/ and probes/). Repeatable; KB_ROOTS does the same."
     ),
 ]
+
+
+class PatientStdout(io.TextIOBase):
+    """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code stays true.
+
+    Left to itself, Typer ends with 1 and the interpreter with 120, whatever the verdict was.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            return self._drop(len(text))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop(0)
+
+    def _drop(self, written: int) -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        return written
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # read-only here, as it is in TextIOWrapper
+        return self._stream.encoding
 
 
 def emit(command: str, *, ok: bool = True, **fields: Any) -> None:

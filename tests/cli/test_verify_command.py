@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
-from support import ContentRoot, Kb, arm_directories
+from support import KB, ContentRoot, Kb, arm_directories
 
 CHECK = """
 from kb.probe import Param, Probe, clear, exposed, unknown
@@ -176,13 +177,16 @@ def test_a_report_that_cannot_be_kept_costs_a_warning_not_the_verdict(kb: Kb, co
     assert "this report is not kept" in ended.err
 
 
-def test_an_unexpected_end_of_the_reader_is_no_traceback(kb: Kb) -> None:
-    import subprocess
-
-    from support import KB
-
-    ended = subprocess.run(f"{KB} list --json | head -c 10", shell=True, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("arguments, code", [("list --json", 0), ("show stochastic-nonsense", 2), ("verify fails", 1)])
+def test_a_reader_that_leaves_early_changes_neither_exit_code_nor_stderr(
+    content: ContentRoot, arguments: str, code: int
+) -> None:
+    content.incident("fails", "if is_fixed:\n    raise RuntimeError('the thing broke: code 7')")
+    command = f"set -o pipefail; {KB} {arguments} | true"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
     assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
 
 
 @pytest.mark.parametrize("command", ["search", "show", "verify", "list", "env", "history", "serve", "lint", "index", "doctor"])

@@ -1,0 +1,40 @@
+"""Probes run in interpreters older and newer than ours, without anything installed there."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import Kb
+
+VERSIONS = ("3.9", "3.10", "3.12", "3.13")
+
+
+def interpreters() -> list[Path]:
+    """What this machine has of them: on PATH, or side by side as pyenv keeps them."""
+    found = []
+    for version in VERSIONS:
+        homes = [Path("/usr/bin"), Path("/usr/local/bin")]
+        homes += sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin"))
+        found += [home / f"python{version}" for home in homes if (home / f"python{version}").is_file()]
+    return found
+
+
+INTERPRETERS = interpreters()
+
+
+@pytest.mark.skipif(not INTERPRETERS, reason="no Python but ours is on this machine")
+@pytest.mark.parametrize("python", INTERPRETERS, ids=lambda path: path.name)
+def test_a_probe_without_torch_is_verified_there(kb: Kb, python: Path) -> None:
+    version = subprocess.run([python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True)
+    ended = kb("verify", "batch-size-invariant", "--json", "--python", python)
+    assert ended.json["verdict"] == "verified", ended.json["reason"]
+    assert ended.json["environment"]["python"]["version"] == version.stdout.strip()
+
+
+@pytest.mark.skipif(not INTERPRETERS, reason="no Python but ours is on this machine")
+@pytest.mark.parametrize("python", INTERPRETERS, ids=lambda path: path.name)
+def test_every_probe_file_loads_there(kb: Kb, python: Path) -> None:
+    plans = kb("verify", "--all", "--plan", "--json", "--python", python).json["plans"]
+    assert {plan["id"]: plan["fault"] for plan in plans if plan["fault"]} == {}
