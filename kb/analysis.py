@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from whoosh.lang.porter import stem
 
@@ -35,8 +35,7 @@ STOP_WORDS = frozenset(
 LONGEST = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One indexed form. `position` counts words; `run` numbers the stretch of text it came from."""
 
     text: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import warnings
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -65,8 +66,9 @@ def _entry_id(value: str) -> str:
 
 def _regex(value: str) -> str:
     try:
-        re.compile(value)
-    except re.error as error:
+        with warnings.catch_warnings(action="error"):  # `[[` and the like mean something else one day
+            re.compile(value)
+    except (re.error, RecursionError, OverflowError, FutureWarning) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     return value
 

@@ -3,7 +3,7 @@
 Opening a Whoosh index runs pickles, so it lives in a directory of mode 0700 that we built ourselves and is
 never downloaded. It is built into a fresh directory and swapped in by renaming a pointer; a reader holds
 one generation. Stale, foreign, torn or unreadable: it is built again, and when the cache cannot be written
-at all, in memory. `Searcher.refresh`, `DisjunctionMax` and `QueryParser` are not used (decision 0003).
+at all, in memory. Postings are scored here; `Searcher` and `QueryParser` are not used (decision 0003).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from math import log
 from pathlib import Path
 from typing import Any, Self
 
-from whoosh import fields, index, scoring
+from whoosh import fields, index
 from whoosh.analysis import Token, Tokenizer
 from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
-from whoosh.query import Phrase
 
 from kb import __version__, analysis
 from kb.errors import IndexUnavailable
@@ -33,6 +33,7 @@ from kb.root import Root
 FORMAT = "1"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 BODY = "body"
+K1, B = 1.2, 0.75  # the usual values: saturation, and how much a long entry is discounted
 GLOSSARY = Path(__file__).with_name("glossary.toml")
 Notice = Callable[[str], None]
 
@@ -74,8 +75,9 @@ class Index:
     """
 
     def __init__(self, opened: index.FileIndex, side: dict[str, Any]) -> None:
-        self._searcher = opened.searcher(weighting=scoring.BM25F())
-        self._reader = self._searcher.reader()
+        self._reader = opened.reader()
+        self._count = int(self._reader.doc_count_all())
+        self._average_length = self._reader.field_length(BODY) / max(1, self._count)
         self.signatures: list[dict[str, str]] = side["signatures"]
         self.surfaces: dict[str, str] = side["surfaces"]
         self.problems: list[str] = side["problems"]
@@ -87,7 +89,7 @@ class Index:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._searcher.close()
+        self._reader.close()
 
     def __len__(self) -> int:
         return int(self._reader.doc_count())
@@ -96,7 +98,8 @@ class Index:
         return (BODY, term) in self._reader
 
     def idf(self, term: str) -> float:
-        return float(self._searcher.idf(BODY, term))
+        """How much a term tells entries apart: 1 when all have it, growing with the log of how few do."""
+        return 1 + log(self._count / (int(self._reader.doc_frequency(BODY, term)) + 1))
 
     def near(self, term: str) -> list[str]:
         """Indexed terms at an edit distance of at most two with the same first letter, best first."""
@@ -109,16 +112,44 @@ class Index:
         return []
 
     def scores(self, terms: tuple[str, ...]) -> dict[int, float]:
-        """BM25F of every document that has the term, or the terms as a phrase."""
+        """BM25 of every document that has the term, or the terms one after the other."""
         if not all(map(self.has, terms)):
             return {}
-        if len(terms) == 1:
-            matcher = self._searcher.postings(BODY, terms[0])
-        else:
-            matcher = Phrase(BODY, list(terms), slop=2).matcher(self._searcher)
+        idf = sum(map(self.idf, terms))
+        weights = self._weights(terms[0]) if len(terms) == 1 else self._phrase_weights(terms)
+        return {number: self._bm25(number, weight, idf) for number, weight in weights.items()}
+
+    def _bm25(self, number: int, weight: float, idf: float) -> float:
+        """Okapi BM25 (Robertson and Zaragoza 2009), with weights of fields added up before they saturate (BM25F)."""
+        length = float(self._reader.doc_field_length(number, BODY)) / self._average_length
+        return idf * weight * (K1 + 1) / (weight + K1 * (1 - B + B * length))
+
+    def _weights(self, term: str) -> dict[int, float]:
+        matcher = self._reader.postings(BODY, term)
         found = {}
         while matcher.is_active():
-            found[matcher.id()] = matcher.score()
+            found[matcher.id()] = matcher.weight()
+            matcher.next()
+        return found
+
+    def _phrase_weights(self, terms: tuple[str, ...]) -> dict[int, float]:
+        """Documents in which the terms follow each other, weighted as the rarest of them is there."""
+        places = [self._positions(term) for term in terms]
+        found = {}
+        for number in set(places[0]).intersection(*places[1:]):
+            ends = places[0][number][1]
+            for place in places[1:]:
+                ends = {position for position in place[number][1] if ends & {position - 1, position - 2}}
+            if ends:
+                found[number] = min(weight / len(at) for weight, at in (place[number] for place in places)) * len(ends)
+        return found
+
+    def _positions(self, term: str) -> dict[int, tuple[float, set[int]]]:
+        """Document to (weight, positions) of a term."""
+        matcher = self._reader.postings(BODY, term)
+        found = {}
+        while matcher.is_active():
+            found[matcher.id()] = (matcher.weight(), set(matcher.value_as("positions")))
             matcher.next()
         return found
 

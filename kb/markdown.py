@@ -82,10 +82,12 @@ def _sections(tokens: list[Token], lines: list[str], path: Path) -> dict[str, Se
         if token.type == "heading_open" and token.tag == "h2":
             heads.append((inline.content.strip(), _line(token)))
     sections: dict[str, Section] = {}
-    for (heading, start), (_, end) in zip(heads, [*heads[1:], ("", len(lines) + 1)], strict=True):
+    for (heading, start), (_, end) in pairwise([*heads, ("", len(lines) + 1)]):
         if heading in sections:
             raise ContentError(path, start, "duplicate-section", f"two sections are called {heading!r}")
-        sections[heading] = Section("\n".join(lines[start : end - 1]).strip(), start + 1)
+        text = "\n".join(lines[start : end - 1])
+        blank = len(text) - len(text.lstrip("\n"))
+        sections[heading] = Section(text.strip(), start + 1 + blank)
     return sections
 
 
@@ -133,6 +135,8 @@ def _positions(node: Any, at: tuple[str | int, ...], path: Path) -> Iterator[tup
         seen = set()
         for key, value in node.value:
             line = key.start_mark.line + 2
+            if not isinstance(key, yaml.ScalarNode):
+                raise ContentError(path, line, "yaml", "a key is a word")
             if key.value in seen:
                 raise ContentError(path, line, "duplicate-key", f"{key.value!r} stands twice")
             seen.add(key.value)

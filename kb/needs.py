@@ -10,7 +10,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from kb.environment import Environment, Gpu
+from kb.environment import Environment
+from kb.gpus import Gpu
 from kb.errors import ProbeError
 from kb.probe import Needs
 

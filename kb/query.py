@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kb.analysis import Term, normal, terms
 
@@ -29,24 +29,21 @@ VOLATILE = r"""(?x)
 A_QUESTION = 120  # characters; what is longer was pasted
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(NamedTuple):
     """Terms that stand for a concept: one term, or several as a phrase."""
 
     terms: tuple[str, ...]
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
-class Concept:
+class Concept(NamedTuple):
     """One thing the user named, as they wrote it, and the terms that stand for it."""
 
     surface: str
     alternatives: tuple[Alternative, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(NamedTuple):
     """One run of the text: a word with its forms, or one Chinese bigram."""
 
     surface: str

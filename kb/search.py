@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kb.index import Index
 from kb.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept, concepts
@@ -53,8 +53,7 @@ class Answer:
     did_you_mean: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
+class _Scored(NamedTuple):
     concept: Concept
     idf: float
     scores: dict[int, float]

@@ -64,6 +64,7 @@ def _common(alternatives: list[list[str]]) -> str:
     return max(shared, key=lambda part: (len(part), part), default="")
 
 
+@cache
 def backtracking_risk(pattern: str) -> str:
     """Why a pattern may take exponential or high polynomial time on some text, "" when it cannot.
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from platformdirs import user_data_path
 from sqlalchemy import JSON, URL, Column, Connection, DateTime, Engine, NullPool, create_engine
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlmodel import Field, Session, SQLModel, col, select
 
 from kb.errors import StoreUnavailable
+from kb.places import data_home
 
 APPLICATION = 0x6B625250  # "kbRP" in the header of the file tells it from another program's database
 SCHEMA = 1
@@ -51,7 +51,7 @@ class StoredReport(SQLModel, table=True):
 
 def default_path() -> Path:
     """Where the reports of this user are kept."""
-    return user_data_path("kb") / "reports.db"
+    return data_home() / "reports.db"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,13 @@ def _begin(session: Session, kind: str) -> Connection:
 
 def _admit(connection: Connection, path: Path) -> bool:
     """Refuse a database that is not ours or is newer than we are; True when it is still empty."""
-    version = _pragma(connection, "user_version")
-    if _pragma(connection, "application_id") == APPLICATION:
+    owner, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
+    if owner == APPLICATION:
         if version > SCHEMA:
             message = f"{path} was written by a newer kb: its schema is {version}, this one knows {SCHEMA}"
             raise StoreUnavailable(message, "update kb: pip install --upgrade gpu-kb")
         return False
-    if version or connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar():
+    if owner or version or connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar():
         raise StoreUnavailable(f"{path} is the database of another program", HINTS["SQLITE_NOTADB"])
     return True
 

@@ -1,0 +1,76 @@
+"""What the API serves: the index and the entries as they were when it started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from fastapi import Depends, Request
+
+from kb import catalog
+from kb.catalog import Catalog
+from kb.errors import IndexUnavailable
+from kb.index import Index, open_index
+from kb.root import Root
+from kb.search import Answer, search
+from kb.store import Store
+
+from .problems import log
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One state of the content roots, in memory. A change on disk shows after a restart, never half.
+
+    `searching` has one thread, which alone touches the index: the readers of Whoosh share a file cursor, and two
+    threads in one searcher get wrong answers or errors. Questions wait in order, so none is passed over.
+    """
+
+    index: Index
+    catalog: Catalog
+    summaries: tuple[dict[str, Any], ...]
+    texts: Mapping[str, str]
+    searching: ThreadPoolExecutor
+
+    @classmethod
+    def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor) -> Self:
+        """Read everything. Raises `KbError`; entries that cannot be used are left out and logged."""
+        index = open_index(tuple(roots), log.warning)
+        found = catalog.load(roots)
+        summaries = sorted((document for _, document in index.documents()), key=lambda document: str(document["id"]))
+        texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in found}
+        return cls(index, found, tuple(summaries), texts, searching)
+
+    def close(self) -> None:
+        with self.index:
+            pass
+
+    async def search(self, text: str, limit: int) -> Answer:
+        """Raises nothing: no hit is an answer."""
+        return await asyncio.get_running_loop().run_in_executor(self.searching, search, self.index, text, limit)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {entry.id: entry.digest for entry in self.catalog}
+
+
+def loaded(request: Request) -> Content:
+    """The content. Raises `IndexUnavailable` while it is being read, and when it could not be."""
+    loading: Future[Content] = request.app.state.loading
+    if not loading.done():
+        raise IndexUnavailable("the search index is being opened", "ask again in a moment")
+    if loading.exception():
+        raise IndexUnavailable("the search index could not be opened", "the log of the server says why")
+    return loading.result()
+
+
+def store(request: Request) -> Store:
+    found: Store = request.app.state.store
+    return found
+
+
+Loaded = Annotated[Content, Depends(loaded)]
+Reports = Annotated[Store, Depends(store)]

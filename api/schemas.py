@@ -1,0 +1,162 @@
+"""The documents of the API: what the CLI prints under `--json`, described for OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from kb.entry import FrontMatter
+from kb.search import Hit
+
+ID = "checkpoint-save-allgather-timeout"
+TITLE = "All-gather times out while a sharded model is saved"
+SUMMARY: dict[str, Any] = {
+    "id": ID,
+    "title": TITLE,
+    "title_zh": "保存分片模型的检查点时 all-gather 超时",
+    "status": "confirmed",
+    "severity": "high",
+    "tags": ["collectives", "checkpoint", "fsdp"],
+    "frameworks": ["torch"],
+    "origin": "built-in",
+    "probe": "checkpoint_save_allgather_timeout",
+    "cause": "A collective inside the save is not entered by every rank.",
+}
+ENTRY: dict[str, Any] = {
+    **{key: value for key, value in SUMMARY.items() if key != "frameworks"},
+    "aliases": ["ALLGATHER timeout save"],
+    "signatures": [
+        {
+            "pattern": r"Timed out waiting \d+ms for (recv|send) operation to complete",
+            "role": "cascade",
+            "source": "gloo",
+            "sample": "Timed out waiting 1800000ms for send operation to complete",
+        }
+    ],
+    "not_signatures": ["To avoid data inconsistency, we are taking the entire process down."],
+    "applies_to": {"torch": ">=1.12"},
+    "fixed_in": {},
+    "causes": ["connection-reset-by-peer"],
+    "caused_by": [],
+    "masked_by": [],
+    "references": [
+        {
+            "url": "https://github.com/huggingface/accelerate/issues/2000",
+            "shows": "save_state on the main process only hangs",
+            "grade": "read in thread",
+        }
+    ],
+    "probe_waiver": None,
+    "replaces": None,
+    "reviewed": "2026-03-01",
+    "sections": {"Symptom": "…", "Root cause": "…", "Fix": "…"},
+    "digest": "5f0c…",
+}
+HIT: dict[str, Any] = {
+    **SUMMARY,
+    "cause_zh": "保存过程中的集合通信并非所有 rank 都进入。",
+    "score": 41.2,
+    "matched": ["ALLGATHER", "timeout", "save"],
+    "signature": "",
+    "snippet": "ALLGATHER timeout save",
+}
+REPORT: dict[str, Any] = {
+    "id": ID,
+    "title": TITLE,
+    "verdict": "verified",
+    "reason": "the control arm failed with the entry's signature, the treatment arm completed",
+    "fidelity": "cpu",
+    "started_at": "2026-03-01T08:30:00+00:00",
+    "duration_s": 9.4,
+    "entry_digest": "5f0c…",
+    "probe_digest": "91ab…",
+    "kb_version": "0.1.0",
+    "earlier_wording": False,
+}
+
+
+class SearchResult(BaseModel):
+    """Hits, best first. `did_you_mean` is the query with its unknown words respelled."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None}]}
+    )
+    query: str
+    hits: tuple[Hit, ...]
+    did_you_mean: str | None
+
+
+class Summary(BaseModel):
+    """An entry in a list."""
+
+    id: str
+    title: str
+    title_zh: str
+    status: str
+    severity: str
+    tags: list[str]
+    frameworks: list[str]
+    origin: str
+    probe: str | None
+    cause: str
+
+
+class EntryList(BaseModel):
+    """Entries by id."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"entries": [SUMMARY]}]})
+    entries: list[Summary]
+
+
+class EntryDocument(FrontMatter):
+    """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [ENTRY]})
+    cause: str
+    sections: dict[str, str]
+    origin: str
+    digest: str
+
+
+class ReportDocument(BaseModel):
+    """The record of one verification, as `kb verify --json` printed it; more members than are named here.
+
+    `earlier_wording`: another wording of the entry was judged than the one served here.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    id: str
+    title: str
+    verdict: str
+    reason: str
+    fidelity: str
+    started_at: str
+    duration_s: float
+    entry_digest: str
+    probe_digest: str
+    kb_version: str
+    earlier_wording: bool | None
+
+
+class ReportList(BaseModel):
+    """Reports of one entry, newest first."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"id": ID, "reports": [REPORT]}]})
+    id: str
+    reports: list[ReportDocument]
+
+
+class Health(BaseModel):
+    """The process answers."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok"}]})
+    status: str
+
+
+class Readiness(BaseModel):
+    """Questions can be answered."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ready", "entries": 24}]})
+    status: str
+    entries: int

@@ -1,0 +1,52 @@
+"""Rules of probe files."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+
+from kb.rule import ProbeFile, ProbeRule, Remark
+
+ALLOWED = frozenset(sys.stdlib_module_names)
+
+
+def broken_probe(file: ProbeFile) -> Iterator[Remark]:
+    """A probe file loads and keeps the contract of kb.probe."""
+    for fault in file.faults:
+        yield 1, fault
+
+
+def orphan_probe(file: ProbeFile) -> Iterator[Remark]:
+    """Every probe file is named by an entry."""
+    if not file.owner:
+        yield 1, f"no entry has `probe: {file.path.stem}`"
+
+
+def probe_import(file: ProbeFile) -> Iterator[Remark]:
+    """At module level a probe imports the standard library and kb.probe only."""
+    try:
+        tree = ast.parse(file.source)
+    except (SyntaxError, ValueError):
+        return  # it does not load either, and that is said
+    for line, module in _imports(tree):
+        if module != "kb.probe" and module.partition(".")[0] not in ALLOWED:
+            yield line, f"{module} is imported at module level: import it in the function that needs it"
+
+
+def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of the imports that run when the file is loaded."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((child.lineno, alias.name) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield child.lineno, "." * child.level + (child.module or "")
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not _is_for_types(child):
+            yield from _imports(child)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import)

@@ -1,0 +1,81 @@
+"""The API in this process, over a small content root and a store of its own: fixtures for tests/api.
+
+A test file says `pytest_plugins = ["served"]`: a second conftest.py would be the same module to mypy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+
+import httpx
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from fastapi import FastAPI
+from support import ContentRoot
+
+from kb import root
+
+
+class InProcess(httpx.BaseTransport):
+    """Carries the requests of a plain `httpx.Client` to an application in the event loop of a portal."""
+
+    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
+        self.app = app
+        self.portal = portal
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self.portal.call(self._answer, request)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        answer = await transport.handle_async_request(request)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=await answer.aread())
+
+
+@pytest.fixture
+def entries(content: ContentRoot) -> ContentRoot:
+    """Three entries: one current, one withdrawn, one about something else."""
+    content.entry("broken-thing")
+    withdrawn = content.entry("old-thing", title="The thing that was never true")
+    withdrawn.write_text(withdrawn.read_text().replace("status: confirmed", "status: withdrawn"))
+    other = content.entry("slow-disk", title="The disk is slow", extra='applies_to: {torch: ">=2.0"}\n')
+    other.write_text(other.read_text().replace("tags: [test]", "tags: [test, storage]"))
+    return content
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    return tmp_path / "store" / "reports.db"
+
+
+@pytest.fixture
+def app(entries: ContentRoot, store_path: Path) -> FastAPI:
+    create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # nothing imports a shell
+    return create_app([root.at(entries.path)], store_path)
+
+
+@contextmanager
+def serve(app: FastAPI) -> Iterator[httpx.Client]:
+    """A client of an application whose lifespan has begun, and that may still be reading its content."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(app.router.lifespan_context(app)),
+        httpx.Client(transport=InProcess(app, portal), base_url="http://kb.test") as client,
+    ):
+        yield client
+
+
+@pytest.fixture(name="serve")
+def served() -> Callable[[FastAPI], AbstractContextManager[httpx.Client]]:
+    return serve
+
+
+@pytest.fixture
+def client(app: FastAPI) -> Iterator[httpx.Client]:
+    """A client of an application that is ready."""
+    with serve(app) as client:
+        app.state.loading.result(60)
+        yield client
