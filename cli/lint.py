@@ -15,7 +15,7 @@ from kb.errors import UsageError
 from .output import JsonFlag, RootOption, emit, notice, style
 
 if TYPE_CHECKING:  # the rules pull in pydantic and YAML, and every command would pay for it
-    from kb.lint import Result
+    from kb.lint.linter import Result
 
 
 def lint(
@@ -31,8 +31,8 @@ def lint(
     Exit code 0 when clean, 1 with findings.
     """
     from kb.entry import FrontMatter
-    from kb.lint import lint as check
-    from kb.lint import rules
+    from kb.lint.linter import lint as check
+    from kb.lint.linter import rules
 
     if schema:
         print(json.dumps(FrontMatter.model_json_schema(), indent=2, ensure_ascii=False))

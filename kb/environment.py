@@ -13,11 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kb import cgroup, driver, gpus, host, interpreter, network, settings
-from kb.gpus import Gpu
-from kb.reading import Reader
-
-__all__ = ["Environment", "Gpu", "capture"]
+from kb.machine import cgroup, driver, gpus, host, interpreter, network, settings
+from kb.machine.gpus import Gpu
+from kb.machine.reading import Reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class Index:
     def __init__(self, opened: index.FileIndex, side: dict[str, Any]) -> None:
         self._reader = opened.reader()
         self._count = int(self._reader.doc_count_all())
-        self._average_length = self._reader.field_length(BODY) / max(1, self._count)
+        self._average_length = float(self._reader.field_length(BODY)) / max(1, self._count)
         self.signatures: list[dict[str, str]] = side["signatures"]
         self.surfaces: dict[str, str] = side["surfaces"]
         self.problems: list[str] = side["problems"]
@@ -121,7 +121,7 @@ class Index:
 
     def _bm25(self, number: int, weight: float, idf: float) -> float:
         """Okapi BM25 (Robertson and Zaragoza 2009), with weights of fields added up before they saturate (BM25F)."""
-        length = float(self._reader.doc_field_length(number, BODY)) / self._average_length
+        length: float = self._reader.doc_field_length(number, BODY) / self._average_length
         return idf * weight * (K1 + 1) / (weight + K1 * (1 - B + B * length))
 
     def _weights(self, term: str) -> dict[int, float]:

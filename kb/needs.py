@@ -11,8 +11,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from kb.environment import Environment
-from kb.gpus import Gpu
 from kb.errors import ProbeError
+from kb.machine.gpus import Gpu
 from kb.probe import Needs
 
 BUSY_MIB = 500  # an idle driver holds less

@@ -16,11 +16,11 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Protocol
 
-from kb import gpus
 from kb.counts import Counts, judge_repeats, majority
 from kb.entry import Role
 from kb.errors import KbError
 from kb.launcher import Launcher, Task
+from kb.machine import gpus
 from kb.outcome import ArmOutcome
 from kb.plan import Plan, why
 from kb.probe import Experiment, Finding

@@ -200,7 +200,9 @@ class ContentRoot:
     def probe(self, entry_id: str, body: str = BREAKS, probe: str = 'make(raised("the thing broke"))') -> Path:
         """Write a probe: `body` is the job after its mark, `probe` the declaration."""
         path = self.path / "probes" / f"{entry_id.replace('-', '_')}.py"
-        path.write_text(PROBE.format(body=textwrap.indent(textwrap.dedent(body), "    "), probe=probe), encoding="utf-8")
+        path.write_text(
+            PROBE.format(body=textwrap.indent(textwrap.dedent(body), "    "), probe=probe), encoding="utf-8"
+        )
         return path
 
     def incident(self, entry_id: str, body: str = BREAKS, probe: str = 'make(raised("the thing broke"))') -> None:
@@ -210,4 +212,6 @@ class ContentRoot:
     def raw_probe(self, entry_id: str, source: str) -> None:
         """An entry whose probe file holds exactly this."""
         self.entry(entry_id)
-        (self.path / "probes" / f"{entry_id.replace('-', '_')}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+        (self.path / "probes" / f"{entry_id.replace('-', '_')}.py").write_text(
+            textwrap.dedent(source), encoding="utf-8"
+        )

@@ -1,4 +1,4 @@
-"""Every probe, present and future: it keeps the contract, and its verdict follows the arms, whichever way they are set."""
+"""Every probe, present and future: its verdict follows the arms, whichever way they are set."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine
         ("treatment", "treatment"): Verdict.NOT_REPRODUCED,
         ("treatment", "control"): Verdict.INVERTED,
     }
-    seen = {
-        names: judge(plan.experiment, runs[names[0], 1], runs[names[1], 2], patterns).verdict for names in settings
-    }
+    seen = {names: judge(plan.experiment, runs[names[0], 1], runs[names[1], 2], patterns).verdict for names in settings}
     assert seen == settings
     for run in runs.values():
         assert run.leftovers == ()

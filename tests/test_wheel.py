@@ -25,7 +25,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (built,) = (home / "dist").glob("gpu_kb-*.whl")
     venv.create(home / "env", with_pip=True)
     bin_folder = home / "env" / "bin"
-    install = [bin_folder / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install: list[str | Path] = [
+        bin_folder / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     constraints = CHECKOUT / "constraints.txt"
     subprocess.run([*install, "-c", constraints, built], check=True, timeout=INSTALL_S, cwd=home)
     return bin_folder

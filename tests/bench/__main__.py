@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from pathlib import Path
 
 import arms
 import rest
@@ -12,8 +13,10 @@ import search
 
 
 def main() -> None:
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-    print(f"Machine: {os.cpu_count()} cores ({model}), {platform.system()} {platform.release()}, Python {sys.version.split()[0]}\n")
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in cpus if line.startswith("model name")), "unknown")
+    kernel = f"{platform.system()} {platform.release()}"
+    print(f"Machine: {os.cpu_count()} cores ({model}), {kernel}, Python {sys.version.split()[0]}\n")
     for part in (search, arms, rest):
         for line in part.measure():
             print(line, flush=True)

@@ -15,7 +15,7 @@ from search import KB
 from kb.launcher import Launcher, Task
 
 ROUNDS = 20
-ALL_REDUCE = '''
+ALL_REDUCE = """
 from functools import partial
 from kb.probe import Arm, Context, Experiment, Probe, completed, raised
 
@@ -32,7 +32,7 @@ def job(ctx: Context) -> None:
 
 arm = dict(job=job, because="an all-reduce", fidelity="cpu")
 probe = Probe(experiments=(Experiment("gloo", Arm(expect=raised("never"), **arm), Arm(expect=completed(), **arm)),))
-'''
+"""
 
 
 def measure() -> Iterator[str]:

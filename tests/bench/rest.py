@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from statistics import quantiles
 from urllib.parse import quote
 
@@ -18,7 +17,13 @@ from search import KB
 
 CLIENTS = 8
 REQUESTS = 10_000
-QUESTIONS = ("ALLGATHER timeout save", "保存 NCCL 超时", "256 != 2 * 18 * 7", "Connection reset by peer", "OOM reference model")
+QUESTIONS = (
+    "ALLGATHER timeout save",
+    "保存 NCCL 超时",
+    "256 != 2 * 18 * 7",
+    "Connection reset by peer",
+    "OOM reference model",
+)
 
 
 def measure() -> Iterator[str]:

@@ -27,7 +27,9 @@ INTERPRETERS = interpreters()
 @pytest.mark.skipif(not INTERPRETERS, reason="no Python but ours is on this machine")
 @pytest.mark.parametrize("python", INTERPRETERS, ids=lambda path: path.name)
 def test_a_probe_without_torch_is_verified_there(kb: Kb, python: Path) -> None:
-    version = subprocess.run([python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True)
+    version = subprocess.run(
+        [python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True
+    )
     ended = kb("verify", "batch-size-invariant", "--json", "--python", python)
     assert ended.json["verdict"] == "verified", ended.json["reason"]
     assert ended.json["environment"]["python"]["version"] == version.stdout.strip()

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import KB, ContentRoot, Kb, arm_directories
+from support import BREAKS, KB, ContentRoot, Kb, arm_directories
 
 CHECK = """
 from kb.probe import Param, Probe, clear, exposed, unknown
@@ -65,7 +65,9 @@ def test_each_verdict_has_its_exit_code(kb: Kb, content: ContentRoot, verdict: s
 
 
 def test_a_failure_without_a_signature_of_the_entry_is_not_verified(kb: Kb, content: ContentRoot) -> None:
-    content.incident("drifted", "if not is_fixed:\n    raise RuntimeError('worded anew')", 'make(raised("worded anew"))')
+    content.incident(
+        "drifted", "if not is_fixed:\n    raise RuntimeError('worded anew')", 'make(raised("worded anew"))'
+    )
     ended = kb("verify", "drifted", "--json", "--repeat", "1")
     assert ended.json["verdict"] == "other-failure"
     assert "not with a signature of the entry" in ended.json["reason"]
@@ -151,7 +153,7 @@ def test_a_stochastic_experiment_is_repeated_until_it_is_clear(kb: Kb, content: 
 
 
 def test_logs_are_kept_where_told(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
-    content.incident("breaks", "print('hello from rank', ctx.rank)\n" + "if not is_fixed:\n    raise RuntimeError('the thing broke: code 7')")
+    content.incident("breaks", "print('hello from rank', ctx.rank)\n" + BREAKS)
     kb("verify", "breaks", "--keep-logs", tmp_path / "logs")
     kept = tmp_path / "logs" / "breaks-plain-control"
     assert (kept / "rank0.log").read_text() == "hello from rank 0\n"
@@ -167,7 +169,9 @@ def test_several_ids_give_reports_and_a_summary(kb: Kb, content: ContentRoot) ->
     assert ended.code == 0, "what does not apply here does not make a success a failure"
 
 
-def test_a_report_that_cannot_be_kept_costs_a_warning_not_the_verdict(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_kept_costs_a_warning_not_the_verdict(
+    kb: Kb, content: ContentRoot, tmp_path: Path
+) -> None:
     content.incident("breaks")
     blocked = tmp_path / "blocked"
     blocked.write_text("")
@@ -189,7 +193,10 @@ def test_a_reader_that_leaves_early_changes_neither_exit_code_nor_stderr(
     assert "BrokenPipe" not in ended.stderr
 
 
-@pytest.mark.parametrize("command", ["search", "show", "verify", "list", "env", "history", "serve", "lint", "index", "doctor"])
+COMMANDS = ["search", "show", "verify", "list", "env", "history", "serve", "lint", "index", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_says_what_it_is_for(kb: Kb, command: str) -> None:
     ended = kb(command, "--help")
     assert ended.code == 0

@@ -8,7 +8,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from support import ContentRoot, Kb
+from support import BREAKS, ContentRoot, Kb
 
 from kb import doctor
 
@@ -36,15 +36,13 @@ def test_a_working_directory_with_our_names_changes_nothing(kb: Kb, content: Con
 
 
 def test_neighbours_of_a_probe_file_do_not_shadow_the_standard_library(kb: Kb, content: ContentRoot) -> None:
-    content.incident("sound", "import queue, json\nif not is_fixed:\n    raise RuntimeError('the thing broke: code 7')\n")
+    content.incident("sound", "import queue, json\n" + BREAKS)
     for name in ("queue.py", "json.py"):
         (content.path / "probes" / name).write_text(POISON)
     assert kb("verify", "sound", "--json").json["verdict"] == "verified"
 
 
-def test_doctor_names_a_package_on_pythonpath_that_shadows_kb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_a_package_on_pythonpath_that_shadows_kb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other" / "kb").mkdir(parents=True)
     assert doctor.import_name().is_fine
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
@@ -64,8 +62,10 @@ def test_an_interpreter_without_torch_is_not_applicable_and_names_the_way_out(kb
     assert "--python" in ended.json["next_step"]
 
 
-def test_a_probe_runs_in_an_interpreter_in_which_kb_is_not_installed(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
-    content.incident("sound", "import sys\nctx.note(prefix=sys.prefix)\nif not is_fixed:\n    raise RuntimeError('the thing broke: code 7')\n")
+def test_a_probe_runs_in_an_interpreter_in_which_kb_is_not_installed(
+    kb: Kb, content: ContentRoot, tmp_path: Path
+) -> None:
+    content.incident("sound", "import sys\nctx.note(prefix=sys.prefix)\n" + BREAKS)
     venv.create(tmp_path / "bare", with_pip=False)
     python = tmp_path / "bare" / "bin" / "python"
     assert subprocess.run([python, "-c", "import kb"], capture_output=True, cwd=tmp_path).returncode != 0
@@ -93,8 +93,7 @@ def test_under_a_launcher_it_refuses_to_run_once_per_rank(kb: Kb) -> None:
 def test_variables_of_the_users_job_do_not_reach_the_arms(kb: Kb, content: ContentRoot) -> None:
     content.incident(
         "sound",
-        "ctx.note(leaked=sorted(k for k in os.environ if k.startswith(('NCCL_', 'SLURM_', 'MASTER_'))))\n"
-        "if not is_fixed:\n    raise RuntimeError('the thing broke: code 7')\n",
+        "ctx.note(leaked=sorted(k for k in os.environ if k.startswith(('NCCL_', 'SLURM_', 'MASTER_'))))\n" + BREAKS,
     )
     ended = kb("verify", "sound", "--json", NCCL_P2P_DISABLE="1", MASTER_ADDR="10.0.0.1", SLURM_JOB_ID="7")
     assert ended.json["arms"]["treatment"]["ranks"][0]["facts"]["leaked"] == []
@@ -102,6 +101,6 @@ def test_variables_of_the_users_job_do_not_reach_the_arms(kb: Kb, content: Conte
 
 
 def test_python_is_the_one_that_runs_kb_unless_told_otherwise(kb: Kb, content: ContentRoot) -> None:
-    content.incident("sound", "import sys\nctx.note(prefix=sys.prefix)\nif not is_fixed:\n    raise RuntimeError('the thing broke: code 7')\n")
+    content.incident("sound", "import sys\nctx.note(prefix=sys.prefix)\n" + BREAKS)
     facts = kb("verify", "sound", "--json").json["arms"]["treatment"]["ranks"][0]["facts"]
     assert facts["prefix"] == sys.prefix

@@ -150,7 +150,8 @@ def test_a_disk_that_fills_up_under_the_arms_is_never_a_success(tmp_path: Path, 
 
 def test_two_searches_that_build_at_once_both_answer(tmp_path: Path) -> None:
     processes = [
-        subprocess.Popen([str(KB), "search", QUESTION, "--json"], stdout=subprocess.PIPE, cwd=tmp_path) for _ in range(4)
+        subprocess.Popen([str(KB), "search", QUESTION, "--json"], stdout=subprocess.PIPE, cwd=tmp_path)
+        for _ in range(4)
     ]
     for process in processes:
         out, _ = process.communicate(timeout=120)

@@ -88,7 +88,9 @@ def test_a_terminal_is_sane_after_a_kill(content: ContentRoot, pids: Path, tmp_p
     content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
     leader, follower = pty.openpty()
     before = termios.tcgetattr(follower)
-    process = subprocess.Popen([str(KB), "verify", "waits"], cwd=tmp_path, stdin=follower, stdout=follower, stderr=follower)
+    process = subprocess.Popen(
+        [str(KB), "verify", "waits"], cwd=tmp_path, stdin=follower, stdout=follower, stderr=follower
+    )
     drawn = b""
     try:
         wait_for((pids / "ready").exists, "the arm to run")

@@ -1,4 +1,4 @@
-"""kb.cgroup over a directory that stands for /sys/fs/cgroup: files and a mount table as the kernel writes them."""
+"""kb.machine.cgroup over a directory that stands for /sys/fs/cgroup: files and a mount table as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kb import cgroup
-from kb.reading import Reader
+from kb.machine import cgroup
+from kb.machine.reading import Reader
 
 PAGES = 100 << 20
 FILES_2 = {

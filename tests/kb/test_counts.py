@@ -7,7 +7,7 @@ import pytest
 from kb.counts import Counts, interval, judge_repeats, majority
 from kb.verdict import Judgement, Verdict
 
-V, F, N, I, X, O = (
+VERIFIED, INEFFECTIVE, NOT, INVERTED, UNCLEAR, OTHER = (
     Judgement(verdict, verdict.value)
     for verdict in (
         Verdict.VERIFIED,
@@ -35,15 +35,15 @@ def test_intervals_are_clopper_pearson() -> None:
 @pytest.mark.parametrize(
     "judgements, verdict",
     [
-        ([V] * 4, Verdict.VERIFIED),
-        ([V] * 6 + [N] * 2, Verdict.VERIFIED),
-        ([V, N, N, N], Verdict.INCONCLUSIVE),
-        ([V] * 5 + [F], Verdict.FIX_INEFFECTIVE),
-        ([N] * 4, Verdict.NOT_REPRODUCED),
-        ([N, N, I], Verdict.INVERTED),
-        ([V, V, V, O], Verdict.OTHER_FAILURE),
-        ([X, X], Verdict.INCONCLUSIVE),
-        ([V, V, V, V, X], Verdict.VERIFIED),
+        ([VERIFIED] * 4, Verdict.VERIFIED),
+        ([VERIFIED] * 6 + [NOT] * 2, Verdict.VERIFIED),
+        ([VERIFIED, NOT, NOT, NOT], Verdict.INCONCLUSIVE),
+        ([VERIFIED] * 5 + [INEFFECTIVE], Verdict.FIX_INEFFECTIVE),
+        ([NOT] * 4, Verdict.NOT_REPRODUCED),
+        ([NOT, NOT, INVERTED], Verdict.INVERTED),
+        ([VERIFIED, VERIFIED, VERIFIED, OTHER], Verdict.OTHER_FAILURE),
+        ([UNCLEAR, UNCLEAR], Verdict.INCONCLUSIVE),
+        ([VERIFIED] * 4 + [UNCLEAR], Verdict.VERIFIED),
     ],
 )
 def test_counts_give_one_verdict(judgements: list[Judgement], verdict: Verdict) -> None:
@@ -51,8 +51,8 @@ def test_counts_give_one_verdict(judgements: list[Judgement], verdict: Verdict) 
 
 
 def test_a_majority_needs_two_that_agree() -> None:
-    assert majority([V]) is None
-    assert majority([N, V]) is None
-    found = majority([N, V, V])
+    assert majority([VERIFIED]) is None
+    assert majority([NOT, VERIFIED]) is None
+    found = majority([NOT, VERIFIED, VERIFIED])
     assert found is not None
     assert found.verdict is Verdict.VERIFIED

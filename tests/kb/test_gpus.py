@@ -1,4 +1,4 @@
-"""kb.gpus and kb.driver, asking a real command: an `nvidia-smi` that answers as drivers in trouble do."""
+"""kb.machine.gpus and kb.machine.driver, asking a real command: an `nvidia-smi` that answers as drivers in trouble do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from kb import driver, gpus, processes
+from kb import processes
 from kb.environment import capture
-from kb.gpus import Gpu
-from kb.reading import Reader
+from kb.machine import driver, gpus
+from kb.machine.gpus import Gpu
+from kb.machine.reading import Reader
 
 IDLE = "{0}, GPU-{0}, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, 81000, 0, Default, 00000000:1{0}:00.0, Disabled, 0"
 LOST = "Unable to determine the device handle for GPU 0000:1A:00.0: GPU is lost.  Reboot the system"

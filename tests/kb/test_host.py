@@ -1,4 +1,4 @@
-"""kb.host and kb.network on the machine that runs the tests, and with what the kernel shows of others."""
+"""kb.machine.host and kb.machine.network on the machine that runs the tests, and with what the kernel shows of others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kb import host, network
-from kb.reading import Reader
+from kb.machine import host, network
+from kb.machine.reading import Reader
 
 SIOCGIFADDR = 0x8915  # the first IPv4 address of an interface
 

@@ -1,4 +1,4 @@
-"""kb.interpreter: a training interpreter that answers, and those that print, die, hang or are not there."""
+"""kb.machine.interpreter: a training interpreter that answers, and those that print, die, hang or are not there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kb import interpreter
-from kb.reading import Reader
+from kb.machine import interpreter
+from kb.machine.reading import Reader
 
 PYTHON = Path(sys.executable)
 

@@ -12,12 +12,12 @@ from lint_examples import EXAMPLES, SOUND, Edits, Example, edited
 from support import CHECKOUT, ContentRoot
 
 from kb import root
-from kb.body import blocks
 from kb.entry import FrontMatter
 from kb.errors import ContentError, UsageError
-from kb.lint import READING_RULES, Result, check_entry, lint, rules, slow_patterns
+from kb.lint.body import blocks
+from kb.lint.linter import READING_RULES, Result, check_entry, lint, rules, slow_patterns
+from kb.lint.rule import Draft, Finding
 from kb.markdown import parse_entry
-from kb.rule import Draft, Finding
 
 ENTRY_FILE = Path("/content/entries/example.md")
 IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})

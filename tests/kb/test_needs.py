@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kb.environment import Environment, Gpu
+from kb.environment import Environment
 from kb.errors import ProbeError
+from kb.machine.gpus import Gpu
 from kb.needs import free_gpus, unmet
 from kb.probe import Needs
 

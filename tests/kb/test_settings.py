@@ -1,4 +1,4 @@
-"""kb.settings: what NCCL and torch are told is shown, secrets are not."""
+"""kb.machine.settings: what NCCL and torch are told is shown, secrets are not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kb import settings
-from kb.reading import Reader
+from kb.machine import settings
+from kb.machine.reading import Reader
 
 
 def test_variables_are_shown_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

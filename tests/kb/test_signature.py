@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kb import pump
-from kb.signature import backtracking_risk, find, required_literal
+from kb.lint import pump
+from kb.lint.backtracking import backtracking_risk
+from kb.signature import find, required_literal
 
 LITERALS = {
     r"Timed out waiting \d+ms for (recv|send) operation": "timed out waiting ",

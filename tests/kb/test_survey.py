@@ -1,4 +1,4 @@
-"""kb/survey.py, started as the reader's interpreter starts it: by path, among broken packages."""
+"""kb/machine/survey.py, started as the reader's interpreter starts it: by path, among broken packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-SURVEY = Path(__file__).parents[2] / "kb" / "survey.py"
+SURVEY = Path(__file__).parents[2] / "kb" / "machine" / "survey.py"
 READING = SURVEY.with_name("reading.py")
 
 WORKING = {

@@ -26,7 +26,9 @@ def arm(*ranks: RankOutcome, has_reached: bool = True, failure: str = "") -> Arm
 
 
 DONE = arm(RankOutcome(0, "completed"))
-DECLARED = arm(RankOutcome(0, "stopped"), RankOutcome(1, "raised", type="RuntimeError", message="Timed out waiting 5ms"))
+DECLARED = arm(
+    RankOutcome(0, "stopped"), RankOutcome(1, "raised", type="RuntimeError", message="Timed out waiting 5ms")
+)
 ABORTED = arm(RankOutcome(0, "killed", signal="SIGABRT", log="terminate called\nTimed out waiting 5ms"))
 OTHER = arm(RankOutcome(0, "raised", type="ImportError", message="no module"))
 HUNG = arm(RankOutcome(0, "hung", stacks='File "x.py", line 3 in wait'))

@@ -1,6 +1,6 @@
 """Reads values of which any may be missing, and keeps the reasons.
 
-For machines on which something is broken: nothing is assumed to work. `kb.survey` brings this file along
+For machines on which something is broken: nothing is assumed to work. `kb.machine.survey` brings this file along
 into the reader's interpreter, so it stands on the standard library and Python 3.9.
 """
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from packaging.utils import canonicalize_name
 
-from kb.body import Block, Kind
 from kb.entry import CHINESE_PARTS, SECTIONS
-from kb.rule import CHINESE, Draft, EntryRule, Remark
+from kb.lint.body import Block, Kind
+from kb.lint.rule import CHINESE, Draft, EntryRule, Remark
 
 LONGEST_CAUSE = 240
 ENGLISH = re.compile(r"[A-Za-z]{2}")

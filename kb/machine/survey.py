@@ -15,7 +15,7 @@ if __name__ == "__main__":  # started by path: take our folder off the path and 
     _HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     _package = type(sys)("kb")
-    _package.__path__ = [_HERE]
+    _package.__path__ = [os.path.dirname(_HERE)]
     sys.modules["kb"] = _package
 
 import ast
@@ -31,7 +31,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from kb.reading import Reader, Unknown, describe
+from kb.machine.reading import Reader, Unknown, describe
 
 ALONE_S = 120  # whoever started us and would have ended us may be gone
 LONGEST_FILE = 20_000  # characters that are read of torch/version.py

@@ -1,6 +1,6 @@
 """Finds patterns that take too long by trying: on their own repeats, and on their sample, over and over.
 
-The static check in `kb.signature` finds what is slow by its structure; this finds some of what that cannot
+The static check in `kb.lint.backtracking` finds what is slow by its structure; this finds some of what that cannot
 see, such as a back reference or the number of a bounded repeat.
 """
 
@@ -16,8 +16,9 @@ from pathlib import Path
 from re import _constants, _parser  # type: ignore[attr-defined]  # the parser has no public name; stable since 3.11
 from typing import Any
 
-from kb.automaton import REPEATS, characters
 from kb.errors import LaunchError
+from kb.lint.automaton import characters
+from kb.signature import REPEATS
 
 STOPWATCH = Path(__file__).with_name("stopwatch.py")
 LIMIT_S = 2.0  # CPU seconds for all texts of one pattern; an ordinary one takes a thousandth of it

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kb.commands import Ran
-from kb.gpus import said, smi
-from kb.reading import Unknown, text
+from kb.machine.gpus import said, smi
+from kb.machine.reading import Unknown, text
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")

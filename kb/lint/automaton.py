@@ -17,9 +17,10 @@ from itertools import product
 from re import _constants, _parser  # type: ignore[attr-defined]  # the parser has no public name; stable since 3.11
 from typing import Any
 
+from kb.signature import REPEATS
+
 COPIES = 3
 ALPHABET = frozenset(map(chr, range(9, 127))) | {"中"}
-REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
 ESCAPES = {
     _constants.CATEGORY_DIGIT: r"\d",
     _constants.CATEGORY_NOT_DIGIT: r"\D",

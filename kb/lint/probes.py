@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 
-from kb.rule import ProbeFile, ProbeRule, Remark
+from kb.lint.rule import ProbeFile, ProbeRule, Remark
 
 ALLOWED = frozenset(sys.stdlib_module_names)
 

@@ -1,4 +1,4 @@
-"""What is installed in the training interpreter, as `kb/survey.py` finds it: in a child process with a deadline."""
+"""What is installed in the training interpreter, as `survey.py` finds it: in a child process with a deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kb.commands import Command, Ran
-from kb.reading import Reader, Unknown
+from kb.machine.reading import Reader, Unknown
 
 SURVEY = Path(__file__).with_name("survey.py")
 SURVEY_S = {False: 15.0, True: 60.0}  # without and with importing torch, from a cold network disk

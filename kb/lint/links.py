@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from kb.entry import ID, Status
-from kb.rule import Draft, EntryRule, Remark
+from kb.lint.rule import Draft, EntryRule, Remark
 
 LINKS = ("causes", "caused_by", "masked_by")
 CLOSE = 0.85

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kb.entry import Role, Signature
-from kb.healthy import HEALTHY
-from kb.rule import Draft, EntryRule, Remark
-from kb.signature import backtracking_risk, find, required_literal
+from kb.lint.backtracking import backtracking_risk
+from kb.lint.healthy import HEALTHY
+from kb.lint.rule import Draft, EntryRule, Remark
+from kb.signature import find, required_literal
 
 SHORTEST_LITERAL = 4
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kb.body import Kind
 from kb.entry import Grade
-from kb.rule import Draft, EntryRule, Remark
+from kb.lint.body import Kind
+from kb.lint.rule import Draft, EntryRule, Remark
 
 CLAIMING = ("Root cause", "Fix", "Why it works", "Known cases")
 MARK = re.compile(r"\[(?:(probe|inferred)|(source|thread|claimed) ([1-9]\d*))\]")

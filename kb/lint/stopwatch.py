@@ -1,6 +1,6 @@
 """Searches texts with patterns on a budget of CPU time; the kernel ends this process when one pattern exceeds it.
 
-Started by path by `kb.pump`, on the standard library alone: pairs of pattern and texts as JSON on standard
+Started by path by `kb.lint.pump`, on the standard library alone: pairs of pattern and texts as JSON on standard
 input, one line out for every pattern that was done in time. Nothing inside could stop a search of `re`.
 """
 

@@ -13,27 +13,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kb import catalog, pump, rules_body, rules_claim, rules_link, rules_probe, rules_signature
-from kb.body import blocks
+from kb import catalog
 from kb.catalog import Catalog
 from kb.entry import Entry
 from kb.errors import UsageError
-from kb.healthy import HEALTHY
 from kb.launcher import Launcher, Task
+from kb.lint import claims, links, probes, pump, sections, signatures
+from kb.lint.backtracking import backtracking_risk
+from kb.lint.body import blocks
+from kb.lint.healthy import HEALTHY
+from kb.lint.rule import Draft, EntryRule, Finding, ProbeFile, ProbeRule, name_of
 from kb.plan import DESCRIBE_S, why
 from kb.root import Root
-from kb.rule import Draft, EntryRule, Finding, ProbeFile, ProbeRule, name_of
-from kb.signature import backtracking_risk
 
 AT_ONCE = 4  # probes that are loaded at one time
 
 ENTRY_RULES: tuple[EntryRule, ...] = (
-    *rules_signature.RULES,
-    *rules_link.RULES,
-    *rules_claim.RULES,
-    *rules_body.RULES,
+    *signatures.RULES,
+    *links.RULES,
+    *claims.RULES,
+    *sections.RULES,
 )
-PROBE_RULES: tuple[ProbeRule, ...] = rules_probe.RULES
+PROBE_RULES: tuple[ProbeRule, ...] = probes.RULES
 READING_RULES = {  # of kb.markdown and kb.catalog: what breaks one of these cannot be read any further
     "too-large": "An entry has at most a mebibyte.",
     "unreadable": "An entry file can be read.",

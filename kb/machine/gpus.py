@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kb.commands import Ran, run
-from kb.reading import Reader, Unknown
+from kb.machine.reading import Reader, Unknown
 
 SMI_S = 10.0  # without persistence mode the driver first wakes every GPU, about a second each
 TOLERANCE_MIB = 100

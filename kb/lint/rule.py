@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kb.body import Block, Kind
 from kb.entry import Entry, FrontMatter
+from kb.lint.body import Block, Kind
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
