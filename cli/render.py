@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kb.outcome import ArmOutcome
 from kb.plan import Plan
 from kb.probe import Arm, Needs
@@ -10,6 +12,7 @@ from kb.verdict import EXIT_CODES, Verdict
 
 from .output import style
 
+BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # of the machine that torch was built on
 COLORS = {0: "green", 1: "red", 3: "yellow", 4: "cyan"}
 MEANING = {
     "hardware": "on your GPUs",
@@ -51,6 +54,7 @@ def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
     first = outcome.first_failure
     if first:
         said = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
+        said = BUILD_PATH.sub(r"[\1]", said)
         print(f"            first failing rank: {first.rank} {first.type or first.signal or first.kind} {said[:300]}")
     for sentence in outcome.flight:
         print(f"            {sentence}")

@@ -28,7 +28,7 @@ def search(
     query: Annotated[
         list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")
     ],
-    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 5,
+    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 3,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:

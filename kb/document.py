@@ -5,8 +5,10 @@ A title and the words people use count more than prose. The weights are the only
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
+from collections.abc import Set
 from typing import Any
 
 from kb import catalog, glossary
@@ -16,7 +18,8 @@ from kb.root import Root
 from kb.signature import required_literal
 
 TITLE, ALIAS, SAMPLE, SYMPTOM, CASE, PROSE, REFERENCE = 4.0, 3.0, 1.5, 1.5, 1.5, 1.0, 0.5
-WEIGHTS = {"Symptom": SYMPTOM, "Known cases": CASE}
+LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
+WEIGHTS = {"Symptom": SYMPTOM, "Known cases": CASE, LOOK_ALIKES: 0.5}
 
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
@@ -31,7 +34,7 @@ def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[
         if not is_told and time.monotonic() - started > 1:
             notice(f"building the search index of {len(found)} entries (once, and after a change) ...")
             is_told = number >= 0
-        documents.append(document(entry))
+        documents.append(document(entry, others=found.entries.keys() - {entry.id}))
     problems = [problem.message for problem in found.problems]
     for problem in problems:
         notice(f"left out: {problem}")
@@ -44,9 +47,11 @@ def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[
     return documents, side
 
 
-def document(entry: Entry) -> Document:
-    """(what is stored, weighted texts) of one entry."""
+def document(entry: Entry, others: Set[str] = frozenset()) -> Document:
+    """(what is stored, weighted texts) of one entry. The ids of others are left out: they are not about this one."""
     meta = entry.meta
+    mention = re.compile("|".join(f"`{re.escape(one)}`" for one in sorted(others)) or "(?!)")
+    sections = {heading: mention.sub("", section.text) for heading, section in entry.sections.items()}
     stored = {
         "id": entry.id,
         "title": meta.title,
@@ -59,7 +64,7 @@ def document(entry: Entry) -> Document:
         "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
         "origin": entry.origin,
         "probe": meta.probe,
-        "lines": _lines(entry),
+        "lines": _lines(entry, sections),
     }
     parts = [
         (TITLE, f"{entry.id.replace('-', ' ')} {meta.title}"),
@@ -67,7 +72,7 @@ def document(entry: Entry) -> Document:
         *((ALIAS, alias) for alias in meta.aliases),
         (ALIAS, " ".join(meta.tags)),
         *((SAMPLE, signature.sample) for signature in meta.signatures),
-        *((WEIGHTS.get(heading, PROSE), section.text) for heading, section in entry.sections.items()),
+        *((WEIGHTS.get(heading, PROSE), text) for heading, text in sections.items()),
         *((REFERENCE, f"{reference.shows} {reference.url}") for reference in meta.references),
     ]
     return stored, parts
@@ -79,9 +84,10 @@ def chinese_cause(entry: Entry) -> str:
     return first_sentence(rest.partition("\n### ")[0])
 
 
-def _lines(entry: Entry) -> list[str]:
+def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
     """Lines a snippet is taken from: what people call it, what is printed, what was seen."""
-    prose = [line.strip() for section in entry.sections.values() for line in section.text.splitlines()]
+    own = [text for heading, text in sections.items() if heading != LOOK_ALIKES]
+    prose = [line.strip() for text in own for line in text.splitlines()]
     lines = [*entry.meta.aliases, *(one.sample for one in entry.meta.signatures), *prose]
     return [line for line in lines if len(line) > 3 and not line.startswith(("```", "###"))]
 

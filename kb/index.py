@@ -30,7 +30,7 @@ from kb.errors import IndexUnavailable
 from kb.places import cache_home
 from kb.root import Root
 
-FORMAT = "1"  # part of the stamp: raised when what is stored changes its meaning
+FORMAT = "2"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 BODY = "body"
 K1, B = 1.2, 0.75  # the usual values: saturation, and how much a long entry is discounted

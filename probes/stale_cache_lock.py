@@ -82,8 +82,8 @@ def start(ctx: Context, *, lock_removed: bool) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Lock files of extension builds that no living process holds open."""
-    root = params["cache"] or Path(os.path.expanduser("~/.cache/torch_extensions"))
-    elsewhere = "if the job sets TORCH_EXTENSIONS_DIR or XDG_CACHE_HOME: --set cache=THAT_FOLDER"
+    root = params["cache"] or extensions_root()
+    elsewhere = "if the job builds elsewhere: --set cache=THAT_FOLDER"
     if not root.is_dir():
         return unknown("there is no folder %s" % root, advice=elsewhere)
     try:
@@ -111,6 +111,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         "no process that can be seen from here has %s open" % ("it" if len(stale) == 1 else "them"),
         advice="when no job builds there: rm %s" % " ".join(str(lock) for lock in stale),
     )
+
+
+def extensions_root() -> Path:
+    """Where torch.utils.cpp_extension builds, by the variables of whoever asks."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
 
 
 def _describe(lock: Path, pids: list[int]) -> str:

@@ -1,0 +1,67 @@
+"""The documentation names what there is: commands, verdicts, errors, variables, decisions."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+from support import CHECKOUT, Kb
+
+from kb import errors
+from kb.root import GROUP, VARIABLE
+from kb.verdict import EXIT_CODES, Verdict
+
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+COMMANDS = import_module("kb.cli.main").COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_in_the_readme(command: str) -> None:
+    assert f"kb {command}" in README or f"`{command}`" in README or f" {command}," in README
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_every_verdict_stands_beside_its_exit_code(verdict: Verdict) -> None:
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {EXIT_CODES[verdict]} |")]
+    assert f"`{verdict.value}`" in row
+
+
+def test_every_error_is_drawn_in_the_tree_with_its_exit_code() -> None:
+    drawn = dict(re.findall(r"(\w+) +(\d+) ", errors.__doc__ or ""))
+    real = {
+        name: str(kind.exit_code)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.KbError)
+    }
+    assert real.items() <= drawn.items()
+
+
+@pytest.mark.parametrize("name", [VARIABLE, GROUP])
+def test_ways_to_add_content_are_in_the_readme(name: str) -> None:
+    assert name in README
+
+
+def test_every_decision_is_listed() -> None:
+    listed = (CHECKOUT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    for path in (CHECKOUT / "docs" / "decisions").glob("0*.md"):
+        assert path.name in listed
+
+
+def test_the_shown_transcript_is_what_the_demo_prints(kb: Kb) -> None:
+    """The search of the transcript, line by line; seconds of a verification differ from run to run."""
+    shown = README.partition('$ kb search "ALLGATHER timeout save"\n')[2].partition("\n$ kb")[0]
+    printed = kb("search", "ALLGATHER timeout save", COLUMNS="100").out
+    assert shown.strip() == printed.strip()
+
+
+def test_contributing_followed_to_the_letter_adds_an_incident(kb: Kb, content: object) -> None:
+    """Two files in a root of one's own: linted clean, found by its words, verified."""
+    from support import ContentRoot
+
+    assert isinstance(content, ContentRoot)
+    content.incident("thing-breaks")
+    linted = kb("lint", "--json")
+    assert linted.json["findings"] == []
+    assert kb("search", "the thing broke: code 99", "--json").json["hits"][0]["id"] == "thing-breaks"
+    assert kb("verify", "thing-breaks", "--json").json["verdict"] == "verified"
