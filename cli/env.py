@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,25 +33,25 @@ def env(
     if as_json:
         emit("env", **document)
     else:
-        _print(document, "")
+        reasons = document.pop("reasons")
+        for key, value in document.items():
+            _print(key, value, key, reasons)
     return 0
 
 
-def _print(value: object, indent: str) -> None:
-    """Nested data as indented lines; long texts keep their line breaks."""
-    assert isinstance(value, dict)
-    for key, one in value.items():
-        if isinstance(one, dict):
-            print(f"{indent}{key}:")
-            _print(one, indent + "  ")
-        elif isinstance(one, list) and one and isinstance(one[0], dict):
-            print(f"{indent}{key}:")
-            for item in one:
-                print(f"{indent}  -")
-                _print(item, indent + "    ")
-        else:
-            text = str(one).rstrip() if one is not None else "unknown"
-            lines = text.split("\n")
-            print(f"{indent}{key}: {lines[0]}" if len(lines) == 1 else f"{indent}{key}:")
-            for line in lines if len(lines) > 1 else ():
-                print(f"{indent}  {line}")
+def _print(label: str, value: Any, path: str, reasons: Mapping[str, str], indent: str = "") -> None:
+    """One value with everything below it; what is unknown with its reason (`path` is its dotted name)."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
+        print(f"{indent}{label}:")
+        for key, one in value.items():
+            _print(str(key), one, f"{path}.{key}", reasons, indent + "  ")
+        return
+    text = "none" if value in (None, "", {}, []) else str(value)
+    if value is None and path in reasons:
+        text = f"unknown ({reasons[path]})"
+    first, *more = text.rstrip().split("\n")
+    print(f"{indent}{label}: {first}")
+    for line in more:
+        print(f"{indent}{' ' * len(label)}  {line}")

@@ -27,6 +27,8 @@ def print_report(report: Report, *, is_short: bool) -> None:
     """One report; in a list only what is not as it should be is shown in full."""
     fidelity = MEANING[report.fidelity]
     print(f"{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  ({fidelity}, {report.duration_s:.1f} s)")
+    if report.check and report.check.state == "exposed":
+        print(f"  {style('exposed here:', 'red', bold=True)} {next(iter(report.check.evidence), '')}")
     if is_short and report.exit_code == 0:
         return
     print(f"  {report.judgement.reason}")
