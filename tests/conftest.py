@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support import ContentRoot, Kb, run_kb
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

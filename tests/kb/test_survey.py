@@ -144,7 +144,7 @@ def test_a_function_that_fails_costs_its_own_value_only(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_imports_the_real_torch() -> None:
-    found = ask("--import-torch")
+    found = ask("--import-torch", flags=("-W", "default"))  # torch itself warns when numpy is not installed
     assert found["torch_import"]["ok"] is True
     assert found["torch_import"]["cuda_initialized"] is False
     assert found["torch"]["version"] == found["packages"]["torch"]
