@@ -14,6 +14,7 @@ from typing import Any
 from kb import catalog, glossary
 from kb.analysis import terms
 from kb.entry import Entry, Role, first_sentence
+from kb.lint.backtracking import backtracking_risk
 from kb.root import Root
 from kb.signature import required_literal
 
@@ -97,7 +98,7 @@ def _signatures(entries: list[Entry]) -> list[dict[str, str]]:
         {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literal": required_literal(one.pattern)}
         for entry in entries
         for one in entry.meta.signatures
-        if one.role is not Role.CONTEXT
+        if one.role is not Role.CONTEXT and not backtracking_risk(one.pattern)  # a search must not hang on a text
     ]
 
 

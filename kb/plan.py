@@ -11,6 +11,7 @@ from kb.entry import Entry
 from kb.environment import Environment
 from kb.errors import BadParameter, ProbeError
 from kb.launcher import Launcher, Task
+from kb.lint.backtracking import backtracking_risk
 from kb.needs import free_gpus, unmet
 from kb.outcome import ArmOutcome
 from kb.probe import Experiment, Param, Probe
@@ -145,9 +146,17 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
     result, outcome = launcher.rank_results(Task("describe", probe_file, DESCRIBE_S))
     if result is None or result.get("outcome") != "completed":
         raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: {why(result, outcome)}")
-    if result["faults"]:
-        raise ProbeError(f"the probe file {probe_file.name} breaks the contract: {'; '.join(result['faults'])}")
-    return Probe.from_description(result["probe"])
+    probe = Probe.from_description(result["probe"])
+    faults = [*result["faults"], *_slow_patterns(probe)]
+    if faults:
+        raise ProbeError(f"the probe file {probe_file.name} breaks the contract: {'; '.join(faults)}")
+    return probe
+
+
+def _slow_patterns(probe: Probe) -> list[str]:
+    """Expectations that judging could hang on: they are searched in this process, in whatever a rank printed."""
+    expected = {arm.expect.pattern for one in probe.experiments for arm in (one.control, one.treatment)}
+    return [f"{risk} ({pattern})" for pattern in sorted(expected) if (risk := backtracking_risk(pattern))]
 
 
 def why(result: Mapping[str, Any] | None, outcome: ArmOutcome) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple  # Python 3.9 reads these
 
 FIDELITIES = ("hardware", "cpu", "stand-in", "model")
+STATES = ("exposed", "clear", "unknown")
 
 
 class Symptom(Exception):

@@ -20,6 +20,7 @@ from kb.counts import Counts, judge_repeats, majority
 from kb.entry import Role
 from kb.errors import KbError
 from kb.launcher import Launcher, Task
+from kb.lint.backtracking import backtracking_risk
 from kb.machine import gpus
 from kb.outcome import ArmOutcome
 from kb.plan import Plan, why
@@ -34,6 +35,9 @@ MOST_PAIRS = 10
 
 
 Pair = tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]  # verdict, control, treatment, counts of repeats
+
+
+Done = tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]  # verdict, control, treatment, counts of repeats
 
 
 class Progress(Protocol):
@@ -141,13 +145,19 @@ class _Worker:
         finding = self._check(plan) if plan.probe.check else None
         if plan.experiment is None:
             return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
-        if plan.experiment.needs.gpus:
-            with self.one_gpu_arm:
-                done = self._experiment(plan, plan.experiment)
-        else:
-            done = self._experiment(plan, plan.experiment)
-        judgement, control, treatment, counts = done
+        run = self._gpu_experiment if plan.experiment.needs.gpus else self._experiment
+        judgement, control, treatment, counts = run(plan, plan.experiment)
         return replace(blank, check=finding, judgement=judgement, control=control, treatment=treatment, counts=counts)
+
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> Done:
+        """As `_experiment`, one at a time, and none after one that left a GPU in trouble: it would prove nothing."""
+        with self.one_gpu_arm:
+            if self.gpu_trouble.is_set():
+                raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
+            done = self._experiment(plan, experiment)
+            if done[1].leftovers or done[2].leftovers:
+                self.gpu_trouble.set()
+            return done
 
     def _check(self, plan: Plan) -> Finding:
         assert plan.probe_file is not None
@@ -160,13 +170,12 @@ class _Worker:
             self.progress.end(key)
         if result is None or result.get("outcome") != "completed":
             return Finding("unknown", [f"the check failed: {why(result, outcome)}"])
-        return Finding(str(result["state"]), [str(one) for one in result["evidence"]], str(result["advice"]))
+        return Finding(result["state"], result["evidence"], result["advice"])
 
-    def _experiment(
-        self, plan: Plan, experiment: Experiment
-    ) -> tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]:
+    def _experiment(self, plan: Plan, experiment: Experiment) -> Done:
         """Run pairs of arms until the verdict stands."""
-        patterns = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
+        evidence = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
+        patterns = [pattern for pattern in evidence if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
         while True:
             control = self._arm(plan, experiment, "control", len(judgements))

@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NoReturn, Optional  # Python 3.9 reads these
 
-from kb.probe import Context, Probe, Symptom, Unavailable
+from kb.probe import STATES, Context, Finding, Probe, Symptom, Unavailable
 
 LARGEST_FILE = 256 << 20  # bytes a rank may write into one file; beyond it a write fails with EFBIG
 LONGEST_TEXT = 4000  # characters of an error message or traceback that are kept
@@ -95,9 +95,9 @@ def _check(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
     def act() -> Dict[str, Any]:
         check = load_probe(spec["probe"]).check
         finding = check(_typed(spec["params"])) if check else None
-        if finding is None:
-            raise TypeError("the probe has no check, or its check returned nothing")
-        return {"state": finding.state, "evidence": finding.evidence, "advice": finding.advice}
+        if not isinstance(finding, Finding) or finding.state not in STATES:
+            raise TypeError("a check returns exposed(...), clear(...) or unknown(...), this one %r" % (finding,))
+        return {"state": finding.state, "evidence": list(map(str, finding.evidence)), "advice": str(finding.advice)}
 
     return _guarded(act)
 

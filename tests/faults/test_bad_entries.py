@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import ContentRoot, Kb
+from support import BREAKS, ContentRoot, Kb
 
 
 def broken_yaml(path: Path) -> None:
@@ -89,3 +89,15 @@ def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, con
     shown = kb("show", taken, "--json").json
     assert shown["origin"] == str(content.path)
     assert kb("verify", taken, "--json").json["verdict"] == "verified"
+
+
+def test_a_signature_that_could_hang_is_a_finding_and_hangs_neither_search_nor_verify(
+    kb: Kb, content: ContentRoot
+) -> None:
+    content.incident("evil", f"print('{'a' * 60}!')\n" + BREAKS)
+    path = content.path / "entries" / "evil.md"
+    evil = "signatures:\n  - pattern: '(a+)+b'\n    role: root\n    source: a test\n    sample: 'aaab'\n"
+    path.write_text(path.read_text().replace("signatures:\n", evil))
+    assert any(one["rule"] == "ambiguous-repeat" for one in kb("lint", "--json").json["findings"])
+    assert kb("search", "the thing broke: code 7 " + "a" * 60 + "!", "--json").json["hits"][0]["id"] == "evil"
+    assert kb("verify", "evil", "--json").json["verdict"] == "verified"

@@ -13,6 +13,12 @@ BROKEN = {
     "calls os._exit": ("import os\nos._exit(0)", "ended with exit code 0"),
     "kills itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "died of SIGKILL"),
     "exits": ("raise SystemExit(0)", "SystemExit"),
+    "expects a pattern that could hang": (
+        "from kb.probe import *\nfrom kb.probe import Arm, Experiment, Probe, completed, raised\n"
+        "arm = dict(job=print, because='x', fidelity='cpu')\n"
+        "probe = Probe((Experiment('x', Arm(expect=raised('(a+)+!'), **arm), Arm(expect=completed(), **arm)),))",
+        "an unbounded repeat can match the same text in two ways",
+    ),
     "writes a gigabyte": ("import os\nwhile True:\n    os.write(1, b'x' * (1 << 20))", "File too large"),
 }
 
@@ -74,6 +80,17 @@ def test_a_job_that_ends_before_its_mark_proves_nothing(kb: Kb, content: Content
     assert ended.json["verdict"] == "inconclusive"
     assert ended.json["arms"]["control"]["attempts"] == 3
     assert ended.code == 3
+
+
+@pytest.mark.parametrize(
+    "answer", ["None", "'clear'", "True", "clear", "Finding('fine', [])", "Finding('clear', None)"]
+)
+def test_a_check_that_answers_something_else_is_unknown_never_clear(kb: Kb, content: ContentRoot, answer: str) -> None:
+    content.raw_probe(
+        "odd-check", f"from kb.probe import Finding, Probe, clear\nprobe = Probe(check=lambda params: {answer})"
+    )
+    ended = kb("verify", "odd-check", "--json")
+    assert (ended.code, ended.json["check"]["state"]) == (4, "unknown")
 
 
 def test_a_check_that_fails_is_unknown_never_clear(kb: Kb, content: ContentRoot) -> None:
