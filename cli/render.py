@@ -13,6 +13,7 @@ from kb.verdict import EXIT_CODES, Verdict
 from .output import style
 
 BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # of the machine that torch was built on
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # what a rank printed must not colour or move our terminal
 COLORS = {0: "green", 1: "red", 3: "yellow", 4: "cyan"}
 MEANING = {
     "hardware": "on your GPUs",
@@ -56,7 +57,7 @@ def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
     first = outcome.first_failure
     if first:
         said = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
-        said = BUILD_PATH.sub(r"[\1]", said)
+        said = ESCAPES.sub("", BUILD_PATH.sub(r"[\1]", said))
         print(f"            first failing rank: {first.rank} {first.type or first.signal or first.kind} {said[:300]}")
     for sentence in outcome.flight:
         print(f"            {sentence}")

@@ -1,0 +1,152 @@
+"""What a model wrapped by DDP and torch.compile has saved is loaded into the bare model, which has shorter names."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import time
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+
+
+def plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def rename(state: Mapping[str, Any], model: Any) -> Dict[str, Any]:
+    """`state` under the names that `model` has; a name without a partner stays, so that a strict load reports it."""
+    own = {plain(name): name for name in model.state_dict()}
+    renamed = {own.get(plain(name), name): tensor for name, tensor in state.items()}
+    assert len(renamed) == len(state), "two names became one"
+    return renamed
+
+
+def resume(ctx: Context, *, matching_names: bool) -> None:
+    """Rank 0 saves the compiled DDP model; every rank of the next job loads the file into a bare model."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    def build() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    ctx.init_process_group(timeout_s=10)
+    bare = build()
+    try:
+        model: Any = torch.compile(DistributedDataParallel(bare))  # nothing is compiled before the first call
+    except RuntimeError as error:
+        raise Unavailable("torch.compile does not work here: %s" % error) from error
+    if ctx.rank == 0:
+        torch.save(model.state_dict(), ctx.path("model.pt"))
+    ctx.reached()
+    state = torch.load(ctx.path("model.pt"))
+    trained, fresh = bare.state_dict(), build()
+    ctx.note(first_name=next(iter(state)), **silent_load(fresh, state, trained))
+    fresh.load_state_dict(rename(state, fresh) if matching_names else state)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in fresh.state_dict().items())
+    model.load_state_dict(rename(trained, model))  # the other way round: plain names into the wrapped model
+    fresh.load_state_dict(bare.state_dict())  # and what the inner module saves needs no renaming
+
+
+def silent_load(fresh: Any, state: Mapping[str, Any], trained: Mapping[str, Any]) -> Dict[str, str]:
+    """What strict=False does with the file: how many weights arrive, how many names it lists as missing."""
+    answer = fresh.load_state_dict(state, strict=False)
+    arrived = sum(bool((tensor == trained[name]).all()) for name, tensor in fresh.state_dict().items())
+    counts = (arrived, len(trained), len(answer.missing_keys), len(answer.unexpected_keys))
+    return {"strict_false": "%d of %d tensors loaded, %d missing, %d unexpected, no error" % counts}
+
+
+LARGEST = 16 << 20  # bytes of names that are read
+SECONDS = 2
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Do the names in a checkpoint carry a wrapper's name? Nothing in the file is run."""
+    path = params["checkpoint"]
+    if path is None:
+        return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt or .safetensors")
+    try:
+        names = _names(path)
+    except (OSError, ValueError, zipfile.BadZipFile, TimeoutError) as error:
+        return unknown("%s cannot be judged: %s" % (path, error))
+    wrapped = [name for name in names if plain(name) != name]
+    if wrapped:
+        told = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
+        return exposed(told, advice="load it under the names that your model has, never with strict=False")
+    if not names:
+        return unknown("no names of tensors were found in %s" % path)
+    return clear("none of %d names of %s carries a wrapper, for instance %s" % (len(names), path.name, names[0]))
+
+
+def _names(path: Path) -> List[str]:
+    """Names of tensors: texts with a dot in them, less the modules that a state dict lists with their versions."""
+    if not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        head = file.read(9)
+        if head[8:] == b"{":  # safetensors: the length of the header, then the header
+            size = int.from_bytes(head[:8], "little")
+            if not 0 < size <= LARGEST:
+                raise ValueError("its header is empty or larger than %d MiB" % (LARGEST >> 20))
+            header = json.loads(b"{" + file.read(size - 1))
+            return [name for name in header if name != "__metadata__"]
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [one for one in archive.namelist() if one.split("/")[-1] == "data.pkl"]
+        with archive.open(name) as record:
+            pickled = record.read(LARGEST + 1)
+    if len(pickled) > LARGEST:
+        raise ValueError("its data.pkl is larger than %d MiB" % (LARGEST >> 20))
+    found, last, end = [], "", time.monotonic() + SECONDS
+    for operation, argument, _ in pickletools.genops(pickled):
+        if time.monotonic() > end:
+            raise TimeoutError("reading its names takes more than %d s" % SECONDS)
+        if operation.name in ("BINPUT", "LONG_BINPUT"):
+            continue
+        if last and operation.name != "EMPTY_DICT":  # `{"version": 1}` follows the name of a module
+            found.append(last)
+        last = str(argument)[:200] if "UNICODE" in operation.name and "." in str(argument) else ""
+    return found
+
+
+probe = Probe(
+    check=check,
+    params={"checkpoint": Param("path", "a file of torch.save or safetensors; nothing in it is run")},
+    experiments=(
+        Experiment(
+            name="ddp-compile",
+            control=Arm(
+                partial(resume, matching_names=False),
+                expect=raised(r'Unexpected key\(s\) in state_dict: "(_orig_mod\.)?module\.'),
+                because="the file has the names of torch.compile(DDP(model)), the model that loads it is bare",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(resume, matching_names=True),
+                expect=completed(),
+                because="the same file is loaded, strictly, under the names that the model has",
+                fidelity="cpu",
+            ),
+            deadline_s=40,
+            expected_s=(1.7, 2.0),
+        ),
+    ),
+)
