@@ -76,7 +76,8 @@ def _confine(spec: Dict[str, Any], rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.environ.update(spec["env"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["world_size"]))
+    if spec["action"] == "run":  # a check sees the caller's variables, these among them
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["world_size"]))
     os.chdir(spec["dir"])
     stacks = open(os.path.join(spec["dir"], "rank%d.stacks" % rank), "w")  # noqa: SIM115  # open until the end
     faulthandler.enable(stacks)
