@@ -304,6 +304,7 @@ def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], f
             _ends(directory / f"rank{rank}.stacks"),
             str(record.get("evidence", {}).get(str(rank), "")),
             seen["time"] if seen else None,
+            _json(directory, f"rank{rank}.facts.json"),
         )
 
     return ArmOutcome(

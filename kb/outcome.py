@@ -142,6 +142,7 @@ def rank_outcome(
     stacks: str,
     waiting_in: str,
     gone_at: float | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> RankOutcome:
     """Join what the rank wrote with how its process ended.
 
@@ -169,7 +170,7 @@ def rank_outcome(
         waiting_in=waiting_in,
         ended=result.get("ended", gone_at),
         max_rss_mib=result.get("max_rss_mib"),
-        facts=dict(result.get("facts", {})),
+        facts=facts or {},
     )
 
 

@@ -114,9 +114,7 @@ def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
         getattr(experiment, spec["arm"]).job(ctx)
         return {}
 
-    result = _guarded(act)
-    result.update(facts=ctx.facts, reached=ctx.has_reached)
-    return result
+    return _guarded(act)
 
 
 def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:

@@ -111,3 +111,14 @@ def test_a_gigabyte_on_stdout_neither_fills_the_disk_nor_the_report(kb: Kb, cont
     ended = kb("verify", "flood", "--json")
     assert ended.json["verdict"] == "verified", "the write fails with EFBIG at 256 MiB"
     assert len(ended.out) < 1 << 20
+
+
+def test_what_a_rank_measured_survives_its_death(kb: Kb, content: ContentRoot) -> None:
+    body = (
+        "ctx.note(seen=41)\nctx.note(seen=42, more='x')\nif not is_fixed:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    content.incident("dies", body, 'make(killed("SIGKILL"))')
+    report = kb("verify", "dies", "--json").json
+    assert report["verdict"] == "verified"
+    for arm in ("control", "treatment"):
+        assert report["arms"][arm]["ranks"][0]["facts"] == {"seen": 42, "more": "x"}
