@@ -34,9 +34,6 @@ ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is deci
 MOST_PAIRS = 10
 
 
-Pair = tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]  # verdict, control, treatment, counts of repeats
-
-
 Done = tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]  # verdict, control, treatment, counts of repeats
 
 
