@@ -18,7 +18,7 @@ COMMANDS = import_module("kb.cli.main").COMMANDS
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_in_the_readme(command: str) -> None:
-    assert f"kb {command}" in README or f"`{command}`" in README or f" {command}," in README
+    assert f"\nkb {command} " in README or f"\nkb {command}\n" in README
 
 
 @pytest.mark.parametrize("verdict", Verdict)
