@@ -67,6 +67,7 @@ def verify(
     entries = _chosen(found, ids or [], everything)
     values = _settings(settings or [])
     interpreter = _interpreter(python)
+    _make_folder(keep_logs)
     with _terminable(), StatusLine() as progress, Launcher(interpreter, keep_logs) as launcher:
         progress.begin("plan", "looking at this machine")
         machine = environment.capture(interpreter)
@@ -112,6 +113,15 @@ def _settings(pairs: list[str]) -> dict[str, str]:
             raise BadParameter(f"--set {pair}: expected KEY=VALUE", "for instance: --set world_size=7")
         values[key.strip()] = value
     return values
+
+
+def _make_folder(keep_logs: Path | None) -> None:
+    """Before anything runs: logs that cannot be kept are the caller's mistake, not a failure of an arm."""
+    try:
+        if keep_logs:
+            keep_logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--keep-logs {keep_logs}: {error.strerror}", "name a folder that can be written") from error
 
 
 def _interpreter(python: Path | None) -> Path:

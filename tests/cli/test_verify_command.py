@@ -111,6 +111,7 @@ def test_an_exposed_machine_is_exit_1_even_when_the_mechanism_is_verified(kb: Kb
         ([], "name the entries to verify"),
         (["sized", "--all"], "either ids or --all"),
         (["sized", "--repeat", "-1"], "repeat"),
+        (["sized", "--keep-logs", "/dev/null/logs"], "--keep-logs /dev/null/logs"),
         (["sized", "--no-such-option"], "no-such-option"),
     ],
 )
