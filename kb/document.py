@@ -52,7 +52,7 @@ def document(entry: Entry, others: Set[str] = frozenset()) -> Document:
     """(what is stored, weighted texts) of one entry. The ids of others are left out: they are not about this one."""
     meta = entry.meta
     mention = re.compile("|".join(f"`{re.escape(one)}`" for one in sorted(others)) or "(?!)")
-    sections = {heading: mention.sub("", section.text) for heading, section in entry.sections.items()}
+    sections = {heading: mention.sub("", _own(section.text, entry)) for heading, section in entry.sections.items()}
     stored = {
         "id": entry.id,
         "title": meta.title,
@@ -77,6 +77,13 @@ def document(entry: Entry, others: Set[str] = frozenset()) -> Document:
         *((REFERENCE, f"{reference.shows} {reference.url}") for reference in meta.references),
     ]
     return stored, parts
+
+
+def _own(text: str, entry: Entry) -> str:
+    """The text without the logs of other incidents."""
+    for log in entry.look_alikes:
+        text = text.replace(log.text, "")
+    return text
 
 
 def chinese_cause(entry: Entry) -> str:

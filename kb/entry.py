@@ -145,12 +145,14 @@ class Entry:
     """One incident class.
 
     `origin` names the content root it came from; `digest` (sha256 of the file's bytes) ties a report to
-    the wording that it judged; `lines` maps a front-matter path such as `("signatures", 0)` to its line.
+    the wording that it judged; `logs` are the fixtures that its signatures must match, `look_alikes` those
+    that they must not; `lines` maps a front-matter path such as `("signatures", 0)` to its line.
     """
 
     meta: FrontMatter
     sections: dict[str, Section]
     logs: tuple[Section, ...]
+    look_alikes: tuple[Section, ...]
     path: Path
     origin: str
     digest: str

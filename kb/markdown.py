@@ -54,11 +54,8 @@ def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
     return Entry(
         meta=meta,
         sections=_sections(tokens, text.splitlines(), path),
-        logs=tuple(
-            Section(token.content, _line(token) + 1)
-            for token in tokens
-            if token.type == "fence" and token.info.strip() == "log"
-        ),
+        logs=_fenced(tokens, "log"),
+        look_alikes=_fenced(tokens, "log look-alike"),
         path=path,
         origin=origin,
         digest=hashlib.sha256(data).hexdigest(),
@@ -73,6 +70,12 @@ def markdown_parser() -> MarkdownIt:
 
 def _line(token: Token) -> int:
     return (token.map[0] if token.map else 0) + 1
+
+
+def _fenced(tokens: list[Token], info: str) -> tuple[Section, ...]:
+    """The fenced blocks that are opened with these words."""
+    fences = (token for token in tokens if token.type == "fence" and " ".join(token.info.split()) == info)
+    return tuple(Section(token.content, _line(token) + 1) for token in fences)
 
 
 def _sections(tokens: list[Token], lines: list[str], path: Path) -> dict[str, Section]:

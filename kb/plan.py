@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kb.declaration import from_description
 from kb.entry import Entry
 from kb.environment import Environment
 from kb.errors import BadParameter, ProbeError
@@ -146,7 +147,7 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
     result, outcome = launcher.rank_results(Task("describe", probe_file, DESCRIBE_S))
     if result is None or result.get("outcome") != "completed":
         raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: {why(result, outcome)}")
-    probe = Probe.from_description(result["probe"])
+    probe = from_description(result["probe"])
     faults = [*result["faults"], *_slow_patterns(probe)]
     if faults:
         raise ProbeError(f"the probe file {probe_file.name} breaks the contract: {'; '.join(faults)}")

@@ -7,22 +7,20 @@ standard library alone and on Python 3.9.
     Probe ── check            is this machine, environment or config exposed? read-only, below a second
           ── params           what `--set key=value` may change
           ── experiments      strongest first; the first whose needs are met runs
+          ── variants         the incident in a library: each runs as well where that library is installed
                 Experiment ── control      the job as the incident has it: must fail as declared
                            ── treatment    the same job with exactly one change, the entry's fix
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import time
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple  # Python 3.9 reads these
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, List, Mapping, Optional, Tuple  # Python 3.9 reads these
+
+from kb.context import Context as Context  # a probe file needs this module only
 
 FIDELITIES = ("hardware", "cpu", "stand-in", "model")
+ARMS = ("control", "treatment")
 STATES = ("exposed", "clear", "unknown")
 
 
@@ -122,6 +120,26 @@ class Experiment:
     linger: bool = True
     stochastic: bool = False
 
+    def on_gpus(
+        self,
+        gpus: int = 2,
+        *,
+        expect: Optional[Expect] = None,
+        expected_s: Tuple[float, float] = (20.0, 10.0),
+        gpu_memory_mib: int = 1024,
+        **changes: Any,
+    ) -> Experiment:
+        """The same two arms on nccl and the GPUs, as the experiment called `nccl`.
+
+        `expect` is how the control arm ends there, when it is not as here. `changes` go to the experiment.
+        """
+        arms = {name: replace(getattr(self, name), fidelity="hardware", stands_for="") for name in ARMS}
+        if expect is not None:
+            arms["control"] = replace(arms["control"], expect=expect)
+        needs = replace(self.needs, gpus=gpus, gpu_memory_mib=gpu_memory_mib)
+        common = {"name": "nccl", "backend": "nccl", "deadline_s": 60.0, "settle_s": 3.0, "expected_s": expected_s}
+        return replace(self, **{**common, "needs": needs, **arms, **changes})
+
 
 @dataclass(frozen=True)
 class Param:
@@ -158,183 +176,18 @@ Check = Callable[[Mapping[str, Any]], Finding]
 
 @dataclass(frozen=True)
 class Probe:
-    """The executable half of an entry: at least a check or one experiment."""
+    """The executable half of an entry: at least a check or one experiment.
+
+    A variant shows the incident inside a library (`needs.packages` names it); it runs besides the chosen
+    experiment where the library is installed and has a verdict of its own.
+    """
 
     experiments: Tuple[Experiment, ...] = ()
+    variants: Tuple[Experiment, ...] = ()
     check: Optional[Check] = None
     params: Mapping[str, Param] = field(default_factory=dict)
 
-    def contract_faults(self) -> List[str]:
-        """What breaks the contract, one sentence each; empty when the probe is sound."""
-        faults = []
-        if not self.experiments and self.check is None:
-            faults.append("has neither a check nor an experiment")
-        names = [experiment.name for experiment in self.experiments]
-        if len(set(names)) < len(names):
-            faults.append("has two experiments of one name")
-        for experiment in self.experiments:
-            faults += ["%s: %s" % (experiment.name, fault) for fault in _experiment_faults(experiment)]
-        for name, param in self.params.items():
-            if param.type not in ("int", "float", "str", "path"):
-                faults.append("param %s has the unknown type %r" % (name, param.type))
-        return faults
-
-    def describe(self) -> Dict[str, Any]:
-        """The declaration as plain data, without the functions."""
-        return {
-            "check": self.check is not None,
-            "params": {name: asdict(param) for name, param in self.params.items()},
-            "experiments": [_describe_experiment(experiment) for experiment in self.experiments],
-        }
-
-    @staticmethod
-    def from_description(data: Mapping[str, Any]) -> Probe:
-        """The declaration again from `describe()`; its functions stayed in the other process."""
-        return Probe(
-            experiments=tuple(_read_experiment(one) for one in data["experiments"]),
-            check=_stays_elsewhere if data["check"] else None,
-            params={name: Param(**param) for name, param in data["params"].items()},
-        )
-
-
-def _read_experiment(data: Mapping[str, Any]) -> Experiment:
-    def arm(one: Mapping[str, Any]) -> Arm:
-        return Arm(**{**one, "expect": Expect(**one["expect"]), "job": _stays_elsewhere})
-
-    needs = Needs(**{**data["needs"], "programs": tuple(data["needs"]["programs"])})
-    arms = {"control": arm(data["control"]), "treatment": arm(data["treatment"])}
-    return Experiment(**{**data, **arms, "needs": needs, "expected_s": tuple(data["expected_s"])})
-
-
-def _stays_elsewhere(_: Any) -> Any:
-    raise AssertionError("a probe's functions run in worker processes only")
-
-
-def _experiment_faults(experiment: Experiment) -> List[str]:
-    faults = []
-    for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):
-        if arm.fidelity not in FIDELITIES:
-            faults.append("%s has the unknown fidelity %r" % (name, arm.fidelity))
-        if (arm.fidelity in ("stand-in", "model")) != bool(arm.stands_for):
-            faults.append("%s must say `stands_for` exactly when it is a stand-in or a model" % name)
-        try:
-            re.compile(arm.expect.pattern)
-        except re.error as error:
-            faults.append("%s expects a pattern that does not compile: %s" % (name, error))
-    if experiment.control.expect.kind == "completed":
-        faults.append("control must fail: it expects `completed`")
-    elif experiment.control.expect.kind != "killed" and re.search(experiment.control.expect.pattern, ""):
-        faults.append("control expects a pattern that matches nothing at all")
-    if experiment.treatment.expect.kind != "completed":
-        faults.append("treatment must expect `completed`")
-    if experiment.backend == "gloo" and "hardware" in (experiment.control.fidelity, experiment.treatment.fidelity):
-        faults.append("a gloo run is never of hardware fidelity")
-    return faults
-
-
-def _describe_experiment(experiment: Experiment) -> Dict[str, Any]:
-    shallow = {
-        name: getattr(experiment, name)
-        for name in ("name", "world_size", "backend", "deadline_s", "settle_s", "linger", "stochastic")
-    }
-    arms = {name: _describe_arm(getattr(experiment, name)) for name in ("control", "treatment")}
-    needs = experiment.needs
-    return {
-        **shallow,
-        **arms,
-        "expected_s": list(experiment.expected_s),
-        "needs": {
-            "gpus": needs.gpus,
-            "gpu_memory_mib": needs.gpu_memory_mib,
-            "memory_mib": needs.memory_mib,
-            "packages": dict(needs.packages),
-            "programs": list(needs.programs),
-        },
-    }
-
-
-def _describe_arm(arm: Arm) -> Dict[str, Any]:
-    return {
-        "expect": {"kind": arm.expect.kind, "pattern": arm.expect.pattern},
-        "because": arm.because,
-        "fidelity": arm.fidelity,
-        "stands_for": arm.stands_for,
-        "env": dict(arm.env),
-    }
-
-
-class Context:
-    """What a job knows and may use: its rank, its directory, its parameters, and a process group.
-
-    The directory is the arm's own, is the working directory and TMPDIR, and is deleted afterwards.
-    """
-
-    def __init__(self, rank: int, world_size: int, backend: str, directory: Path, params: Mapping[str, Any]) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.backend = backend
-        self.dir = directory
-        self.params = params
-        self.facts: Dict[str, Any] = {}
-
-    def path(self, name: str) -> str:
-        return str(self.dir / name)
-
     @property
-    def device(self) -> Any:
-        """`torch.device` of this rank: its GPU when the arm was given any, else the CPU."""
-        import torch
-
-        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
-            return torch.device("cpu")
-        return torch.device("cuda", self.rank % torch.cuda.device_count())
-
-    def init_process_group(self, timeout_s: float, **options: Any) -> Any:
-        """Join the default process group through a FileStore and return `torch.distributed`.
-
-        `timeout_s` is torch's collective timeout. A FileStore, because TCPStore stalled in some starts
-        for reasons that have nothing to do with the incident; only probes about the store use that one.
-        """
-        import torch.distributed as dist
-
-        store = dist.FileStore(self.path("store"), self.world_size)
-        store.set_timeout(timedelta(seconds=20))
-        if self.backend == "nccl":
-            options.setdefault("device_id", self.device)
-        dist.init_process_group(
-            self.backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            **options,
-        )
-        return dist
-
-    def reached(self) -> None:
-        """The mechanism mark: set-up is done on every rank, and what follows is the incident or its fix.
-
-        Waits for all ranks, so that no slow start passes for the symptom. An arm that fails before this
-        mark is a failure of the harness, never evidence.
-        """
-        if not self.meet("reached"):
-            raise TimeoutError("not every rank reached the mechanism mark within 20 s")
-        Path(self.path("reached-%d" % self.rank)).touch()
-
-    def meet(self, name: str, timeout_s: float = 20.0) -> bool:
-        """Barrier through files: works when the process group is broken. False when a rank did not come in time."""
-        Path(self.path("meet-%s-%d" % (name, self.rank))).touch()
-        end = time.monotonic() + timeout_s
-        while not all(os.path.exists(self.path("meet-%s-%d" % (name, r))) for r in range(self.world_size)):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.005)
-        return True
-
-    def note(self, **facts: Any) -> None:
-        """Put measured values into the report, also when this rank is killed afterwards."""
-        self.facts.update(facts)
-        path = Path(self.path("rank%d.facts.json" % self.rank))
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(self.facts, default=str))
-        part.rename(path)
+    def every(self) -> Tuple[Experiment, ...]:
+        """Experiments, then variants: a number in this order names one of either."""
+        return self.experiments + self.variants

@@ -27,6 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NoReturn, Optional  # Python 3.9 reads these
 
+from kb.declaration import contract_faults, describe
 from kb.probe import STATES, Context, Finding, Probe, Symptom, Unavailable
 
 LARGEST_FILE = 256 << 20  # bytes a rank may write into one file; beyond it a write fails with EFBIG
@@ -87,7 +88,7 @@ def _confine(spec: Dict[str, Any], rank: int) -> None:
 def _describe(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
     def act() -> Dict[str, Any]:
         probe = load_probe(spec["probe"])
-        return {"probe": probe.describe(), "faults": probe.contract_faults()}
+        return {"probe": describe(probe), "faults": contract_faults(probe)}
 
     return _guarded(act)
 
@@ -109,7 +110,7 @@ def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
         threading.Thread(target=_answer_evidence_request, args=(spec, rank), daemon=True).start()
 
     def act() -> Dict[str, Any]:
-        experiment = load_probe(spec["probe"]).experiments[spec["experiment"]]
+        experiment = load_probe(spec["probe"]).every[spec["experiment"]]
         _prepare_torch(spec)
         getattr(experiment, spec["arm"]).job(ctx)
         return {}

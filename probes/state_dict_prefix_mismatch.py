@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import pickletools
-import time
-import zipfile
 from functools import partial
-from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, Mapping
 
+from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import (
     Arm,
     Context,
@@ -75,56 +71,22 @@ def silent_load(fresh: Any, state: Mapping[str, Any], trained: Mapping[str, Any]
     return {"strict_false": "%d of %d tensors loaded, %d missing, %d unexpected, no error" % counts}
 
 
-LARGEST = 16 << 20  # bytes of names that are read
-SECONDS = 2
-
-
 def check(params: Mapping[str, Any]) -> Finding:
     """Do the names in a checkpoint carry a wrapper's name? Nothing in the file is run."""
     path = params["checkpoint"]
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt or .safetensors")
     try:
-        names = _names(path)
-    except (OSError, ValueError, zipfile.BadZipFile, TimeoutError) as error:
-        return unknown("%s cannot be judged: %s" % (path, error))
+        names = [tensor.name for tensor in read_checkpoint(path).tensors]
+    except Unreadable as error:
+        return unknown(str(error))
     wrapped = [name for name in names if plain(name) != name]
     if wrapped:
         told = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
         return exposed(told, advice="load it under the names that your model has, never with strict=False")
     if not names:
-        return unknown("no names of tensors were found in %s" % path)
+        return unknown("no tensors were found in %s" % path)
     return clear("none of %d names of %s carries a wrapper, for instance %s" % (len(names), path.name, names[0]))
-
-
-def _names(path: Path) -> List[str]:
-    """Names of tensors: texts with a dot in them, less the modules that a state dict lists with their versions."""
-    if not path.is_file():
-        raise ValueError("it is not a file")
-    with path.open("rb") as file:
-        head = file.read(9)
-        if head[8:] == b"{":  # safetensors: the length of the header, then the header
-            size = int.from_bytes(head[:8], "little")
-            if not 0 < size <= LARGEST:
-                raise ValueError("its header is empty or larger than %d MiB" % (LARGEST >> 20))
-            header = json.loads(b"{" + file.read(size - 1))
-            return [name for name in header if name != "__metadata__"]
-    with zipfile.ZipFile(path) as archive:
-        (name,) = [one for one in archive.namelist() if one.split("/")[-1] == "data.pkl"]
-        with archive.open(name) as record:
-            pickled = record.read(LARGEST + 1)
-    if len(pickled) > LARGEST:
-        raise ValueError("its data.pkl is larger than %d MiB" % (LARGEST >> 20))
-    found, last, end = [], "", time.monotonic() + SECONDS
-    for operation, argument, _ in pickletools.genops(pickled):
-        if time.monotonic() > end:
-            raise TimeoutError("reading its names takes more than %d s" % SECONDS)
-        if operation.name in ("BINPUT", "LONG_BINPUT"):
-            continue
-        if last and operation.name != "EMPTY_DICT":  # `{"version": 1}` follows the name of a module
-            found.append(last)
-        last = str(argument)[:200] if "UNICODE" in operation.name and "." in str(argument) else ""
-    return found
 
 
 probe = Probe(

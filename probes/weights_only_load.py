@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickletools
 import re
-import time
-import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, List, Mapping, Set
+from typing import Any, List, Mapping
 
+from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 
@@ -63,30 +60,17 @@ ALLOWED = re.compile(
     r"|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout|torch\.storage\.(Unt|T)ypedStorage"
     r"|torch\._tensor\.Tensor|torch\._utils\._rebuild_(%s)" % REBUILT
 )
-LARGEST = 32 << 20  # bytes of pickle that are read
-SECONDS = 2
 
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Does a checkpoint name classes that torch.load refuses by default? Nothing in it is run."""
-    path = params["checkpoint"]
-    if path is None:
+    if params["checkpoint"] is None:
         return unknown("no checkpoint was named; %s" % _torch(), advice="--set checkpoint=/path/to/checkpoint.pt")
     try:
-        if not path.is_file():
-            return unknown("%s is not a file" % path)
-        with path.open("rb") as file:
-            head = file.read(64)
-        if not head.startswith(b"PK\x03\x04"):
-            advice = "a git-lfs pointer or a web page was downloaded instead" if head[:1] in (b"v", b"<") else ""
-            return unknown("%s is no archive of torch.save; it begins with %r" % (path, head[:40]), advice=advice)
-        with zipfile.ZipFile(path) as archive:
-            (name,) = [one for one in archive.namelist() if one.split("/")[-1] == "data.pkl"]
-            with archive.open(name) as file:
-                pickled = file.read(LARGEST + 1)
-        names = _names(pickled)
-    except (OSError, ValueError, zipfile.BadZipFile, TimeoutError) as error:
-        return unknown("%s cannot be judged: %s" % (path, error))
+        found = read_checkpoint(params["checkpoint"])
+    except Unreadable as error:
+        return unknown(str(error))
+    names = {name for name in found.names if not ALLOWED.fullmatch(name)}
     surely = sorted(name for name in names if not re.match(r"torch\.(?!nn\.modules\.|optim\.)", name))
     perhaps = sorted(names.difference(surely))
     if surely:
@@ -94,24 +78,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*["not allowed by default: " + name for name in surely + perhaps], _torch(), advice=advice)
     if perhaps:
         return unknown(*["allowed in some releases of torch: " + name for name in perhaps], _torch())
-    return clear("%s holds tensors and plain data only" % path)
-
-
-def _names(pickled: bytes) -> Set[str]:
-    """Every class and function the pickle names that torch does not allow by default."""
-    found, end = set(), time.monotonic() + SECONDS
-    if len(pickled) > LARGEST:
-        raise ValueError("its data.pkl is larger than %d MiB" % (LARGEST >> 20))
-    for operation, argument, _ in pickletools.genops(pickled):
-        if operation.name == "PROTO" and argument != 2:
-            raise ValueError("pickle protocol %s: only 2, which torch.save writes, is read here" % argument)
-        if operation.name == "GLOBAL":
-            module, name = str(argument).split(" ", 1)
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-            found.add("%s.%s" % (module, name))
-        if time.monotonic() > end:
-            raise TimeoutError("reading its structure takes more than %d s" % SECONDS)
-    return {name for name in found if not ALLOWED.fullmatch(name)}
+    return clear("%s holds tensors and plain data only" % params["checkpoint"])
 
 
 def _torch() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from kb.lint.rule import ProbeFile, ProbeRule, Remark
 
 ALLOWED = frozenset(sys.stdlib_module_names)
+OURS = ("kb.probe", "kb.checkpoint", "kb.training_config")  # these run in the reader's interpreter
 
 
 def broken_probe(file: ProbeFile) -> Iterator[Remark]:
@@ -24,13 +25,13 @@ def orphan_probe(file: ProbeFile) -> Iterator[Remark]:
 
 
 def probe_import(file: ProbeFile) -> Iterator[Remark]:
-    """At module level a probe imports the standard library and kb.probe only."""
+    """At module level a probe imports the standard library, and of kb the modules made for it, only."""
     try:
         tree = ast.parse(file.source)
     except (SyntaxError, ValueError):
         return  # it does not load either, and that is said
     for line, module in _imports(tree):
-        if module != "kb.probe" and module.partition(".")[0] not in ALLOWED:
+        if module not in OURS and module.partition(".")[0] not in ALLOWED:
             yield line, f"{module} is imported at module level: import it in the function that needs it"
 
 

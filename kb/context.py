@@ -1,0 +1,90 @@
+"""What a job knows and may use while it runs: its rank, its directory, its parameters, a process group.
+
+Runs in the reader's training interpreter: standard library and Python 3.9, torch when a job asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Dict, Mapping  # Python 3.9 reads these
+
+
+class Context:
+    """What a job knows and may use: its rank, its directory, its parameters, and a process group.
+
+    The directory is the arm's own, is the working directory and TMPDIR, and is deleted afterwards.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend: str, directory: Path, params: Mapping[str, Any]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.dir = directory
+        self.params = params
+        self.facts: Dict[str, Any] = {}
+
+    def path(self, name: str) -> str:
+        return str(self.dir / name)
+
+    @property
+    def device(self) -> Any:
+        """`torch.device` of this rank: its GPU when the arm was given any, else the CPU."""
+        import torch
+
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            return torch.device("cpu")
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
+
+    def init_process_group(self, timeout_s: float, **options: Any) -> Any:
+        """Join the default process group through a FileStore and return `torch.distributed`.
+
+        `timeout_s` is torch's collective timeout. A FileStore, because TCPStore stalled in some starts
+        for reasons that have nothing to do with the incident; only probes about the store use that one.
+        """
+        import torch.distributed as dist
+
+        store = dist.FileStore(self.path("store"), self.world_size)
+        store.set_timeout(timedelta(seconds=20))
+        if self.backend == "nccl":
+            options.setdefault("device_id", self.device)
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            **options,
+        )
+        return dist
+
+    def reached(self) -> None:
+        """The mechanism mark: set-up is done on every rank, and what follows is the incident or its fix.
+
+        Waits for all ranks, so that no slow start passes for the symptom. An arm that fails before this
+        mark is a failure of the harness, never evidence.
+        """
+        if not self.meet("reached"):
+            raise TimeoutError("not every rank reached the mechanism mark within 20 s")
+        Path(self.path("reached-%d" % self.rank)).touch()
+
+    def meet(self, name: str, timeout_s: float = 20.0) -> bool:
+        """Barrier through files: works when the process group is broken. False when a rank did not come in time."""
+        Path(self.path("meet-%s-%d" % (name, self.rank))).touch()
+        end = time.monotonic() + timeout_s
+        while not all(os.path.exists(self.path("meet-%s-%d" % (name, r))) for r in range(self.world_size)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def note(self, **facts: Any) -> None:
+        """Put measured values into the report, also when this rank is killed afterwards."""
+        self.facts.update(facts)
+        path = Path(self.path("rank%d.facts.json" % self.rank))
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self.facts, default=str))
+        part.rename(path)

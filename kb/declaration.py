@@ -1,0 +1,115 @@
+"""A probe's declaration as plain data, and what breaks its contract.
+
+Runs in the reader's training interpreter (`describe`, `contract_faults`) and in kb (`from_description`):
+standard library and Python 3.9.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Any, Dict, List, Mapping  # Python 3.9 reads these
+
+from kb.probe import FIDELITIES, Arm, Expect, Experiment, Needs, Param, Probe
+
+
+def contract_faults(probe: Probe) -> List[str]:
+    """What breaks the contract, one sentence each; empty when the probe is sound."""
+    faults = []
+    if not probe.experiments and probe.check is None:
+        faults.append("has neither a check nor an experiment")
+    names = [experiment.name for experiment in probe.every]
+    if len(set(names)) < len(names):
+        faults.append("has two experiments of one name")
+    for experiment in probe.every:
+        faults += ["%s: %s" % (experiment.name, fault) for fault in _experiment_faults(experiment)]
+    for name, param in probe.params.items():
+        if param.type not in ("int", "float", "str", "path"):
+            faults.append("param %s has the unknown type %r" % (name, param.type))
+    return faults
+
+
+def describe(probe: Probe) -> Dict[str, Any]:
+    """The declaration without its functions."""
+    return {
+        "check": probe.check is not None,
+        "params": {name: asdict(param) for name, param in probe.params.items()},
+        "experiments": [_describe_experiment(experiment) for experiment in probe.experiments],
+        "variants": [_describe_experiment(experiment) for experiment in probe.variants],
+    }
+
+
+def from_description(data: Mapping[str, Any]) -> Probe:
+    """The declaration again from `describe()`; its functions stayed in the other process."""
+    return Probe(
+        experiments=tuple(_read_experiment(one) for one in data["experiments"]),
+        variants=tuple(_read_experiment(one) for one in data["variants"]),
+        check=_stays_elsewhere if data["check"] else None,
+        params={name: Param(**param) for name, param in data["params"].items()},
+    )
+
+
+def _read_experiment(data: Mapping[str, Any]) -> Experiment:
+    def arm(one: Mapping[str, Any]) -> Arm:
+        return Arm(**{**one, "expect": Expect(**one["expect"]), "job": _stays_elsewhere})
+
+    needs = Needs(**{**data["needs"], "programs": tuple(data["needs"]["programs"])})
+    arms = {"control": arm(data["control"]), "treatment": arm(data["treatment"])}
+    return Experiment(**{**data, **arms, "needs": needs, "expected_s": tuple(data["expected_s"])})
+
+
+def _stays_elsewhere(_: Any) -> Any:
+    raise AssertionError("a probe's functions run in worker processes only")
+
+
+def _experiment_faults(experiment: Experiment) -> List[str]:
+    faults = []
+    for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):
+        if arm.fidelity not in FIDELITIES:
+            faults.append("%s has the unknown fidelity %r" % (name, arm.fidelity))
+        if (arm.fidelity in ("stand-in", "model")) != bool(arm.stands_for):
+            faults.append("%s must say `stands_for` exactly when it is a stand-in or a model" % name)
+        try:
+            re.compile(arm.expect.pattern)
+        except re.error as error:
+            faults.append("%s expects a pattern that does not compile: %s" % (name, error))
+    if experiment.control.expect.kind == "completed":
+        faults.append("control must fail: it expects `completed`")
+    elif experiment.control.expect.kind != "killed" and re.search(experiment.control.expect.pattern, ""):
+        faults.append("control expects a pattern that matches nothing at all")
+    if experiment.treatment.expect.kind != "completed":
+        faults.append("treatment must expect `completed`")
+    if experiment.backend == "gloo" and "hardware" in (experiment.control.fidelity, experiment.treatment.fidelity):
+        faults.append("a gloo run is never of hardware fidelity")
+    return faults
+
+
+def _describe_experiment(experiment: Experiment) -> Dict[str, Any]:
+    shallow = {
+        name: getattr(experiment, name)
+        for name in ("name", "world_size", "backend", "deadline_s", "settle_s", "linger", "stochastic")
+    }
+    arms = {name: _describe_arm(getattr(experiment, name)) for name in ("control", "treatment")}
+    needs = experiment.needs
+    return {
+        **shallow,
+        **arms,
+        "expected_s": list(experiment.expected_s),
+        "needs": {
+            "gpus": needs.gpus,
+            "gpu_memory_mib": needs.gpu_memory_mib,
+            "memory_mib": needs.memory_mib,
+            "packages": dict(needs.packages),
+            "programs": list(needs.programs),
+        },
+    }
+
+
+def _describe_arm(arm: Arm) -> Dict[str, Any]:
+    return {
+        "expect": {"kind": arm.expect.kind, "pattern": arm.expect.pattern},
+        "because": arm.because,
+        "fidelity": arm.fidelity,
+        "stands_for": arm.stands_for,
+        "env": dict(arm.env),
+    }
