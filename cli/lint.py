@@ -12,7 +12,7 @@ import typer
 from kb import root
 from kb.errors import UsageError
 
-from .output import JsonFlag, RootOption, emit, notice, style
+from .output import JsonFlag, RootOption, emit, notice, shown, style
 
 if TYPE_CHECKING:  # the rules pull in pydantic and YAML, and every command would pay for it
     from kb.lint.linter import Result
@@ -69,16 +69,10 @@ def _entry_file(path: Path) -> Path:
 
 def _print(result: Result, counts: dict[str, int]) -> None:
     for one in result.findings:
-        print(f"{_shown(one.path)}:{one.line}: {style(one.rule, 'cyan')}: {one.message}")
+        print(f"{shown(one.path)}:{one.line}: {style(one.rule, 'cyan')}: {one.message}")
     checked = f"{_count(result.entries, 'entry', 'entries')}, {_count(result.probes, 'probe')}, {counts['rules']} rules"
     print(f"{checked}: {_count(len(result.findings), 'finding') if result.findings else 'clean'}")
 
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _shown(path: Path) -> Path:
-    """Relative to the working directory when it lies below it."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

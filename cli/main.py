@@ -38,6 +38,7 @@ COMMANDS = {
     "history": ("history", "Show earlier verifications."),
     "serve": ("serve", "Serve search and entries over HTTP."),
     "lint": ("lint", "Check entries and probes."),
+    "test": ("test", "Test signatures with logs."),
     "index": ("index", "Build the search index (normally automatic)."),
     "doctor": ("doctor", "Check kb itself."),
 }

@@ -25,6 +25,12 @@ RootOption = Annotated[
 ]
 
 
+def shown(path: Path) -> Path:
+    """Relative to the working directory when it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 class PatientStdout(io.TextIOBase):
     """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code stays true.
 

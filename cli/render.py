@@ -7,7 +7,7 @@ import re
 from kb.outcome import ArmOutcome
 from kb.plan import Plan
 from kb.probe import Arm, Needs
-from kb.report import Report
+from kb.report import Report, Trial
 from kb.verdict import EXIT_CODES, Verdict
 
 from .output import style
@@ -33,14 +33,10 @@ def print_report(report: Report, *, is_short: bool) -> None:
     if is_short and report.exit_code == 0:
         return
     print(f"  {report.judgement.reason}")
-    if report.experiment and report.control and report.treatment:
-        _print_arm("control", report.experiment.control, report.control)
-        _print_arm("treatment", report.experiment.treatment, report.treatment)
-        if report.experiment.control.stands_for:
-            print(f"  {style('stands for', dim=True)} {report.experiment.control.stands_for}")
-    if report.counts and report.counts.pairs > 1:
-        one = report.counts
-        print(f"  {one.pairs} pairs: control failed {one.control}, treatment {one.treatment}, p {one.p:.3g}")
+    for number, trial in enumerate(report.trials):
+        if number:
+            print(f"  variant {style(trial.experiment.name, bold=True)}: {trial.judgement.verdict.value}")
+        _print_trial(trial)
     if report.check:
         print(f"  check: {report.check.state}")
         for line in report.check.evidence:
@@ -50,6 +46,16 @@ def print_report(report: Report, *, is_short: bool) -> None:
     for leftover in report.leftovers:
         print(f"  {style('left behind:', 'red')} {leftover}")
     print(f"  next: {report.next_step}")
+
+
+def _print_trial(trial: Trial) -> None:
+    _print_arm("control", trial.experiment.control, trial.control)
+    _print_arm("treatment", trial.experiment.treatment, trial.treatment)
+    if trial.experiment.control.stands_for:
+        print(f"  {style('stands for', dim=True)} {trial.experiment.control.stands_for}")
+    if trial.counts and trial.counts.pairs > 1:
+        one = trial.counts
+        print(f"  {one.pairs} pairs: control failed {one.control}, treatment {one.treatment}, p {one.p:.3g}")
 
 
 def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
@@ -74,8 +80,7 @@ def print_plan(plan: Plan) -> None:
         print(f"  nothing: {plan.fault or plan.waiver}")
     if plan.probe.check:
         print("  check: is this machine or configuration exposed? read-only")
-    experiment = plan.experiment
-    if experiment:
+    for experiment in plan.experiments:
         seconds = " + ".join(f"{one:g}" for one in experiment.expected_s)
         print(f"  experiment {experiment.name}: {experiment.world_size} ranks, {experiment.backend}, about {seconds} s")
         print(f"    needs     {_needs(experiment.needs)}; deadline {experiment.deadline_s:g} s an arm")

@@ -1,4 +1,4 @@
-"""What verifying an entry would run: which experiment, with which parameters, and why not the others."""
+"""What verifying an entry would run: which experiments, with which parameters, and why not the others."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all."""
+    """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all.
+
+    `chosen` are numbers into `probe.every`: the first experiment whose needs are met, then every such variant.
+    """
 
     entry: Entry
     probe_file: Path | None
     probe: Probe = field(default_factory=Probe)
-    chosen: int | None = None
+    chosen: tuple[int, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
@@ -41,72 +44,44 @@ class Plan:
     waiver: str = ""
 
     @property
-    def experiment(self) -> Experiment | None:
-        return self.probe.experiments[self.chosen] if self.chosen is not None else None
+    def experiments(self) -> tuple[Experiment, ...]:
+        """What will run, in the order of `chosen`."""
+        return tuple(self.probe.every[number] for number in self.chosen)
 
     @property
     def has_torch(self) -> bool:
-        """Whether ranks are forked from a process that has imported torch."""
-        return bool(self.experiment and "torch" in self.experiment.needs.packages and not self.experiment.needs.gpus)
+        """Whether some rank is forked from a process that has imported torch."""
+        return any(_is_preloaded(experiment) for experiment in self.experiments)
 
-    @property
-    def expected_s(self) -> float:
-        return sum(self.experiment.expected_s) if self.experiment else 0.0
-
-    def task(self, arm_name: str, deadline_s: float) -> Task:
-        """One arm of the chosen experiment for the launcher."""
-        experiment, chosen = self.experiment, self.chosen
-        assert experiment is not None and chosen is not None and self.probe_file is not None
+    def task(self, experiment: Experiment, arm_name: str) -> Task:
+        """One arm of a chosen experiment for the launcher."""
+        assert self.probe_file is not None
         on_gpus = experiment.needs.gpus > 0
         return Task(
             action="run",
             probe=self.probe_file,
-            deadline_s=min(experiment.deadline_s, deadline_s),
+            deadline_s=experiment.deadline_s,
             world_size=experiment.world_size,
             backend=experiment.backend,
-            experiment=chosen,
+            experiment=self.probe.every.index(experiment),
             arm=arm_name,
             params=self.params,
             env=getattr(experiment, arm_name).env,
             settle_s=experiment.settle_s,
             linger=experiment.linger,
             execute=on_gpus,
-            has_torch=self.has_torch,
+            has_torch=_is_preloaded(experiment),
             gpus=self.gpus[: experiment.needs.gpus],
             gpu_memory_mib=experiment.needs.gpu_memory_mib if on_gpus else 0,
         )
 
     def to_json(self) -> dict[str, Any]:
-        experiment = self.experiment
-        described = None
-        if experiment:
-            described = {
-                "name": experiment.name,
-                "world_size": experiment.world_size,
-                "backend": experiment.backend,
-                "deadline_s": experiment.deadline_s,
-                "expected_s": list(experiment.expected_s),
-                "needs": {
-                    "gpus": experiment.needs.gpus,
-                    "memory_mib": experiment.needs.memory_mib,
-                    "packages": dict(experiment.needs.packages),
-                },
-                "arms": {
-                    name: {
-                        "because": arm.because,
-                        "expected": arm.expect.kind,
-                        "fidelity": arm.fidelity,
-                        "env": dict(arm.env),
-                    }
-                    for name, arm in (("control", experiment.control), ("treatment", experiment.treatment))
-                },
-                "gpus": list(self.gpus),
-            }
         return {
             "id": self.entry.id,
             "probe": str(self.probe_file) if self.probe_file else None,
             "check": self.probe.check is not None,
-            "experiment": described,
+            "experiments": [_experiment_json(experiment) for experiment in self.experiments],
+            "gpus": list(self.gpus),
             "skipped": [{"experiment": name, "reason": reason} for name, reason in self.skipped],
             "params": {name: str(value) for name, (_, value) in self.params.items() if value is not None},
             "fault": self.fault or self.waiver or None,
@@ -122,7 +97,7 @@ def make_plan(
     *,
     force: bool = False,
 ) -> Plan:
-    """Read the probe's declaration in a child process and choose the first experiment whose needs are met."""
+    """Read the probe's declaration in a child process and choose the experiments whose needs are met."""
     if probe_file is None:
         return Plan(entry, None, waiver=entry.meta.probe_waiver or "the entry has no probe")
     try:
@@ -130,14 +105,44 @@ def make_plan(
     except ProbeError as error:
         return Plan(entry, probe_file, fault=error.message)
     params = typed(probe.params, settings)
+    chosen: list[int] = []
     skipped: list[tuple[str, str]] = []
-    for number, experiment in enumerate(probe.experiments):
-        reason = unmet(experiment.needs, environment, force=force)
-        if not reason:
-            gpus = free_gpus(environment, force=force, memory_mib=experiment.needs.gpu_memory_mib)
-            return Plan(entry, probe_file, probe, number, tuple(skipped), params, gpus)
-        skipped.append((experiment.name, reason))
-    return Plan(entry, probe_file, probe, None, tuple(skipped), params)
+    for number, experiment in enumerate(probe.every):
+        if chosen and number < len(probe.experiments):
+            continue  # a stronger one runs
+        if reason := unmet(experiment.needs, environment, force=force):
+            skipped.append((experiment.name, reason))
+        else:
+            chosen.append(number)
+    most_mib = max((probe.every[number].needs.gpu_memory_mib for number in chosen), default=0)
+    gpus = free_gpus(environment, force=force, memory_mib=most_mib)
+    return Plan(entry, probe_file, probe, tuple(chosen), tuple(skipped), params, gpus)
+
+
+def _is_preloaded(experiment: Experiment) -> bool:
+    """Whether its ranks are forked from a process that has imported torch."""
+    return "torch" in experiment.needs.packages and not experiment.needs.gpus
+
+
+def _experiment_json(experiment: Experiment) -> dict[str, Any]:
+    needs = experiment.needs
+    return {
+        "name": experiment.name,
+        "world_size": experiment.world_size,
+        "backend": experiment.backend,
+        "deadline_s": experiment.deadline_s,
+        "expected_s": list(experiment.expected_s),
+        "needs": {"gpus": needs.gpus, "memory_mib": needs.memory_mib, "packages": dict(needs.packages)},
+        "arms": {
+            name: {
+                "because": arm.because,
+                "expected": arm.expect.kind,
+                "fidelity": arm.fidelity,
+                "env": dict(arm.env),
+            }
+            for name, arm in (("control", experiment.control), ("treatment", experiment.treatment))
+        },
+    }
 
 
 def describe(probe_file: Path, launcher: Launcher) -> Probe:
@@ -156,7 +161,7 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
 
 def _slow_patterns(probe: Probe) -> list[str]:
     """Expectations that judging could hang on: they are searched in this process, in whatever a rank printed."""
-    expected = {arm.expect.pattern for one in probe.experiments for arm in (one.control, one.treatment)}
+    expected = {arm.expect.pattern for one in probe.every for arm in (one.control, one.treatment)}
     return [f"{risk} ({pattern})" for pattern in sorted(expected) if (risk := backtracking_risk(pattern))]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kb import __version__
 from kb.counts import Counts, interval
 from kb.outcome import ArmOutcome
-from kb.probe import FIDELITIES, Experiment, Finding
+from kb.probe import FIDELITIES, Arm, Experiment, Finding
 from kb.verdict import EXIT_CODES, Judgement, Verdict
 
 NEXT_STEPS = {
@@ -25,12 +25,53 @@ NEXT_STEPS = {
     Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
     Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
 }
+AGREEING = (Verdict.VERIFIED, Verdict.NOT_APPLICABLE)
+NOTHING_RAN: dict[str, Any] = {"experiment": None, "stands_for": None, "arms": None, "repeats": None}
 WITH_PYTHON = "kb verify {id} --python /path/to/your/training/env/bin/python"
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """One experiment that ran, its verdict, and the last pair of arms; `counts` when there were several pairs."""
+
+    experiment: Experiment
+    judgement: Judgement
+    control: ArmOutcome
+    treatment: ArmOutcome
+    counts: Counts | None = None
+
+    @property
+    def fidelity(self) -> str:
+        """The weaker of the two arms."""
+        arms = (self.experiment.control, self.experiment.treatment)
+        return max((arm.fidelity for arm in arms), key=FIDELITIES.index)
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return (*self.control.leftovers, *self.treatment.leftovers)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "experiment": self.experiment.name,
+            "verdict": self.judgement.verdict.value,
+            "reason": self.judgement.reason,
+            "evidence": self.judgement.evidence,
+            "fidelity": self.fidelity,
+            "stands_for": self.experiment.control.stands_for or None,
+            "arms": {
+                "control": _arm_json(self.experiment.control, self.control),
+                "treatment": _arm_json(self.experiment.treatment, self.treatment),
+            },
+            "repeats": _counts_json(self.counts),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe."""
+    """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe.
+
+    `trials` are the chosen experiment and then the variants; `judgement` is the verdict over all of them.
+    """
 
     entry_id: str
     title: str
@@ -40,12 +81,9 @@ class Report:
     started_at: datetime.datetime
     duration_s: float
     environment: Mapping[str, Any]
-    experiment: Experiment | None = None
+    trials: tuple[Trial, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     check: Finding | None = None
-    control: ArmOutcome | None = None
-    treatment: ArmOutcome | None = None
-    counts: Counts | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,11 +92,8 @@ class Report:
 
     @property
     def fidelity(self) -> str:
-        """The weaker of the two arms; `check` when no experiment ran."""
-        if self.experiment is None or self.control is None:
-            return "check"
-        arms = (self.experiment.control, self.experiment.treatment)
-        return max((arm.fidelity for arm in arms), key=FIDELITIES.index)
+        """That of the chosen experiment; `check` when none ran."""
+        return self.trials[0].fidelity if self.trials else "check"
 
     @property
     def exit_code(self) -> int:
@@ -68,7 +103,7 @@ class Report:
 
     @property
     def leftovers(self) -> tuple[str, ...]:
-        return tuple(one for arm in (self.control, self.treatment) if arm for one in arm.leftovers)
+        return tuple(one for trial in self.trials for one in trial.leftovers)
 
     @property
     def next_step(self) -> str:
@@ -82,19 +117,18 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as `kb verify --json`, the store and the API give it."""
+        first, *variants = [trial.to_json() for trial in self.trials] or [NOTHING_RAN]
         return {
+            **first,
             "id": self.entry_id,
             "title": self.title,
             "verdict": self.verdict.value,
             "reason": self.judgement.reason,
             "evidence": self.judgement.evidence,
             "fidelity": self.fidelity,
-            "stands_for": self.experiment.control.stands_for or None if self.experiment else None,
-            "experiment": self.experiment.name if self.experiment else None,
+            "variants": variants,
             "skipped": [{"experiment": name, "reason": reason} for name, reason in self.skipped],
             "check": _check_json(self.check),
-            "arms": self._arms_json(),
-            "repeats": _counts_json(self.counts),
             "params": {name: str(value) for name, value in self.params.items() if value is not None},
             "next_step": self.next_step,
             "environment": dict(self.environment),
@@ -106,23 +140,23 @@ class Report:
             "kb_version": __version__,
         }
 
-    def _arms_json(self) -> dict[str, Any] | None:
-        if self.experiment is None or self.control is None or self.treatment is None:
-            return None
-        pairs = (
-            ("control", self.experiment.control, self.control),
-            ("treatment", self.experiment.treatment, self.treatment),
-        )
-        return {
-            name: {
-                "because": arm.because,
-                "expected": arm.expect.kind,
-                "pattern": arm.expect.pattern or None,
-                "fidelity": arm.fidelity,
-                **outcome.to_json(),
-            }
-            for name, arm, outcome in pairs
-        }
+
+def overall(trials: Sequence[Trial]) -> Judgement:
+    """The chosen experiment's verdict, unless a variant contradicts it: then that one's."""
+    for trial in trials[1:]:
+        if trials[0].judgement.verdict is Verdict.VERIFIED and trial.judgement.verdict not in AGREEING:
+            return replace(trial.judgement, reason=f"variant {trial.experiment.name}: {trial.judgement.reason}")
+    return trials[0].judgement
+
+
+def _arm_json(arm: Arm, outcome: ArmOutcome) -> dict[str, Any]:
+    return {
+        "because": arm.because,
+        "expected": arm.expect.kind,
+        "pattern": arm.expect.pattern or None,
+        "fidelity": arm.fidelity,
+        **outcome.to_json(),
+    }
 
 
 def _check_json(check: Finding | None) -> dict[str, Any] | None:

@@ -30,6 +30,10 @@ class Root:
         """The entry files, sorted, so that every run sees the same order."""
         return sorted(path for path in self.entries.glob("*.md") if path.is_file())
 
+    def healthy_logs(self) -> list[Path]:
+        """Logs of jobs that ended well: no signature may match one."""
+        return sorted((self.entries / "healthy").glob("*.log"))
+
     def probe_file(self, stem: str) -> Path:
         return self.probes / f"{stem}.py"
 

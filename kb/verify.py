@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Protocol
 
-from kb.counts import Counts, judge_repeats, majority
+from kb.counts import judge_repeats, majority
 from kb.entry import Role
 from kb.errors import KbError
 from kb.launcher import Launcher, Task
@@ -25,16 +25,13 @@ from kb.machine import gpus
 from kb.outcome import ArmOutcome
 from kb.plan import Plan, why
 from kb.probe import Experiment, Finding
-from kb.report import Report
+from kb.report import Report, Trial, overall
 from kb.verdict import Judgement, Verdict, judge
 
 CHECK_S = 10.0  # a check is below a second; a slow file system is not its fault
 JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
 ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is decided (p = 1/70)
 MOST_PAIRS = 10
-
-
-Done = tuple[Judgement, ArmOutcome, ArmOutcome, Counts | None]  # verdict, control, treatment, counts of repeats
 
 
 class Progress(Protocol):
@@ -121,7 +118,6 @@ class _Worker:
             started_at=started,
             duration_s=0.0,
             environment=self.environment,
-            experiment=plan.experiment,
             skipped=plan.skipped,
             params={name: value for name, (_, value) in plan.params.items()},
         )
@@ -140,19 +136,21 @@ class _Worker:
         if plan.fault:
             return replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, plan.fault))
         finding = self._check(plan) if plan.probe.check else None
-        if plan.experiment is None:
+        if not plan.chosen:
             return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
-        run = self._gpu_experiment if plan.experiment.needs.gpus else self._experiment
-        judgement, control, treatment, counts = run(plan, plan.experiment)
-        return replace(blank, check=finding, judgement=judgement, control=control, treatment=treatment, counts=counts)
+        trials = tuple(self._trial(plan, experiment) for experiment in plan.experiments)
+        return replace(blank, check=finding, judgement=overall(trials), trials=trials)
 
-    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> Done:
+    def _trial(self, plan: Plan, experiment: Experiment) -> Trial:
+        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
+
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> Trial:
         """As `_experiment`, one at a time, and none after one that left a GPU in trouble: it would prove nothing."""
         with self.one_gpu_arm:
             if self.gpu_trouble.is_set():
                 raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
             done = self._experiment(plan, experiment)
-            if done[1].leftovers or done[2].leftovers:
+            if done.leftovers:
                 self.gpu_trouble.set()
             return done
 
@@ -169,7 +167,7 @@ class _Worker:
             return Finding("unknown", [f"the check failed: {why(result, outcome)}"])
         return Finding(result["state"], result["evidence"], result["advice"])
 
-    def _experiment(self, plan: Plan, experiment: Experiment) -> Done:
+    def _experiment(self, plan: Plan, experiment: Experiment) -> Trial:
         """Run pairs of arms until the verdict stands."""
         evidence = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
         patterns = [pattern for pattern in evidence if not backtracking_risk(pattern)]
@@ -181,11 +179,11 @@ class _Worker:
             if is_decided(judgements, experiment, self.options.repeat):
                 break
         if len(judgements) == 1:
-            return judgements[0], control, treatment, None
+            return Trial(experiment, judgements[0], control, treatment)
         judgement, counts = judge_repeats(judgements)
         if not (self.options.repeat or experiment.stochastic):
             judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
-        return judgement, control, treatment, counts
+        return Trial(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {name}"
@@ -193,7 +191,7 @@ class _Worker:
         before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}
         try:
             label = f"{plan.entry.id}-{experiment.name}-{name}" + (f"-pair{pair + 1}" if pair else "")
-            outcome = self.launcher.run(plan.task(name, experiment.deadline_s), label)
+            outcome = self.launcher.run(plan.task(experiment, name), label)
         finally:
             self.progress.end(key)
         if before:

@@ -37,6 +37,7 @@ REFERENCE = "    grade: claimed\n"
 CAUSE = "The thing is made to break. [probe]"
 FIX = "Do not break it. [probe]"
 TELL = "It says so."
+SECOND = "```log\n[rank3]"
 WHY = "Nothing breaks it. [probe] [claimed 1]"
 
 
@@ -134,8 +135,9 @@ CLAIMS = (
 FORM = (
     Example("headings", {"## How to tell": "## How to notice"}, "## How to notice"),
     Example("headings", {"## Fix": "## X", "## Why it works": "## Fix", "## X": "## Why it works"}, "## Why it works"),
-    Example("empty-section", {TELL: ""}, "## How to tell", {TELL: "```bash\nls\n```"}),
-    Example("no-log", {"```log": "```text"}, "## Symptom", {"```log": "```log 2"}),
+    Example("empty-section", {"A test.\n": ""}, "## Environment", {"A test.\n": "```bash\nls\n```\n"}),
+    Example("few-logs", {SECOND: SECOND.replace("log", "text")}, "## Symptom"),
+    Example("no-look-alike", {"log look-alike": "text"}, "## How to tell", {"log look-alike": "log  look-alike"}),
     Example("long-cause", cause(241), "The xx", cause(240)),
     Example("chinese-parts", {"### 环境": "### 环境说明"}, "### 环境说明"),
     Example("chinese-parts", {"测试。": ""}, "### 环境", {"测试。": "```log\n测试\n```"}),

@@ -106,6 +106,10 @@ references:
 the thing broke: code 42
 ```
 
+```log
+[rank3]: the thing broke: code 43
+```
+
 ## Environment
 
 A test.
@@ -117,6 +121,10 @@ The thing is made to break. [probe]
 ## How to tell
 
 It says so.
+
+```log look-alike
+another thing broke: code 42
+```
 
 ## Fix
 

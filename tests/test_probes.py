@@ -14,6 +14,7 @@ from kb.entry import Role
 from kb.environment import Environment
 from kb.launcher import Launcher
 from kb.plan import Plan, make_plan
+from kb.probe import ARMS, Experiment
 from kb.verdict import Verdict, judge
 
 CATALOG = catalog.load((root.built_in(),))
@@ -47,21 +48,25 @@ def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine
     """Both arms control: fix-ineffective. Both treatment: not-reproduced. Swapped: inverted."""
     plan = plan_of(entry_id, launcher, machine)
     assert not plan.fault
-    if plan.experiment is None:
+    if not plan.chosen:
         pytest.skip("; ".join(f"{name}: {reason}" for name, reason in plan.skipped) or "the probe is a check")
+    for experiment in plan.experiments:
+        assert swap(plan, experiment, launcher) == FOLLOWING, experiment.name
+
+
+FOLLOWING = {
+    ("control", "treatment"): Verdict.VERIFIED,
+    ("control", "control"): Verdict.FIX_INEFFECTIVE,
+    ("treatment", "treatment"): Verdict.NOT_REPRODUCED,
+    ("treatment", "control"): Verdict.INVERTED,
+}
+
+
+def swap(plan: Plan, experiment: Experiment, launcher: Launcher) -> dict[tuple[str, str], Verdict]:
+    """The verdict for each way of setting the arms, from two runs of each."""
     patterns = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
     runs = {
-        (arm, number): launcher.run(plan.task(arm, 120), f"{arm}{number}")
-        for arm in ("control", "treatment")
-        for number in (1, 2)
+        (arm, number): launcher.run(plan.task(experiment, arm), f"{arm}{number}") for arm in ARMS for number in (1, 2)
     }
-    settings = {
-        ("control", "treatment"): Verdict.VERIFIED,
-        ("control", "control"): Verdict.FIX_INEFFECTIVE,
-        ("treatment", "treatment"): Verdict.NOT_REPRODUCED,
-        ("treatment", "control"): Verdict.INVERTED,
-    }
-    seen = {names: judge(plan.experiment, runs[names[0], 1], runs[names[1], 2], patterns).verdict for names in settings}
-    assert seen == settings
-    for run in runs.values():
-        assert run.leftovers == ()
+    assert [one for run in runs.values() for one in run.leftovers] == []
+    return {names: judge(experiment, runs[names[0], 1], runs[names[1], 2], patterns).verdict for names in FOLLOWING}

@@ -12,6 +12,7 @@ from kb.lint.body import Block, Kind
 from kb.lint.rule import CHINESE, Draft, EntryRule, Remark
 
 LONGEST_CAUSE = 240
+LEAST_LOGS = 2
 ENGLISH = re.compile(r"[A-Za-z]{2}")
 TRANSPORT_FOLKLORE = ("NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1")
 CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|;|&|$)")
@@ -30,11 +31,17 @@ def empty_section(draft: Draft) -> Iterator[Remark]:
             yield one.line, f"nothing stands under {one.section!r}"
 
 
-def no_log(draft: Draft) -> Iterator[Remark]:
-    """Symptom has a fenced log block."""
-    is_there = any(one.tag == "log" for one in draft.blocks(Kind.CODE, "Symptom"))
-    if "Symptom" in draft.entry.sections and not is_there:
-        yield _heading_line(draft, "Symptom"), "Symptom shows no ```log block"
+def few_logs(draft: Draft) -> Iterator[Remark]:
+    """Symptom has two fenced log blocks at least, of two frameworks, versions or rank layouts."""
+    count = sum(one.tag == "log" for one in draft.blocks(Kind.CODE, "Symptom"))
+    if "Symptom" in draft.entry.sections and count < LEAST_LOGS:
+        yield _heading_line(draft, "Symptom"), f"Symptom shows {count} ```log blocks, {LEAST_LOGS} are needed"
+
+
+def no_look_alike(draft: Draft) -> Iterator[Remark]:
+    """How to tell shows the log of an incident that looks alike, fenced as ```log look-alike."""
+    if "How to tell" in draft.entry.sections and not draft.entry.look_alikes:
+        yield _heading_line(draft, "How to tell"), "How to tell shows no ```log look-alike block"
 
 
 def long_cause(draft: Draft) -> Iterator[Remark]:
@@ -128,7 +135,8 @@ def _heading_line(draft: Draft, section: str) -> int:
 RULES: tuple[EntryRule, ...] = (
     headings,
     empty_section,
-    no_log,
+    few_logs,
+    no_look_alike,
     long_cause,
     chinese_parts,
     chinese_text,

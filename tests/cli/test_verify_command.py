@@ -132,7 +132,7 @@ def test_a_plan_shows_what_would_run_and_runs_nothing(kb: Kb, content: ContentRo
     content.incident("breaks", f"Path({str(tmp_path)!r}, 'ran').touch()")
     plan = kb("verify", "breaks", "--plan", "--json").json
     assert plan["schema"] == "kb.verify-plan.v1"
-    assert plan["plans"][0]["experiment"]["arms"]["control"]["because"] == "it is broken"
+    assert plan["plans"][0]["experiments"][0]["arms"]["control"]["because"] == "it is broken"
     shown = kb("verify", "breaks", "--plan").out
     assert "treatment it is whole" in shown
     assert not (tmp_path / "ran").exists()
@@ -209,3 +209,40 @@ def test_an_unknown_command_is_a_usage_error(kb: Kb) -> None:
     ended = kb("serach", "timeout", "--json")
     assert ended.code == 2
     assert ended.json["error"]["type"] == "usage-error"
+
+
+VARIANT = """replace(make(raised("the thing broke")), variants=(replace(
+    make(raised("the thing broke")).experiments[0], name="library", {change}),))"""
+
+
+def with_variant(content: ContentRoot, change: str) -> None:
+    content.incident("both", probe=VARIANT.format(change=change))
+    path = content.path / "probes" / "both.py"
+    path.write_text("from dataclasses import replace\n" + path.read_text())
+
+
+def test_a_variant_runs_besides_the_experiment(kb: Kb, content: ContentRoot) -> None:
+    with_variant(content, "expected_s=(1, 1)")
+    report = kb("verify", "both", "--json").json
+    assert (report["verdict"], report["experiment"]) == ("verified", "plain")
+    assert [(one["experiment"], one["verdict"]) for one in report["variants"]] == [("library", "verified")]
+
+
+def test_a_variant_whose_library_is_missing_says_so(kb: Kb, content: ContentRoot) -> None:
+    with_variant(content, 'needs=Needs(packages={"no-such-library": ""})')
+    report = kb("verify", "both", "--json").json
+    assert (report["verdict"], report["variants"]) == ("verified", [])
+    assert "no-such-library is not installed" in report["skipped"][0]["reason"]
+
+
+def test_a_variant_that_contradicts_takes_the_verdict(kb: Kb, content: ContentRoot) -> None:
+    with_variant(
+        content,
+        'treatment=make(raised("the thing broke")).experiments[0].treatment.__class__('
+        'partial(job, is_fixed=False), expect=completed(), because="not fixed", fidelity="cpu")',
+    )
+    ended = kb("verify", "both", "--json")
+    report = ended.json
+    assert ended.code == 1
+    assert report["verdict"] == "fix-ineffective"
+    assert report["reason"].startswith("variant library: ")
