@@ -33,6 +33,7 @@ COMMANDS = {
     "search": ("search", "Find the entry for a failure."),
     "show": ("show", "Read an entry."),
     "verify": ("verify", "Prove an entry on this machine."),
+    "check": ("check", "Show what this machine is exposed to."),
     "list": ("list_", "List the entries."),
     "env": ("env", "Show this machine."),
     "history": ("history", "Show earlier verifications."),

@@ -25,6 +25,13 @@ RootOption = Annotated[
 ]
 
 
+def interpreter_of(python: Path | None) -> Path:
+    """The given interpreter, or ours. Not resolved: a virtual environment's python is a link that matters."""
+    if python is None:
+        return Path(sys.executable)
+    return python.expanduser().absolute()
+
+
 def shown(path: Path) -> Path:
     """Relative to the working directory when it lies below it."""
     here = Path.cwd()

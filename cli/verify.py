@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 from kb import root
 from kb.errors import BadParameter, DeadlineExceeded, StoreUnavailable, UsageError
 
-from .output import JsonFlag, RootOption, emit, emit_error, notice
+from .output import JsonFlag, RootOption, emit, emit_error, interpreter_of, notice
 
 if TYPE_CHECKING:
     from kb.catalog import Catalog
@@ -66,7 +65,7 @@ def verify(
     found = catalog.load(root.configured(tuple(roots or ())))
     entries = _chosen(found, ids or [], everything)
     values = _settings(settings or [])
-    interpreter = _interpreter(python)
+    interpreter = interpreter_of(python)
     _make_folder(keep_logs)
     with _terminable(), StatusLine() as progress, Launcher(interpreter, keep_logs) as launcher:
         progress.begin("plan", "looking at this machine")
@@ -122,13 +121,6 @@ def _make_folder(keep_logs: Path | None) -> None:
             keep_logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--keep-logs {keep_logs}: {error.strerror}", "name a folder that can be written") from error
-
-
-def _interpreter(python: Path | None) -> Path:
-    """The given interpreter, or ours. Not resolved: a virtual environment's python is a link that matters."""
-    if python is None:
-        return Path(sys.executable)
-    return python.expanduser().absolute()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kb.check import why
 from kb.declaration import from_description
 from kb.entry import Entry
 from kb.environment import Environment
@@ -14,7 +15,6 @@ from kb.errors import BadParameter, ProbeError
 from kb.launcher import Launcher, Task
 from kb.lint.backtracking import backtracking_risk
 from kb.needs import free_gpus, unmet
-from kb.outcome import ArmOutcome
 from kb.probe import Experiment, Param, Probe
 
 DESCRIBE_S = 10.0
@@ -163,18 +163,6 @@ def _slow_patterns(probe: Probe) -> list[str]:
     """Expectations that judging could hang on: they are searched in this process, in whatever a rank printed."""
     expected = {arm.expect.pattern for one in probe.every for arm in (one.control, one.treatment)}
     return [f"{risk} ({pattern})" for pattern in sorted(expected) if (risk := backtracking_risk(pattern))]
-
-
-def why(result: Mapping[str, Any] | None, outcome: ArmOutcome) -> str:
-    """Why a describing or checking process gave nothing, in one line."""
-    if result and result.get("message") is not None:
-        return f"{result.get('type', 'error')}: {result['message']}"
-    rank = outcome.ranks[0] if outcome.ranks else None
-    if outcome.failure or rank is None:
-        return outcome.failure or "it did not start"
-    if rank.signal:
-        return f"its process died of {rank.signal}"
-    return "it was not done in time" if rank.exit_code is None else f"its process ended with exit code {rank.exit_code}"
 
 
 def typed(params: Mapping[str, Param], settings: Mapping[str, str]) -> dict[str, tuple[str, Any]]:

@@ -16,19 +16,19 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Protocol
 
+from kb.check import run_check
 from kb.counts import judge_repeats, majority
 from kb.entry import Role
 from kb.errors import KbError
-from kb.launcher import Launcher, Task
+from kb.launcher import Launcher
 from kb.lint.backtracking import backtracking_risk
 from kb.machine import gpus
 from kb.outcome import ArmOutcome
-from kb.plan import Plan, why
+from kb.plan import Plan
 from kb.probe import Experiment, Finding
 from kb.report import Report, Trial, overall
 from kb.verdict import Judgement, Verdict, judge
 
-CHECK_S = 10.0  # a check is below a second; a slow file system is not its fault
 JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
 ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is decided (p = 1/70)
 MOST_PAIRS = 10
@@ -154,18 +154,15 @@ class _Worker:
                 self.gpu_trouble.set()
             return done
 
-    def _check(self, plan: Plan) -> Finding:
+    def _check(self, plan: Plan) -> Finding | None:
         assert plan.probe_file is not None
         key = f"{plan.entry.id} check"
         self.progress.begin(key, key)
         try:
-            task = Task("check", plan.probe_file, CHECK_S, params=plan.params, env=self.launcher.of_caller)
-            result, outcome = self.launcher.rank_results(task)
+            finding, _ = run_check(plan.probe_file, self.launcher, plan.params)
         finally:
             self.progress.end(key)
-        if result is None or result.get("outcome") != "completed":
-            return Finding("unknown", [f"the check failed: {why(result, outcome)}"])
-        return Finding(result["state"], result["evidence"], result["advice"])
+        return finding
 
     def _experiment(self, plan: Plan, experiment: Experiment) -> Trial:
         """Run pairs of arms until the verdict stands."""

@@ -95,11 +95,15 @@ def _describe(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
 
 def _check(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
     def act() -> Dict[str, Any]:
-        check = load_probe(spec["probe"]).check
-        finding = check(_typed(spec["params"])) if check else None
+        probe = load_probe(spec["probe"])
+        given = {name: value for name, value in _typed(spec["params"]).items() if name in probe.params}
+        if probe.check is None:
+            return {"state": "", "takes": []}
+        finding = probe.check({**{name: param.default for name, param in probe.params.items()}, **given})
         if not isinstance(finding, Finding) or finding.state not in STATES:
             raise TypeError("a check returns exposed(...), clear(...) or unknown(...), this one %r" % (finding,))
-        return {"state": finding.state, "evidence": list(map(str, finding.evidence)), "advice": str(finding.advice)}
+        evidence = list(map(str, finding.evidence))
+        return {"state": finding.state, "evidence": evidence, "advice": str(finding.advice), "takes": sorted(given)}
 
     return _guarded(act)
 

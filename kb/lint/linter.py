@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kb import catalog
 from kb.catalog import Catalog
+from kb.check import why
 from kb.entry import Entry
 from kb.errors import UsageError
 from kb.launcher import Launcher, Task
@@ -23,7 +24,7 @@ from kb.lint.backtracking import backtracking_risk
 from kb.lint.body import blocks
 from kb.lint.healthy import HEALTHY
 from kb.lint.rule import Draft, EntryRule, Finding, ProbeFile, ProbeRule, name_of
-from kb.plan import DESCRIBE_S, why
+from kb.plan import DESCRIBE_S
 from kb.root import Root
 
 AT_ONCE = 4  # probes that are loaded at one time
