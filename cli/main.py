@@ -38,6 +38,8 @@ COMMANDS = {
     "env": ("env", "Show this machine."),
     "history": ("history", "Show earlier verifications."),
     "serve": ("serve", "Serve search and entries over HTTP."),
+    "graph": ("graph", "Show what leads to an incident, and to what it leads."),
+    "new": ("new", "Write the files of a new incident."),
     "lint": ("lint", "Check entries and probes."),
     "test": ("test", "Test signatures with logs."),
     "index": ("index", "Build the search index (normally automatic)."),

@@ -16,6 +16,7 @@ from kb.errors import UsageError
 
 VARIABLE = "KB_ROOTS"
 GROUP = "kb.roots"
+BUILT_IN = "built-in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def built_in() -> Root:
     """The root that ships with kb: inside the package when installed, beside it in a checkout."""
     here = Path(__file__).resolve().parent
     home = here if (here / "entries").is_dir() else here.parent
-    return Root("built-in", home / "entries", home / "probes")
+    return Root(BUILT_IN, home / "entries", home / "probes")
 
 
 def at(path: Path, name: str | None = None) -> Root:

@@ -147,6 +147,7 @@ FORM = (
             {"[made for a test, 测试]": "[made for a test, test 测试]"}),
     Example("aliases", {"[made for a test, 测试]": "[made for 测试]"}, "aliases:"),
     Example("reviewed-in-future", {"2026-01-01": "2026-01-02"}, "reviewed:", {"2026-01-01": "2025-12-31"}),
+    Example("unfinished", {TELL: f"{TELL} TODO"}, "TODO", {TELL: f"{TELL} todo"}),
     Example("package-name", link('applies_to:\n  torch: ">=2"\n  Flash_Attn: ""\n'), "Flash_Attn",
             link('applies_to:\n  torch: ">=2"\n  flash-attn: ""\n')),
     Example("folklore", fix("NCCL_P2P_DISABLE=1 torchrun"), "P2P", fix("NCCL_P2P_DISABLE=0 torchrun")),

@@ -194,8 +194,8 @@ class ContentRoot:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        (path / "entries").mkdir(parents=True)
-        (path / "probes").mkdir()
+        (path / "entries").mkdir(parents=True, exist_ok=True)
+        (path / "probes").mkdir(exist_ok=True)
 
     def entry(self, entry_id: str, *, has_probe: bool = True, extra: str = "", **words: str) -> Path:
         """Write a sound entry; `words` replace title or symptom, `extra` adds lines to the front matter."""

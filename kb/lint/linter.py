@@ -102,7 +102,7 @@ def _drafts(found: Catalog, entries: list[Entry]) -> Iterator[Draft]:
     for entry in entries:
         probe = found.probe_file(entry)
         text = entry.path.read_text(encoding="utf-8")
-        yield Draft(entry, blocks(text), ids, bool(probe and probe.is_file()), slow, today)
+        yield Draft(entry, text, blocks(text), ids, bool(probe and probe.is_file()), slow, today)
 
 
 def slow_patterns(entries: Iterable[Entry]) -> frozenset[str]:

@@ -35,6 +35,13 @@ def probe_import(file: ProbeFile) -> Iterator[Remark]:
             yield line, f"{module} is imported at module level: import it in the function that needs it"
 
 
+def unfinished_probe(file: ProbeFile) -> Iterator[Remark]:
+    """No TODO is left in a probe."""
+    for number, line in enumerate(file.source.splitlines(), 1):
+        if "TODO" in line:
+            yield number, f"to be written: {line.strip()}"
+
+
 def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and module of the imports that run when the file is loaded."""
     for child in ast.iter_child_nodes(node):
@@ -50,4 +57,4 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import)
+RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import, unfinished_probe)

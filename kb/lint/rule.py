@@ -43,6 +43,7 @@ class Draft:
     """
 
     entry: Entry
+    source: str
     body: tuple[Block, ...]
     ids: frozenset[str]
     has_probe_file: bool

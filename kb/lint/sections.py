@@ -89,6 +89,13 @@ def reviewed_in_future(draft: Draft) -> Iterator[Remark]:
         yield draft.line("reviewed"), f"{draft.meta.reviewed} is later than today, {draft.today}"
 
 
+def unfinished(draft: Draft) -> Iterator[Remark]:
+    """No TODO is left in an entry."""
+    for number, line in enumerate(draft.source.splitlines(), 1):
+        if "TODO" in line:
+            yield number, f"to be written: {line.strip().partition('TODO')[2].strip() or 'the whole of it'}"
+
+
 def package_name(draft: Draft) -> Iterator[Remark]:
     """The packages in applies_to and fixed_in have their normalised names."""
     for field in ("applies_to", "fixed_in"):
@@ -142,6 +149,7 @@ RULES: tuple[EntryRule, ...] = (
     chinese_text,
     aliases,
     reviewed_in_future,
+    unfinished,
     package_name,
     folklore,
 )

@@ -32,7 +32,7 @@ def judged(text: str) -> list[Finding]:
     except ContentError as error:
         return [Finding(error.path, error.line, error.rule, error.detail)]
     slow = slow_patterns([entry]) if len(entry.meta.signatures) > 1 else frozenset()
-    return list(check_entry(Draft(entry, blocks(text), IDS, True, slow, TODAY)))
+    return list(check_entry(Draft(entry, text, blocks(text), IDS, True, slow, TODAY)))
 
 
 def test_the_sound_entry_is_clean() -> None:
@@ -63,6 +63,7 @@ FILES = {
     "broken-probe": "probes/broken.py",
     "orphan-probe": "probes/orphan.py",
     "probe-import": "probes/imports.py",
+    "unfinished-probe": "probes/begun.py",
 }
 
 
@@ -83,6 +84,7 @@ def broken_root(content: ContentRoot) -> None:
     content.entry("no-probe")
     content.raw_probe("broken", "from kb.probe import Probe\n\nprobe = Probe()\n")
     content.probe("orphan")
+    content.incident("begun", body="pass  # TODO")
     content.incident("imports")
     path = content.path / "probes" / "imports.py"
     path.write_text("if True:\n    import typer\n" + path.read_text())

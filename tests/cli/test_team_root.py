@@ -1,0 +1,94 @@
+"""A team with a content root of its own: from `kb new` to a verified entry beside the built-in ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support import BREAKS, ContentRoot, Kb
+
+from kb import root
+
+REPLACED = "checkpoint-save-allgather-timeout"
+
+
+@pytest.fixture
+def team(tmp_path: Path, kb: Kb, monkeypatch: pytest.MonkeyPatch) -> ContentRoot:
+    """What `kb new` makes, finished by the template that every test entry is made of."""
+    home = tmp_path / "team"
+    assert kb("new", "loader-stalls-on-nfs", "--root", home).code == 0
+    monkeypatch.setenv("KB_ROOTS", str(home))
+    return ContentRoot(home)
+
+
+def test_a_new_incident_is_named_line_by_line_until_it_is_finished(team: ContentRoot, kb: Kb) -> None:
+    entry = team.path / "entries" / "loader-stalls-on-nfs.md"
+    assert "TODO" in entry.read_text()
+    findings = kb("lint", entry, "--json").json["findings"]
+    assert {one["rule"] for one in findings} == {"unfinished", "unfinished-probe"}, "and nothing else to stumble over"
+    todo = [number for number, line in enumerate(entry.read_text().splitlines(), 1) if "TODO" in line]
+    assert [one["line"] for one in findings if one["rule"] == "unfinished"] == todo
+    assert kb("verify", "loader-stalls-on-nfs").code == 1, "an unfinished probe verifies nothing"
+    team.incident("loader-stalls-on-nfs")
+    assert kb("lint", entry, "--json").json["findings"] == []
+
+
+def test_a_finished_incident_answers_everywhere_with_its_origin(team: ContentRoot, kb: Kb) -> None:
+    team.incident("loader-stalls-on-nfs")
+    origin = str(team.path)
+    (hit, *_) = kb("search", "the thing broke: code 99", "--json").json["hits"]
+    assert (hit["id"], hit["origin"]) == ("loader-stalls-on-nfs", origin)
+    assert kb("show", "loader-stalls-on-nfs", "--json").json["origin"] == origin
+    assert "loader-stalls-on-nfs" in [one["id"] for one in kb("list", "--json").json["entries"]]
+    assert kb("verify", "loader-stalls-on-nfs", "--json").json["verdict"] == "verified"
+    assert kb("graph", "loader-stalls-on-nfs").code == 0
+
+
+def test_a_built_in_entry_is_replaced_in_every_answer(team: ContentRoot, kb: Kb) -> None:
+    team.incident("loader-stalls-on-nfs")
+    team.entry(REPLACED, extra=f"replaces: {REPLACED}\n", title="How we save here")
+    team.probe(REPLACED, BREAKS)
+    shown = kb("show", REPLACED, "--json").json
+    assert (shown["title"], shown["origin"]) == ("How we save here", str(team.path))
+    ended = kb("verify", REPLACED, "--json")
+    assert ended.json["arms"]["control"]["because"] == "it is broken", "the team's probe runs, not the built-in one"
+    listed = [one for one in kb("list", "--json").json["entries"] if one["id"] == REPLACED]
+    assert [one["origin"] for one in listed] == [str(team.path)]
+
+
+def test_the_same_id_without_replaces_is_a_finding_and_the_built_in_entry_stays(team: ContentRoot, kb: Kb) -> None:
+    team.incident(REPLACED)
+    assert kb("show", REPLACED, "--json").json["origin"] == root.BUILT_IN
+    rules = {one["rule"] for one in kb("lint", "--json").json["findings"] if str(team.path) in one["file"]}
+    assert "duplicate-id" in rules
+
+
+def test_new_overwrites_nothing_and_refuses_what_is_no_id(team: ContentRoot, kb: Kb) -> None:
+    again = kb("new", "loader-stalls-on-nfs", "--json")
+    assert (again.code, "exists already" in again.json["error"]["message"]) == (2, True)
+    for wrong in ("Loader", "../outside", "a_b", "-x-", ""):
+        assert kb("new", "--root", team.path, "--", wrong).code == 2
+    assert sorted(path.name for path in team.path.rglob("*.*")) == [
+        "loader-stalls-on-nfs.md",
+        "loader_stalls_on_nfs.py",
+    ]
+
+
+def test_new_without_a_root_asks_for_one(kb: Kb) -> None:
+    ended = kb("new", "something")
+    assert ended.code == 2
+    assert "--root" in ended.err
+
+
+def test_the_graph_shows_both_directions_and_ends_in_a_circle(team: ContentRoot, kb: Kb) -> None:
+    team.entry("first", extra="causes: [second]\nmasked_by: [loud]\n")
+    team.entry("second", extra="causes: [first]\n")
+    team.entry("loud")
+    around = kb("graph", "first", "--json").json
+    named = {key: [one["id"] for one in around[key]] for key in ("causes", "caused_by", "masked_by", "masks")}
+    assert named == {"causes": ["second"], "caused_by": ["second"], "masked_by": ["loud"], "masks": []}
+    assert [one["id"] for one in kb("graph", "loud", "--json").json["masks"]] == ["first"]
+    tree = kb("graph", "first").out
+    assert len(re.findall("second", tree)) == 4, tree
+    assert kb("graph", "frist").code == 2
