@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from kb import root
+from kb.hardware import proofs, standing
 from kb.index import open_index
 
 from .output import JsonFlag, RootOption, emit, notice, style
 
-KEYS = ("id", "title", "title_zh", "status", "severity", "tags", "frameworks", "origin", "probe", "cause")
+KEYS = ("id", "title", "title_zh", "status", "severity", "tags", "frameworks", "origin", "probe", "hardware", "cause")
 
 
 def list_(
@@ -26,7 +27,8 @@ def list_(
     roots: RootOption = None,
 ) -> int:
     """List the entries. Exit code 0 when there is one, 1 when none fits."""
-    with open_index(root.configured(tuple(roots or ())), notice) as index:
+    chosen = root.configured(tuple(roots or ()))
+    with open_index(chosen, notice) as index:
         found = [
             document
             for _, document in index.documents()
@@ -35,6 +37,11 @@ def list_(
             and (document["status"] == status if status else document["status"] != "withdrawn")
         ]
     found.sort(key=lambda document: str(document["id"]))
+    known = proofs(chosen)
+    homes = {one.name: one for one in chosen}
+    for document in found:
+        probe = homes[document["origin"]].probe_file(document["probe"]) if document["probe"] else None
+        document["hardware"] = standing(probe, known.get(document["id"], ())) or None
     if as_json:
         emit("list", entries=[{key: document[key] for key in KEYS} for document in found])
     else:
@@ -47,5 +54,7 @@ def _print(found: list[dict[str, Any]]) -> None:
     for document in found:
         state = style(f"{document['status']:<9} {document['severity']:<8}", dim=True)
         print(f"{style(document['id'].ljust(width), 'cyan')}  {state}  {document['title']}")
+        if document["hardware"]:
+            print(f"{'':{width}}  {style(document['hardware'], dim=True)}")
     if not found:
         print("no entry fits. `kb list` without filters shows all.")

@@ -9,6 +9,7 @@ import typer
 
 from kb import root
 from kb.errors import UsageError
+from kb.hardware import proofs, standing
 
 from .output import JsonFlag, RootOption, emit
 
@@ -30,19 +31,21 @@ def show(
 
     if lang not in ("en", "zh"):
         raise UsageError(f"--lang {lang}: entries are written in en and zh")
-    found = catalog.load(root.configured(tuple(roots or ())))
+    chosen = root.configured(tuple(roots or ()))
+    found = catalog.load(chosen)
     entry = found.get(entry_id)
+    probe = found.probe_file(entry)
+    hardware = standing(probe, proofs(chosen).get(entry.id, ()), entry.digest)
     if as_json:
-        probe = found.probe_file(entry)
-        emit("show", **entry.to_json(), probe_file=str(probe) if probe else None)
+        emit("show", **entry.to_json(), probe_file=str(probe) if probe else None, hardware=hardware or None)
     elif markdown:
         sys.stdout.write(entry.path.read_text(encoding="utf-8"))
     else:
-        _render(page(entry, lang))
+        _render(page(entry, lang, hardware))
     return 0
 
 
-def page(entry: Entry, lang: str) -> str:
+def page(entry: Entry, lang: str, hardware: str = "") -> str:
     """The entry as Markdown to read: the sections of one language, and the references its marks point to."""
     meta = entry.meta
     title = meta.title_zh if lang == "zh" else meta.title
@@ -56,7 +59,7 @@ def page(entry: Entry, lang: str) -> str:
     )
     proof = f"`kb verify {entry.id}`" if meta.probe else f"no probe: {meta.probe_waiver}"
     label = ("参考", "在本机验证") if lang == "zh" else ("References", "Prove it on this machine")
-    return f"{head}\n\n{body}\n\n## {label[0]}\n\n{references}\n\n## {label[1]}\n\n{proof}\n"
+    return f"{head}\n\n{body}\n\n## {label[0]}\n\n{references}\n\n## {label[1]}\n\n{proof}\n\n{hardware}\n"
 
 
 def _render(text: str) -> None:

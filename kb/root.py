@@ -26,6 +26,7 @@ class Root:
     name: str
     entries: Path
     probes: Path
+    verified: Path
 
     def entry_files(self) -> list[Path]:
         """The entry files, sorted, so that every run sees the same order."""
@@ -35,6 +36,10 @@ class Root:
         """Logs of jobs that ended well: no signature may match one."""
         return sorted((self.entries / "healthy").glob("*.log"))
 
+    def verified_files(self) -> list[Path]:
+        """Records of machines with GPUs: see `kb.hardware`."""
+        return sorted(self.verified.glob("*.json"))
+
     def probe_file(self, stem: str) -> Path:
         return self.probes / f"{stem}.py"
 
@@ -43,7 +48,8 @@ def built_in() -> Root:
     """The root that ships with kb: inside the package when installed, beside it in a checkout."""
     here = Path(__file__).resolve().parent
     home = here if (here / "entries").is_dir() else here.parent
-    return Root(BUILT_IN, home / "entries", home / "probes")
+    verified = home / "verified" if home == here else home / "docs" / "verified"
+    return Root(BUILT_IN, home / "entries", home / "probes", verified)
 
 
 def at(path: Path, name: str | None = None) -> Root:
@@ -54,7 +60,7 @@ def at(path: Path, name: str | None = None) -> Root:
             f"{path} is not a content root: it has no entries/ folder",
             "a content root holds entries/ and probes/ side by side",
         )
-    return Root(name or str(path), path / "entries", path / "probes")
+    return Root(name or str(path), path / "entries", path / "probes", path / "verified")
 
 
 def configured(extra: tuple[Path, ...] = ()) -> tuple[Root, ...]:

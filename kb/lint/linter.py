@@ -16,6 +16,7 @@ from pathlib import Path
 from kb import catalog
 from kb.catalog import Catalog
 from kb.check import why
+from kb.declaration import from_description
 from kb.entry import Entry
 from kb.errors import UsageError
 from kb.launcher import Launcher, Task
@@ -76,7 +77,7 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     entries = [entry for entry in found if not only or entry.path in only]
     for path in only.difference((one.path for one in problems), (entry.path for entry in entries)):
         raise UsageError(f"{path} is no entry of a content root, or another root replaces it")
-    files = _with_faults(_probe_files(found, entries, () if only else roots))
+    files = _with_declarations(_probe_files(found, entries, () if only else roots))
     findings = [Finding(one.path, one.line, one.rule, one.detail) for one in problems]
     findings += [finding for draft in _drafts(found, entries) for finding in check_entry(draft)]
     findings += [finding for file in files for finding in check_probe(file)]
@@ -143,16 +144,17 @@ def _namesake(probe: Path) -> str:
     return entry.stem if entry.is_file() else ""
 
 
-def _with_faults(files: list[ProbeFile]) -> list[ProbeFile]:
+def _with_declarations(files: list[ProbeFile]) -> list[ProbeFile]:
     """The files with what a child process says of them. The launcher needs Linux; elsewhere nothing is said."""
     if sys.platform != "linux":
         return files
     with Launcher(Path(sys.executable)) as launcher, ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda one: replace(one, faults=_faults(one.path, launcher)), files))
+        return list(pool.map(lambda one: _with_declaration(one, launcher), files))
 
 
-def _faults(path: Path, launcher: Launcher) -> tuple[str, ...]:
-    result, outcome = launcher.rank_results(Task("describe", path, DESCRIBE_S))
+def _with_declaration(file: ProbeFile, launcher: Launcher) -> ProbeFile:
+    result, outcome = launcher.rank_results(Task("describe", file.path, DESCRIBE_S))
     if result is None or result.get("outcome") != "completed":
-        return (f"it cannot be loaded: {why(result, outcome)}",)
-    return tuple(result["faults"])
+        return replace(file, faults=(f"it cannot be loaded: {why(result, outcome)}",))
+    needs_gpus = any(one.needs.gpus for one in from_description(result["probe"]).every)
+    return replace(file, faults=tuple(result["faults"]), needs_gpus=needs_gpus)

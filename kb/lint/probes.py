@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 
+from kb.hardware import GPU_ARMS
 from kb.lint.rule import ProbeFile, ProbeRule, Remark
 
 ALLOWED = frozenset(sys.stdlib_module_names)
@@ -35,6 +36,12 @@ def probe_import(file: ProbeFile) -> Iterator[Remark]:
             yield line, f"{module} is imported at module level: import it in the function that needs it"
 
 
+def unseen_gpu_arms(file: ProbeFile) -> Iterator[Remark]:
+    """Whether a probe has GPU arms is seen in its text: `on_gpus(` or `gpus=N`, which kb list reads."""
+    if file.needs_gpus is not None and file.needs_gpus != bool(GPU_ARMS.search(file.source)):
+        yield 1, "write `.on_gpus(` or `Needs(gpus=N` where an experiment needs GPUs, and nowhere else"
+
+
 def unfinished_probe(file: ProbeFile) -> Iterator[Remark]:
     """No TODO is left in a probe."""
     for number, line in enumerate(file.source.splitlines(), 1):
@@ -57,4 +64,4 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import, unfinished_probe)
+RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import, unseen_gpu_arms, unfinished_probe)

@@ -69,12 +69,16 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFile:
-    """A probe file under review. `owner` is the entry that names it, `faults` what its interpreter said of it."""
+    """A probe file under review. `owner` is the entry that names it, `faults` what its interpreter said of it.
+
+    `needs_gpus` is whether an experiment of its declaration does, None when the declaration could not be read.
+    """
 
     path: Path
     source: str
     owner: str
     faults: tuple[str, ...]
+    needs_gpus: bool | None = None
 
 
 EntryRule = Callable[[Draft], Iterator[Remark]]

@@ -1,31 +1,35 @@
-"""`make gpu-check`: verify everything on this machine and keep the result as docs/verified/<machine>.json.
+"""`make gpu-check`: verify everything on this machine and keep what its GPUs proved as docs/verified/<machine>.json.
 
-Without a GPU it says so and ends with 4: a report from such a machine would prove nothing that CI does not.
+The kept record names the kind of machine, never the machine: see `kb.hardware`. Without a GPU it says so and
+ends with 4. `PYTHON_OF=/path/to/python` runs the arms in another environment.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from kb.errors import UsageError
+from kb.hardware import file_name, record
 
 KB = str(Path(sys.executable).with_name("kb"))
 VERIFIED = Path(__file__).resolve().parents[2] / "docs" / "verified"
 
 
 def main() -> int:
-    seen = json.loads(subprocess.run([KB, "env", "--json"], capture_output=True, text=True, check=True).stdout)
-    gpus = seen.get("gpus") or []
-    if not gpus:
-        print("no GPU that answers here:", (seen.get("reasons") or {}).get("gpus", "unknown"), file=sys.stderr)
-        return 4
-    ended = subprocess.run([KB, "verify", "--all", "--json"], capture_output=True, text=True)
+    other = ["--python", os.environ["PYTHON_OF"]] if os.environ.get("PYTHON_OF") else []
+    ended = subprocess.run([KB, "verify", "--all", "--json", *other], stdout=subprocess.PIPE, text=True)
     document = json.loads(ended.stdout)
-    name = f"{len(gpus)}x{gpus[0]['name']}".replace(" ", "-").lower()
-    VERIFIED.mkdir(parents=True, exist_ok=True)
-    path = VERIFIED / f"{name}.json"
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    try:
+        proved = record(document["reports"])
+    except UsageError as error:
+        print(f"{error.message}: {error.hint}", file=sys.stderr)
+        return 4
+    path = VERIFIED / file_name(proved["machine"])
+    path.write_text(json.dumps(proved, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(document["summary"]), path)
     return ended.returncode
 

@@ -64,6 +64,7 @@ FILES = {
     "orphan-probe": "probes/orphan.py",
     "probe-import": "probes/imports.py",
     "unfinished-probe": "probes/begun.py",
+    "unseen-gpu-arms": "probes/claims.py",
 }
 
 
@@ -85,6 +86,7 @@ def broken_root(content: ContentRoot) -> None:
     content.raw_probe("broken", "from kb.probe import Probe\n\nprobe = Probe()\n")
     content.probe("orphan")
     content.incident("begun", body="pass  # TODO")
+    content.incident("claims", body="pass  # one.on_gpus()")
     content.incident("imports")
     path = content.path / "probes" / "imports.py"
     path.write_text("if True:\n    import typer\n" + path.read_text())
