@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup demo test lint bench gpu-check clean
+.PHONY: setup demo test lint bench healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,9 @@ lint: setup ## form of code and content
 
 bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
 	$(BIN)/python tests/bench
+
+healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with the training libraries
+	$(BIN)/python tests/healthy/record.py
 
 gpu-check: setup ## everything a machine with GPUs can prove, as one report file
 	$(BIN)/python tests/bench/gpu_check.py

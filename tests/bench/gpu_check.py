@@ -20,6 +20,10 @@ VERIFIED = Path(__file__).resolve().parents[2] / "docs" / "verified"
 
 
 def main() -> int:
+    seen = json.loads(subprocess.run([KB, "env", "--json"], capture_output=True, text=True, check=True).stdout)
+    if not seen["gpus"]:
+        print("no GPU answers here:", seen["reasons"].get("gpus", "unknown"), file=sys.stderr)
+        return 4
     other = ["--python", os.environ["PYTHON_OF"]] if os.environ.get("PYTHON_OF") else []
     ended = subprocess.run([KB, "verify", "--all", "--json", *other], stdout=subprocess.PIPE, text=True)
     document = json.loads(ended.stdout)
