@@ -30,13 +30,15 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 class Plan:
     """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all.
 
-    `chosen` are numbers into `probe.every`: the first experiment whose needs are met, then every such variant.
+    `runnable` are the experiments whose needs are met, strongest first: the first that this machine lets run is
+    the one that counts. `variants` are those whose needs are met, and all of them run.
     """
 
     entry: Entry
     probe_file: Path | None
     probe: Probe = field(default_factory=Probe)
-    chosen: tuple[int, ...] = ()
+    runnable: tuple[Experiment, ...] = ()
+    variants: tuple[Experiment, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
@@ -45,8 +47,8 @@ class Plan:
 
     @property
     def experiments(self) -> tuple[Experiment, ...]:
-        """What will run, in the order of `chosen`."""
-        return tuple(self.probe.every[number] for number in self.chosen)
+        """What will run, as far as can be told beforehand; a variant stands in where no experiment can."""
+        return (*self.runnable[:1], *self.variants)
 
     @property
     def has_torch(self) -> bool:
@@ -54,7 +56,7 @@ class Plan:
         return any(_is_preloaded(experiment) for experiment in self.experiments)
 
     def task(self, experiment: Experiment, arm_name: str) -> Task:
-        """One arm of a chosen experiment for the launcher."""
+        """One arm of an experiment for the launcher."""
         assert self.probe_file is not None
         on_gpus = experiment.needs.gpus > 0
         return Task(
@@ -97,7 +99,7 @@ def make_plan(
     *,
     force: bool = False,
 ) -> Plan:
-    """Read the probe's declaration in a child process and choose the experiments whose needs are met."""
+    """Read the probe's declaration in a child process and see which needs are met here."""
     if probe_file is None:
         return Plan(entry, None, waiver=entry.meta.probe_waiver or "the entry has no probe")
     try:
@@ -105,18 +107,13 @@ def make_plan(
     except ProbeError as error:
         return Plan(entry, probe_file, fault=error.message)
     params = typed(probe.params, settings)
-    chosen: list[int] = []
-    skipped: list[tuple[str, str]] = []
-    for number, experiment in enumerate(probe.every):
-        if chosen and number < len(probe.experiments):
-            continue  # a stronger one runs
-        if reason := unmet(experiment.needs, environment, force=force):
-            skipped.append((experiment.name, reason))
-        else:
-            chosen.append(number)
-    most_mib = max((probe.every[number].needs.gpu_memory_mib for number in chosen), default=0)
+    reasons = {one.name: unmet(one.needs, environment, force=force) for one in probe.every}
+    runnable = tuple(one for one in probe.experiments if not reasons[one.name])
+    variants = tuple(one for one in probe.variants if not reasons[one.name])
+    skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
+    most_mib = max((one.needs.gpu_memory_mib for one in (*runnable, *variants)), default=0)
     gpus = free_gpus(environment, force=force, memory_mib=most_mib)
-    return Plan(entry, probe_file, probe, tuple(chosen), tuple(skipped), params, gpus)
+    return Plan(entry, probe_file, probe, runnable, variants, skipped, params, gpus)
 
 
 def _is_preloaded(experiment: Experiment) -> bool:

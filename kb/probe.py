@@ -6,8 +6,8 @@ standard library alone and on Python 3.9.
 
     Probe ── check            is this machine, environment or config exposed? read-only, below a second
           ── params           what `--set key=value` may change
-          ── experiments      strongest first; the first whose needs are met runs
-          ── variants         the incident in a library: each runs as well where that library is installed
+          ── experiments      strongest first; the first that this machine lets run
+          ── variants         the incident in other forms and in libraries: each runs as well, where it can
                 Experiment ── control      the job as the incident has it: must fail as declared
                            ── treatment    the same job with exactly one change, the entry's fix
 """
@@ -178,8 +178,8 @@ Check = Callable[[Mapping[str, Any]], Finding]
 class Probe:
     """The executable half of an entry: at least a check or one experiment.
 
-    A variant shows the incident inside a library (`needs.packages` names it); it runs besides the chosen
-    experiment where the library is installed and has a verdict of its own.
+    A variant shows the incident in another form, or inside a library that `needs.packages` names; it runs
+    besides the experiment wherever its needs are met and has a verdict of its own.
     """
 
     experiments: Tuple[Experiment, ...] = ()

@@ -25,7 +25,6 @@ NEXT_STEPS = {
     Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
     Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
 }
-AGREEING = (Verdict.VERIFIED, Verdict.NOT_APPLICABLE)
 NOTHING_RAN: dict[str, Any] = {"experiment": None, "stands_for": None, "arms": None, "repeats": None}
 WITH_PYTHON = "kb verify {id} --python /path/to/your/training/env/bin/python"
 
@@ -45,6 +44,11 @@ class Trial:
         """The weaker of the two arms."""
         arms = (self.experiment.control, self.experiment.treatment)
         return max((arm.fidelity for arm in arms), key=FIDELITIES.index)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether this machine lacks what the job needed once it ran."""
+        return self.judgement.verdict is Verdict.NOT_APPLICABLE
 
     @property
     def leftovers(self) -> tuple[str, ...]:
@@ -70,7 +74,7 @@ class Trial:
 class Report:
     """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe.
 
-    `trials` are the chosen experiment and then the variants; `judgement` is the verdict over all of them.
+    `trials` are the experiment that ran and then the variants; `judgement` is the verdict over all of them.
     """
 
     entry_id: str
@@ -92,7 +96,7 @@ class Report:
 
     @property
     def fidelity(self) -> str:
-        """That of the chosen experiment; `check` when none ran."""
+        """That of the experiment; `check` when none ran."""
         return self.trials[0].fidelity if self.trials else "check"
 
     @property
@@ -142,9 +146,9 @@ class Report:
 
 
 def overall(trials: Sequence[Trial]) -> Judgement:
-    """The chosen experiment's verdict, unless a variant contradicts it: then that one's."""
+    """The experiment's verdict, unless a variant contradicts it: then that one's."""
     for trial in trials[1:]:
-        if trials[0].judgement.verdict is Verdict.VERIFIED and trial.judgement.verdict not in AGREEING:
+        if trials[0].judgement.verdict is Verdict.VERIFIED is not trial.judgement.verdict:
             return replace(trial.judgement, reason=f"variant {trial.experiment.name}: {trial.judgement.reason}")
     return trials[0].judgement
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,10 +136,20 @@ class _Worker:
         if plan.fault:
             return replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, plan.fault))
         finding = self._check(plan) if plan.probe.check else None
-        if not plan.chosen:
+        if not plan.experiments:
             return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
-        trials = tuple(self._trial(plan, experiment) for experiment in plan.experiments)
-        return replace(blank, check=finding, judgement=overall(trials), trials=trials)
+        trials = (*self._until_one_runs(plan), *(self._trial(plan, variant) for variant in plan.variants))
+        ran = tuple(one for one in trials if not one.is_refused) or trials[:1]
+        refused = tuple((one.experiment.name, one.judgement.reason) for one in trials if one not in ran)
+        return replace(blank, check=finding, judgement=overall(ran), trials=ran, skipped=plan.skipped + refused)
+
+    def _until_one_runs(self, plan: Plan) -> Iterator[Trial]:
+        """From the strongest on; one that this machine refuses only when it runs (`Unavailable`) is not the last."""
+        for experiment in plan.runnable:
+            trial = self._trial(plan, experiment)
+            yield trial
+            if not trial.is_refused:
+                return
 
     def _trial(self, plan: Plan, experiment: Experiment) -> Trial:
         return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)

@@ -246,3 +246,20 @@ def test_a_variant_that_contradicts_takes_the_verdict(kb: Kb, content: ContentRo
     assert ended.code == 1
     assert report["verdict"] == "fix-ineffective"
     assert report["reason"].startswith("variant library: ")
+
+
+REFUSED = """replace(make(raised("the thing broke")), experiments=(
+    replace(make(raised("the thing broke")).experiments[0], name="strong", control=Arm(
+        refuse, expect=raised("the thing broke"), because="it cannot run", fidelity="cpu")),
+    make(raised("the thing broke")).experiments[0]))"""
+
+
+def test_an_experiment_that_the_machine_refuses_gives_way_to_the_next(kb: Kb, content: ContentRoot) -> None:
+    content.incident("fragile", probe=REFUSED)
+    path = content.path / "probes" / "fragile.py"
+    refuse = "def refuse(ctx):\n    raise Unavailable('no namespaces here')\n\n\n"
+    source = "from dataclasses import replace\nfrom kb.probe import Unavailable\n" + path.read_text()
+    path.write_text(source.replace("def make(", refuse + "def make("))
+    report = kb("verify", "fragile", "--json").json
+    assert (report["verdict"], report["experiment"]) == ("verified", "plain")
+    assert report["skipped"] == [{"experiment": "strong", "reason": "no namespaces here"}]

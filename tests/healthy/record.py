@@ -50,7 +50,6 @@ JOBS = {
     "ddp-standalone-four": Job(
         ("torchrun", "--standalone", "--nproc-per-node", "4", "ddp.py"), {"OMP_NUM_THREADS": "1"}
     ),
-    "ddp-debug-detail": torchrun("ddp.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"),
     "ddp-debug-info": torchrun("ddp.py", TORCH_DISTRIBUTED_DEBUG="INFO", TORCH_CPP_LOG_LEVEL="INFO"),
     "ddp-unused-flag": torchrun("ddp.py", "--unused"),
     "ddp-uneven-join": torchrun("ddp.py", "--uneven"),

@@ -29,9 +29,9 @@ for step in range(5):
     print(f"[rank {rank}] step {step} loss {loss.item():.4f}", flush=True)
 print("Saving FSDP model", flush=True)
 if kind == "fsdp1":
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    config = FullStateDictConfig(rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        state = model.state_dict()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 else:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     sharded = get_model_state_dict(model)

@@ -1,6 +1,7 @@
 """transformers' Trainer: train, evaluate, save, and resume from the checkpoint."""
 
 import argparse
+from pathlib import Path
 
 import tiny
 from datasets import Dataset
@@ -11,6 +12,7 @@ parser.add_argument("--resume", action="store_true")
 parser.add_argument("--gradient-checkpointing", action="store_true")
 parser.add_argument("--deepspeed")
 args = parser.parse_args()
+resumes = args.resume and Path("out").exists()  # the second of two runs
 
 tokenizer = tiny.tokenizer()
 rows = Dataset.from_dict({"text": ["a cat sat on the mat"] * 64}).map(
@@ -20,7 +22,7 @@ settings = TrainingArguments(
     output_dir="out",
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,
-    max_steps=8,
+    max_steps=12 if resumes else 8,
     save_steps=4,
     eval_strategy="steps",
     eval_steps=4,
@@ -39,6 +41,6 @@ trainer = Trainer(
     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     processing_class=tokenizer,
 )
-trainer.train(resume_from_checkpoint=args.resume or None)
+trainer.train(resume_from_checkpoint=resumes or None)
 trainer.save_model("final")
 print("train finished at step", trainer.state.global_step)

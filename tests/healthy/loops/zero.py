@@ -5,7 +5,7 @@ import sys
 import deepspeed
 import torch
 
-stage = int(sys.argv[1])
+stage = int(next(word for word in sys.argv[1:] if word.isdigit()))  # deepspeed puts --local_rank in front
 config = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
