@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup demo test lint bench healthy gpu-check clean
+.PHONY: setup demo test lint docs bench healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -25,8 +25,11 @@ test: setup ## all tests; TESTS=tests/kb/test_index.py for some
 lint: setup ## form of code and content
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kb api cli probes tests
+	$(BIN)/mypy kb api cli probes tests docs/site
 	$(BIN)/kb lint
+
+docs: setup ## the site: a page per entry, the graph of causes; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
 	$(BIN)/python tests/bench

@@ -1,0 +1,85 @@
+"""The site: every entry has its page, every link within it leads somewhere, and nothing comes from another host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from support import CHECKOUT
+
+from kb import catalog, hardware, root
+
+LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
+
+
+class Page(HTMLParser):
+    """Links, ids and what is loaded of one page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids.add(given.get("id", ""))
+        if tag == "a":
+            self.links.append(given.get("href", ""))
+        elif tag in LOADING and given.get("rel") != "canonical":
+            self.loaded.append(given.get(LOADING[tag], ""))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(built)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, env=env, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return built
+
+
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("index.html")}
+
+
+def test_every_entry_has_a_page_with_its_verdicts(site: Path) -> None:
+    found = catalog.load((root.built_in(),))
+    for entry in found.current():
+        text = (site / "entries" / entry.id / "index.html").read_text(encoding="utf-8")
+        assert f"kb verify {entry.id}" in text
+        assert (hardware.NEVER in text) == (
+            hardware.has_gpu_arms(found.probe_file(entry)) and entry.id not in hardware.proofs((root.built_in(),))
+        )
+
+
+def test_every_link_within_the_site_leads_somewhere(site: Path) -> None:
+    read = pages(site)
+    dead = []
+    for path, page in read.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file() or (parts.fragment and target in read and parts.fragment not in read[target].ids):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    assert dead == []
+
+
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    for path, page in pages(site).items():
+        assert [url for url in page.loaded if urlsplit(url).netloc] == [], path
+
+
+def test_the_graph_is_drawn_with_the_entries_as_links(site: Path) -> None:
+    whole = Page((site / "graph" / "index.html").read_text(encoding="utf-8"))
+    assert sum(link.startswith("../entries/") for link in whole.links) >= len(catalog.load((root.built_in(),)))
