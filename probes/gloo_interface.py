@@ -1,0 +1,245 @@
+"""Two nodes, made of namespaces of this host, whose names resolve to loopback: gloo offers that to the other node."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping, NoReturn
+
+from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+NIC = "kb0"  # the cable's end on either node
+
+
+def train_on_two_nodes(ctx: Context, *, interface: str) -> None:
+    """Each node has its own network, name and /etc/hosts; `interface` is what GLOO_SOCKET_IFNAME says, if anything."""
+    own_user()
+    peers = [Context(number, 2, "gloo", ctx.dir, ctx.params) for number in range(2)]
+    pids: List[int] = []
+    for node in peers:
+        pid = os.fork()
+        if pid == 0:
+            live_as(node, interface)
+        pids.append(pid)
+    said = [ctx.dir / f"node{number}.said" for number in range(2)]
+    end = time.monotonic() + 15  # the node that only waits is not waited for: it does so for five times the timeout
+    texts: List[str] = []
+    while len(texts) < 2 and not any(texts) and time.monotonic() < end:
+        time.sleep(0.01)
+        texts = [path.read_text() for path in said if path.exists()]
+    if all((ctx.dir / f"meet-both up-{number}").exists() for number in range(2)):
+        ctx.reached()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    lacking = [text for text in texts if text.startswith("Unavailable: ")]
+    if lacking:
+        raise Unavailable(lacking[0].split(": ", 1)[1])
+    if any(texts) or len(texts) < 2:
+        raise RuntimeError("; ".join(filter(None, texts)) or "a node said nothing in 15 s")
+
+
+def live_as(node: Context, interface: str) -> NoReturn:
+    said = ""
+    try:
+        plug_in(node)
+        os.environ.pop("GLOO_SOCKET_IFNAME")  # the harness has set it to lo
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        import torch
+
+        assert node.meet("both up")
+        dist = node.init_process_group(timeout_s=3)
+        total = torch.full((1,), node.rank + 1.0)
+        dist.all_reduce(total)
+        assert total.item() == 3, total
+        node.meet("reduced")
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}" if isinstance(error, Unavailable) else f"node {node.rank}: {error}"
+    part = node.dir / f"node{node.rank}.part"
+    part.write_text(said)
+    part.rename(node.dir / f"node{node.rank}.said")
+    os._exit(0)
+
+
+def plug_in(node: Context) -> None:
+    """A host name that /etc/hosts puts at 127.0.1.1, as Debian and Ubuntu install it, and a cable to the other node."""
+    name = f"kb-node-{node.rank}"
+    hosts = node.dir / f"hosts{node.rank}"
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    own_network(name)
+    bind_over(str(hosts), "/etc/hosts")
+    bring_up("lo")
+    (node.dir / f"pid{node.rank}").write_text(str(os.getpid()))
+    assert node.meet("networks made")
+    if node.rank == 0:
+        lay_cable(NIC, NIC, int((node.dir / "pid1").read_text()))
+        (node.dir / "cable").touch()
+    while not (node.dir / "cable").exists():
+        time.sleep(0.005)
+    bring_up(NIC, f"10.83.0.{node.rank + 1}")
+
+
+def name_an_interface(ctx: Context, *, interface: str) -> None:
+    import torch
+
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    ctx.reached()
+    dist = ctx.init_process_group(timeout_s=5)
+    total = torch.full((1,), ctx.rank + 1.0)
+    dist.all_reduce(total)
+    assert total.item() == 3
+
+
+# --- the check: which address would gloo take on this node? ---------------------------------------------------------
+
+SET_IT = "GLOO_SOCKET_IFNAME=<the interface that the other nodes reach>, on every node by its own name: ip -br addr"
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """What gloo would listen on here by its own rules: the named interfaces, or the host's first usable address."""
+    several = spans_nodes(params["nodes"])
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if named:
+        taken = {name: addresses_of(name) for name in named.split(",")}
+        missing = [name for name, found in taken.items() if not found]
+        if missing:
+            here = ", ".join(name for _, name in socket.if_nameindex())
+            return exposed(
+                f"GLOO_SOCKET_IFNAME={named}: no interface with an address is called {' or '.join(missing)} here",
+                f"interfaces: {here}; gloo compares the whole name: no prefix, no ^, no address",
+                advice=SET_IT,
+            )
+        where = "; ".join(f"{name} has {' '.join(found)}" for name, found in taken.items())
+        loops = [name for name, found in taken.items() if any(map(is_loopback, found))]
+        return judge(f"GLOO_SOCKET_IFNAME={named}: {where}", bool(loops), several)
+    host = socket.gethostname()
+    try:
+        asked = subprocess.run(["getent", "ahosts", host], stdout=subprocess.PIPE, text=True, timeout=0.7, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return unknown(f"GLOO_SOCKET_IFNAME is not set and {host} could not be looked up: {error}")
+    addresses = list(dict.fromkeys(line.split()[0] for line in asked.stdout.splitlines() if line.split()))
+    usable = [address for address in addresses if can_bind(address)]
+    if not usable:
+        seen = f"{host} resolves to {', '.join(addresses) or 'nothing'}, no address of this host: gloo takes 127.0.0.1"
+        return judge(seen, True, several)
+    return judge(f"{host} resolves to {usable[0]}, which gloo takes", is_loopback(usable[0]), several)
+
+
+def judge(seen: str, loopback: bool, several: bool | None) -> Finding:
+    if loopback and several:
+        return exposed(seen, "the job spans nodes, and on another node this address is that node itself", advice=SET_IT)
+    if loopback and several is None:
+        return unknown(seen, "right for one node, wrong for several: `--set nodes=2` if the job spans nodes")
+    if loopback:
+        return clear(seen, "the job stays on this node")
+    return clear(seen, "not a loopback address; whether the other nodes can reach it cannot be seen from here")
+
+
+def spans_nodes(nodes: int) -> bool | None:
+    """As it was said, else by the variables of the launchers; None when nothing tells."""
+    if nodes:
+        return nodes > 1
+    for total, here in (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("SLURM_JOB_NUM_NODES", ""), ("SLURM_NNODES", "")):
+        try:
+            return int(os.environ[total]) > int(os.environ[here] if here else 1)
+        except (KeyError, ValueError):
+            continue
+    return None
+
+
+def addresses_of(interface: str) -> List[str]:
+    """The addresses of an interface: IPv4, then IPv6 as /proc has it."""
+    found = []
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = interface.encode()[:15].ljust(40, b"\0")
+            found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24]))  # SIOCGIFADDR
+    except OSError as error:
+        if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
+            return [f"an address that cannot be read ({error.strerror})"]
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        rows = []
+    return found + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == interface]
+
+
+def can_bind(address: str) -> bool:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.bind(where)
+        return True
+    except OSError:
+        return False
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+probe = Probe(
+    params={"nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0)},
+    check=check,
+    experiments=(
+        Experiment(
+            name="two-nodes",
+            control=Arm(
+                partial(train_on_two_nodes, interface=""),
+                expect=raised(
+                    r"connectFullMesh failed with .*(Connection refused|no error)|connect.*Connection refused"
+                ),
+                because="each node resolves its own name to 127.0.1.1, and that is what gloo gives to the other one",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(train_on_two_nodes, interface=NIC),
+                expect=completed(),
+                because="GLOO_SOCKET_IFNAME names the interface between the nodes",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            expected_s=(0.2, 0.2),
+        ),
+    ),
+    variants=(
+        Experiment(
+            name="name",
+            control=Arm(
+                partial(name_an_interface, interface="kbnosuch0"),
+                expect=raised(r"Unable to find address for: kbnosuch0"),
+                because="GLOO_SOCKET_IFNAME names an interface that this node does not have",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(name_an_interface, interface="lo"),
+                expect=completed(),
+                because="it names one that is there",
+                fidelity="cpu",
+            ),
+            expected_s=(0.1, 0.1),
+        ),
+    ),
+)

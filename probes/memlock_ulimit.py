@@ -1,0 +1,161 @@
+"""Pinning memory under the limits on locked memory of a container or a batch job, and under a larger one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+KIB = 1024
+CAP_IPC_LOCK = 14
+
+
+def register(ctx: Context, *, enough: bool, pin: Callable[[int, int], None]) -> None:
+    """Pin one buffer as a process with this `ulimit -l`, and without the privilege to ignore it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    room_kib = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard // KIB)
+    if room_kib < 64:
+        raise Unavailable(f"the hard limit on locked memory is {room_kib} KiB here: too little to show the difference")
+    buffer_kib = min(1024, room_kib // 4)
+    limit_kib = room_kib if enough else buffer_kib // 16
+    give_up_privilege()
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit_kib * KIB, hard))
+    import mmap
+
+    buffer = mmap.mmap(-1, buffer_kib * KIB)
+    ctx.reached()
+    try:
+        pin(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer_kib * KIB)
+    except OSError as error:
+        what = f"cannot pin {buffer_kib} KiB with max locked memory {limit_kib} KiB"
+        raise Symptom(f"{what}: {error.strerror} ({error.errno})") from error
+    ctx.note(pinned_kib=buffer_kib, max_locked_memory_kib=limit_kib)
+
+
+def lock(address: int, size: int) -> None:
+    """The same limit is charged as for memory that a network card pins."""
+    if libc().mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
+        raise_errno()
+
+
+def register_with_card(address: int, size: int) -> None:
+    """What NCCL does: ibv_reg_mr on an InfiniBand or RoCE card of this machine. Nothing is sent."""
+    try:
+        verbs = ctypes.CDLL("libibverbs.so.1", use_errno=True)
+    except OSError as error:
+        raise Unavailable("no libibverbs.so.1 on this machine") from error
+    for name in ("ibv_get_device_list", "ibv_open_device", "ibv_alloc_pd", "ibv_reg_mr"):
+        getattr(verbs, name).restype = ctypes.c_void_p
+    devices = verbs.ibv_get_device_list(None)
+    first = ctypes.cast(devices, ctypes.POINTER(ctypes.c_void_p))[0] if devices else None
+    if not first:
+        raise Unavailable("no InfiniBand or RoCE card on this machine")
+    card = verbs.ibv_open_device(ctypes.c_void_p(first))
+    if not card:
+        raise Unavailable("the InfiniBand or RoCE card cannot be opened here (/dev/infiniband)")
+    domain = verbs.ibv_alloc_pd(ctypes.c_void_p(card))
+    if not domain:
+        raise_errno()
+    access = 1  # IBV_ACCESS_LOCAL_WRITE
+    if not verbs.ibv_reg_mr(ctypes.c_void_p(domain), ctypes.c_void_p(address), ctypes.c_size_t(size), access):
+        raise_errno()
+
+
+def give_up_privilege() -> None:
+    """Without CAP_IPC_LOCK root is bound by the limit like everybody, as it is in a container."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
+    if libc().capget(header, sets):
+        raise_errno()
+    for number in range(3):
+        sets[number] &= ~(1 << CAP_IPC_LOCK)
+    if libc().capset(header, sets):
+        raise Unavailable("cannot give up CAP_IPC_LOCK: %s" % os.strerror(ctypes.get_errno()))
+
+
+def libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def raise_errno() -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number))
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """The limit of this process, what it means here, and whether there is a card that needs more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    evidence = [f"max locked memory of this process (ulimit -l): {shown(soft)}, hard limit {shown(hard)}"]
+    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    evidence.append(f"RDMA devices: {', '.join(cards) or 'none in /sys/class/infiniband'}")
+    if soft == resource.RLIM_INFINITY:
+        return clear(*evidence, "what sshd, mpirun or slurmd give to a job on this node may differ: run it there")
+    if may_ignore_limits():
+        return clear(*evidence, "this process has CAP_IPC_LOCK, so the limit does not bind it; it binds ordinary users")
+    if not cards:
+        return clear(*evidence, "without such a device NCCL registers no memory")
+    if soft < 512 * KIB * KIB:
+        return exposed(
+            *evidence,
+            advice="unlimited: /etc/security/limits.d, LimitMEMLOCK=infinity for slurmd or containerd, docker run "
+            "--ulimit memlock=-1",
+        )
+    return unknown(*evidence, "more than most jobs pin; NVIDIA asks for unlimited")
+
+
+def shown(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // KIB} KiB"
+
+
+def may_ignore_limits() -> bool:
+    """CAP_IPC_LOCK counts in the first user namespace only."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        outermost = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+    except OSError:
+        return False
+    words = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")]
+    return outermost and bool(words) and bool(int(words[0], 16) >> CAP_IPC_LOCK & 1)
+
+
+REFUSED = symptom(r"cannot pin \d+ KiB with max locked memory \d+ KiB: Cannot allocate memory")
+SMALL = "max locked memory is a sixteenth of the buffer (64 KiB for 1 MiB)"
+LARGE = "max locked memory is four times the buffer"
+STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; mlock is charged to the same limit"
+
+
+def experiment(name: str, pin: Callable[[int, int], None], programs: Tuple[str, ...] = (), **arms: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(partial(register, enough=False, pin=pin), expect=REFUSED, because=SMALL, **arms),
+        treatment=Arm(partial(register, enough=True, pin=pin), expect=completed(), because=LARGE, **arms),
+        world_size=1,
+        needs=Needs(packages={}, programs=programs),
+        expected_s=(0.1, 0.1),
+    )
+
+
+probe = Probe(
+    check=check,
+    experiments=(experiment("mlock", lock, fidelity="stand-in", stands_for=STANDS_FOR),),
+    variants=(experiment("verbs", register_with_card, programs=("ibv_devices",), fidelity="cpu"),),
+)

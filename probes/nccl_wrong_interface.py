@@ -1,0 +1,314 @@
+"""Two nodes with a bridge of containers and a cable: NCCL offers the bridge's address, which leads nowhere."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib.util
+import os
+import re
+import signal
+import socket
+import struct
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping, NoReturn, Tuple
+
+from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+BRIDGE, NIC = "br-kb0", "kb0"  # what a container runtime makes on every node, and the cable between the nodes
+BRIDGES_ADDRESS = "172.31.83.1"  # the same on every node, as such bridges have it
+
+
+def meet_over_nccl(ctx: Context, *, interface: str) -> None:
+    """Rank 0 makes NCCL's unique id, which holds its address; rank 1, on the other node, connects to it."""
+    own_user()
+    nodes = [Context(number, 2, "nccl", ctx.dir, ctx.params) for number in range(2)]
+    pids: List[int] = []
+    for node in nodes:
+        pid = os.fork()
+        if pid == 0:
+            live_as(node, interface)
+        pids.append(pid)
+    said = [ctx.dir / f"node{number}.said" for number in range(2)]
+    end = time.monotonic() + 15
+    texts: List[str] = []
+    while len(texts) < 2 and not any(texts) and time.monotonic() < end:
+        time.sleep(0.01)
+        texts = [path.read_text() for path in said if path.exists()]
+    if all((ctx.dir / f"meet-both up-{number}").exists() for number in range(2)):
+        ctx.reached()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if (ctx.dir / "id").exists():
+        ctx.note(unique_id=(ctx.dir / "id").read_text())
+    for text in texts:
+        kind, _, what = text.partition(": ")
+        if text:
+            raise {"Unavailable": Unavailable, "Symptom": Symptom}.get(kind, RuntimeError)(what)
+    if len(texts) < 2:
+        raise RuntimeError("a node said nothing in 15 s")
+
+
+def live_as(node: Context, interface: str) -> NoReturn:
+    said = ""
+    try:
+        plug_in(node)
+        os.environ["NCCL_CONF_FILE"] = os.devnull
+        if interface:
+            os.environ["NCCL_SOCKET_IFNAME"] = interface
+        assert node.meet("both up")
+        if node.rank == 0:
+            held, address, port, by = unique_id()
+            (node.dir / "id.part").write_text(f"{address} {port} {by}")
+            (node.dir / "id.part").rename(node.dir / "id")
+            assert node.meet("connected")
+            del held
+        else:
+            while not (node.dir / "id").exists():
+                time.sleep(0.005)
+            address, its_port = (node.dir / "id").read_text().split()[:2]
+            try:
+                socket.create_connection((address, int(its_port)), timeout=3).close()
+            except OSError as error:
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                where = " (this node's own)" if address in dict(interfaces()).values() else ""
+                raise Symptom(
+                    f"rank 1: connect to {address}{where}, the address in the id, failed: {reason}"
+                ) from error
+            node.meet("connected")
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    part = node.dir / f"node{node.rank}.part"
+    part.write_text(said)
+    part.rename(node.dir / f"node{node.rank}.said")
+    os._exit(0)
+
+
+def unique_id() -> Tuple[Any, str, int, str]:
+    """Something that keeps listening, the address and port that go into the id, and who chose them."""
+    found = importlib.util.find_spec("nvidia")
+    places = [
+        Path(place) / "nccl/lib/libnccl.so.2" for place in (found.submodule_search_locations if found else None) or []
+    ]
+    for place in [str(place) for place in places if place.exists()] + ["libnccl.so.2"]:
+        try:
+            nccl = ctypes.CDLL(place)
+        except OSError:
+            continue
+        version, buffer = ctypes.c_int(), (ctypes.c_char * 128)()
+        nccl.ncclGetVersion(ctypes.byref(version))
+        if nccl.ncclGetUniqueId(buffer):
+            raise RuntimeError("NCCL finds no interface: ncclGetUniqueId failed")
+        data = bytes(buffer)
+        at = 8 if struct.unpack_from("=H", data, 8)[0] == socket.AF_INET else 0  # older releases have no magic number
+        port, packed = struct.unpack_from("!H4s", data, at + 2)
+        return nccl, socket.inet_ntoa(packed), port, f"libnccl {version.value}"
+    chosen = choice(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces())
+    listener = socket.create_server((chosen[0][1], 0))
+    return listener, chosen[0][1], listener.getsockname()[1], "NCCL's rules, as no libnccl is installed"
+
+
+# --- NCCL's rules --------------------------------------------------------------------------------------------------
+
+
+def choice(named: str, present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
+    """The interfaces that NCCL uses, best first, of those that are there: the first one is for its bootstrap."""
+    for rule in [named] if len(named) > 1 else ["ib", "^docker,lo", "docker", "lo"]:
+        but = rule.startswith("^")
+        exact = rule[but:].startswith("=")
+        words = [word.split(":")[0] for word in rule[but + exact :].split(",") if word]
+        found = [
+            (name, address)
+            for name, address in present
+            if any(name == word if exact else name.startswith(word) for word in words) != but
+        ]
+        if found:
+            return found
+    return []
+
+
+def interfaces() -> List[Tuple[str, str]]:
+    """Name and IPv4 address of every interface that is up and has one, in the order of the kernel."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = name.encode()[:15].ljust(40, b"\0")
+            try:
+                address = socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24])  # SIOCGIFADDR
+                flags = struct.unpack_from("=H", fcntl.ioctl(any_socket, 0x8913, request), 16)[0]  # SIOCGIFFLAGS
+            except OSError:
+                continue
+            if flags & 1:
+                found.append((name, address))
+    return found
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Which interface would NCCL take on this node? Its variable, its configuration files, then its rules."""
+    named, where = setting()
+    present = interfaces()
+    here = ", ".join(f"{name} {address}" for name, address in present)
+    chosen = choice(named, present)
+    advice = "NCCL_SOCKET_IFNAME=<interface in the network that the nodes share>, on each node by its own name"
+    if not chosen and named:
+        return exposed(f"NCCL_SOCKET_IFNAME={named} ({where}) matches none of: {here}", advice=advice)
+    if not chosen:
+        return unknown("no interface with an IPv4 address is up here")
+    evidence = [f"NCCL would use {', '.join(name for name, _ in chosen)} of: {here}"]
+    evidence += [f"NCCL_SOCKET_IFNAME={named} ({where})"] if named else []
+    several = spans_nodes(params["nodes"])
+    if several is False:
+        return clear(*evidence, "the job stays on this node, where every interface will do")
+    first = chosen[0]
+    if not is_of_this_host_only(*first):
+        virtual = [name for name, address in chosen[1:] if is_of_this_host_only(name, address)]
+        if virtual and several:
+            what = f"{', '.join(virtual)} leads nowhere, and NCCL sends data over all that it uses, without InfiniBand"
+            return unknown(*evidence, what, advice=advice)
+        return clear(*evidence, f"whether the other nodes reach {first[1]} cannot be seen from here")
+    if several:
+        return exposed(*evidence, f"{first[0]} belongs to this host alone, and the job spans nodes", advice=advice)
+    return unknown(*evidence, f"{first[0]} belongs to this host alone: right for one node, wrong for several (nodes=2)")
+
+
+def is_of_this_host_only(name: str, address: str) -> bool:
+    """Loopback, link-local, or a bridge or tunnel end that container runtimes and libvirt make."""
+    made = re.match(r"docker|br-|virbr|veth|lxc|lxdbr|cni|podman", name)
+    return address.startswith(("127.", "169.254.")) or bool(made)
+
+
+def setting() -> Tuple[str, str]:
+    """The variable wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf."""
+    if os.environ.get("NCCL_SOCKET_IFNAME"):
+        return os.environ["NCCL_SOCKET_IFNAME"], "environment"
+    named = os.environ.get("NCCL_CONF_FILE")
+    for path in [named or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]:
+        try:
+            lines = Path(path).read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition("=")
+            if key.strip() == "NCCL_SOCKET_IFNAME":
+                return value.strip(), path
+    return "", ""
+
+
+def spans_nodes(nodes: int) -> bool | None:
+    """As it was said, else by the variables of the launchers; None when nothing tells."""
+    if nodes:
+        return nodes > 1
+    for total, here in (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("SLURM_JOB_NUM_NODES", ""), ("SLURM_NNODES", "")):
+        try:
+            return int(os.environ[total]) > int(os.environ[here] if here else 1)
+        except (KeyError, ValueError):
+            continue
+    return None
+
+
+# --- two nodes of one host -----------------------------------------------------------------------------------------
+
+
+def plug_in(node: Context) -> None:
+    """First the bridge, then the cable: the order in which NCCL sees them."""
+    own_network()
+    if Path("/etc/nccl.conf").exists():  # what it says about this host's interfaces is no part of the job
+        bind_over("/dev/null", "/etc/nccl.conf")
+    bring_up("lo")
+    lay_cable(BRIDGE, "kbbr1", os.getpid())
+    bring_up("kbbr1")
+    bring_up(BRIDGE, BRIDGES_ADDRESS)
+    (node.dir / f"pid{node.rank}").write_text(str(os.getpid()))
+    assert node.meet("networks made")
+    if node.rank == 0:
+        lay_cable(NIC, NIC, int((node.dir / "pid1").read_text()))
+        (node.dir / "cable").touch()
+    while not (node.dir / "cable").exists():
+        time.sleep(0.005)
+    bring_up(NIC, f"10.83.0.{node.rank + 1}")
+
+
+def start_nccl(ctx: Context) -> None:
+    """Both arms are this job. They differ in NCCL_SOCKET_IFNAME alone, which NCCL reads from the environment."""
+    import torch
+
+    ctx.reached()
+    dist = ctx.init_process_group(timeout_s=20)
+    total = torch.ones(1, device=ctx.device)
+    dist.all_reduce(total)
+    assert total.item() == ctx.world_size
+
+
+STANDS_FOR = (
+    "NCCL between GPUs: the address is chosen by this machine's libnccl, where one is installed, else by its rules; "
+    "the connection of the other rank is a plain socket"
+)
+
+probe = Probe(
+    params={"nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0)},
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(
+                start_nccl,
+                expect=raised(r"no socket interface found"),
+                because="NCCL_SOCKET_IFNAME names an interface that this node does not have",
+                fidelity="hardware",
+                env={"NCCL_SOCKET_IFNAME": "kbnosuch0"},
+            ),
+            treatment=Arm(
+                start_nccl,
+                expect=completed(),
+                because="NCCL_SOCKET_IFNAME=lo, which is there and right for one node",
+                fidelity="hardware",
+                env={"NCCL_SOCKET_IFNAME": "lo"},
+            ),
+            world_size=1,
+            backend="nccl",
+            needs=Needs(gpus=1),
+            deadline_s=60,
+            expected_s=(10, 10),
+        ),
+        Experiment(
+            name="two-nodes",
+            control=Arm(
+                partial(meet_over_nccl, interface=""),
+                expect=symptom(rf"connect to {re.escape(BRIDGES_ADDRESS)} \(this node's own\).*Connection refused"),
+                because=f"NCCL takes the first interface that is not docker* or lo, here {BRIDGE}",
+                fidelity="stand-in",
+                stands_for=STANDS_FOR,
+            ),
+            treatment=Arm(
+                partial(meet_over_nccl, interface=NIC),
+                expect=completed(),
+                because=f"NCCL_SOCKET_IFNAME={NIC}, the interface between the nodes",
+                fidelity="stand-in",
+                stands_for=STANDS_FOR,
+            ),
+            world_size=1,
+            needs=Needs(packages={}),
+            expected_s=(0.2, 0.2),
+        ),
+    ),
+)

@@ -1,0 +1,198 @@
+"""Shared memory segments as NCCL makes them, in a /dev/shm of Docker's default size and in a larger one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping, Optional
+
+from kb.namespaces import own_user, tmpfs_over
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    killed,
+    raised,
+    symptom,
+    unknown,
+)
+
+SEGMENT = 9637888  # bytes of one connection's buffers in NCCL, as its messages name them
+DOCKERS_MIB, ENOUGH_MIB = 64, 1024
+
+
+def connect(ctx: Context, *, shm_mib: int) -> None:
+    """Two rings over the GPUs, one segment for each connection, reserved with fallocate as NCCL does since 2.19."""
+    own_dev_shm(shm_mib)
+    ctx.reached()
+    wanted = 2 * ctx.params["gpus"]
+    for number in range(wanted):
+        handle, path = tempfile.mkstemp(prefix="nccl-", dir="/dev/shm")
+        try:
+            os.posix_fallocate(handle, 0, SEGMENT)
+        except OSError as error:
+            space = f"/dev/shm of {shm_mib} MiB, {number} of {wanted} segments made"
+            raise Symptom(
+                f"cannot extend {path} to {SEGMENT} bytes: {error.strerror} ({error.errno}); {space}"
+            ) from error
+    ctx.note(segments=wanted, used_mib=wanted * SEGMENT >> 20)
+
+
+def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
+    """The same with ftruncate, as in NCCL 2.12 to 2.18: nothing is reserved, so the first write finds no page."""
+    import mmap
+
+    own_dev_shm(shm_mib)
+    handle, _ = tempfile.mkstemp(prefix="nccl-", dir="/dev/shm")
+    os.ftruncate(handle, SEGMENT)
+    with mmap.mmap(handle, SEGMENT) as segment:
+        ctx.reached()
+        for page in range(0, SEGMENT, 4096):
+            segment[page] = 1
+        ctx.note(pages_written=SEGMENT // 4096)
+
+
+def all_reduce(ctx: Context, *, shm_mib: int) -> None:
+    """NCCL itself between two GPUs of this process, over shared memory of the host."""
+    own_dev_shm(shm_mib)
+    import torch
+
+    ctx.reached()
+    tensors = [torch.full((1 << 20,), float(gpu + 1), device=f"cuda:{gpu}") for gpu in range(2)]
+    torch.cuda.nccl.all_reduce(tensors)
+    assert all((one == 3).all().item() for one in tensors)
+
+
+def own_dev_shm(mib: int) -> None:
+    own_user()
+    tmpfs_over("/dev/shm", mib)
+
+
+# --- the check: how large is /dev/shm, and does NCCL need it between these GPUs? --------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return unknown(f"/dev/shm: {error.strerror}")
+    total, free = found.f_blocks * found.f_frsize >> 20, found.f_bavail * found.f_frsize >> 20
+    evidence = [f"/dev/shm: {total} MiB, {free} MiB free"]
+    stale = sorted(Path("/dev/shm").glob("nccl-*"))
+    if stale:
+        evidence.append(f"{len(stale)} files nccl-* there: of jobs that run now, or left over by killed ones")
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    needed = 2 * gpus * SEGMENT >> 20
+    advice = "docker run --shm-size=1g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    if gpus < 2:
+        if free >= ENOUGH_MIB:
+            return clear(*evidence, "enough for NCCL between the GPUs of any node")
+        return unknown(*evidence, f"{gpus} NVIDIA GPUs are visible here, so NCCL has nobody to share memory with")
+    evidence.append(f"{gpus} GPUs: about {needed} MiB where they talk through shared memory (2 segments each)")
+    if free >= max(needed, ENOUGH_MIB // 4):
+        return clear(*evidence)
+    distances = gpu_distances()
+    if distances and all(one.startswith("NV") for one in distances) and free > SEGMENT >> 20:
+        return unknown(*evidence, "all pairs are on NVLink, where NCCL needs little of it", advice=advice)
+    if free < needed:
+        return exposed(*evidence, advice=advice)
+    return unknown(*evidence, "enough for one communicator; every further process group needs its own", advice=advice)
+
+
+def gpu_distances() -> Optional[List[str]]:
+    """What stands between the pairs of GPUs (NV12, PIX, SYS, ...), as nvidia-smi says; None without an answer."""
+    command = ["nvidia-smi", "topo", "-m"]
+    try:
+        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=2, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = re.findall(r"^GPU\d+\s+(.*)$", re.sub(r"\x1b\[[0-9;]*m", "", said.stdout.decode()), re.MULTILINE)
+    return [word for row in rows for word in row.split()[: len(rows)] if word != "X"]
+
+
+SMALL = "/dev/shm has the 64 MiB that Docker gives it"
+LARGE = "/dev/shm has 1 GiB, as after --shm-size=1g"
+LIKE_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}  # in both arms: through /dev/shm, not around it
+
+probe = Probe(
+    params={"gpus": Param("int", "GPUs of the node that talk through shared memory, two segments each", 4)},
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(
+                partial(all_reduce, shm_mib=1),
+                expect=raised(r"unhandled system error|shared memory segment|failed to extend"),
+                because="/dev/shm has 1 MiB",
+                fidelity="hardware",
+                env=LIKE_NCCL,
+            ),
+            treatment=Arm(
+                partial(all_reduce, shm_mib=ENOUGH_MIB),
+                expect=completed(),
+                because=LARGE,
+                fidelity="hardware",
+                env=LIKE_NCCL,
+            ),
+            world_size=1,
+            backend="nccl",
+            needs=Needs(gpus=2),
+            deadline_s=90,
+            expected_s=(15, 15),
+        ),
+        Experiment(
+            name="segments",
+            control=Arm(
+                partial(connect, shm_mib=DOCKERS_MIB),
+                expect=symptom(r"cannot extend /dev/shm/nccl-\w+ to \d+ bytes: No space left on device"),
+                because=SMALL,
+                fidelity="stand-in",
+                stands_for="the shared memory transport of NCCL, which needs GPUs; the system calls are the same",
+            ),
+            treatment=Arm(
+                partial(connect, shm_mib=ENOUGH_MIB),
+                expect=completed(),
+                because=LARGE,
+                fidelity="stand-in",
+                stands_for="the shared memory transport of NCCL, which needs GPUs; the system calls are the same",
+            ),
+            world_size=1,
+            needs=Needs(packages={}),
+            expected_s=(0.1, 0.1),
+        ),
+    ),
+    variants=(
+        Experiment(
+            name="unreserved",
+            control=Arm(
+                partial(connect_unreserved, shm_mib=1),
+                expect=killed("SIGBUS"),
+                because="/dev/shm has 1 MiB, and nothing was reserved",
+                fidelity="stand-in",
+                stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
+            ),
+            treatment=Arm(
+                partial(connect_unreserved, shm_mib=DOCKERS_MIB),
+                expect=completed(),
+                because="/dev/shm has 64 MiB, enough for one segment",
+                fidelity="stand-in",
+                stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
+            ),
+            world_size=1,
+            needs=Needs(packages={}),
+            expected_s=(0.1, 0.1),
+        ),
+    ),
+)

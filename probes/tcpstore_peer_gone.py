@@ -1,0 +1,169 @@
+"""The process that hosts the TCPStore is done and leaves; a rank that still needs the store sees a broken network."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, clear, completed, exposed, raised, unknown
+
+
+def finish(ctx: Context, *, leave_together: bool) -> None:
+    """The last all-reduce is done on both ranks; rank 1 still reports its evaluation through the store."""
+    import torch
+
+    store = open_store(ctx)
+    options = {"device_id": ctx.device} if ctx.backend == "nccl" else {}
+    dist: Any = torch.distributed
+    dist.init_process_group(ctx.backend, store=store, rank=ctx.rank, world_size=ctx.world_size, **options)
+    total = torch.ones(1, device=ctx.device)
+    dist.all_reduce(total)
+    assert total.item() == ctx.world_size
+    ctx.reached()
+    if ctx.rank == 1:
+        for batch in range(20):
+            ctx.note(reported_batches=batch)
+            store.set(f"accuracy of batch {batch}", "0.9")
+            time.sleep(0.05)
+    if leave_together:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def open_store(ctx: Context) -> Any:
+    """As under `env://`: rank 0's process is the host. The port is the kernel's choice."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    port = Path(ctx.path("port"))
+    patience = timedelta(seconds=15)
+    if ctx.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+        port.write_text(str(store.port))
+    assert ctx.meet("store is up")
+    if ctx.rank == 0:
+        return store
+    return TCPStore("127.0.0.1", int(port.read_text()), timeout=patience, wait_for_workers=False)
+
+
+def run_two_jobs(ctx: Context, *, own_endpoint: bool) -> None:
+    """Two jobs of one node, each with torchrun's own rendezvous code; the one that started first ends first."""
+    import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    port = Path(ctx.path("port"))
+    endpoint = "localhost:0"  # as --standalone has it: any free port
+    if ctx.rank == 1:
+        assert ctx.meet("first job is up")
+        if not own_endpoint:
+            endpoint = f"localhost:{port.read_text()}"
+    job = RendezvousParameters("c10d", endpoint, f"job {ctx.rank}", 1, 1, read_timeout=15)
+    backend, store = c10d.create_backend(job)
+    if ctx.rank == 0:
+        port.write_text(str(store.port))
+        assert ctx.meet("first job is up")
+    backend.set_state(b"running")
+    ctx.reached()
+    if ctx.rank == 1:
+        for _ in range(20):  # the agent asks like this as long as its workers run
+            assert backend.get_state()[0] == b"running"
+            time.sleep(0.05)
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Who hosts the store of the job whose variables this process has: rank 0's process, or torchrun's agent?"""
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    owned = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if owned == "True":
+        return clear(
+            f"torchrun's agent hosts the store at {where} (TORCHELASTIC_USE_AGENT_STORE) and outlives the ranks"
+        )
+    agents = agents_here()
+    ports = list(agents.values())
+    shared = [endpoint for endpoint in sorted(set(ports)) if ports.count(endpoint) > 1]
+    if shared:
+        pids = ", ".join(pid for pid, endpoint in agents.items() if endpoint in shared)
+        return exposed(
+            f"several torchrun processes of this host share the rendezvous endpoint {shared[0]}: pid {pids}",
+            "each runs a job of one node: the end of the first ends the others",
+            advice="one --rdzv-endpoint per job, or --standalone for jobs of one node",
+        )
+    if owned == "False" or os.environ.get("RANK"):
+        said = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
+        return unknown(
+            f"{said}: rank 0's own process hosts the store at {where}",
+            "whether rank 0 leaves first is a matter of the code: does every rank end with a barrier?",
+        )
+    return unknown("no variables of a job here, and no two torchrun processes of this host share an endpoint")
+
+
+def agents_here() -> Mapping[str, str]:
+    """Process id to c10d endpoint of every torchrun of a single node that we can see; those of free ports left out."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            is_ours = os.readlink(path.parent / "ns/net") == os.readlink("/proc/self/ns/net")
+        except OSError:  # gone, or another user's
+            continue
+        if not is_ours or not any(word.endswith(("/torchrun", "torch.distributed.run")) for word in words[:4]):
+            continue
+        options = {}
+        for at, word in enumerate(words):
+            name, _, value = word.partition("=")
+            options[name.replace("_", "-")] = value or "".join(words[at + 1 : at + 2])
+        endpoint = options.get("--rdzv-endpoint") or "localhost:29400"
+        is_one_node = options.get("--nnodes", "1").split(":")[-1] == "1"
+        if options.get("--rdzv-backend") == "c10d" and is_one_node and not endpoint.endswith(":0"):
+            found[path.parent.name] = endpoint
+    return found
+
+
+STORE = Experiment(
+    name="store",
+    control=Arm(
+        partial(finish, leave_together=False),
+        expect=raised(r"Broken pipe|Connection reset by peer|[Ff]ailed to (recv, got|send, sent) 0 bytes"),
+        because="rank 0 is done and leaves with the store, while rank 1 still writes to it",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(finish, leave_together=True),
+        expect=completed(),
+        because="both ranks end with a barrier, so rank 0 stays until rank 1 is done",
+        fidelity="cpu",
+    ),
+    deadline_s=40,
+    linger=False,  # leaving early is the incident
+    expected_s=(0.3, 1.3),
+)
+
+probe = Probe(
+    check=check,
+    experiments=(STORE.on_gpus(), STORE),
+    variants=(
+        Experiment(
+            name="torchrun",
+            control=Arm(
+                partial(run_two_jobs, own_endpoint=False),
+                expect=raised(r"The connection to the C10d store has failed"),
+                because="the second job was given the endpoint of the first, whose agent hosts the store of both",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(run_two_jobs, own_endpoint=True),
+                expect=completed(),
+                because="each job has an endpoint of its own, as with --standalone",
+                fidelity="cpu",
+            ),
+            needs=Needs(packages={"torch": ">=2.4"}),
+            deadline_s=40,
+            linger=False,
+            expected_s=(0.5, 1.5),
+        ),
+    ),
+)
