@@ -1,0 +1,205 @@
+"""A CUDA library that another one needs is not where the dynamic linker looks, or an older one is found first."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+
+LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"  # LD_LIBRARY_PATH is read once, when a process starts
+
+
+def load(ctx: Context, *, own_is_found: bool) -> None:
+    """Two libraries laid out as in site-packages/nvidia: cusparse needs nvjitlink and looks beside itself for it."""
+    wheel, system = Path(ctx.path("nvidia/nvjitlink/lib")), Path(ctx.path("cuda-12.1/lib64"))
+    Path(ctx.path("versions")).write_text("libnvJitLink.so.12 { global: *; };")
+    compile_library(ctx, "int __nvJitLinkComplete_12_1(void) { return 1; }", system / "libnvJitLink.so.12")
+    compile_library(ctx, "int __nvJitLinkComplete_12_4(void) { return 4; }", wheel / "libnvJitLink.so.12")
+    cusparse = Path(ctx.path("nvidia/cusparse/lib/libcusparse.so.12"))
+    needs = "extern int __nvJitLinkComplete_12_4(void); int f(void) { return __nvJitLinkComplete_12_4(); }"
+    options = [
+        str(wheel / "libnvJitLink.so.12"),
+        "-Wl,--enable-new-dtags,-z,now",
+        "-Wl,-rpath,$ORIGIN/../../nvjitlink/lib",
+    ]
+    compile_library(ctx, needs, cusparse, *options)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    if not own_is_found and ctx.params["why"] == "shadowed":
+        environment["LD_LIBRARY_PATH"] = str(system)
+    elif not own_is_found:
+        shutil.rmtree(wheel.parent)
+    ctx.reached()
+    command = [sys.executable, "-c", LOAD, str(cusparse)]
+    ran = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if ran.returncode:
+        raise OSError(ran.stderr.strip().splitlines()[-1])
+
+
+def compile_library(ctx: Context, code: str, target: Path, *options: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = Path(ctx.path("source.c"))
+    source.write_text(code)
+    named = ["-Wl,-soname," + target.name, "-Wl,--version-script=" + ctx.path("versions")]
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), *options, *named, "-o", str(target)], check=True)
+
+
+def preload(ctx: Context, *, own_is_found: bool) -> None:
+    """torch's own search for its CUDA libraries, in a site-packages that has no cublas, or any file of that name."""
+    import torch
+
+    folder = Path(ctx.path("site-packages/nvidia/cublas/lib"))
+    folder.mkdir(parents=True)
+    if own_is_found:
+        shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", folder / "libcublas.so.12")
+    sys.path[:] = [ctx.path("site-packages")]
+    search = getattr(torch, "_preload_cuda_lib", None) or torch._preload_cuda_deps  # the latter until 2.8 or so
+    ctx.reached()
+    search("cublas", "libcublas.so.*[0-9]")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Are the CUDA packages that torch asks for installed, and does LD_LIBRARY_PATH put others before them?"""
+    if params["library"]:
+        return linked(params["library"])
+    wanted = required()
+    if not wanted:
+        return unknown(
+            "torch is not installed here, or brings no CUDA libraries as packages (CPU, conda or system build)",
+            advice="--set library=path/to/a.so",
+        )
+    lacking = [
+        f"{name} {version} is not installed, and torch needs it"
+        for name, version in wanted.items()
+        if not version_of(name)
+    ]
+    others = [
+        f"{name} is {version_of(name)}, torch was built for {version}"
+        for name, version in wanted.items()
+        if version and version_of(name) not in ("", version)
+    ]
+    if lacking:
+        return exposed(*lacking[:8], *others[:4], advice="reinstall torch from its index; do not pick single packages")
+    first = shadowing()
+    if first and not loads_its_own():
+        return exposed(*first[:8], *others[:4], advice="start the job without LD_LIBRARY_PATH")
+    if first or others:
+        return unknown(
+            *first[:8],
+            *others[:4],
+            "this torch loads its own libraries first; whether that is enough shows only when it runs",
+        )
+    return clear(f"all {len(wanted)} CUDA packages of torch are there, and LD_LIBRARY_PATH has none of their libraries")
+
+
+def linked(library: Path) -> Finding:
+    try:
+        ran = subprocess.run(["ldd", str(library)], capture_output=True, text=True, timeout=3, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return unknown(f"ldd cannot be asked: {error}")
+    if "=>" not in ran.stdout:
+        return unknown(f"ldd says nothing of {library}: {(ran.stderr or ran.stdout).strip()[:200]}")
+    lacking = [line.strip() for line in ran.stdout.splitlines() if "not found" in line]
+    if lacking:
+        return exposed(
+            *lacking[:8], advice="some of these Python loads before; libc10 and libtorch come with import torch"
+        )
+    return clear(f"ldd finds everything that {library} names; what it loads later by itself is not seen")
+
+
+def required() -> Dict[str, str]:
+    """The nvidia packages that the installed torch requires on this platform, with the pinned version."""
+    try:
+        lines = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in lines if "extra ==" not in line)
+    return {match.group(1): match.group(2) or "" for match in found if match}
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def shadowing() -> List[str]:
+    """Libraries of the nvidia packages that some folder of LD_LIBRARY_PATH has as well, with other content."""
+    own = {file.name: file for place in sys.path for file in Path(place or ".").glob("nvidia/*/lib/*.so.*")}
+    found = []
+    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
+        for name, file in own.items() if folder else ():
+            other = Path(folder, name)
+            if other.exists() and not other.samefile(file) and other.stat().st_size != file.stat().st_size:
+                found.append(f"{other} is found before {file}")
+    return found
+
+
+def loads_its_own() -> bool:
+    """Newer torch opens its CUDA libraries by their paths before anything can find others."""
+    spec = importlib.util.find_spec("torch")
+    return bool(spec and spec.origin and "/proc/self/maps" in Path(spec.origin).read_text())
+
+
+HOW = "two small C libraries under the names and in the folders of the CUDA wheels"
+
+probe = Probe(
+    check=check,
+    params={
+        "why": Param("str", "missing: the library is not there; shadowed: LD_LIBRARY_PATH has an older one", "missing"),
+        "library": Param("path", "a library to ask about with ldd, for instance the one that the message names"),
+    },
+    experiments=(
+        Experiment(
+            name="linker",
+            control=Arm(
+                partial(load, own_is_found=False),
+                expect=raised(r"libnvJitLink\.so\.12: cannot open shared object file|undefined symbol: __nvJitLink"),
+                because="the library is not there, or with why=shadowed an older one is found first",
+                fidelity="stand-in",
+                stands_for=HOW,
+            ),
+            treatment=Arm(
+                partial(load, own_is_found=True),
+                expect=completed(),
+                because="the library of the same release is there and nothing comes before it",
+                fidelity="stand-in",
+                stands_for=HOW,
+            ),
+            world_size=1,
+            needs=Needs(packages={}, programs=("cc",)),
+            deadline_s=60,
+            expected_s=(1.0, 1.0),
+        ),
+        Experiment(
+            name="preload",
+            control=Arm(
+                partial(preload, own_is_found=False),
+                expect=raised(r"libcublas\.so\.\*\[0-9\] not found in the system path"),
+                because="site-packages/nvidia has no cublas",
+                fidelity="stand-in",
+                stands_for="an installation of torch for CUDA without one of its packages; the search is torch's own",
+            ),
+            treatment=Arm(
+                partial(preload, own_is_found=True),
+                expect=completed(),
+                because="there is a library of that name, which can be loaded",
+                fidelity="stand-in",
+                stands_for="the package nvidia-cublas: a copy of torch's libshm.so under its name",
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1"}),
+            deadline_s=30,
+            expected_s=(0.2, 0.2),
+        ),
+    ),
+)

@@ -1,0 +1,158 @@
+"""A CUDA extension is built with the nvcc of another major release than the torch wheel was built with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping, Optional, Tuple
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+
+
+def build(ctx: Context, *, cuda_home_of_same_major: bool, asks: str = "torch") -> None:
+    """Two toolkits on disk, each no more than an nvcc that answers --version; CUDA_HOME chooses one."""
+    from unittest.mock import patch
+
+    import torch
+    from torch.utils import cpp_extension
+
+    built_with = torch.version.cuda or "12.8"
+    other = ctx.params["toolkit"] or ("12.8" if built_with.startswith("11.") else "11.8")
+    for release in {built_with, other}:
+        nvcc = Path(ctx.path(f"cuda-{release}/bin/nvcc"))
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.0'\n")
+        nvcc.chmod(0o755)
+    chosen = built_with if cuda_home_of_same_major else other
+    os.environ["CUDA_HOME"] = ctx.path(f"cuda-{chosen}")
+    home = cpp_extension._find_cuda_home()  # torch's own search
+    with patch.object(torch.version, "cuda", built_with), patch.object(cpp_extension, "CUDA_HOME", home):
+        if asks == "deepspeed":
+            builder = importlib.import_module("deepspeed.ops.op_builder.builder")
+            ctx.reached()
+            assert builder.assert_no_cuda_mismatch("fused_adam")
+        else:
+            compiler = torch.torch_version.TorchVersion("9.4.0")
+            ctx.reached()
+            cpp_extension._check_cuda_version("g++", compiler)  # what BuildExtension calls before it compiles
+    ctx.note(toolkit=chosen, torch_built_with=built_with)
+    assert home == ctx.path(f"cuda-{chosen}")
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Compare the nvcc that torch would find with the CUDA release that torch was built with."""
+    built_with = cuda_of_torch()
+    if built_with is None:
+        return unknown("torch is not installed in this interpreter, or its version file cannot be read")
+    if not built_with:
+        return unknown("this torch was built without CUDA: it builds no CUDA extensions")
+    home, found_by = cuda_home()
+    if not home:
+        return unknown(
+            f"torch was built with CUDA {built_with}; no toolkit was found (CUDA_HOME, nvcc on PATH, /usr/local/cuda)",
+            advice="only what is compiled needs one: an image with `devel` in its name, or a conda cuda-toolkit",
+        )
+    release = release_of(home)
+    evidence = [f"torch was built with CUDA {built_with}", f"{found_by} leads to {home}, nvcc {release or 'not there'}"]
+    if not release and found_by.startswith("CUDA"):
+        return exposed(*evidence, advice=f"unset {found_by}, or point it at a toolkit {built_with} that has bin/nvcc")
+    if not release:
+        return unknown(*evidence, advice="a runtime without compiler: enough to train, not to build extensions")
+    if release.split(".")[0] != built_with.split(".")[0]:
+        install = f"install a toolkit {built_with} beside this one and set CUDA_HOME, or a torch built for {release}"
+        return exposed(*evidence, "the major releases differ: torch refuses a setup.py build", advice=install)
+    if not any((home / place / "cuda_runtime.h").exists() for place in HEADERS):
+        found = f"no cuda_runtime.h below {home}: nvcc is found through a link or wrapper, and its headers are not"
+        return exposed(*evidence, found, advice="set CUDA_HOME to the folder that has bin, include and lib64")
+    if release != built_with:
+        evidence.append("the minor releases differ: torch warns and builds, apex refuses, DeepSpeed has a list")
+    return clear(*evidence)
+
+
+HEADERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
+
+
+def cuda_of_torch() -> Optional[str]:
+    """`torch.version.cuda` without importing torch: "" for a build without CUDA, None when it cannot be told."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b.*= (?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
+    return found and (found.group(1) or "")
+
+
+def cuda_home() -> Tuple[Optional[Path], str]:
+    """The toolkit as torch looks for it, and what led there."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            return Path(os.environ[name]), name
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        return Path(nvcc).parent.parent, "nvcc on PATH"
+    default = Path("/usr/local/cuda")
+    return (default, "the default") if default.exists() else (None, "")
+
+
+def release_of(home: Path) -> str:
+    asked = [str(home / "bin" / "nvcc"), "--version"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=3, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"release (\d+\.\d+)", told)
+    return found.group(1) if found else ""
+
+
+def experiment(asks: str, expect: str, needs: Needs) -> Experiment:
+    job = partial(build, asks=asks)
+    return Experiment(
+        name=asks,
+        control=Arm(
+            partial(job, cuda_home_of_same_major=False),
+            expect=raised(expect),
+            because="CUDA_HOME leads to a toolkit of another major release",
+            fidelity="stand-in",
+            stands_for="an installed CUDA toolkit: here a script that prints nvcc's version line",
+        ),
+        treatment=Arm(
+            partial(job, cuda_home_of_same_major=True),
+            expect=completed(),
+            because="CUDA_HOME leads to the toolkit of the release that torch was built with",
+            fidelity="stand-in",
+            stands_for="an installed CUDA toolkit: here a script that prints nvcc's version line",
+        ),
+        world_size=1,
+        needs=needs,
+        deadline_s=60,
+        expected_s=(0.4, 0.4),
+    )
+
+
+probe = Probe(
+    check=check,
+    params={"toolkit": Param("str", "release that nvcc reports in the control arm; your own: would torch take it?")},
+    experiments=(
+        experiment(
+            "torch",
+            r"The detected CUDA version \(.{1,8}\) mismatches the version that was used to compile",
+            Needs(packages={"torch": ">=2.1"}),
+        ),
+    ),
+    variants=(
+        experiment(
+            "deepspeed",
+            r"Installed CUDA version \S+ does not match the version torch was compiled with",
+            Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.9"}),
+        ),
+    ),
+)

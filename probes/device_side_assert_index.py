@@ -1,0 +1,135 @@
+"""An index outside its table in one rank's batch. On a GPU the kernel asserts, later; on the CPU torch says which."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Iterator, List, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
+
+CLASSES = 5
+WHYS = ("label", "ignored-label", "gather")
+
+
+def train(ctx: Context, *, in_range: bool) -> None:
+    """Three steps of DDP on two ranks; the bad index is in the batch of rank 1 in step 1."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist = ctx.init_process_group(timeout_s=10)
+    why = ctx.params["why"]
+    torch.manual_seed(0)
+    wide = 8 if why == "label" and in_range else CLASSES  # as many outputs as the data has classes
+    model = DistributedDataParallel(torch.nn.Linear(6, wide).to(ctx.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.reached()
+    for step in range(3):
+        labels = torch.tensor([0, 1, 2, 3], device=ctx.device)
+        if step == 1 and ctx.rank == 1:
+            labels[3] = {"label": 7, "ignored-label": -1, "gather": -100}[why]
+        logits = model(torch.eye(6, device=ctx.device)[:4] + ctx.rank)
+        if why == "gather":  # log-probabilities of the labels, as in DPO and PPO
+            counted = labels != -100
+            index = labels.clamp(min=0) if in_range else labels
+            loss = -(logits.log_softmax(-1).gather(1, index[:, None])[:, 0] * counted).sum() / counted.sum()
+        else:
+            ignore = -1 if why == "ignored-label" and in_range else -100
+            loss = cross_entropy(logits, labels, ignore_index=ignore)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert loss.item() > 0, loss
+    weights = next(model.parameters()).detach()
+    everyones = [torch.empty_like(weights) for _ in range(ctx.world_size)]
+    dist.all_gather(everyones, weights)
+    assert all(torch.equal(one, weights) for one in everyones), "the ranks trained different weights"
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Look for labels outside the classes in a .jsonl or .csv file of data."""
+    path, key, classes = params["data"], params["key"], params["classes"]
+    if path is None or classes is None:
+        return unknown("no data to read", advice="--set data=train.jsonl --set classes=10, and --set key=label")
+    end = time.monotonic() + 0.5
+    found: List[str] = []
+    rows = values = 0
+    try:
+        for number, row in enumerate(rows_of(path), 1):
+            for value in numbers_in(row.get(key)):
+                values += 1
+                if not (0 <= value < classes or value == -100):
+                    found.append(f"{path}:{number}: {key} {value}")
+            rows = number
+            if time.monotonic() > end or len(found) >= 10:
+                break
+        else:
+            rows = -rows  # all of them
+    except (OSError, ValueError, csv.Error) as error:
+        return unknown(f"{path} cannot be read: {error}")
+    told = f"{values} values of {key} in {abs(rows)} rows"
+    if found:
+        return exposed(f"outside 0 to {classes - 1}, and not -100, after {told}", *found, advice="repair data or model")
+    if rows >= 0 or not values:
+        return unknown(f"nothing outside 0 to {classes - 1} in {told}; the rest was not read, or there is no {key}")
+    return clear(f"all {told} are inside 0 to {classes - 1} or -100")
+
+
+def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix == ".csv":
+            yield from csv.DictReader(file)
+            return
+        for line in file:
+            row = json.loads(line) if line.strip() else {}
+            if not isinstance(row, dict):
+                raise ValueError("a line holds no object")
+            yield row
+
+
+def numbers_in(value: Any) -> Iterator[int]:
+    """The class of a row, or the classes of a sequence."""
+    if isinstance(value, list):
+        for one in value:
+            yield from numbers_in(one)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, str) and value.strip().lstrip("-").isdigit():
+        yield int(value)
+
+
+STANDS_FOR = "the assertion in a CUDA kernel: the CPU checks the same index at once and says which one it is"
+
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(train, in_range=False),
+        expect=raised(r"Target -?\d+ is out of bounds|index -?\d+ is out of bounds for dimension"),
+        because="one label of rank 1 is outside the classes (--set why=label, ignored-label or gather)",
+        fidelity="stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    treatment=Arm(
+        partial(train, in_range=True),
+        expect=completed(),
+        because="as many classes as labels, the ignore_index of the data, or labels clamped before gather",
+        fidelity="stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    expected_s=(0.3, 0.3),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "why": Param("str", "which index is wrong: %s" % ", ".join(WHYS), "label"),
+        "data": Param("path", "a .jsonl or .csv file with your labels"),
+        "key": Param("str", "the field of the label", "label"),
+        "classes": Param("int", "how many classes the model has (for a language model: rows of its output)"),
+    },
+    experiments=(gloo.on_gpus(expect=raised(r"CUDA error: device-side assert triggered")), gloo),
+)

@@ -1,0 +1,214 @@
+"""The CUDA runtime of this environment under a driver of an older major release.
+
+The runtime is the real one of the installed wheel; only the driver is a stub, built with gcc, that reports a CUDA
+version and no device. So the gate can be seen on a machine without a GPU, and nothing touches a real driver.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from glob import glob
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+STUB = """
+int cuDriverGetVersion(int *version) { *version = %d; return 0; }
+int cuInit(unsigned flags) { return 100; }  /* CUDA_ERROR_NO_DEVICE */
+"""
+
+ASK_RUNTIME = """
+import ctypes, json, sys
+runtime, count, driver = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.c_int()
+runtime.cudaGetErrorString.restype = ctypes.c_char_p
+code = runtime.cudaGetDeviceCount(ctypes.byref(count))
+runtime.cudaDriverGetVersion(ctypes.byref(driver))
+print(json.dumps({"code": code, "said": runtime.cudaGetErrorString(code).decode(), "driver": driver.value}))
+"""
+
+ASK_TORCH = """
+import json, torch
+try:
+    torch.cuda.init(); said = ""
+except Exception as error:
+    said = str(error)
+print(json.dumps({"cuda": torch.version.cuda, "said": said}))
+"""
+
+
+def under_driver(ctx: Context, reports: int, *command: str) -> Dict[str, Any]:
+    """Run Python with a libcuda.so.1 in front that reports this CUDA version. A fresh process: none is loaded yet."""
+    Path("stub.c").write_text(STUB % reports)
+    build = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "stub.c"]
+    subprocess.run(build, check=True, timeout=20)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(ctx.dir)}
+    ran = subprocess.run(
+        [sys.executable, "-c", *command], env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    if ran.returncode:
+        raise RuntimeError(f"the process under the stub driver ended with {ran.returncode}: {ran.stderr[-800:]}")
+    answer: Dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def driver_of(ctx: Context, major: int, old: bool) -> int:
+    """As the driver reports it: 12080 is CUDA 12.8. Without --set the last release before the runtime's own major."""
+    return ctx.params["driver"] or (major - 1) * 1000 + 80 if old else major * 1000
+
+
+def start_runtime(ctx: Context, *, package: str, old: bool) -> None:
+    files = [file for file in metadata.files(package) or () if re.match(r"libcudart\.so\.\d+$", file.name)]
+    assert files, f"{package} holds no libcudart"
+    major = int(files[0].name.rsplit(".", 1)[1])
+    ctx.reached()
+    answer = under_driver(ctx, driver_of(ctx, major, old), ASK_RUNTIME, str(files[0].locate()))
+    ctx.note(runtime=files[0].name, **answer)
+    if answer["code"] == 35:  # cudaErrorInsufficientDriver
+        raise RuntimeError(f"{answer['said']}: {files[0].name} under a driver that reports {answer['driver']}")
+    assert answer["code"] == 100, answer  # cudaErrorNoDevice: past the gate, and the stub has no device
+
+
+def start_torch(ctx: Context, *, package: str, old: bool) -> None:
+    found = torch_cuda()
+    if not found:
+        raise Unavailable(f"{package} is installed, but this torch is not built for CUDA")
+    ctx.reached()
+    answer = under_driver(ctx, driver_of(ctx, int(found.split(".")[0]), old), ASK_TORCH)
+    ctx.note(**answer)
+    if "No CUDA GPUs are available" not in answer["said"]:
+        raise RuntimeError(answer["said"])
+
+
+# --- the check: the driver that is loaded, against the CUDA that torch was built for --------------------------------
+
+OLDEST = {"11": (450, 80), "12": (525,), "13": (580,)}  # oldest driver that runs any minor release of this major
+
+
+def torch_cuda() -> str:
+    """`12.8` for a build with CUDA 12.8, "" for none, without importing torch."""
+    try:
+        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
+    except (metadata.PackageNotFoundError, OSError):
+        return ""
+    found = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def driver_version(saved: Optional[Path]) -> Tuple[str, str]:
+    """Version and where it was read: the saved output of nvidia-smi, else the kernel module that is loaded here."""
+    for path in [saved] if saved else [Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version")]:
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            continue
+        found = re.search(r"(?:Driver Version\s*:\s*|<driver_version>|Module.*?\s|^)(\d{3}\.\d+(?:\.\d+)?)\b", text)
+        if found:
+            return found.group(1), str(path)
+    return "", ""
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Can the CUDA that torch was built for run on the driver of this machine?"""
+    cuda, (driver, source) = params["cuda"] or torch_cuda(), driver_version(params["smi"])
+    if not driver:
+        where = params["smi"] or "/proc/driver/nvidia/version: no NVIDIA kernel module is loaded here"
+        return unknown(f"no driver version in {where}", advice="on the GPU node, or with --set smi=FILE of nvidia-smi")
+    if not cuda:
+        return unknown(
+            f"driver {driver}; the torch of this interpreter is no CUDA build (--set cuda=12.8 asks for one)"
+        )
+    numbers = tuple(int(part) for part in driver.split("."))
+    evidence = [f"driver {driver} ({source}), torch for CUDA {cuda}"]
+    least = OLDEST.get(cuda.split(".")[0])
+    if least is None:
+        return unknown(*evidence, f"no table row for CUDA {cuda}")
+    libraries = [] if params["smi"] else user_libraries()
+    strange = [name for name in libraries if not name.endswith(driver) and "compat" not in name]
+    compat = [name for name in libraries if "compat" in name]
+    if compat:
+        evidence.append(f"forward compatibility libraries: {', '.join(compat)} (data center GPUs only, else error 804)")
+    if numbers < least:
+        need = ".".join(map(str, least))
+        evidence.append(f"CUDA {cuda} needs driver {need} or newer" + ("" if not compat else ", unless compat is used"))
+        advice = f"install a torch build for an older CUDA (or, as administrator, driver {need} or newer)"
+        return unknown(*evidence, advice=advice) if compat else exposed(*evidence, advice=advice)
+    if strange:
+        evidence.append(f"libcuda of another version than the kernel module: {', '.join(strange)}")
+        return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803)")
+    return clear(*evidence, "a kernel that is compiled at run time (PTX) may still want the newer minor release")
+
+
+def user_libraries() -> List[str]:
+    """The libcuda files of the driver packages, by their real names: libcuda.so.535.129.03."""
+    folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/cuda*/compat"]
+    return sorted({os.path.realpath(path) for folder in folders for path in glob(f"{folder}/libcuda.so.1")})
+
+
+STANDS = "the NVIDIA driver: the stub reports a CUDA version and no device; everything above it is the real one"
+
+
+def under_stub(name: str, package: str, job: Any, said: str, expected_s: float) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(job, package=package, old=True),
+            expect=raised(said),
+            because="the driver is of the major release before the one that the runtime belongs to",
+            fidelity="stand-in",
+            stands_for=STANDS,
+        ),
+        treatment=Arm(
+            partial(job, package=package, old=False),
+            expect=completed(),
+            because="the driver is of the runtime's own major release, its oldest one",
+            fidelity="stand-in",
+            stands_for=STANDS,
+        ),
+        world_size=1,
+        needs=Needs(
+            packages={package: ""} if job is start_runtime else {package: "", "torch": ">=2.1"}, programs=("gcc",)
+        ),
+        deadline_s=120,
+        expected_s=(expected_s, expected_s),
+    )
+
+
+INSUFFICIENT = r"CUDA driver version is insufficient for CUDA runtime version"
+TOO_OLD = r"The NVIDIA driver on your system is too old \(found version \d+\)"
+CUDA_13, CUDA_12 = "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"
+
+probe = Probe(
+    params={
+        "smi": Param("path", "saved output of `nvidia-smi` or `nvidia-smi -q` of the node in question"),
+        "cuda": Param("str", "CUDA version to ask about instead of the installed torch's, such as 13.0", ""),
+        "driver": Param("int", "what the old driver of the control arm reports, such as 12020 for CUDA 12.2", 0),
+    },
+    check=check,
+    experiments=(
+        under_stub("runtime", CUDA_13, start_runtime, INSUFFICIENT, 0.4),
+        under_stub("runtime-cu12", CUDA_12, start_runtime, INSUFFICIENT, 0.4),
+    ),
+    variants=(
+        under_stub("torch", CUDA_13, start_torch, TOO_OLD, 5),
+        under_stub("torch-cu12", CUDA_12, start_torch, TOO_OLD, 5),
+    ),
+)

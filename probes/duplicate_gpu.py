@@ -1,0 +1,223 @@
+"""Two ranks of one communicator on one GPU: NCCL refuses. On CPU: how a launcher comes to deal GPUs out twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import time
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+
+def all_reduce(ctx: Context, *, gpu_of_its_own: bool = False, backend: str = "nccl") -> None:
+    """Both ranks work on the first GPU, unless each has its own; gloo goes through host memory and does not mind."""
+    import torch
+
+    ctx.backend = backend
+    device = torch.device("cuda", ctx.rank if gpu_of_its_own else 0)
+    torch.cuda.set_device(device)
+    dist = ctx.init_process_group(timeout_s=60, **({"device_id": None} if backend == "nccl" else {}))
+    ctx.reached()
+    total = torch.full((4,), ctx.rank + 1.0, device=device)
+    dist.all_reduce(total)  # the first collective: NCCL compares the GPUs of all ranks here
+    assert total.tolist() == [3.0] * 4, total.tolist()
+    ctx.note(device=str(device))
+
+
+def launch(ctx: Context, *, launchers: int) -> None:
+    """Four ranks on one host, started by one real torchrun, or by two of them as `srun --ntasks-per-node=2` does."""
+    import torch.distributed.run
+
+    job = Path(ctx.path("job.py"))
+    job.write_text("import os\nopen('got-' + os.environ['RANK'], 'w').write(os.environ['LOCAL_RANK'])\n")
+    arguments = ["--nnodes", str(launchers), "--nproc-per-node", str(4 // launchers), "--local-addr", "127.0.0.1"]
+    arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", ctx.path("rdzv"), "--rdzv-conf", "store_type=file"]
+    fork = multiprocessing.get_context("fork")
+    ctx.reached()
+    started = [
+        fork.Process(target=torch.distributed.run.main, args=([*arguments, str(job)],)) for _ in range(launchers)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(25)
+    assert [process.exitcode for process in started] == [0] * launchers, "torchrun failed"
+    gpus: Dict[str, List[int]] = {}
+    for rank in range(4):
+        gpus.setdefault(Path(ctx.path(f"got-{rank}")).read_text(), []).append(rank)
+    ctx.note(ranks_by_local_rank=gpus)
+    for local_rank, ranks in gpus.items():
+        if len(ranks) > 1:
+            raise Symptom(
+                f"on one host rank {ranks[1]} and rank {ranks[0]} both take GPU {local_rank}, their LOCAL_RANK"
+            )
+
+
+# --- the check: which GPU does each rank that runs here have? ---------------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """The ranks that run on this host now and their GPUs, by launcher and by driver; else the number of processes."""
+    gpus, used = driver()
+    if not gpus and not glob("/dev/nvidia[0-9]*"):
+        return unknown("no GPU: there is no /dev/nvidia0, and nvidia-smi is missing or lists none")
+    tasks, launcher = os.environ.get("SLURM_NTASKS_PER_NODE", ""), os.environ.get("TORCHELASTIC_RUN_ID")
+    if launcher and tasks.isdigit() and int(tasks) > 1:
+        why = f"torchrun runs inside one of {tasks} Slurm tasks per node, and each task starts ranks for all GPUs"
+        return exposed(why, advice="--ntasks-per-node=1 with torchrun, or srun python without torchrun")
+    found = ranks_here()
+    evidence = [f"rank {rank}: pid {pid}, {gpu}" for (_, rank), (pid, gpu) in sorted(found.items())][:16]
+    for (job, rank), (_, gpu) in found.items():
+        for (other_job, other), (_, taken) in found.items():
+            if job == other_job and int(rank) < int(other) and gpu == taken:
+                why = f"rank {rank} and rank {other} of one job are both given {gpu}"
+                return exposed(why, *evidence, advice="one launcher per host; one GPU per LOCAL_RANK")
+    for uuid, pids in used.items():
+        ranks = sorted((job, rank) for (job, rank), (pid, _) in found.items() if pid in pids)
+        if len(ranks) > len({job for job, _ in ranks}):
+            why = f"ranks {', '.join(rank for _, rank in ranks)} have a context on {uuid}"
+            return exposed(why, *evidence, advice="torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA")
+    if found:
+        if all(any(pid in pids for pids in used.values()) for pid, _ in found.values()):
+            return clear("each rank that runs here is alone on its GPU, as the driver sees it", *evidence)
+        return unknown("the launcher gave each rank another GPU, the code may still choose otherwise", *evidence)
+    count, visible = params["nproc_per_node"], visible_entries() or gpus
+    if count and visible and count > visible:
+        why = f"{count} processes and {visible} GPUs: LOCAL_RANK {visible} and above have none of their own"
+        return exposed(why, advice=f"--nproc-per-node={visible}, or gloo for a test on fewer GPUs")
+    if count and visible:
+        return unknown(f"{count} processes and {visible} GPUs: enough, if each takes the GPU of its LOCAL_RANK")
+    return unknown(
+        "no process with RANK, LOCAL_RANK and MASTER_PORT runs here as this user",
+        advice="ask on the host while the job starts or hangs, or --set nproc_per_node=8",
+    )
+
+
+def ranks_here() -> Dict[Tuple[str, str], Tuple[int, str]]:
+    """(job, RANK) to (first pid, GPU) from the variables that processes were started with."""
+    found: Dict[Tuple[str, str], Tuple[int, str]] = {}
+    end = time.monotonic() + 0.4
+    for path in sorted(glob("/proc/[0-9]*/environ"), key=lambda one: int(one.split("/")[2])):
+        if time.monotonic() > end:
+            break
+        try:
+            pairs = Path(path).read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
+        if not (rank.isdigit() and local.isdigit() and "MASTER_PORT" in variables):
+            continue
+        job = f"{variables.get('MASTER_ADDR')}:{variables['MASTER_PORT']}"
+        entries = [one for one in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        if len(entries) > int(local):
+            gpu = f"GPU {entries[int(local)]}"
+        else:
+            gpu = f"GPU {entries[0]}" if len(entries) == 1 else f"GPU {local}"
+        found.setdefault((job, rank), (int(path.split("/")[2]), gpu))  # children of a rank have its variables too
+    return found
+
+
+def driver() -> Tuple[int, Dict[str, List[int]]]:
+    """How many GPUs nvidia-smi lists, and GPU UUID to the pids on it; in a container these may be missing."""
+    used: Dict[str, List[int]] = {}
+    try:
+        options = {"capture_output": True, "text": True, "timeout": 3, "check": False}
+        listed = subprocess.run(["nvidia-smi", "-L"], **options).stdout  # type: ignore[call-overload]
+        apps = subprocess.run(  # type: ignore[call-overload]
+            ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"], **options
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0, used
+    for uuid, pid in re.findall(r"^(GPU-\S+), (\d+)$", apps, re.MULTILINE):
+        used.setdefault(uuid, []).append(int(pid))
+    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)), used
+
+
+def visible_entries() -> int:
+    return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
+
+
+REFUSED = raised(r"Duplicate GPU detected : rank \d+ and rank \d+|Multiple Ranks are using the same GPU")
+BOTH_ON_0 = "both ranks set device 0 and make one communicator"
+STANDS = (
+    "NCCL, which compares host and GPU of all ranks; here host and LOCAL_RANK of real torchrun processes are compared"
+)
+
+probe = Probe(
+    params={"nproc_per_node": Param("int", "processes that the launcher starts on one host, for the check")},
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(all_reduce, expect=REFUSED, because=BOTH_ON_0, fidelity="hardware"),
+            treatment=Arm(
+                partial(all_reduce, gpu_of_its_own=True),
+                expect=completed(),
+                because="each rank sets a GPU of its own",
+                fidelity="hardware",
+            ),
+            backend="nccl",
+            needs=Needs(gpus=2),
+            deadline_s=120,
+            settle_s=5,
+            expected_s=(15, 15),
+        ),
+        Experiment(
+            name="one-gpu",
+            control=Arm(all_reduce, expect=REFUSED, because=BOTH_ON_0, fidelity="hardware"),
+            treatment=Arm(
+                partial(all_reduce, backend="gloo"),
+                expect=completed(),
+                because="gloo lets two ranks share a GPU",
+                fidelity="hardware",
+            ),
+            backend="nccl",
+            needs=Needs(gpus=1),
+            deadline_s=120,
+            settle_s=5,
+            expected_s=(15, 15),
+        ),
+        Experiment(
+            name="launcher",
+            control=Arm(
+                partial(launch, launchers=2),
+                expect=symptom(r"on one host rank \d+ and rank \d+ both take GPU \d+"),
+                because="two launchers run on one host, and each counts its ranks from LOCAL_RANK 0",
+                fidelity="stand-in",
+                stands_for=STANDS,
+            ),
+            treatment=Arm(
+                partial(launch, launchers=1),
+                expect=completed(),
+                because="one launcher starts all four ranks of the host",
+                fidelity="stand-in",
+                stands_for=STANDS,
+            ),
+            world_size=1,
+            deadline_s=40,
+            expected_s=(3, 3),
+        ),
+    ),
+)

@@ -1,0 +1,195 @@
+"""A value that float16 cannot hold, on one rank: every step of every rank is skipped while the loss scale halves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+STEPS = 20
+WHYS = ("overflow", "nan", "no-scaling")
+FIXES = ("bfloat16", "in-range", "scaling", "small-scale")
+
+
+def train(ctx: Context, *, fixed: bool, deepspeed_scaler: bool = False) -> None:
+    """DDP on two ranks; what is wrong is in the data of rank 1 alone. Float32 weights, the layer in half precision."""
+    import torch
+    from torch.nn.functional import cross_entropy, linear
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=20)
+    why, fix = ctx.params["why"], ctx.params["fix"] if fixed else ""
+    half = torch.bfloat16 if fix == "bfloat16" else torch.float16
+    in_range = fix == "in-range"
+    x = torch.ones(4, 8, device=ctx.device)
+    if ctx.rank == 1 and why != "no-scaling" and not in_range:
+        x[0] = 10000.0 if why == "overflow" else float("nan")  # a sum of eight is 80000; float16 ends at 65504
+    tiny = 1e-8 if why == "no-scaling" and not in_range else 1.0  # the gradient is then 1e-9; float16 begins at 6e-8
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, 8))
+
+        def forward(self, x: Any) -> Any:
+            logits = linear(x.to(half), self.weight.to(half))
+            return cross_entropy(logits.float(), torch.zeros(4, dtype=torch.long, device=x.device)) * tiny
+
+    model = DistributedDataParallel(Model().to(ctx.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5 if x[0].max() > 1 else 0.01 / tiny)
+    scaled = half == torch.float16 and (why != "no-scaling" or fix == "scaling")
+    step: Any = TorchScaler(ctx, scaled, 8.0 if fix == "small-scale" else 65536.0)
+    if deepspeed_scaler and half == torch.float16:
+        step = DeepSpeedScaler(ctx)
+    ctx.reached()
+    losses, unchanged, first = [], 0, step.scale()
+    for _ in range(STEPS):
+        before = model.module.weight.detach().clone()
+        optimizer.zero_grad()
+        losses.append(model(x))
+        step(losses[-1], optimizer)
+        unchanged += torch.equal(before, model.module.weight)
+    ctx.note(first_loss=losses[0].item(), last_loss=losses[-1].item(), unchanged=unchanged, loss_scale=step.scale())
+    if unchanged == STEPS:
+        raise Symptom(
+            f"{STEPS} of {STEPS} steps changed no weight, the loss scale went from {first:g} to {step.scale():g}"
+        )
+    assert losses[-1] < losses[0] * 0.999, f"the loss went from {losses[0].item()} to {losses[-1].item()}"
+
+
+class TorchScaler:
+    def __init__(self, ctx: Context, enabled: bool, first: float) -> None:
+        import torch
+
+        self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=enabled, init_scale=first)
+
+    def __call__(self, loss: Any, optimizer: Any) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def scale(self) -> float:
+        return float(self.scaler.get_scale())
+
+
+class DeepSpeedScaler:
+    """DeepSpeed's own scaler with the defaults of its fp16 section, as its optimizers call it."""
+
+    def __init__(self, ctx: Context) -> None:
+        import torch
+
+        module: Any = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
+        module.dist = SimpleNamespace(get_rank=lambda: ctx.rank)  # it asks for the rank only to log on one
+        usual = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
+        usual["consecutive_hysteresis"] = False
+        self.scaler = module.CreateLossScaler(torch.float16, 0, True, usual)
+
+    def __call__(self, loss: Any, optimizer: Any) -> None:
+        (loss * self.scaler.loss_scale).backward()
+        gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+        overflow = not all(one.isfinite().all() for one in gradients)
+        self.scaler.update_scale(overflow)
+        for one in gradients:
+            one /= self.scaler.loss_scale
+        if not overflow:
+            optimizer.step()
+
+    def scale(self) -> float:
+        return float(self.scaler.loss_scale)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Is a model that was saved in bfloat16 to be trained in float16, or is the scale fixed?"""
+    if params["config"] is None:
+        return unknown("no training configuration was named", advice="--set config=ds.json --set model=folder")
+    try:
+        kind, values = read_config(params["config"])
+    except UnreadableConfig as error:
+        return unknown(str(error))
+    section = values.get("fp16")
+    section = section if isinstance(section, dict) else {"enabled": section}
+    enabled = section.get("enabled") or values.get("mixed_precision") == "fp16"
+    if not enabled or str(enabled).lower() in ("false", "no"):
+        return clear(f"{params['config']} ({kind}) does not switch float16 on")
+    told = [f"{params['config']} ({kind}): fp16 {enabled}"]
+    if section.get("loss_scale"):
+        told.append(f"loss_scale {section['loss_scale']} is fixed: overflowing steps are skipped without an error")
+    advice = "bf16 on GPUs of compute capability 8.0 or higher (nvidia-smi --query-gpu=compute_cap --format=csv)"
+    if str(enabled).lower() == "auto":
+        return unknown(*told, "whether float16 is on is decided by the trainer's arguments", advice=advice)
+    if params["model"] is None:
+        return unknown(*told, "--set model=folder tells in which precision the model was saved", advice=advice)
+    try:
+        model = json.loads((params["model"] / "config.json").read_text())
+        saved = str(model.get("dtype") or model.get("torch_dtype"))
+    except (OSError, ValueError, AttributeError) as error:
+        return unknown(*told, f"{params['model']}/config.json cannot be read: {error}", advice=advice)
+    told.append(f"{params['model']}/config.json: the weights were saved in {saved}")
+    if saved.endswith("bfloat16"):
+        return exposed(*told, "its activations were never held below 65504", advice=advice)
+    return unknown(*told, "whether its activations stay below 65504 cannot be read from a file", advice=advice)
+
+
+HALVES = "float16 cannot hold a value of rank 1, at any loss scale (--set why=overflow, nan or no-scaling)"
+HOLDS = "the same step in bfloat16, without a scaler (--set fix=bfloat16, in-range, scaling or small-scale)"
+
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(train, fixed=False),
+        expect=symptom(r"20 of 20 steps changed no weight, the loss scale went from \d+ to"),
+        because=HALVES,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(train, fixed=True), expect=completed(), because=HOLDS, fidelity="cpu"),
+    needs=Needs(packages={"torch": ">=2.3"}),
+    expected_s=(0.3, 0.3),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "why": Param("str", "what goes wrong: %s" % ", ".join(WHYS), "overflow"),
+        "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "bfloat16"),
+        "config": Param("path", "your DeepSpeed JSON, accelerate YAML or training arguments"),
+        "model": Param("path", "the folder of the model that you train, with its config.json"),
+    },
+    experiments=(gloo.on_gpus(), gloo),
+    variants=(
+        Experiment(
+            name="deepspeed",
+            control=Arm(
+                partial(train, fixed=False, deepspeed_scaler=True),
+                expect=raised(r"Current loss scale already at minimum - cannot decrease scale anymore"),
+                because=f"DeepSpeed's scaler with its defaults; {HALVES}",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(train, fixed=True, deepspeed_scaler=True), expect=completed(), because=HOLDS, fidelity="cpu"
+            ),
+            needs=Needs(packages={"torch": ">=2.3", "deepspeed": ">=0.10"}, memory_mib=2048),
+            deadline_s=60,
+            expected_s=(4, 1),
+        ),
+    ),
+)

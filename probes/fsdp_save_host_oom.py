@@ -1,0 +1,162 @@
+"""The full state dict of a sharded model, on every rank or on rank 0; rank 1 has room for its shard and a layer."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.training_config import UnreadableConfig, read_config
+
+GIB = 1 << 30
+CPU_LAYERS, CPU_WIDTH, CPU_ROOM = 8, 2048, 80 << 20  # 128 MiB of float32 weights, 64 on each rank
+GPU_LAYERS, GPU_WIDTH, GPU_MIB = 10, 5120, 1024  # 1000 MiB, 500 on each rank
+
+
+def save(ctx: Context, *, rank0_only: bool) -> None:
+    """Gather the full state dict as a save does. One value per weight: what rank 0 gets can be checked."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    dist, on_gpu = ctx.init_process_group(timeout_s=20), ctx.device.type == "cuda"
+    model = sharded(ctx)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
+    dist.all_gather([torch.empty(1, device=ctx.device) for _ in range(2)], torch.ones(1, device=ctx.device))
+    ctx.note(shard_mib=sum(parameter.to_local().nbytes for parameter in model.parameters()) >> 20)
+    if not on_gpu and ctx.rank == 1:
+        limit_address_space(CPU_ROOM)
+    ctx.reached()
+    try:
+        found = get_model_state_dict(model, options=options)
+    except Exception:
+        traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
+        raise
+    ctx.note(full_mib=sum(tensor.nbytes for tensor in found.values()) >> 20)
+    wanted = len(list(model.parameters())) if ctx.rank == 0 else 0
+    assert len(found) == wanted, "%d tensors on rank %d, not %d" % (len(found), ctx.rank, wanted)
+    assert all(bool((found[name] == number).all()) for number, name in enumerate(found)), "other values than before"
+
+
+def sharded(ctx: Context) -> Any:
+    """Sharded before there is memory for it: no rank ever holds the whole model except by the save."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    count, width = (GPU_LAYERS, GPU_WIDTH) if ctx.device.type == "cuda" else (CPU_LAYERS, CPU_WIDTH)
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False, device="meta") for _ in range(count)])
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device=ctx.device)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.to_local().fill_(number)
+    return model
+
+
+def limit_address_space(room: int) -> None:
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: the fragments of glibc's heap play no part
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: nor the address space that a new thread's heap reserves
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """What a gathered save takes of this host's memory: once for rank 0, or once per rank of the host."""
+    kind, billions = "", params["params"]
+    if params["config"] is not None:
+        try:
+            kind = state_dict_type(read_config(params["config"]).values)
+        except UnreadableConfig as error:
+            return unknown(str(error))
+    if "SHARDED" in kind:
+        return clear("the configuration saves %s: every rank writes its own shard" % kind)
+    if billions is None or billions <= 0 or params["ranks"] < 1 or params["copies"] not in ("rank0", "all"):
+        return unknown(
+            "the number of parameters was not given" + (", the save is %s" % kind if kind else ""),
+            advice="--set params=70 (billions) --set bytes=12 (fp32 weights and Adam) [--set copies=all --set ranks=8]",
+        )
+    free, source = host_memory()
+    if free is None:
+        return unknown(source)
+    times = params["ranks"] if params["copies"] == "all" else 1
+    need = billions * 1e9 * params["bytes"] * times / GIB
+    told = "%.1f billion x %.0f bytes x %d = %.0f GiB, and this host has %.0f GiB to give (%s)" % (
+        *(billions, params["bytes"], times, need, free),
+        source,
+    )
+    if need > free:
+        return exposed(told, advice="sharded checkpoints; or weights only, on rank 0 only")
+    if need > 0.7 * free:
+        return unknown(told, "data loaders, pinned buffers and the page cache of the write come on top")
+    return clear(told)
+
+
+def state_dict_type(values: Mapping[str, Any]) -> str:
+    """`FULL_STATE_DICT`, `SHARDED_STATE_DICT` or "" from an accelerate or Trainer configuration."""
+    part: Any = values.get("fsdp_config")
+    settings: Dict[str, Any] = {**values, **part} if isinstance(part, dict) else dict(values)
+    return str(settings.get("fsdp_state_dict_type", settings.get("state_dict_type", ""))).upper()
+
+
+def host_memory() -> Tuple[Optional[float], str]:
+    """GiB that this host, or the control group of this shell, can still give; None with the reason."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found: List[Tuple[float, str]] = [
+            (int(line.split()[1]) / (1 << 20), "MemAvailable") for line in lines if line.startswith("MemAvailable")
+        ]
+    except (OSError, ValueError):
+        return None, "/proc/meminfo cannot be read"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        folder = Path("/sys/fs/cgroup")
+        try:
+            found.append(((int((folder / limit).read_text()) - int((folder / used).read_text())) / GIB, "cgroup"))
+        except (OSError, ValueError):  # no such limit
+            continue
+    return min(found) if found else (None, "this kernel tells no MemAvailable")
+
+
+EVERYWHERE = "full_state_dict without cpu_offload: every rank builds the whole model"
+ONCE = "cpu_offload=True with it: rank 0 builds the model, layer by layer, the others get nothing"
+SHARED = "the memory of a GPU, or the host memory that all ranks share; here the address space of rank 1 is limited"
+
+rlimit = Experiment(
+    name="rlimit",
+    control=Arm(
+        partial(save, rank0_only=False),
+        raised(r"DefaultCPUAllocator: can't allocate memory"),
+        because=EVERYWHERE,
+        fidelity="stand-in",
+        stands_for=SHARED,
+    ),
+    treatment=Arm(partial(save, rank0_only=True), completed(), because=ONCE, fidelity="stand-in", stands_for=SHARED),
+    needs=Needs(packages={"torch": ">=2.6"}),
+    deadline_s=30,
+    expected_s=(1.2, 1.2),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "config": Param("path", "your accelerate or Trainer configuration, for the state dict type"),
+        "params": Param("float", "parameters of the model, in billions"),
+        "bytes": Param("float", "bytes per parameter in the save: 2 bf16, 4 fp32, 12 fp32 with Adam", 4.0),
+        "copies": Param("str", "who builds the full state dict: rank0 or all", "rank0"),
+        "ranks": Param("int", "ranks on this host, for copies=all", 8),
+    },
+    experiments=(
+        rlimit.on_gpus(expect=raised(r"out of memory\. Tried to allocate"), gpu_memory_mib=GPU_MIB),
+        rlimit,
+    ),
+)

@@ -1,0 +1,164 @@
+"""What driver and kernel log say of the health of the GPUs: ECC, remapped rows, a lost GPU, Xid and SXid events.
+
+A check only: a hardware fault cannot be provoked honestly, and must not be. It reads this machine or, with
+`--set dmesg=FILE --set smi=FILE`, what was collected on another one; then it looks at nothing else.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any, Iterable, List, Mapping, Tuple
+
+from kb.probe import Finding, Param, Probe, clear, exposed, unknown
+
+XIDS = {  # NVIDIA's catalogue: what the driver reports, and the first action
+    46: ("GPU stopped processing", "reset the GPU"),
+    48: ("double-bit ECC error", "drain and reset; counts on one GPU that grow: replace it"),
+    62: ("microcontroller halt", "reset the GPU"),
+    64: ("row remapping failed", "reset the GPU, then NVIDIA support"),
+    74: ("NVLink error", "drain, then check the link: nvidia-smi nvlink -e"),
+    79: ("GPU has fallen off the bus", "reboot or power-cycle the node"),
+    94: ("contained memory error", "restart the job; reset the GPU when the node is empty"),
+    95: ("uncontained memory error", "reset the GPU"),
+    109: ("context switch timeout", "reset the GPU"),
+    110: ("security fault", "reset the GPU"),
+    119: ("GSP firmware did not answer", "reset the GPU; a newer driver if it repeats"),
+    120: ("GSP firmware error", "reset the GPU; a newer driver if it repeats"),
+    136: ("NVLink training failed", "reset the GPU"),
+    140: ("unrecovered ECC error", "reset the GPU"),
+    143: ("GPU initialisation failed", "reset the GPU"),
+    155: ("NVLink error seen by software", "reset the GPU"),
+    158: ("fatal timeout", "reset the GPU"),
+}
+OF_PROGRAMS = {13, 31, 43, 69}  # a kernel of the program's own in most cases: see illegal-memory-access
+
+XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
+LOST = re.compile(r"fallen off the bus|GPU is lost|Unable to determine the device handle")
+RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
+SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
+
+
+def lines_of(saved: Path) -> Tuple[List[str], str]:
+    """Lines of a file and "", or none and why."""
+    try:
+        return saved.read_text(errors="replace").splitlines(), ""
+    except OSError as error:
+        return [], f"{saved}: {error.strerror}"
+
+
+def kernel_log() -> Tuple[List[str], str]:
+    said, reason = ask("dmesg")
+    lines = said.splitlines()
+    return lines, reason if not lines else ""
+
+
+def ask(*command: str) -> Tuple[str, str]:
+    """What a command prints, and "" or why it is not to be trusted."""
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=3, check=False)
+    except OSError:
+        return "", f"{command[0]} is not installed"
+    except subprocess.TimeoutExpired:
+        return "", f"{command[0]} did not answer in 3 s: a driver that hangs is itself a sign"
+    return ran.stdout + ran.stderr, (ran.stderr or ran.stdout).strip()[:200] if ran.returncode else ""
+
+
+def events(lines: List[str]) -> Tuple[List[str], List[str], List[str]]:
+    """Evidence of hardware in the kernel log, events that programs cause, and what to do."""
+    seen = Counter((int(found[2]), found[1]) for found in map(XID.search, lines) if found)
+    hardware = [
+        f"Xid {code} on {gpu}, {count} times: {XIDS[code][0]}" for (code, gpu), count in seen.items() if code in XIDS
+    ]
+    advice = [f"Xid {code}: {XIDS[code][1]}" for code in sorted({code for code, _ in seen if code in XIDS})]
+    hardware += [f"Xid 154 on {gpu}: the driver asks for: {action}" for gpu, action in dict(recovery(lines)).items()]
+    if not hardware:
+        hardware += [line.strip()[:160] for line in lines if LOST.search(line)][:3]
+    for found in filter(None, map(SWITCH.search, lines)):
+        hardware.append(f"NVSwitch {found[1]}: fatal SXid {found[2]}")
+    programs = [f"Xid {code} on {gpu}, {count} times" for (code, gpu), count in seen.items() if code in OF_PROGRAMS]
+    return hardware, programs, advice
+
+
+def recovery(lines: Iterable[str]) -> Iterable[Tuple[str, str]]:
+    for found in filter(None, map(RECOVERY.search, lines)):
+        yield found[1], found[2]
+
+
+def health(report: str) -> Tuple[List[str], List[str], int]:
+    """Faults and remarks in the text of `nvidia-smi -q`, and how many GPUs it describes."""
+    faults, remarks, gpu, path, gpus = [], [], "", [""] * 12, 0
+    faults += [line.strip()[:160] for line in report.splitlines() if LOST.search(line)][:3]
+    for line in report.splitlines():
+        if re.match(r"GPU [0-9A-F]{8}:", line):
+            gpu, gpus = line[4:].strip(), gpus + 1
+        depth = (len(line) - len(line.lstrip())) // 4
+        name, _, value = (part.strip() for part in line.partition(" : "))
+        path = [*path[:depth], name, *[""] * 12][:12]
+        where = " ".join(path)
+        if re.search(r"Volatile.*Uncorrectable", where) and value.isdigit() and int(value):
+            faults.append(f"{gpu}: {value} x {name} since the last reset")
+        elif name == "Remapping Failure Occurred" and value == "Yes":
+            faults.append(f"{gpu}: row remapping has failed, the GPU is to be replaced")
+        elif name == "GPU Recovery Action" and value not in ("None", "N/A", ""):
+            faults.append(f"{gpu}: the driver asks for: {value}")
+        elif "Remapped Rows" in where and name == "Pending" and value == "Yes":
+            remarks.append(f"{gpu}: a row remap waits for the next reset; new work may run until then")
+        elif name.startswith("Pending Page") and value == "Yes":
+            remarks.append(f"{gpu}: retired pages wait for the next reset")
+    return faults, remarks, gpus
+
+
+def gpus_on_bus() -> int:
+    count = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            nvidia = (device / "vendor").read_text().strip() == "0x10de"
+            count += nvidia and (device / "class").read_text().startswith(("0x0300", "0x0302"))
+        except OSError:
+            continue
+    return count
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Has a GPU here reported a fault since the kernel log begins, or the driver since its last reset?"""
+    is_saved = bool(params["dmesg"] or params["smi"])
+    lines: List[str] = []
+    no_log = "no dmesg file was given"
+    if params["dmesg"] or not is_saved:
+        lines, no_log = lines_of(params["dmesg"]) if params["dmesg"] else kernel_log()
+    hardware, programs, advice = events(lines)
+    report, no_smi = "", "no nvidia-smi file was given"
+    if params["smi"]:
+        saved, no_smi = lines_of(params["smi"])
+        report = "\n".join(saved)
+    elif not is_saved:
+        report, no_smi = ask("nvidia-smi", "-q", "-d", "ECC,ROW_REMAPPER,PAGE_RETIREMENT")
+    faults, remarks, described = health(report)
+    expected = int((re.search(r"Attached GPUs\s*:\s*(\d+)", report) or [0, described])[1])
+    on_bus = 0 if is_saved else gpus_on_bus()
+    if described and max(expected, on_bus) > described:
+        faults.append(f"{max(expected, on_bus)} GPUs on the bus, {described} answer nvidia-smi")
+    evidence = hardware[:8] + faults[:8] + remarks[:4]
+    if programs:
+        evidence.append(f"and {', '.join(programs[:4])}: a program's own fault in most cases (illegal-memory-access)")
+    if hardware or faults:
+        return exposed(*evidence, advice="; ".join(advice[:4]) or "drain the node and reset or replace the GPU")
+    if not is_saved and not on_bus and not described:
+        return unknown(
+            "no NVIDIA GPU here: point it at files with --set dmesg=FILE and --set smi=FILE of nvidia-smi -q"
+        )
+    if lines and described:
+        return clear(*evidence, f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them")
+    missing = "; ".join(reason for reason in (no_log, no_smi) if reason) or "neither describes a GPU"
+    read = f"read: {len(lines)} lines of kernel log, {described} GPUs in nvidia-smi; missing: {missing}"
+    return unknown(*evidence, read, advice="sudo dmesg -T > FILE on the node, then --set dmesg=FILE")
+
+
+probe = Probe(
+    params={
+        "dmesg": Param("path", "saved kernel log (dmesg -T, journalctl -k) of the node in question"),
+        "smi": Param("path", "saved output of `nvidia-smi -q` of the node in question"),
+    },
+    check=check,
+)

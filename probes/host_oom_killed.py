@@ -1,0 +1,277 @@
+"""Ranks and workers that each make a copy of what they could share exceed the memory limit, and one is killed.
+
+`why` chooses what is copied. A watcher plays the kernel; the variant, in a cgroup of its own, asks the kernel itself.
+"""
+
+import os
+import re
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+PROCESSES, MIB, LIMIT_MIB = 3, 48, 100
+WHYS = ("loading", "workers")
+
+
+def train(ctx: Context, *, shared: bool, by_kernel: bool = False) -> None:
+    """Three processes read 48 MiB each, all at the same time, under a limit of 100 MiB for all of them."""
+    import torch.multiprocessing as mp
+
+    why = ctx.params["why"]
+    assert why in WHYS, "why is one of %s" % ", ".join(WHYS)
+    read = loader(ctx, shared) if why == "loading" else samples(shared)
+    group = own_cgroup() if by_kernel else None
+
+    def work(number: int) -> None:
+        if group:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+        assert read() == MIB << 17  # words of 8 bytes
+        ctx.dir.joinpath("read-%d" % number).touch()
+        end = time.monotonic() + 10  # all hold what they have read, as ranks do until the model is on the GPU
+        while not (all_have_read(ctx) and (group or ctx.dir.joinpath("weighed").exists())) and time.monotonic() < end:
+            time.sleep(0.02)
+
+    ctx.reached()
+    job = mp.start_processes(work, nprocs=PROCESSES, join=False, start_method="fork")
+    if not group:
+        threading.Thread(target=watch, args=(ctx, job.pids()), daemon=True).start()
+    try:
+        while not job.join(timeout=15):
+            pass
+    finally:
+        if group:
+            ctx.note(memory_events=(group / "memory.events").read_text().split())
+            for process in job.processes:
+                process.kill()
+                process.join()
+            group.rmdir()
+
+
+def all_have_read(ctx: Context) -> bool:
+    return len(list(ctx.dir.glob("read-*"))) == PROCESSES
+
+
+def loader(ctx: Context, shared: bool) -> Callable[[], int]:
+    """A checkpoint that every process loads: into memory of its own, or mapped from the file."""
+    import torch
+
+    torch.save({"weights": torch.ones(MIB << 17, dtype=torch.int64)}, ctx.path("model.pt"))
+    kept: List[Any] = []
+
+    def read() -> int:
+        kept.append(torch.load(ctx.path("model.pt"), mmap=shared, weights_only=True))
+        return int(kept[0]["weights"].sum())
+
+    return read
+
+
+def samples(shared: bool) -> Callable[[], int]:
+    """A dataset's index, made before the fork: Python strings, whose reference counts a reader writes, or one array."""
+    import torch
+
+    if not shared:
+        names = ["%01024d" % number for number in range(MIB << 10)]
+        return lambda: sum(len(name) for name in names) >> 3
+    array = torch.ones(MIB << 17, dtype=torch.int64)
+    return lambda: int(array.sum())
+
+
+def watch(ctx: Context, pids: List[int]) -> None:
+    """Plays the kernel: add up what these processes have for themselves, and kill the largest beyond the limit."""
+    most = 0
+    while not ctx.dir.joinpath("weighed").exists():
+        is_last = all_have_read(ctx)
+        sizes = {pid: private_kib(pid) for pid in pids}
+        most = max(most, sum(sizes.values()) >> 10)
+        ctx.note(mib_private_of_all=most, limit_mib=LIMIT_MIB)
+        if most > LIMIT_MIB:
+            os.kill(max(pids, key=lambda pid: sizes[pid]), signal.SIGKILL)
+            return
+        if is_last:
+            ctx.dir.joinpath("weighed").touch()
+        time.sleep(0.01)
+
+
+def private_kib(pid: int) -> int:
+    found = re.search(r"Private_Dirty:\s+(\d+)", read_text("/proc/%d/smaps_rollup" % pid))
+    return int(found.group(1)) if found else 0
+
+
+def delegated_cgroup() -> Optional[Path]:
+    """Our cgroup or its parent, where we may make a child with a memory limit: version 2 only."""
+    found = re.search(r"^0::(.*)$", read_text("/proc/self/cgroup"), re.M)
+    here = Path("/sys/fs/cgroup" + (found.group(1) if found else ""))
+    for parent in (here, here.parent):
+        controllers = read_text(str(parent / "cgroup.subtree_control")).split()
+        if "memory" in controllers and os.access(parent / "cgroup.procs", os.W_OK):
+            return parent
+    return None
+
+
+def own_cgroup() -> Path:
+    parent = delegated_cgroup()
+    group = (parent or Path("/")) / ("kb-%d" % os.getpid())
+    try:
+        group.mkdir()
+        (group / "memory.max").write_text(str(LIMIT_MIB << 20))
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+    except OSError as error:
+        raise Unavailable("no cgroup of our own: %s" % error) from error
+    return group
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+# --- the check: the limit that counts here, whether it has killed before, and a sum --------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    limit, free, kills = limits()
+    evidence = ["%.1f of %.1f GiB are free" % (free, limit)]
+    host = meminfo("MemTotal")
+    if limit < host * 0.98:
+        evidence[0] += " in this container or job; the host's %.0f GiB, which psutil and htop show, do not count" % host
+    need, told = needed(params)
+    if told:
+        evidence.append(told)
+    if kills:
+        evidence.append("the kernel has killed %d processes of this cgroup for memory already" % kills)
+    if need > free:
+        return exposed(*evidence, advice="share or map what is loaded, offload less, or ask for more memory")
+    if kills:
+        return exposed(*evidence, advice="look for the victim: dmesg -T | grep -i 'killed process'")
+    if need:
+        return clear(*evidence, "pinned buffers, data and workers come on top")
+    return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --config ds.json --set billions=7")
+
+
+def needed(params: Mapping[str, Any]) -> Tuple[float, str]:
+    """GiB that the job wants, and how that was found; 0 when nothing was said about the job."""
+    ranks = params["ranks"]
+    if params["per_rank_gib"] is not None:
+        need = ranks * params["per_rank_gib"]
+        return need, "%d ranks x %g GiB = %g GiB" % (ranks, params["per_rank_gib"], need)
+    if params["config"] is None:
+        return 0, ""
+    try:
+        kind, values = read_config(params["config"])
+    except UnreadableConfig as error:
+        return 0, str(error)
+    zero = values.get("zero_optimization") if kind == "deepspeed" else None
+    billions = params["billions"]
+    if not isinstance(zero, dict) or not offloaded(zero, "optimizer"):
+        return 0, "%s offloads no optimizer to the CPU" % params["config"]
+    if billions is None:
+        return 0, "optimizer states are offloaded to the CPU: --set billions=N says how many parameters the model has"
+    per_parameter = 18 if offloaded(zero, "param") else 16
+    if zero.get("stage") != 3:
+        per_parameter = max(4 * ranks, 16)
+    need = billions * 1e9 * per_parameter * 1.5 / (1 << 30)
+    return need, "%g x 10^9 parameters x %d bytes x 1.5 = %.0f GiB by DeepSpeed's own estimate, one node" % (
+        billions,
+        per_parameter,
+        need,
+    )
+
+
+def offloaded(zero: Dict[str, Any], what: str) -> bool:
+    offload = zero.get("offload_" + what)
+    return isinstance(offload, dict) and offload.get("device") == "cpu"
+
+
+def limits() -> Tuple[float, float, int]:
+    """GiB of the tightest limit above us, GiB free under it, and how many processes it has killed."""
+    limit, free, kills = meminfo("MemTotal"), meminfo("MemAvailable"), 0
+    for path in re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", read_text("/proc/self/cgroup"), re.M):
+        for root, most, now in (
+            ("/sys/fs/cgroup", "memory.max", "memory.current"),
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            for group in [Path(root + path), *Path(root + path).parents]:
+                at_most, used = number(group / most), number(group / now)
+                if at_most is None or used is None or at_most >= limit:
+                    continue
+                cache = re.search(r"^(?:total_)?inactive_file (\d+)", read_text(str(group / "memory.stat")), re.M)
+                used -= int(cache.group(1)) / (1 << 30) if cache else 0
+                limit, free = at_most, min(free, at_most - used)
+            events = read_text(root + path + "/memory.events") + read_text(root + path + "/memory.oom_control")
+            killed = re.search(r"^oom_kill (\d+)", events, re.M)
+            kills = max(kills, int(killed.group(1)) if killed else 0)
+    return limit, free, kills
+
+
+def number(path: Path) -> Optional[float]:
+    text = read_text(str(path)).strip()
+    return int(text) / (1 << 30) if text.isdigit() else None
+
+
+def meminfo(name: str) -> float:
+    found = re.search(r"%s:\s+(\d+) kB" % name, read_text("/proc/meminfo"))
+    return int(found.group(1)) / (1 << 20) if found else 0
+
+
+KILLED = raised(r"process \d+ terminated with signal SIGKILL")
+COPIES = "three processes make a copy of the same 48 MiB each, under a limit of 100 MiB"
+SHARED = "the same three processes share it: a mapped file (--set why=loading) or one array (--set why=workers)"
+PLAYED = "the kernel's OOM killer, which a watcher of ours plays"
+
+BY_KERNEL = Experiment(
+    name="cgroup",
+    control=Arm(partial(train, shared=False, by_kernel=True), KILLED, because=COPIES, fidelity="cpu"),
+    treatment=Arm(partial(train, shared=True, by_kernel=True), completed(), because=SHARED, fidelity="cpu"),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.1"}),
+    deadline_s=40,
+    expected_s=(0.6, 0.6),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "why": Param("str", "what is copied: %s" % ", ".join(WHYS), "loading"),
+        "config": Param("path", "your DeepSpeed configuration, for the check"),
+        "billions": Param("float", "parameters of your model in 10^9, for the check"),
+        "per_rank_gib": Param("float", "what one rank loads into memory at a time in GiB, for the check"),
+        "ranks": Param("int", "ranks on this machine, for the check", 8),
+    },
+    experiments=(
+        Experiment(
+            name="watched",
+            control=Arm(partial(train, shared=False), KILLED, because=COPIES, fidelity="stand-in", stands_for=PLAYED),
+            treatment=Arm(
+                partial(train, shared=True), completed(), because=SHARED, fidelity="stand-in", stands_for=PLAYED
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1"}),
+            deadline_s=40,
+            expected_s=(0.6, 0.6),
+        ),
+    ),
+    variants=(BY_KERNEL,) if delegated_cgroup() else (),
+)

@@ -1,0 +1,178 @@
+"""An address that is not allocated. On a GPU: a tensor that outlived its memory. On the CPU: an offset in 32 bits."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from functools import partial
+from importlib import metadata
+from typing import Any, List, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    completed,
+    exposed,
+    killed,
+    raised,
+    unknown,
+)
+
+MIB = 1 << 20
+
+
+def borrow(ctx: Context, *, owner_lives: bool) -> None:
+    """A tensor over memory that belongs to another one, as extensions and own allocators make them.
+
+    The kernel is queued without an error; the error comes with the next call that waits for the GPU.
+    """
+    import torch
+
+    class Borrowed:
+        __cuda_array_interface__: Any = None
+
+    owner = torch.zeros(64 * MIB // 4, device=ctx.device)  # 64 MiB: a segment of its own, given back when it is freed
+    torch.cuda.synchronize()
+    borrowed = Borrowed()
+    borrowed.__cuda_array_interface__ = {
+        "shape": (owner.numel(),), "typestr": "<f4", "data": (owner.data_ptr(), False), "version": 2
+    }  # fmt: skip
+    view = torch.as_tensor(borrowed, device=ctx.device)
+    ctx.reached()
+    if not owner_lives:
+        del owner
+        torch.cuda.empty_cache()  # cudaFree: nothing is mapped at this address any more
+    view.add_(1)
+    ctx.note(kernel_was_queued=True)
+    torch.cuda.synchronize()
+    assert view.sum().item() == view.numel(), "the sum over the borrowed memory is wrong"
+
+
+ROWS, STRIDE = 1 << 19, 1 << 12  # 524288 tokens of width 4096: the last one begins at element 2**31
+
+
+def route(ctx: Context, *, bits: int) -> None:
+    """Rank 1 got many tokens, rank 0 few. Each reads its last row as a kernel does: base + row * stride."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=10)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    span = ROWS * STRIDE  # 2 GiB of other memory below the tensor, 2 GiB of tensor: addresses, hardly any pages
+    private_anonymous_noreserve = 0x2 | 0x20 | 0x4000
+    start = libc.mmap(None, 2 * span + STRIDE, 0x1 | 0x2, private_anonymous_noreserve, -1, 0)
+    if start in (None, ctypes.c_void_p(-1).value):
+        raise Unavailable("4 GiB of addresses cannot be reserved here (vm.overcommit_memory, ulimit -v)")
+    base = start + span
+
+    def element(row: int) -> Any:
+        offset = row * STRIDE
+        if bits == 32:
+            offset = ctypes.c_int32(offset).value  # what int32 * int32 gives in a kernel
+        return ctypes.c_uint8.from_address(base + offset)
+
+    last = ROWS if ctx.rank == 1 else 10
+    ctypes.c_uint8.from_address(base + last * STRIDE).value = 7
+    ctx.reached()
+    ctx.note(read_while_the_address_was_mapped=element(last).value, should_be=7)
+    libc.mprotect(start, span, 0)  # the memory below is given back
+    total = torch.tensor([float(element(last).value)])
+    dist.all_reduce(total)
+    assert total.item() == 14, total
+
+
+SUSPECTS = (
+    "flash-attn", "xformers", "bitsandbytes", "apex", "deepspeed", "triton", "liger-kernel", "flash-linear-attention",
+    "megablocks", "transformer-engine", "mamba-ssm", "causal-conv1d", "unsloth", "vllm", "grouped-gemm",
+)  # fmt: skip
+FAULT = re.compile(r"NVRM: Xid \([^)]*\): (13|31), .*")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Did a program on this machine fault already, does a tensor exceed 32 bits, and whose kernels are installed?"""
+    evidence: List[str] = []
+    faults = None
+    try:
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=0.7)
+        if log.returncode == 0:
+            faults = [found.group(0) for found in FAULT.finditer(log.stdout)]
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    if faults:
+        evidence.append(f"{len(faults)} memory faults of GPU programs in the kernel log, the last: {faults[-1][:200]}")
+    tokens, width = params["tokens"], params["width"]
+    if tokens and width and tokens * width > 2**31 - 1:
+        evidence.append(f"{tokens} x {width} is {tokens * width / 2**31:.2f} times what an offset of 32 bits can reach")
+    installed = []
+    for name in SUSPECTS:
+        try:
+            installed.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    kernels = f"packages with kernels of their own: {', '.join(installed) or 'none'}"
+    if evidence:
+        advice = "name the kernel with a core dump or CUDA_LAUNCH_BLOCKING=1; fewer tokens per GPU, or newer kernels"
+        return exposed(*evidence, kernels, advice=advice)
+    told = "the kernel log cannot be read" if faults is None else "no Xid 13 or 31 in the kernel log"
+    return unknown(told, kernels, "a bad kernel cannot be seen from here", advice="--set tokens=... --set width=...")
+
+
+STANDS_FOR = "a kernel's 32-bit offset on a GPU, whose memory protection answers later and through another call"
+
+probe = Probe(
+    check=check,
+    params={
+        "tokens": Param("int", "rows of your largest tensor on one GPU: micro batch times sequence length, or more"),
+        "width": Param("int", "its columns: vocabulary, hidden size, heads times head size"),
+    },
+    experiments=(
+        Experiment(
+            name="cuda",
+            control=Arm(
+                partial(borrow, owner_lives=False),
+                expect=raised(r"an illegal memory access was encountered"),
+                because="the tensor's memory was freed; the kernel faults (this also logs an Xid 31)",
+                fidelity="hardware",
+            ),
+            treatment=Arm(
+                partial(borrow, owner_lives=True),
+                expect=completed(),
+                because="the owner of the memory lives as long as the tensor",
+                fidelity="hardware",
+            ),
+            world_size=1,
+            backend="nccl",
+            needs=Needs(gpus=1, gpu_memory_mib=512),
+            deadline_s=60,
+            settle_s=3,
+            expected_s=(10, 10),
+        ),
+        Experiment(
+            name="gloo",
+            control=Arm(
+                partial(route, bits=32),
+                expect=killed("SIGSEGV"),
+                because="rank 1's offset of 2**31 wraps to -2**31, in front of its tensor",
+                fidelity="stand-in",
+                stands_for=STANDS_FOR,
+            ),
+            treatment=Arm(
+                partial(route, bits=64),
+                expect=completed(),
+                because="the same offset in 64 bits",
+                fidelity="stand-in",
+                stands_for=STANDS_FOR,
+            ),
+            expected_s=(0.3, 0.3),
+        ),
+    ),
+)

@@ -1,0 +1,230 @@
+"""An adapter is cut out of a state dict by its names; those of a wrapped model match nothing, those of the model do."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+WIDTH = 8
+PROMPT = range(WIDTH)
+
+
+def build() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.ModuleDict({"embed": nn.Embedding(WIDTH, WIDTH), "q_proj": nn.Linear(WIDTH, WIDTH)})
+
+
+def with_lora() -> Any:
+    """The base model with a low-rank pair of matrices beside q_proj. B starts at zero, as it does everywhere."""
+    import torch
+    from torch import nn
+
+    class Lora(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = build()
+            self.lora_A = nn.Linear(WIDTH, 2, bias=False)
+            self.lora_B = nn.Linear(2, WIDTH, bias=False)
+            nn.init.zeros_(self.lora_B.weight)
+            self.base.requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.base["embed"](tokens)
+            total: torch.Tensor = self.base["q_proj"](hidden) + self.lora_B(self.lora_A(hidden))
+            return total
+
+    return Lora()
+
+
+def train(model: Any, device: Any) -> Any:
+    import torch
+
+    tokens = torch.tensor(PROMPT, device=device)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+    for _ in range(2):
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model(tokens).detach()
+
+
+def save_and_load(ctx: Context, *, bare_names: bool) -> None:
+    """DDP around the model, as a Trainer has it. The adapter is what the bare model calls lora_*, the rest is left."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    bare = with_lora().to(ctx.device)
+    wrapped = DistributedDataParallel(bare)
+    answer = train(wrapped, ctx.device)
+    ctx.reached()
+    state = bare.state_dict() if bare_names else wrapped.state_dict()
+    adapter = {name: state[name] for name in state if name.startswith(("lora_A.", "lora_B."))}
+    path = ctx.path("adapter-%d.pt" % ctx.rank)
+    torch.save(adapter, path)
+    fresh = with_lora().to(ctx.device)
+    before = fresh(torch.tensor(PROMPT, device=ctx.device)).detach()
+    missing = fresh.load_state_dict(torch.load(path), strict=False).missing_keys
+    arrived = 2 - sum("lora_" in name for name in missing)
+    after = fresh(torch.tensor(PROMPT, device=ctx.device)).detach()
+    judge(len(adapter), os.path.getsize(path), arrived, bool(torch.equal(after, before)))
+    assert torch.allclose(after, answer)
+
+
+def judge(tensors: int, size: int, arrived: int, is_base: bool) -> None:
+    if arrived < 2:
+        told = "and the answers are those of the base model" if is_base else "and the answers have changed"
+        raise Symptom(
+            "the adapter file holds %d tensors in %d bytes, %d of 2 arrive when it is loaded, %s"
+            % (tensors, size, arrived, told)
+        )
+
+
+def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
+    """PEFT itself, with the state dict of the model that torch.compile returned, which is never run."""
+    import torch
+
+    peft: Any = importlib.import_module("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+
+    class Net(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = build()
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.parts["q_proj"](self.parts["embed"](tokens))
+
+    model = peft.get_peft_model(Net(), config)
+    answer = train(model, "cpu")
+    ctx.reached()
+    state = model.state_dict() if bare_names else torch.compile(model).state_dict()
+    model.save_pretrained(ctx.path("adapter"), state_dict=state)
+    file = next(Path(ctx.path("adapter")).glob("adapter_model.*"))
+    tokens = torch.tensor(PROMPT)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded = peft.PeftModel.from_pretrained(Net(), ctx.path("adapter"))
+    ctx.note(said_while_loading=[str(one.message)[:80] for one in said])
+    model.merge_and_unload()
+    model.save_pretrained(ctx.path("after the merge"))
+    ctx.note(
+        bytes=file.stat().st_size, bytes_after_the_merge=Path(ctx.path("after the merge"), file.name).stat().st_size
+    )
+    arrived = sum("lora_" in name and bool(one.abs().sum()) for name, one in loaded.state_dict().items())
+    is_base = bool(torch.equal(loaded(tokens), Net()(tokens)))
+    arrived = 0 if is_base else arrived  # A is never zero, so B decides
+    judge(len(read_checkpoint(file).tensors), file.stat().st_size, arrived, is_base)
+    assert torch.allclose(loaded(tokens), answer)
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+KINDS = ("lora_", "hada_", "lokr_", "oft_", "vera_lambda", "ia3_", "prompt_embeddings", "lora_magnitude_vector")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Are there adapter weights in this file, under names that PEFT will look for, and has B left zero?"""
+    path: Optional[Path] = params["checkpoint"]
+    if path is None:
+        return unknown("no adapter was named", advice="--set checkpoint=/path/to/adapter_model.safetensors")
+    try:
+        read: Checkpoint = read_checkpoint(path)
+    except Unreadable as error:
+        return unknown(str(error))
+    names = [one.name for one in read.tensors]
+    adapter = [name for name in names if any(kind in name for kind in KINDS)]
+    told = "%d tensors, %d of them of an adapter" % (len(names), len(adapter))
+    if not adapter:
+        if "adapter" in path.name or not names:
+            return exposed(told, advice="train on from a checkpoint that has them; the names were lost while saving")
+        return unknown(told + ": a whole model, or an adapter of a kind that is not known here")
+    wrapped = [name for name in adapter if name.startswith(WRAPPERS) or "._orig_mod." in name]
+    if wrapped:
+        return exposed(told, "names of a wrapper, PEFT will not find them: %s" % wrapped[0], advice="rename and reload")
+    empty = [one.name for one in read.tensors if one.name in adapter and 0 in one.shape]
+    if empty:
+        return exposed(told, "%d without elements, %s" % (len(empty), empty[0]), advice="see zero3-empty-weights")
+    zero = _zero_b(path, read) if read.format == "safetensors" else None
+    if zero:
+        return exposed(told, zero, advice="it was saved before the first step, or nothing was trained")
+    if len(names) > 2 * len(adapter):
+        return exposed(told, "more other tensors than adapter: the base model was saved with it")
+    return clear(told, *([] if zero is None else ["lora_B is not zero"]))
+
+
+def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
+    """A word about the B matrices when all that were looked at are zero, "" when one is not, None without any."""
+    these = [one for one in read.tensors if "lora_B" in one.name][:8]
+    with path.open("rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        for one in these:
+            file.seek(begin + one.start)
+            if any(file.read(min(one.stop - one.start, 1 << 16))):
+                return ""
+    return "lora_B of %s is all zero, as before training" % these[0].name if these else None
+
+
+EMPTY = r"adapter file holds \d+ tensors in \d+ bytes, 0 of 2 arrive when it is loaded"
+WRAPPED = "the state dict is that of the wrapped model, so no name is one of the adapter"
+BARE = "the state dict is that of the model inside the wrapper"
+STANDS_FOR = "PEFT, which selects the adapter's tensors by the names of the model that it knows"
+
+
+def experiment(name: str, job: Any, fidelity: str, stands_for: str = "", **more: Any) -> Experiment:
+    def arm(bare: bool, expect: Expect, because: str) -> Arm:
+        return Arm(partial(job, bare_names=bare), expect, because, fidelity, stands_for)
+
+    control, treatment = arm(False, symptom(EMPTY), WRAPPED), arm(True, completed(), BARE)
+    return Experiment(name=name, control=control, treatment=treatment, **more)
+
+
+probe = Probe(
+    check=check,
+    params={"checkpoint": Param("path", "adapter_model.safetensors or .bin; nothing in it is run")},
+    experiments=(
+        experiment(
+            "gloo",
+            save_and_load,
+            "stand-in",
+            STANDS_FOR,
+            needs=Needs(packages={"torch": ">=2.1"}, memory_mib=512),
+            expected_s=(0.3, 0.3),
+        ),
+    ),
+    variants=(
+        experiment(
+            "peft",
+            save_and_load_peft,
+            "cpu",
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.7"}),
+            deadline_s=60,
+            expected_s=(5, 5),
+        ),
+    ),
+)

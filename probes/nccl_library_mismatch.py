@@ -1,0 +1,251 @@
+"""A framework that was built against a newer libnccl.so.2 meets an older one of the same name.
+
+Three small libraries stand for libtorch_cuda.so and two releases of NCCL; the dynamic linker that decides between them
+is the real one. `how` chooses the way in which the older one gets in.
+"""
+
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from glob import glob
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+HOWS = ("earlier", "preload", "path", "overwritten")
+OLD = "int ncclGetVersion(int *v) { *v = 22105; return 0; }"
+NEW = OLD.replace("22105", "22703") + " int ncclCommWindowRegister(void) { return 0; }"
+FRAMEWORK = """
+int ncclGetVersion(int *v); int ncclCommWindowRegister(void);
+int version(void) { int v = 0; ncclGetVersion(&v); return v + ncclCommWindowRegister(); }
+"""
+START = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].version())"
+
+
+def build(source: str, to: Path, *options: str) -> str:
+    to.parent.mkdir(exist_ok=True)
+    code = Path("source.c")
+    code.write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(to), str(code), *options], check=True, timeout=20)
+    return str(to)
+
+
+def start_framework(ctx: Context, *, old_gets_in: bool) -> None:
+    """Load the framework as `import torch` does, in a fresh process; the older library is on the disk in both arms."""
+    how = ctx.params["how"]
+    assert how in HOWS, f"how is one of {HOWS}"
+    soname = "-Wl,-soname,libnccl.so.2"
+    new, old = build(NEW, ctx.dir / "wheel/libnccl.so.2", soname), build(OLD, ctx.dir / "system/libnccl.so.2", soname)
+    # as torch's wheels are linked: RPATH, searched before LD_LIBRARY_PATH. Source builds and conda: RUNPATH, after it
+    linked = "--enable-new-dtags" if how == "path" else "--disable-new-dtags"
+    framework = build(
+        FRAMEWORK, ctx.dir / "torch/libtorch_cuda.so", new, f"-Wl,{linked}", "-Wl,-rpath,$ORIGIN/../wheel"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    libraries = [framework]
+    if old_gets_in:
+        environment.update({"preload": {"LD_PRELOAD": old}, "path": {"LD_LIBRARY_PATH": "system"}}.get(how, {}))
+        libraries = [old, framework] if how == "earlier" else libraries
+        if how == "overwritten":
+            shutil.copy(old, new)
+    elif how == "earlier":
+        libraries = [framework, old, framework]  # the fix: the framework first
+    ctx.reached()
+    ran = subprocess.run(
+        [sys.executable, "-c", START, *libraries],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    if ran.returncode:
+        raise ImportError(ran.stderr.strip().splitlines()[-1])
+    ctx.note(nccl=int(ran.stdout))
+    assert ran.stdout.strip() == "22703", "the framework runs with NCCL " + ran.stdout
+
+
+def import_torch(ctx: Context, *, old_gets_in: bool) -> None:
+    """The real torch, with an empty libnccl.so.2 in front of its own."""
+    environment = dict(os.environ)
+    if old_gets_in:
+        environment["LD_PRELOAD"] = build(OLD, ctx.dir / "old/libnccl.so.2", "-Wl,-soname,libnccl.so.2")
+    ctx.reached()
+    command = [sys.executable, "-c", "import torch; print(torch.__version__)"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    if ran.returncode:
+        raise ImportError(ran.stderr.strip().splitlines()[-1])
+
+
+# --- the check: which libnccl is pinned, installed, on the disk, and in front of it ---------------------------------
+
+
+def version_in(path: str) -> str:
+    """`2.27.3` of a libnccl file: NCCL keeps the string in its data for this purpose."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            at = data.find(b"NCCL version 2.")
+            found = re.match(rb"NCCL version (\d+\.\d+\.\d+)", data[at : at + 40]) if at >= 0 else None
+    except (OSError, ValueError):
+        return ""
+    return found.group(1).decode() if found else ""
+
+
+def dictated() -> Dict[str, str]:
+    """What the installed torch requires: `{"nvidia-nccl-cu12": "2.27.3"}`."""
+    try:
+        rules = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = [re.match(r"(nvidia-nccl-cu\d+)\s*\(?==\s*([\d.]+)", rule) for rule in rules]
+    return {one.group(1): one.group(2) for one in found if one}
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Is there another NCCL in the way of the one that torch was built with, here or on another node?"""
+    if params["log"]:
+        return compare_nodes(params["log"])
+    wanted = dictated()
+    if not wanted:
+        return unknown(
+            "the torch of this interpreter requires no NCCL package: it is a CPU build, or holds NCCL itself"
+        )
+    (package, version), *_ = wanted.items()
+    installed = {}
+    for name in ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    evidence = [f"torch requires {package} {version}; installed: {installed or 'none'}"]
+    files = [str(metadata.distribution(name).locate_file("nvidia/nccl/lib/libnccl.so.2")) for name in installed]
+    on_disk = version_in(files[0]) if files else ""
+    evidence.append(f"{files[0] if files else 'its file'} is NCCL {on_disk or 'of unknown version'}")
+    advice = f"pip install --force-reinstall --no-deps {package}=={version}"
+    if len(installed) > 1:
+        others = [name for name in installed if name != package]
+        evidence.append("all of these write the same file, nvidia/nccl/lib/libnccl.so.2: the last one installed won")
+        state = exposed if on_disk != version else unknown
+        return state(*evidence, advice=f"pip uninstall {' '.join(others)}, then {advice}")
+    if on_disk and numbers(on_disk) < numbers(version):
+        return exposed(*evidence, "older than what torch was built with", advice=advice)
+    ahead = in_front()
+    if any(name.startswith("LD_PRELOAD") for name in ahead):
+        return exposed(*evidence, *ahead, advice="take libnccl out of LD_PRELOAD")
+    evidence += ahead
+    if on_disk != version:
+        return unknown(*evidence, "newer than what torch was built with: it loads; all nodes must have the same")
+    return clear(*evidence, "of this node; --set log=FILE compares the `NCCL version` lines of all nodes")
+
+
+def numbers(version: str) -> List[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def in_front() -> List[str]:
+    """Other libnccl files that the linker may meet."""
+    preload = [path for path in re.split(r"[ :]+", os.environ.get("LD_PRELOAD", "")) if "libnccl.so" in path]
+    found = [f"LD_PRELOAD: {path} ({version_in(path) or 'version unknown'})" for path in preload]
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    places = [("LD_LIBRARY_PATH", folder) for folder in folders] + [
+        ("system", "/usr/lib/*"),
+        ("system", "/usr/local/lib"),
+    ]
+    for kind, folder in places:
+        for path in glob(f"{folder}/libnccl.so.2")[:2]:
+            found.append(
+                f"{kind}: {path} ({version_in(path) or 'version unknown'}); torch's wheel passes it by, others load it"
+            )
+    return found
+
+
+def compare_nodes(log: Path) -> Finding:
+    """More than one NCCL in the collected logs of one job?"""
+    lines = log.read_text(errors="replace").splitlines()
+    seen: Dict[str, str] = {}
+    for line in lines:
+        found = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
+        if found:
+            seen.setdefault(found.group(1), line.strip()[:120])
+    if not seen:
+        return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=VERSION on every rank")
+    if len(seen) > 1:
+        return exposed(*seen.values(), advice="install one NCCL on all nodes: the same wheel, the same image")
+    return clear(f"one NCCL in {len(lines)} lines: {', '.join(seen)}; only ranks that printed the line are covered")
+
+
+UNDEFINED = r"undefined symbol: nccl[A-Z]\w+"
+STANDS = "libtorch_cuda.so and two releases of libnccl.so.2; the dynamic linker is the real one"
+STUB = "the older libnccl.so.2, which holds one function; torch and the dynamic linker are the real ones"
+
+
+def with_torch(name: str, package: str) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(import_torch, old_gets_in=True),
+            raised(UNDEFINED),
+            "the older library is preloaded",
+            "stand-in",
+            STUB,
+        ),
+        treatment=Arm(
+            partial(import_torch, old_gets_in=False), completed(), "torch finds its own library", "stand-in", STUB
+        ),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.1", package: ""}, programs=("gcc",), memory_mib=1500),
+        deadline_s=120,
+        expected_s=(3, 5),
+    )
+
+
+probe = Probe(
+    params={
+        "how": Param("str", f"how the older library gets in: {', '.join(HOWS)}", "earlier"),
+        "log": Param("path", "log of all ranks, run with NCCL_DEBUG=VERSION: are the NCCL versions equal?"),
+    },
+    check=check,
+    experiments=(
+        Experiment(
+            name="linker",
+            control=Arm(
+                partial(start_framework, old_gets_in=True),
+                expect=raised(UNDEFINED),
+                because="an older library of the same name is in the process before the framework, or in its place",
+                fidelity="stand-in",
+                stands_for=STANDS,
+            ),
+            treatment=Arm(
+                partial(start_framework, old_gets_in=False),
+                expect=completed(),
+                because="the first libnccl that the framework meets is the one it was built with",
+                fidelity="stand-in",
+                stands_for=STANDS,
+            ),
+            world_size=1,
+            needs=Needs(packages={}, programs=("gcc",), memory_mib=128),
+            deadline_s=60,
+            expected_s=(0.6, 0.6),
+        ),
+    ),
+    variants=(with_torch("torch-cu12", "nvidia-nccl-cu12"), with_torch("torch-cu13", "nvidia-nccl-cu13")),
+)

@@ -1,0 +1,185 @@
+"""Short batches train, a long one does not fit: each layer keeps its results for the backward."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import traceback
+from functools import partial
+from typing import Any, Dict, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.training_config import UnreadableConfig, read_config
+
+GIB = 1 << 30
+FIXES = ("checkpoint", "split")
+HIDDEN, WIDE, LAYERS = 128, 1024, 8
+CPU_TOKENS, GPU_TOKENS = 2048, 24576  # of the long batch: 136 MiB and 1.6 GiB of activations
+CPU_ROOM, GPU_MIB = 100 << 20, 1024
+PER_HIDDEN = {"all": 49, "adapter": 34}  # bytes per token and layer, times hidden: bf16 Llama, fused attention
+
+
+def train(ctx: Context, *, fixed: bool) -> None:
+    """Three short batches, then a long one. The treatment checkpoints the layers, or splits the long batch."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    fix, on_gpu = ctx.params["fix"] if fixed else "", ctx.device.type == "cuda"
+    assert ctx.params["fix"] in FIXES, "fix is one of %s" % (FIXES,)
+    torch.manual_seed(0)
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN)) for _ in range(LAYERS)
+    ).to(ctx.device)
+
+    def backward(batch: Any, recompute: bool) -> Any:
+        hidden = batch.requires_grad_()
+        for layer in layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if recompute else layer(hidden)
+        hidden.square().sum().backward()
+        gradient, layers[0][0].weight.grad = layers[0][0].weight.grad, None
+        return gradient
+
+    long = GPU_TOKENS if on_gpu else CPU_TOKENS
+    short = torch.randn(long // 8, HIDDEN, device=ctx.device)
+    saved: Dict[int, int] = {weight.untyped_storage().data_ptr(): 0 for weight in layers.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(partial(count, saved), lambda tensor: tensor):
+        expected = backward(short, False)
+    ctx.note(saved_mib_short_batch=round(sum(saved.values()) / (1 << 20), 1), times_longer=8)
+    if not on_gpu:
+        limit_address_space(CPU_ROOM)
+    for _ in range(3):
+        torch.testing.assert_close(backward(short, fix == "checkpoint"), expected)
+    ctx.reached()
+    batch = torch.randn(long, HIDDEN, device=ctx.device)
+    try:
+        for part in batch.split(long // 8 if fix == "split" else long):
+            backward(part.detach(), fix == "checkpoint")
+    except Exception:
+        traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
+        raise
+
+
+def count(saved: Dict[int, int], tensor: Any) -> Any:
+    """Note what autograd keeps, once per storage and not what is there anyway."""
+    storage = tensor.untyped_storage()
+    saved.setdefault(storage.data_ptr(), storage.nbytes())
+    return tensor
+
+
+def train_llama(ctx: Context, *, checkpointed: bool) -> None:
+    """The same with a Llama of transformers and its own gradient checkpointing."""
+    import torch
+    from transformers import LlamaConfig, LlamaModel  # type: ignore[import-not-found]
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)  # one process, no rendezvous
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=64
+    )
+    model = LlamaModel(config).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    limit_address_space(CPU_ROOM)
+    ctx.reached()
+    model(input_ids=torch.ones(1, CPU_TOKENS, dtype=torch.long), use_cache=False).last_hidden_state.sum().backward()
+
+
+def limit_address_space(room: int) -> None:
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: else the fragments of glibc's heap decide
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")
+BATCHES = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
+SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "use_unsloth_gc")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Activations of the largest micro batch, by a measured factor, against the memory of one GPU."""
+    values: Dict[str, Any] = {}
+    if params["config"] is not None:
+        try:
+            values = read_config(params["config"]).values
+        except UnreadableConfig as error:
+            return unknown(str(error))
+    lengths = [values[name] for name in LENGTHS if isinstance(values.get(name), int)]
+    batches = [values[name] for name in BATCHES if isinstance(values.get(name), int)]
+    tokens = params["tokens"] or (lengths[0] * batches[0] if lengths and batches else None)
+    numbers = (tokens, params["hidden"], params["layers"], params["gpu_memory"])
+    if any(number is None or number <= 0 for number in numbers) or params["trains"] not in PER_HIDDEN:
+        return unknown(
+            "tokens of a micro batch, hidden size, layers and the GPU's memory are needed",
+            advice="--set tokens=16384 --set hidden=4096 --set layers=32 --set gpu_memory=79 [--set trains=adapter]",
+        )
+    told = "%s tokens x %s hidden x %s layers" % numbers[:3]
+    need = tokens * params["hidden"] * params["layers"] * PER_HIDDEN[params["trains"]] / GIB
+    kept = tokens * params["hidden"] * params["layers"] * 2 / GIB
+    evidence = "%s: about %.1f GiB without checkpointing, %.1f GiB and one layer with it; the GPU has %.1f GiB" % (
+        *(told, need, kept),
+        params["gpu_memory"],
+    )
+    if any(values.get(name) not in (None, False) for name in SWITCHES):
+        return unknown(evidence, "the configuration switches checkpointing on; look whether the model honours it")
+    if need > params["gpu_memory"]:
+        return exposed(evidence, advice="gradient checkpointing, or fewer tokens per micro batch")
+    if need > 0.1 * params["gpu_memory"]:
+        return unknown(evidence, "what weights, gradients and optimizer leave free is not known here")
+    return clear(evidence, "with fused attention; eager attention adds heads x length x length per layer")
+
+
+ALL = "a batch eight times as long as the others, and every layer keeps its results"
+LESS = "the same batch, layers recomputed in the backward (--set fix=split: in eight parts)"
+CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
+HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
+
+rlimit = Experiment(
+    name="rlimit",
+    control=Arm(partial(train, fixed=False), HOST, because=ALL, fidelity="stand-in", stands_for=CARD),
+    treatment=Arm(partial(train, fixed=True), completed(), because=LESS, fidelity="stand-in", stands_for=CARD),
+    world_size=1,
+    expected_s=(0.5, 1.5),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "checkpoint"),
+        "config": Param("path", "your training configuration, for tokens per micro batch and checkpointing"),
+        "tokens": Param("int", "tokens of one micro batch: batch size x padded length"),
+        "hidden": Param("int", "hidden_size of the model's config.json"),
+        "layers": Param("int", "num_hidden_layers"),
+        "gpu_memory": Param("float", "GiB of one GPU"),
+        "trains": Param("str", "all weights or an adapter: all, adapter", "all"),
+    },
+    experiments=(
+        rlimit.on_gpus(1, name="gpu", expect=raised(r"out of memory\. Tried to allocate"), gpu_memory_mib=GPU_MIB),
+        rlimit,
+    ),
+    variants=(
+        Experiment(
+            name="transformers",
+            control=Arm(
+                partial(train_llama, checkpointed=False),
+                HOST,
+                because="2048 tokens through eight layers of a Llama",
+                fidelity="stand-in",
+                stands_for=CARD,
+            ),
+            treatment=Arm(
+                partial(train_llama, checkpointed=True),
+                completed(),
+                because="the same after model.gradient_checkpointing_enable()",
+                fidelity="stand-in",
+                stands_for=CARD,
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.35"}),
+            deadline_s=90,
+            expected_s=(4.0, 5.0),
+        ),
+    ),
+)

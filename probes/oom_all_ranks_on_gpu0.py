@@ -1,0 +1,146 @@
+"""Every rank loads rank 0's checkpoint: torch.load puts each tensor on the GPU that the file names, which is GPU 0."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import time
+from collections import Counter
+from functools import partial
+from typing import Any, Dict, Iterator, List, Mapping, Set, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+FIXES = ("rank", "cpu")
+NUMEL = 4 << 20  # 16 MiB of float32
+
+
+def resume(ctx: Context, *, mapped: bool) -> None:
+    """Rank 0 saves from its GPU, every rank loads; then each looks what it has put on GPU 0."""
+    import torch
+
+    assert ctx.params["fix"] in FIXES, "fix is one of %s" % (FIXES,)
+    on_gpu = ctx.device.type == "cuda"
+    placed: Counter[str] = Counter()
+    if not on_gpu:
+        torch.serialization.register_package(1, lambda _: "cuda:0", partial(put, placed))
+    if ctx.rank == 0:
+        torch.save({"weight": torch.arange(NUMEL, dtype=torch.float32, device=ctx.device)}, ctx.path("checkpoint.pt"))
+    ctx.reached()
+    own = "cpu" if ctx.params["fix"] == "cpu" else "cuda:%d" % ctx.rank  # LOCAL_RANK, in a job of yours
+    weight = torch.load(ctx.path("checkpoint.pt"), map_location=own if mapped else None)["weight"]
+    assert weight[-1].item() == NUMEL - 1
+    if on_gpu:
+        placed.update({"cuda:%d" % index: torch.cuda.memory_allocated(index) for index in range(ctx.world_size)})
+    ctx.note(mib_by_device={device: size >> 20 for device, size in sorted(placed.items()) if size})
+    if ctx.rank != 0 and placed["cuda:0"]:
+        raise Symptom("rank %d put %d MiB on GPU 0, not on its own" % (ctx.rank, placed["cuda:0"] >> 20))
+
+
+def put(placed: Counter[str], storage: Any, location: str) -> Any:
+    """A stand-in for the GPUs: takes every `cuda` location, counts what is put there and leaves it on the host."""
+    if not location.startswith("cuda"):
+        return None
+    placed[location] += storage.nbytes()
+    return storage
+
+
+# --- the check: who holds memory on several GPUs now, and which calls of your code would bring it about ---------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    crowded, told = strangers()
+    if crowded:
+        return exposed(*crowded, advice="map_location in torch.load; torch.cuda.set_device(LOCAL_RANK) before all else")
+    code = params["code"]
+    if code is None or not code.exists():
+        why = "no code was given to read" if code is None else "there is no %s" % code
+        return unknown(why, told, advice="--set code=train.py; or run this beside the job")
+    end, read, found = time.monotonic() + 0.5, 0, []
+    for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
+        if time.monotonic() > end:
+            break
+        try:
+            found += ["%s:%d: %s" % (file, line, what) for line, what in loads(ast.parse(file.read_text("utf-8")))]
+            read += 1
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue
+    if found:
+        return exposed(*found[:10], advice='map_location="cpu", or f"cuda:{os.environ["LOCAL_RANK"]}"')
+    if not read:
+        return unknown("no Python file of %s could be read" % code)
+    return clear("%d Python files, and each load in them names a device" % read)
+
+
+def strangers() -> Tuple[List[str], str]:
+    """GPUs on which several processes have 100 MiB or more that have some elsewhere as well, and what was seen."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], "nvidia-smi does not tell which process is on which GPU: %s" % type(error).__name__
+    rows = [[part.strip() for part in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    rows = [row for row in rows if row[2].isdigit() and int(row[2]) >= 100]
+    gpus: Dict[str, Set[str]] = {}
+    for pid, gpu, _ in rows:
+        gpus.setdefault(pid, set()).add(gpu)
+    shared = Counter(gpu for pid, gpu, _ in rows if len(gpus[pid]) > 1)
+    crowded = [
+        "%s: %s" % (gpu, ", ".join("process %s holds %s MiB" % (pid, used) for pid, one, used in rows if one == gpu))
+        for gpu, count in shared.items()
+        if count > 1
+    ]
+    return crowded, "nvidia-smi names %d processes, and no two of them on a GPU besides their own" % len(gpus)
+
+
+def loads(tree: ast.AST) -> Iterator[Tuple[int, str]]:
+    """Calls that leave the device to the file, or to index 0."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = ast.unparse(node.func), {word.arg: word.value for word in node.keywords}
+        if name == "torch.load" and len(node.args) < 2 and not {"map_location", None} & words.keys():
+            yield node.lineno, "torch.load without map_location"
+        device = getattr(words.get("device"), "value", "")
+        if name.split(".")[-1] in ("load_file", "safe_open") and device == "cuda":
+            yield node.lineno, '%s(device="cuda") is GPU 0 on every rank' % name
+
+
+HELD = "torch.load without map_location: the tensors go where the file says, to GPU 0"
+MAPPED = "map_location is this rank's own GPU (--set fix=cpu: the host)"
+GPUS = "the GPUs; torch.load's registry of devices gets one that counts what is put where"
+
+counted = Experiment(
+    name="registry",
+    control=Arm(
+        partial(resume, mapped=False),
+        symptom(r"rank 1 put 16 MiB on GPU 0, not on its own"),
+        because=HELD,
+        fidelity="stand-in",
+        stands_for=GPUS,
+    ),
+    treatment=Arm(partial(resume, mapped=True), completed(), because=MAPPED, fidelity="stand-in", stands_for=GPUS),
+    expected_s=(0.3, 0.3),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "fix": Param("str", "where the treatment arm loads to: %s" % ", ".join(FIXES), "rank"),
+        "code": Param("path", "your training script, or a folder of Python files, to look for such loads"),
+    },
+    experiments=(counted.on_gpus(expected_s=(10, 10)), counted),
+)

@@ -1,0 +1,176 @@
+"""Free memory in pieces that the allocator cannot return nor join: a request fails that is smaller than their sum."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+MIB = 1 << 20
+CPU_BLOCKS, CPU_BLOCK, CPU_ASKED, CPU_ROOM = 16, 16 * MIB, 28 * MIB, 276 * MIB
+GPU_STEPS, GPU_LONG, GPU_KEPT, GPU_ASKED, GPU_MIB = 4, 240 * MIB, 130 * MIB, 300 * MIB, 1024
+
+
+def segments(ctx: Context) -> None:
+    """Both arms are this job. They differ in expandable_segments alone, which torch reads from the environment."""
+    import torch
+
+    def allocate(size: int) -> Any:
+        return torch.empty(size, dtype=torch.uint8, device=ctx.device)
+
+    long = [allocate(GPU_LONG) for _ in range(GPU_STEPS)]
+    del long  # four free segments of 240 MiB
+    kept = [allocate(GPU_KEPT) for _ in range(GPU_STEPS)]  # one in each: 110 MiB are left over in each
+    statistics = torch.cuda.memory_stats()
+    unallocated = statistics["reserved_bytes.all.current"] - statistics["allocated_bytes.all.current"]
+    ctx.reached()
+    ask(ctx, partial(allocate, GPU_ASKED), unallocated)
+    assert len(kept) == GPU_STEPS
+
+
+def heap(ctx: Context, *, returns: bool) -> None:
+    """The same on glibc's heap: a free hole below a block in use goes back only if each block is its own mapping."""
+    import torch
+
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(trim_threshold, 0)
+    libc.mallopt(mmap_threshold, MIB if returns else 32 * MIB)  # 32 MiB is the largest that it accepts
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + CPU_ROOM
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    blocks = [torch.empty(CPU_BLOCK, dtype=torch.uint8) for _ in range(CPU_BLOCKS)]
+    kept = blocks[1::2]
+    del blocks
+    ctx.reached()
+    ask(ctx, partial(torch.empty, CPU_ASKED, dtype=torch.uint8), (CPU_BLOCKS - len(kept)) * CPU_BLOCK)
+    assert len(kept) == CPU_BLOCKS // 2
+
+
+def ask(ctx: Context, allocate: Callable[[], Any], free: int) -> None:
+    """Ask for less than what is free in pieces."""
+    try:
+        asked = allocate().nbytes
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise Symptom("%d MiB are free in pieces, and less cannot be had: %s" % (free // MIB, error)) from error
+    ctx.note(free_in_pieces_mib=free // MIB, asked_mib=asked // MIB)
+    assert asked < free
+
+
+NUMBER = r"([\d.]+) (bytes|[KMGT]iB)"
+OLD = re.compile(
+    rf"Tried to allocate {NUMBER} \(GPU \d+; {NUMBER} total capacity; {NUMBER} already allocated; {NUMBER} free; "
+    rf"{NUMBER} reserved in total by PyTorch"
+)
+NEW = re.compile(
+    rf"Tried to allocate {NUMBER}\. GPU \d* ?has a total capac\w*y of {NUMBER} of which {NUMBER} is free\."
+    rf"[\s\S]{{0,4000}}?and {NUMBER} is reserved by PyTorch but unallocated"
+)
+UNITS = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 1024.0, "TiB": 1024.0**2}
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """The last out-of-memory of a log: would the request have fit if all that is free were in one piece?"""
+    options = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    is_set = any(re.search(r"expandable_segments:\s*True", option) for option in options)
+    setting = "expandable_segments is %s in this environment" % ("on" if is_set else "not on")
+    log = params["log"]
+    if log is None:
+        return unknown("no log was given to read", setting, advice="--set log=train.log, with the error's whole line")
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.path.getsize(log) - 4 * MIB))
+            found = sizes(file.read().decode("utf-8", "replace"))
+    except OSError as error:
+        return unknown("%s cannot be read: %s" % (log, error.strerror))
+    if found is None:
+        return unknown("%s has no CUDA out-of-memory line with all its numbers" % log)
+    told = "%(tried).0f MiB were asked for; %(unallocated).0f MiB reserved but unallocated, %(free).0f MiB free" % found
+    if found["unallocated"] < 0.5 * found["tried"]:
+        return clear(told, "the pieces are too little for it whatever their arrangement: not fragmentation")
+    if found["unallocated"] + found["free"] < found["tried"]:
+        return unknown(told, "together they are too little, but not by far")
+    return exposed(told, setting, advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before python starts")
+
+
+def sizes(text: str) -> Optional[Dict[str, float]]:
+    """MiB of the request, of what is free on the card and of what torch has reserved and not given out."""
+    lines: List[Any] = sorted([*OLD.finditer(text), *NEW.finditer(text)], key=lambda match: match.start())
+    if not lines:
+        return None
+    groups = lines[-1].groups()
+    mib = [float(number) * UNITS[unit] for number, unit in zip(groups[::2], groups[1::2])]  # noqa: B905  # Python 3.9
+    if lines[-1].re is OLD:
+        return {"tried": mib[0], "free": mib[3], "unallocated": mib[4] - mib[2]}
+    return {"tried": mib[0], "free": mib[2], "unallocated": mib[3]}
+
+
+PIECES = "torch's caching allocator keeps segments that are partly in use, each with a piece too small"
+ONE = "expandable_segments:True: one segment that grows, whose free pieces lie side by side"
+GLIBC = "torch's caching allocator; here the heap of glibc, which has the same rule, under an address-space limit"
+
+probe = Probe(
+    check=check,
+    params={"log": Param("path", "a log with the out-of-memory error, whole lines")},
+    experiments=(
+        Experiment(
+            name="gpu",
+            control=Arm(
+                segments,
+                symptom(r"440 MiB are free in pieces, and less cannot be had: .*Tried to allocate 300\.00 MiB"),
+                because=PIECES,
+                fidelity="hardware",
+            ),
+            treatment=Arm(
+                segments,
+                completed(),
+                because=ONE,
+                fidelity="hardware",
+                env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            ),
+            world_size=1,
+            backend="nccl",
+            needs=Needs(gpus=1, gpu_memory_mib=GPU_MIB),
+            deadline_s=60,
+            expected_s=(8, 8),
+        ),
+        Experiment(
+            name="heap",
+            control=Arm(
+                partial(heap, returns=False),
+                symptom(r"128 MiB are free in pieces, and less cannot be had: .*can't allocate memory: you tried to"),
+                because="blocks lie side by side in one heap, and every second one is in use",
+                fidelity="stand-in",
+                stands_for=GLIBC,
+            ),
+            treatment=Arm(
+                partial(heap, returns=True),
+                completed(),
+                because="each block is a mapping of its own, so a free one is returned at once",
+                fidelity="stand-in",
+                stands_for=GLIBC,
+            ),
+            world_size=1,
+            expected_s=(0.2, 0.2),
+        ),
+    ),
+)

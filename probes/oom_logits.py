@@ -1,0 +1,173 @@
+"""The loss over a large vocabulary: the whole batch's logits at once, or one slice of tokens after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import traceback
+from functools import partial
+from typing import Any, Dict, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.training_config import UnreadableConfig, read_config
+
+GIB = 1 << 30
+HIDDEN, VOCAB, SLICES = 64, 16384, 8
+CPU_TOKENS, GPU_TOKENS = 1024, 8192  # 64 and 512 MiB of float32 logits
+CPU_ROOM, GPU_MIB = 140 << 20, 1024
+PEAK = 12  # bytes per logit, measured below in the backward: log-softmax 4, two float32 gradients 4 + 4
+
+
+def step(ctx: Context, *, slices: int, fused: bool = False) -> None:
+    """Loss and backward of one micro batch from the hidden states on. The arms differ in the number of slices."""
+    import torch
+
+    on_gpu = ctx.device.type == "cuda"
+    tokens = GPU_TOKENS if on_gpu else CPU_TOKENS
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, HIDDEN, device=ctx.device).to(torch.bfloat16).requires_grad_()
+    head = torch.randn(VOCAB, HIDDEN, device=ctx.device).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(VOCAB, (tokens,), device=ctx.device)
+    few = tokens // SLICES
+    if not on_gpu:
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: the fragments of glibc's heap play no part
+    before, old_peak = memory(on_gpu), memory(on_gpu, peak=True)
+    expected = loss_of(hidden[:few], head, labels[:few], 1, False)
+    expected.backward()
+    if memory(on_gpu, peak=True) > old_peak:
+        ctx.note(peak_over_fp32_logits=round((memory(on_gpu, peak=True) - before) / (few * VOCAB * 4), 2))
+    gradient, head.grad = head.grad, None
+    if not on_gpu:
+        limit = memory(on_gpu) + CPU_ROOM
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    ctx.reached()
+    try:
+        loss_of(hidden, head, labels, slices, fused).backward()
+    except Exception:
+        traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
+        raise
+    head.grad = None
+    same = loss_of(hidden[:few], head, labels[:few], slices, fused)
+    same.backward()
+    torch.testing.assert_close(same.float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(head.grad, gradient, rtol=5e-2, atol=1e-3)
+
+
+def loss_of(hidden: Any, head: Any, labels: Any, slices: int, fused: bool) -> Any:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if fused:
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=max(1, len(labels) // slices))
+        return torch.nn.functional.linear_cross_entropy(hidden, head, labels, options=options)
+    if slices == 1:
+        return ForCausalLMLoss(hidden @ head.T, labels) / len(labels)
+    total, few = hidden.new_zeros((), dtype=torch.float32), len(labels) // slices
+    for start in range(0, len(labels), few):
+        part = hidden[start : start + few], labels[start : start + few]
+        total = total + checkpoint(lambda h, y: ForCausalLMLoss(h @ head.T, y), *part, use_reentrant=False)
+    return total / len(labels)
+
+
+def ForCausalLMLoss(logits: Any, labels: Any) -> Any:  # noqa: N802  # as transformers calls it, and does it
+    import torch
+
+    upcast = logits.float()
+    return torch.nn.functional.cross_entropy(upcast, labels, reduction="sum")
+
+
+def memory(on_gpu: bool, peak: bool = False) -> int:
+    """Bytes in use, or at most in use so far: of the allocator on a GPU, else of the address space."""
+    if on_gpu:
+        import torch
+
+        return int(torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated())
+    with open("/proc/self/status") as file:
+        found = dict(line.split(":", 1) for line in file)
+    return int(found["VmPeak" if peak else "VmSize"].split()[0]) << 10
+
+
+LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")
+BATCHES = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Tokens of a micro batch x vocabulary, against the allocation that failed or the memory of a GPU."""
+    values: Dict[str, Any] = {}
+    if params["config"] is not None:
+        try:
+            values = read_config(params["config"]).values
+        except UnreadableConfig as error:
+            return unknown(str(error))
+    lengths = [values[name] for name in LENGTHS if isinstance(values.get(name), int)]
+    batches = [values[name] for name in BATCHES if isinstance(values.get(name), int)]
+    tokens = params["tokens"] or (lengths[0] * batches[0] if lengths and batches else None)
+    vocab, tried, card = params["vocab"], params["tried"], params["gpu_memory"]
+    if not tokens or not vocab or tokens < 1 or vocab < 1 or not (tried or card):
+        return unknown(
+            "tokens per micro batch, vocabulary, and the failed allocation or the GPU's memory are needed",
+            advice="--set tokens=8192 --set vocab=151936 --set tried=4.64 (GiB, from the error) or gpu_memory=79",
+        )
+    sizes = {what: tokens * vocab * width / GIB for what, width in (("bf16", 2), ("fp32", 4))}
+    told = "%d tokens x %d words: logits of %.2f GiB in bf16, %.2f in fp32, about %.2f GiB at the peak of the loss" % (
+        *(tokens, vocab, sizes["bf16"], sizes["fp32"]),
+        tokens * vocab * PEAK / GIB,
+    )
+    for what, size in sizes.items():
+        if tried and abs(tried - size) < 0.02 * size + 0.01:
+            return exposed(told, "the failed %.2f GiB are one %s tensor of logits" % (tried, what), advice=ADVICE)
+    if tried:
+        return unknown(told, "the failed %.2f GiB are neither; a shorter batch than given is possible" % tried)
+    if values.get("use_liger_kernel") is True or values.get("enable_liger_kernel") is True:
+        return unknown(told, "the Liger kernel is on, which makes no logits where it supports the model")
+    share = tokens * vocab * PEAK / GIB / card
+    evidence = "that is %.0f %% of a GPU of %.1f GiB" % (100 * share, card)
+    if share > 0.25:
+        return exposed(told, evidence, advice=ADVICE)
+    return clear(told, evidence) if share < 0.05 else unknown(told, evidence + ", besides all else that is on it")
+
+
+ADVICE = "a loss in slices: use_liger_kernel, a current trl, torch's linear_cross_entropy with options, or fewer tokens"
+WHOLE = "the logits of all tokens are made, upcast and softmaxed at once"
+SLICED = "the same loss, one slice of tokens at a time, recomputed in the backward"
+CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
+HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
+
+rlimit = Experiment(
+    name="rlimit",
+    control=Arm(partial(step, slices=1), HOST, because=WHOLE, fidelity="stand-in", stands_for=CARD),
+    treatment=Arm(partial(step, slices=SLICES), completed(), because=SLICED, fidelity="stand-in", stands_for=CARD),
+    world_size=1,
+    expected_s=(0.5, 0.9),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "config": Param("path", "your training configuration, for tokens per micro batch"),
+        "tokens": Param("int", "tokens of one micro batch: batch size x padded length"),
+        "vocab": Param("int", "vocab_size of the model's config.json"),
+        "tried": Param("float", "GiB that the error tried to allocate"),
+        "gpu_memory": Param("float", "GiB of one GPU"),
+    },
+    experiments=(
+        rlimit.on_gpus(1, name="gpu", expect=raised(r"out of memory\. Tried to allocate"), gpu_memory_mib=GPU_MIB),
+        rlimit,
+    ),
+    variants=(
+        Experiment(
+            name="linear_cross_entropy",
+            control=rlimit.control,
+            treatment=Arm(
+                partial(step, slices=SLICES, fused=True),
+                completed(),
+                because="torch.nn.functional.linear_cross_entropy with options, which never makes all logits",
+                fidelity="stand-in",
+                stands_for=CARD,
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.13"}),
+            expected_s=(0.5, 0.9),
+        ),
+    ),
+)

@@ -1,0 +1,261 @@
+"""Two ranks save a sharded model and its optimizer, one rank resumes: every rank its own file, or one that reshards."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Set
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+
+def resume(ctx: Context, *, resharding_format: bool) -> None:
+    """The old job is two ranks with FSDP2 and Adam. The new one is rank 0 alone, with the same code."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def build(ranks: int) -> Any:
+        torch.manual_seed(ranks)  # another start on purpose: what is equal at the end came out of the file
+        model = nn.Linear(6, 6, device=ctx.device)
+        fully_shard(model, mesh=init_device_mesh(ctx.device.type, (ranks,)))
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.ones(2, 6, device=ctx.device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sharded(model: Any, optimizer: Any) -> Dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def whole(model: Any, optimizer: Any) -> Any:
+        moment = optimizer.state[model.weight]["exp_avg"]
+        return torch.stack([model.weight.full_tensor(), moment.full_tensor()])
+
+    dist = ctx.init_process_group(timeout_s=10)
+    model, optimizer = build(2)
+    step(model, optimizer)
+    trained = whole(model, optimizer)
+    if resharding_format:
+        dcp.save(sharded(model, optimizer), checkpoint_id=ctx.path("checkpoint"))
+    else:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, ctx.path("world_size_2_rank_%d.pt" % ctx.rank))
+    dist.barrier()
+    dist.destroy_process_group()
+    ctx.reached()
+    if ctx.rank:
+        return
+    store = dist.FileStore(ctx.path("store of the new job"), 1)
+    dist.init_process_group(ctx.backend, store=store, rank=0, world_size=1)
+    model, optimizer = build(1)
+    if resharding_format:
+        state = sharded(model, optimizer)
+        dcp.load(state, checkpoint_id=ctx.path("checkpoint"))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    else:
+        state = torch.load(ctx.path("world_size_2_rank_0.pt"), weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    assert torch.equal(whole(model, optimizer), trained)
+    step(model, optimizer)
+
+
+def resume_deepspeed(ctx: Context, *, universal: bool) -> None:
+    """ZeRO-3 on CPU. The old job is two children of this process, so that DeepSpeed starts from nothing twice."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        import torch
+        import torch.distributed as dist
+
+        deepspeed: Any = importlib.import_module("deepspeed")
+        to_universal: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+        comm: Any = sys.modules["deepspeed.comm.torch"]
+        comm.build_shm_op = lambda: None  # it would compile C++ for a minute, for speed that is not needed
+    except Exception as error:  # it looks for compilers and CUDA while it is imported
+        raise Unavailable("deepspeed cannot be imported for CPU here: %s" % error) from error
+
+    def start(rank: int, ranks: int) -> Any:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+        store = dist.FileStore(ctx.path("store-%d" % ranks), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        deepspeed.init_distributed(dist_backend="gloo")
+        torch.manual_seed(ranks)
+        model = torch.nn.Linear(8, 8)
+        config: Dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        if universal and ranks == 1:
+            config["checkpoint"] = {"load_universal": True}
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
+
+    def weight(engine: Any) -> Any:
+        with deepspeed.zero.GatheredParameters(engine.module.weight):
+            return engine.module.weight.detach().clone()
+
+    def step(engine: Any) -> None:
+        engine.backward(engine(torch.ones(1, 8)).square().sum())
+        engine.step()
+
+    def save(rank: int) -> None:
+        engine = start(rank, 2)
+        step(engine)
+        engine.save_checkpoint(ctx.path("checkpoint"), tag="step1")
+        torch.save(weight(engine), ctx.path("weight-%d.pt" % rank))
+
+    children = [_fork(partial(save, rank)) for rank in range(2)]
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    if any(codes):
+        raise Unavailable("DeepSpeed does not train and save on CPU here, see the log")
+    tag = "step1"
+    if universal:
+        folders = {"input_folder": ctx.path("checkpoint/step1"), "output_folder": ctx.path("checkpoint/universal")}
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        to_universal.main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))
+        tag = "universal"
+    trained = torch.load(ctx.path("weight-0.pt"))
+    ctx.reached()
+    engine = start(0, 1)
+    if not universal:  # what people try instead, in this order: both return without an error
+        for option in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            engine.load_checkpoint(ctx.path("checkpoint"), tag=tag, **option)
+            loaded = "weights loaded" if torch.equal(weight(engine), trained) else "weights NOT loaded, no error"
+            ctx.note(**{"%s_%s" % item: loaded for item in option.items()})
+    engine.load_checkpoint(ctx.path("checkpoint"), tag=tag)
+    assert torch.equal(weight(engine), trained)
+    step(engine)
+
+
+def _fork(job: Any) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        job()
+    except BaseException as error:
+        sys.stderr.write("%s: %s\n" % (type(error).__name__, error))
+        os._exit(1)
+    os._exit(0)
+
+
+PER_RANK = (  # who names files so, and where the rank, the model-parallel rank or the world size stand in the name
+    ("DeepSpeed ZeRO", re.compile(r"(?:\w+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<parallel>\d+)_?optim_states\.pt")),
+    ("verl", re.compile(r"(?:model|optim)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")),
+    ("accelerate, one file per rank", re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(?P<rank>\d+)\.bin")),
+)
+MOST = 20_000  # names that are looked at
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """How many processes wrote this checkpoint, by the names in its folder, and how many want to read it?"""
+    folder: Optional[Path] = params["checkpoint"]
+    if folder is None:
+        return unknown("no checkpoint folder was named", advice="--set checkpoint=checkpoint-500 --set gpus=16")
+    try:
+        folder = folder if folder.is_dir() else folder.parent
+        latest = folder / "latest"
+        tag = latest.read_text(errors="replace")[:200].strip() if latest.is_file() else ""
+        folders = [folder / tag] if tag and (folder / tag).is_dir() else [folder, *sorted(_folders(folder))[:200]]
+        names = [name for one in folders for name in sorted(os.listdir(one))][:MOST]
+    except (OSError, ValueError) as error:
+        return unknown("%s cannot be read: %s" % (folder, error))
+    wanted = params["gpus"] or int(os.environ.get("WORLD_SIZE", "0") or 0)
+    for writer, pattern in PER_RANK:
+        found = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
+        if found:
+            return _compare(writer, found, wanted)
+    if "latest_universal" in names or any((one / "zero" / "optimizer_state.pt").exists() for one in folders):
+        return clear("a universal checkpoint of DeepSpeed: loads on any number of processes")
+    if any(name.endswith(".distcp") for name in names):
+        return clear("written by torch.distributed.checkpoint, which reshards; state of data loaders may not")
+    return unknown("no file in %s has a rank in its name" % ", ".join(one.name for one in folders[:5]))
+
+
+def _folders(folder: Path) -> List[Path]:
+    with os.scandir(folder) as inside:
+        return [Path(one.path) for one in inside if one.is_dir()]
+
+
+def _compare(writer: str, found: List[Dict[str, str]], wanted: int) -> Finding:
+    ranks: Set[int] = {int(one["rank"]) for one in found}
+    parallel = 1 + max(int(one.get("parallel") or 0) for one in found)
+    saved = max([parallel * (1 + max(ranks)), *(int(one["world"]) for one in found if one.get("world"))])
+    told = ["%s, one file per rank: written by %d processes" % (writer, saved)]
+    missing = sorted(set(range(saved // parallel)) - ranks)
+    if missing:
+        told.append("no file here of ranks %s: did each node write to a disk of its own?" % str(missing[:16])[1:-1])
+    if not wanted:
+        return unknown(*told, advice="--set gpus=N, all processes of the job that shall read it")
+    if wanted != saved:
+        advice = "convert it first (DeepSpeed: ds_to_universal.py and load_universal), or start %d processes" % saved
+        return exposed(*told, "%d processes want to read it" % wanted, advice=advice)
+    return clear(*told) if not missing else unknown(*told)
+
+
+OWN = "each rank saves its own shards, and one rank reads the file of rank 0"
+MESHES = r"different mesh(es)?:\s+(got|Found) DeviceMesh\(+\d"
+gloo = Experiment(
+    name="gloo",
+    control=Arm(partial(resume, resharding_format=False), expect=raised(MESHES), because=OWN, fidelity="cpu"),
+    treatment=Arm(
+        partial(resume, resharding_format=True),
+        expect=completed(),
+        because="torch.distributed.checkpoint cuts the saved tensors anew for one rank",
+        fidelity="cpu",
+    ),
+    needs=Needs(packages={"torch": ">=2.6"}),
+    expected_s=(0.4, 0.4),
+)
+
+zero3 = Experiment(
+    name="deepspeed",
+    control=Arm(
+        partial(resume_deepspeed, universal=False),
+        expect=raised(r"used a DP world size of 2 but the current world size is 1"),
+        because="one rank loads the ZeRO-3 checkpoint of two",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(resume_deepspeed, universal=True),
+        expect=completed(),
+        because="the checkpoint is converted by ds_to_universal and loaded with load_universal",
+        fidelity="cpu",
+    ),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.16"}, memory_mib=2048),
+    deadline_s=90,
+    expected_s=(10, 10),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "checkpoint": Param("path", "folder of the checkpoint; only names in it are read"),
+        "gpus": Param("int", "processes of the job that shall read it; WORLD_SIZE where that is set"),
+    },
+    experiments=(gloo.on_gpus(), gloo),
+    variants=(zero3,),
+)

@@ -1,0 +1,107 @@
+"""Every batch that a worker sent keeps a descriptor open in the parent, as long as anybody keeps the batch.
+
+`fix` chooses what the treatment arm does about it.
+"""
+
+import os
+import re
+import resource
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping, Tuple
+
+from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
+
+FIXES = ("clone", "file_system", "limit")
+
+
+def evaluate(ctx: Context, *, fixed: bool) -> None:
+    """Collect what the loader gives, as an evaluation loop does with predictions, labels or ids."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    fix, limit = ctx.params["fix"] if fixed else "", ctx.params["limit"]
+    assert ctx.params["fix"] in FIXES, "fix is one of %s" % ", ".join(FIXES)
+    batches = 2 * limit
+    if fix == "file_system":
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    now = 2 * batches if fix == "limit" else limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    opened_before = len(os.listdir("/proc/self/fd"))
+    ctx.reached()
+    kept = []
+    for number, (batch,) in enumerate(DataLoader(TensorDataset(torch.arange(float(batches))), num_workers=1), 1):
+        kept.append(batch.clone() if fix == "clone" else batch)
+        if number == 40:
+            ctx.note(descriptors_more_after_40_batches=len(os.listdir("/proc/self/fd")) - opened_before, limit=now)
+    assert torch.cat(kept).sum().item() == sum(range(batches))
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """How close is a process to its limit, and what has it open? Without a process: the limit that a job would get."""
+    pid = params["pid"]
+    if pid is None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        told = f"a job started from here may open {soft} files per process (ulimit -n), and raise that to {hard} itself"
+        advice = "--set pid=PID, the training process, tells how much of it is used"
+        return unknown(told, "what a job needs depends on what it keeps", advice=advice)
+    try:
+        soft, kinds = open_files(Path(f"/proc/{pid}"))
+    except (OSError, AttributeError):
+        return unknown(f"there is no process {pid} here, or it belongs to somebody else")
+    used = sum(kinds.values())
+    evidence = [f"process {pid} has {used} of {soft} descriptors open"]
+    evidence += [f"{number} are {kind}" for kind, number in kinds.most_common(4)]
+    if used > soft * 0.7:
+        kind = kinds.most_common(1)[0][0]
+        advice = "clone what the loop keeps of a batch" if "tensors" in kind else "close them, or raise ulimit -n"
+        return exposed(*evidence, advice=advice)
+    if used > soft * 0.3:
+        return unknown(*evidence, advice="look again in a minute: it is the growth that matters")
+    return clear(*evidence, "it is far from its limit now")
+
+
+def open_files(process: Path) -> Tuple[int, "Counter[str]"]:
+    limits = re.search(r"Max open files\s+(\d+)", (process / "limits").read_text())
+    assert limits
+    kinds: "Counter[str]" = Counter()
+    for descriptor in (process / "fd").iterdir():
+        try:
+            name = os.readlink(descriptor)
+        except OSError:
+            continue
+        if name.startswith("/dev/shm/torch_"):
+            kinds["tensors in shared memory, sent by workers"] += 1
+        elif name.startswith("/"):
+            kinds["files such as %s" % re.sub(r"\d+", "N", Path(name).name)[:40]] += 1
+        else:
+            kinds[name.split(":")[0] + "s"] += 1
+    return int(limits.group(1)), kinds
+
+
+MESSAGES = (
+    r"Too many open files\. Communication with the workers is no longer possible"
+    r"|received 0 items of ancdata|Errno 24\] Too many open files"
+)
+KEPT = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
+FREED = "the same loop without a descriptor per kept batch (--set fix=clone, file_system or limit)"
+
+probe = Probe(
+    check=check,
+    params={
+        "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "clone"),
+        "limit": Param("int", "the limit of open files in the experiment", 96),
+        "pid": Param("int", "a running training process that the check looks into"),
+    },
+    experiments=(
+        Experiment(
+            name="dataloader",
+            control=Arm(partial(evaluate, fixed=False), expect=raised(MESSAGES), because=KEPT, fidelity="cpu"),
+            treatment=Arm(partial(evaluate, fixed=True), expect=completed(), because=FREED, fidelity="cpu"),
+            world_size=1,
+            deadline_s=30,
+            expected_s=(0.4, 0.5),
+        ),
+    ),
+)

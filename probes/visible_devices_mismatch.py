@@ -1,0 +1,185 @@
+"""A process asks for a device number that its own CUDA_VISIBLE_DEVICES does not have."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+
+def choose(ctx: Context, *, by: str) -> None:
+    """Two processes play two nodes of one GPU each: LOCAL_RANK is 0 on both, RANK is 0 and 1."""
+    import torch
+
+    on_gpu = ctx.device.type == "cuda"
+    os.environ["LOCAL_RANK"] = "0"
+    wanted = int(os.environ[by])
+    ctx.reached()
+    if on_gpu:
+        torch.cuda.set_device(wanted)
+        assert torch.ones(4, device="cuda").sum().item() == 4
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = "5"  # the one GPU of this node has number 0 for us
+    count = len(torch.cuda._parse_visible_devices())
+    ctx.note(asked_for=wanted, visible=count)
+    if wanted >= count:
+        raise Symptom(f"invalid device ordinal: rank {ctx.rank} asks for device {wanted}, {count} is visible")
+
+
+def launch(ctx: Context, *, options: List[str]) -> None:
+    """The launcher of DeepSpeed on eight devices, which its CPU accelerator counts; jobs write down what they got."""
+    job = Path(ctx.path("job.py"))
+    job.write_text("import os\nopen('got-' + os.environ['RANK'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    given = {"CUDA_VISIBLE_DEVICES": "4,5", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8"}
+    ctx.reached()
+    ran = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(job)],
+        env={**os.environ, **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    got = [Path(ctx.path(f"got-{rank}")).read_text() for rank in range(2)] if ran.returncode == 0 else [ran.stdout]
+    said = re.search(r"Detected .*", ran.stdout)
+    if any(devices != "4,5" for devices in got):
+        raise Symptom(f"the scheduler gave devices 4,5, the ranks have {got}: {said.group() if said else ran.stdout}")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Count what CUDA would show of CUDA_VISIBLE_DEVICES, and compare it with the processes of this host."""
+    uuids = listed()
+    variable = params["visible"] if params["visible"] is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is None and not uuids:
+        return unknown("CUDA_VISIBLE_DEVICES is not set, and nvidia-smi is missing or lists no GPU")
+    entries, seen = visible(variable, uuids)
+    shown = f"CUDA_VISIBLE_DEVICES={variable}" if variable is not None else "CUDA_VISIBLE_DEVICES is not set"
+    evidence = [f"{shown}; nvidia-smi lists {len(uuids) or 'no'} GPUs", f"a process sees {seen} of {entries} entries"]
+    if seen < entries:
+        cut = "CUDA ends the list at the first entry that is no GPU, and takes none when one comes twice"
+        return exposed(*evidence, cut, advice="write numbers of nvidia-smi -L, or whole UUIDs, each once")
+    processes, why = processes_here(params["nproc_per_node"])
+    if not processes:
+        return unknown(*evidence, "the number of processes is not known", advice="--set nproc_per_node=8")
+    evidence.append(f"{processes} processes on this host ({why})")
+    if processes > seen == 1:
+        advice = "each task has a GPU of its own: use device 0 in all, or let every task see all GPUs (--gpu-bind=none)"
+        return exposed(*evidence, advice=advice)
+    if processes > seen:
+        return exposed(*evidence, advice=f"start {seen} processes, or make {processes} GPUs visible to each")
+    return clear(*evidence)
+
+
+def listed() -> List[str]:
+    try:
+        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", ran.stdout, re.MULTILINE)
+
+
+def visible(variable: Any, uuids: List[str]) -> Tuple[int, int]:
+    """Entries of the variable, and how many of them CUDA takes: up to the first bad one, none when one is double."""
+    if variable is None:
+        return len(uuids), len(uuids)
+    hides_all = variable.strip() in ("", "-1")  # on purpose
+    entries = [] if hides_all else [entry.strip() for entry in variable.split(",")]
+    taken: List[str] = []
+    for entry in entries:
+        if entry.startswith("MIG-") or (not uuids and re.match(r"GPU-|\d+$", entry)):
+            device = entry  # cannot be looked up here: believed
+        elif entry.startswith("GPU-"):
+            device = next((uuid for uuid in uuids if uuid.startswith(entry)), "")
+        else:
+            device = uuids[int(entry)] if entry.isdigit() and int(entry) < len(uuids) else ""
+        if not device:
+            break
+        taken.append(device)
+    return len(entries), 0 if len(set(taken)) < len(taken) else len(taken)
+
+
+def processes_here(given: Any) -> Tuple[int, str]:
+    if given:
+        return given, "as given"
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name]), name
+    return 0, ""
+
+
+COUNTED = "the count of visible devices by torch's own reading of CUDA_VISIBLE_DEVICES; no CUDA"
+
+model = Experiment(
+    name="model",
+    control=Arm(
+        partial(choose, by="RANK"),
+        expect=symptom(r"invalid device ordinal: rank 1 asks for device 1, 1 is visible"),
+        because="the device is chosen by RANK, which goes on counting on the second node",
+        fidelity="model",
+        stands_for=COUNTED,
+    ),
+    treatment=Arm(
+        partial(choose, by="LOCAL_RANK"),
+        expect=completed(),
+        because="the device is chosen by LOCAL_RANK, which begins at 0 on every node",
+        fidelity="model",
+        stands_for=COUNTED,
+    ),
+    expected_s=(0.2, 0.2),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "visible": Param("str", "value of CUDA_VISIBLE_DEVICES to judge (default: the caller's)"),
+        "nproc_per_node": Param("int", "processes on this host (default: from the launcher's variables)"),
+    },
+    experiments=(
+        model.on_gpus(gpus=1, expect=raised(r"invalid device ordinal"), expected_s=(10.0, 10.0)),
+        model,
+    ),
+    variants=(
+        Experiment(
+            name="deepspeed",
+            control=Arm(
+                partial(launch, options=["--num_gpus", "2"]),
+                expect=symptom(r"gave devices 4,5, the ranks have \['0,1', '0,1'\].*but ignoring it"),
+                because="--num_gpus makes the launcher drop CUDA_VISIBLE_DEVICES and count from device 0",
+                fidelity="stand-in",
+                stands_for="eight GPUs: LOCAL_SIZE=8 of DeepSpeed's CPU accelerator",
+            ),
+            treatment=Arm(
+                partial(launch, options=[]),
+                expect=completed(),
+                because="without --num_gpus the launcher takes the devices of CUDA_VISIBLE_DEVICES",
+                fidelity="stand-in",
+                stands_for="eight GPUs: LOCAL_SIZE=8 of DeepSpeed's CPU accelerator",
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.14"}),
+            deadline_s=90,
+            expected_s=(9.0, 9.0),
+        ),
+    ),
+)

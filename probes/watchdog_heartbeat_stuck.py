@@ -1,0 +1,134 @@
+"""What keeps torch's communication threads from moving: a timeout whose handling takes long, and a held GIL.
+
+On GPUs: rank 0's collective times out, its watchdog sleeps while others dump, and the monitor of its heartbeat calls
+that stuck. On CPU: rank 0 holds the GIL inside native code, and gloo's threads, which need it to let go of tensors,
+stand still while rank 1 waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import time
+from functools import partial
+from typing import Any, Mapping
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+
+
+def late(ctx: Context, *, timeout_s: float) -> None:
+    """Rank 1 comes 20 s late to the second all-reduce."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=timeout_s)
+    total = torch.ones(4, device=ctx.device)
+    dist.all_reduce(total)
+    torch.cuda.synchronize()
+    ctx.reached()
+    if ctx.rank == 1:
+        time.sleep(20)
+    dist.all_reduce(total)
+    assert total.tolist() == [4.0] * 4, total.tolist()
+    ctx.meet("reduced", timeout_s=30)
+
+
+def native_call(ctx: Context, *, holds_the_gil: bool) -> None:
+    """Rank 0 starts six all-reduces, drops the tensors and calls C; rank 1 makes the same six one by one."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=2)
+    library = (ctypes.PyDLL if holds_the_gil else ctypes.CDLL)(None)  # of the C library; only CDLL releases the GIL
+    dist.all_reduce(torch.ones(1))
+    ctx.reached()
+    for number in range(6):
+        total = torch.full((1 << 16,), ctx.rank + 1.0)
+        work = dist.all_reduce(total, async_op=True)
+        if ctx.rank == 1:
+            work.wait()
+            assert total[0].item() == 3, total[0]
+            ctx.note(all_reduces_done=number + 1)
+        del work, total
+    if ctx.rank == 0:
+        library.usleep(4_000_000)
+    ctx.meet("done", timeout_s=15)
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Do the variables leave the watchdog the time that handling a timeout takes, and is the monitor on?"""
+    try:
+        torch = tuple(int(part) for part in importlib.metadata.version("torch").split("+")[0].split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return unknown("torch is not installed in this interpreter, or its version cannot be read")
+    named = {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
+    default = 480 if torch >= (2, 5) else 600
+    heartbeat = number(named.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"), default)
+    dump = number(named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"), 15000)
+    if heartbeat is None or dump is None:
+        return unknown("a TORCH_NCCL_ variable is not a number", str(named))
+    evidence = f"heartbeat {heartbeat} s, wait for dumps after a timeout 4 x {dump} ms; torch {torch[0]}.{torch[1]}"
+    if named.get("TORCH_NCCL_ENABLE_MONITORING", "1").lower() in ("0", "false", "n", "no"):
+        why = "TORCH_NCCL_ENABLE_MONITORING=0: a stuck watchdog is logged, and the process stays for ever"
+        return exposed(why, evidence, advice="unset it; raise TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if the abort was false")
+    if 4 * dump / 1000 >= heartbeat:
+        why = "the monitor ends the process while the watchdog still waits for dumps, and the reason is lost"
+        return exposed(why, evidence, advice="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above 60")
+    return unknown(evidence, "these settings are sound; whether a driver call or the GIL will block is not to be seen")
+
+
+def number(text: Any, default: int) -> Any:
+    return default if text is None else int(text) if text.isdigit() else None
+
+
+QUICK = {  # the default is 480 s, and one minute of sleep after a timeout; here 2 s and 20 s
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",
+}
+STANDS = "NCCL's watchdog and its monitor; here gloo's threads stand still, and the other rank times out"
+
+probe = Probe(
+    check=check,
+    experiments=(
+        Experiment(
+            name="nccl",
+            control=Arm(
+                partial(late, timeout_s=4),
+                expect=raised(r"watchdog got stuck for 2 seconds without making progress"),
+                because="the all-reduce times out, and handling that outlasts the heartbeat",
+                fidelity="hardware",
+                env=QUICK,
+            ),
+            treatment=Arm(
+                partial(late, timeout_s=90),
+                expect=completed(),
+                because="the timeout covers the late rank, so the watchdog goes on polling",
+                fidelity="hardware",
+                env=QUICK,
+            ),
+            backend="nccl",
+            needs=Needs(gpus=2, packages={"torch": ">=2.5"}),
+            deadline_s=90,
+            settle_s=3,
+            expected_s=(20, 30),
+        ),
+        Experiment(
+            name="gil",
+            control=Arm(
+                partial(native_call, holds_the_gil=True),
+                expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+                because="rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
+                fidelity="stand-in",
+                stands_for=STANDS,
+            ),
+            treatment=Arm(
+                partial(native_call, holds_the_gil=False),
+                expect=completed(),
+                because="the same call releases the GIL, and the threads go on",
+                fidelity="stand-in",
+                stands_for=STANDS,
+            ),
+            deadline_s=30,
+            expected_s=(3.5, 4.3),
+        ),
+    ),
+)

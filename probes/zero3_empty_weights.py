@@ -1,0 +1,201 @@
+"""Rank 0 saves a sharded model as it lies there; or the parameters are gathered first, on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping, Optional
+
+from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+SAMPLE = (2, 16)
+
+
+def build() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def save(ctx: Context, *, gathered: bool) -> None:
+    """FSDP with use_orig_params: outside of forward and backward a rank holds its piece of each parameter, or none."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    warnings.simplefilter("ignore")  # FSDP1 calls itself deprecated
+    ctx.init_process_group(timeout_s=10)
+    model = FullyShardedDataParallel(build().to(ctx.device), device_id=ctx.device, use_orig_params=True)
+    sample = torch.ones(SAMPLE, device=ctx.device)
+    model(sample).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    answer = model(sample).detach().cpu()
+    ctx.reached()
+    if gathered:
+        with FullyShardedDataParallel.summon_full_params(model):  # a collective: every rank
+            write(ctx, dict(model.named_parameters()))
+    else:
+        write(ctx, dict(model.named_parameters()))
+    load(ctx, answer)
+
+
+def save_deepspeed(ctx: Context, *, gathered: bool) -> None:
+    """ZeRO-3 on CPU: the module's own state dict, or save_16bit_model with gathering switched on."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+        comm: Any = sys.modules["deepspeed.comm.torch"]
+        comm.build_shm_op = lambda: None  # it would compile C++ for a minute, for speed that is not needed
+    except Exception as error:  # it looks for compilers and CUDA while it is imported
+        raise Unavailable("deepspeed cannot be imported for CPU here: %s" % error) from error
+    ctx.init_process_group(timeout_s=30)
+    deepspeed.init_distributed(dist_backend="gloo")
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    model = build()
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    engine.backward(engine(torch.ones(SAMPLE)).sum())
+    engine.step()
+    ctx.reached()
+    if gathered:
+        engine.save_16bit_model(str(ctx.dir), "model.pt")  # a collective: every rank
+    else:
+        write(ctx, engine.module.state_dict())
+    answer = engine(torch.ones(SAMPLE)).detach()
+    ctx.note(shapes_after_one_more_forward={name: list(one.shape) for name, one in engine.module.state_dict().items()})
+    load(ctx, answer)
+
+
+def write(ctx: Context, state: Mapping[str, Any]) -> None:
+    import torch
+
+    if ctx.rank == 0:
+        plain = {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu() for name, value in state.items()}
+        ctx.note(shapes={name: list(value.shape) for name, value in plain.items()})
+        torch.save(plain, ctx.path("model.pt"))
+
+
+def load(ctx: Context, answer: Any) -> None:
+    """What evaluation does: a plain model, the file, and the same answers as the one that was trained."""
+    import torch
+
+    if ctx.rank == 0:
+        ctx.note(file_bytes=os.path.getsize(ctx.path("model.pt")))
+        fresh = build()
+        fresh.load_state_dict(torch.load(ctx.path("model.pt"), map_location="cpu"))
+        assert torch.allclose(fresh(torch.ones(SAMPLE)), answer, rtol=1e-4, atol=1e-5)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does this file hold tensors without elements, and will this DeepSpeed configuration gather before it saves?"""
+    found = [look(Path(params[name])) for name, look in (("checkpoint", _file), ("config", _config)) if params[name]]
+    for state in ("exposed", "unknown", "clear"):
+        for finding in found:
+            if finding.state == state:
+                return finding
+    return unknown("no checkpoint and no configuration was named", advice="--set checkpoint=model.safetensors")
+
+
+def _file(path: Path) -> Finding:
+    try:
+        read: Checkpoint = read_checkpoint(path)
+    except Unreadable as error:
+        return unknown(str(error))
+    empty: List[str] = [one.name for one in read.tensors if one.shape in ((0,), (1,)) and _is_matrix(one.name)]
+    matrices = sum(_is_matrix(one.name) for one in read.tensors)
+    told = "%d of %d weights have the shape [0] or [1]" % (len(empty), matrices)
+    if not matrices:
+        return unknown("%d tensors, none of them named like a weight" % len(read.tensors))
+    if not empty:
+        return clear(told)
+    if path.name.endswith("_model_states.pt"):
+        return unknown(told + ": usual for this file of DeepSpeed, the weights are in *_optim_states.pt beside it")
+    advice = "zero_to_fp32.py on the DeepSpeed checkpoint, if there is one; then save gathered"
+    return exposed(told, *empty[:5], advice=advice)
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith("weight") or ".lora_" in name
+
+
+def _config(path: Path) -> Finding:
+    try:
+        config = read_config(path)
+    except UnreadableConfig as error:
+        return unknown(str(error))
+    zero: Optional[Any] = config.values.get("zero_optimization", config.values.get("deepspeed_config"))
+    if not isinstance(zero, Mapping):
+        return unknown("%s says nothing about ZeRO" % path)
+    if str(zero.get("stage", zero.get("zero_stage"))) != "3":
+        return clear("%s: not ZeRO-3, every rank has whole parameters" % path)
+    switches = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+    gathers = any(zero.get(name) in (True, "true") for name in (*switches, "zero3_save_16bit_model"))
+    if not gathers:
+        return exposed("%s: ZeRO-3, and %s is not true" % (path, switches[0]), advice="set it to true")
+    return clear("%s: ZeRO-3 with %s" % (path, switches[0]))
+
+
+EMPTY = r"copying a param with shape torch\.Size\(\[0\]\) from checkpoint"
+AS_IT_LIES = "rank 0 saves the parameters as they lie there, most of them without elements"
+gloo = Experiment(
+    name="gloo",
+    control=Arm(partial(save, gathered=False), expect=raised(EMPTY), because=AS_IT_LIES, fidelity="cpu"),
+    treatment=Arm(
+        partial(save, gathered=True),
+        expect=completed(),
+        because="every rank gathers, then rank 0 saves",
+        fidelity="cpu",
+    ),
+    expected_s=(0.3, 0.3),
+)
+
+zero3 = Experiment(
+    name="deepspeed",
+    control=Arm(partial(save_deepspeed, gathered=False), expect=raised(EMPTY), because=AS_IT_LIES, fidelity="cpu"),
+    treatment=Arm(
+        partial(save_deepspeed, gathered=True),
+        expect=completed(),
+        because="save_16bit_model on every rank, with stage3_gather_16bit_weights_on_model_save",
+        fidelity="cpu",
+    ),
+    needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.16"}, memory_mib=2048),
+    deadline_s=90,
+    expected_s=(10, 10),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "checkpoint": Param("path", "a saved model: .bin, .pt, .safetensors; nothing in it is run"),
+        "config": Param("path", "DeepSpeed JSON or accelerate YAML: is gathering switched on?"),
+    },
+    experiments=(gloo.on_gpus(), gloo),
+    variants=(zero3,),
+)
