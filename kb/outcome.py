@@ -5,6 +5,7 @@ rank.json + exit code + what the guard saw -> RankOutcome;  all ranks + guard.js
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,8 @@ COMPLETED, RAISED, SYMPTOM, HUNG, KILLED, EXITED, STOPPED, UNAVAILABLE = (
     "stopped",  # ended by us after another rank had failed, or at the memory cap
     "unavailable",
 )
+PEER_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|failed to (recv|send), (got|sent) 0 bytes", re.I)
+SEEN_LATE_S = 1.0  # on a busy machine the guard sees a death this much later
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +85,13 @@ class ArmOutcome:
 
     @property
     def first_failure(self) -> RankOutcome | None:
-        """The rank that failed first by its own clock: a heuristic for the cause, and named as such."""
+        """The rank that failed first: a heuristic for the cause, and named as such.
+
+        By the clock, but a rank that says its peer is gone comes after the peer: a death is seen by the guard
+        later than by the other end of the connection.
+        """
         failed = [rank for rank in self.ranks if rank.has_failed]
-        return min(failed, key=lambda rank: (rank.ended is None, rank.ended or 0.0), default=None)
+        return min(failed, key=_failed_at, default=None)
 
     def evidence_for(self, expect: Expect) -> str | None:
         """The text that shows the arm ended as `expect` says, or None when it did not."""
@@ -110,6 +117,12 @@ class ArmOutcome:
             "strays": list(self.strays),
             "ranks": [asdict(rank) for rank in self.ranks],
         }
+
+
+def _failed_at(rank: RankOutcome) -> float:
+    if rank.ended is None:
+        return math.inf
+    return rank.ended + (SEEN_LATE_S if PEER_GONE.search(rank.message) else 0.0)
 
 
 def _rank_evidence(rank: RankOutcome, expect: Expect) -> str | None:

@@ -41,7 +41,7 @@ def load(ctx: Context, *, own_is_found: bool) -> None:
     command = [sys.executable, "-c", LOAD, str(cusparse)]
     ran = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if ran.returncode:
-        raise OSError(ran.stderr.strip().splitlines()[-1])
+        raise OSError(ran.stderr.strip().splitlines()[-1].replace("OSError: ", "", 1))
 
 
 def compile_library(ctx: Context, code: str, target: Path, *options: str) -> None:
@@ -121,7 +121,9 @@ def required() -> Dict[str, str]:
         lines = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in lines if "extra ==" not in line)
+    machine = os.uname().machine
+    here = [line for line in lines if "extra ==" not in line and ("platform_machine" not in line or machine in line)]
+    found = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in here)
     return {match.group(1): match.group(2) or "" for match in found if match}
 
 

@@ -16,7 +16,7 @@ FIXES = ("use_orig_params", "own-units", "fully_shard")
 
 
 def wrap_and_train(ctx: Context, *, fixed: bool) -> None:
-    """LoRA by hand: 1040 frozen numbers, 128 trainable ones. One step must do what a single process does."""
+    """LoRA by hand: 1056 frozen numbers, 128 trainable ones. One step must do what a single process does."""
     import torch
     from torch import nn
     from torch.distributed import fsdp

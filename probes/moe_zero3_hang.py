@@ -7,11 +7,15 @@ the output is wrong without an error. The hang comes afterwards, when one rank h
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import json
 import os
 from functools import partial
-from typing import Any, Tuple
+from pathlib import Path
+from typing import Any, Dict, Mapping, Tuple
 
-from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.training_config import UnreadableConfig, read_config
 
 
 def sharded(ctx: Context, *, every_expert: bool) -> None:
@@ -98,6 +102,72 @@ def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None
     assert not wrong, wrong
 
 
+# --- the check: ZeRO-3, a model with experts, and nothing that gathers them together? ----------------------------
+
+LEAVES_BY_DEFAULT = ("mixtral", "qwen2_moe", "qwen3_moe")  # DeepSpeed 0.18 and later, the classes of transformers
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Read the DeepSpeed or accelerate configuration and the model's config.json; look up the installed releases."""
+    if params["config"] is None or params["model"] is None:
+        return unknown("no training configuration and model were named", advice="--set config=ds.json --set model=DIR")
+    try:
+        stage, leaves = zero_stage(read_config(params["config"]))
+        model = model_config(params["model"])
+    except (UnreadableConfig, OSError, ValueError) as error:
+        return unknown(str(error))
+    keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next(
+        (config[key] for config in (model, model.get("text_config") or {}) for key in keys if key in config), 0
+    )
+    kind, own_code = str(model.get("model_type")), bool(model.get("auto_map"))
+    evidence = f"ZeRO stage {stage}; {kind} with {experts or 'no'} experts{', code of its own' if own_code else ''}"
+    if stage != 3:
+        return unknown(evidence, "only stage 3 gathers weights; gradients of unused experts are another matter")
+    if not experts:
+        return clear(evidence)
+    if leaves:
+        return unknown(evidence, f"leaf modules are named: {leaves}", advice="they must be classes of this model")
+    transformers, deepspeed = release("transformers"), release("deepspeed")
+    installed = f"transformers {transformers or 'not installed'}, DeepSpeed {deepspeed or 'not installed'}"
+    if not own_code and kind in LEAVES_BY_DEFAULT and deepspeed >= (0, 18):
+        return clear(evidence, installed, "DeepSpeed makes the expert blocks of this model leaf modules by itself")
+    if not own_code and transformers >= (5, 0):
+        return unknown(evidence, installed, "transformers 5 packs the experts of many models: look for `experts.0`")
+    return exposed(
+        evidence, installed, "no leaf module is named there", advice="make the MoE block one, if the code does not"
+    )
+
+
+def zero_stage(config: Any) -> Tuple[Any, Any]:
+    """The stage, and the leaf modules as they are written down."""
+    values: Dict[str, Any] = config.values
+    if config.kind == "arguments":
+        inside = values.get("deepspeed")
+        if not isinstance(inside, dict):
+            raise ValueError("the arguments hold no DeepSpeed configuration: name the file that they point to")
+        values = inside
+    inner = values.get("deepspeed_config" if config.kind == "accelerate" else "zero_optimization") or {}
+    if config.kind == "accelerate":
+        return inner.get("zero_stage", 0), inner.get("deepspeed_moe_layer_cls_names")
+    return inner.get("stage", 0), inner.get("leaf_module")
+
+
+def model_config(path: Path) -> Dict[str, Any]:
+    found = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no model configuration")
+    return found
+
+
+def release(package: str) -> Tuple[int, ...]:
+    """Major and minor number; empty when it is not installed."""
+    try:
+        return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ()
+
+
 GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
     r"(Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer)"
     r".*Before that, without an error: the output is off"
@@ -139,6 +209,11 @@ deepspeed_on_cpu = Experiment(
 )
 
 probe = Probe(
+    params={
+        "config": Param("path", "your DeepSpeed JSON or accelerate configuration, for the check"),
+        "model": Param("path", "the model's folder, or its config.json, for the check"),
+    },
+    check=check,
     experiments=(gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(")), gloo),
     variants=(deepspeed_on_cpu,),
 )
