@@ -92,7 +92,7 @@ class _Strict(BaseModel):
 
 
 class Signature(_Strict):
-    """A pattern that points to this entry when a log line matches it (`re.search`, case as written)."""
+    """A pattern that points to this entry when a log matches it: see `kb.signature.find`."""
 
     pattern: Regex
     role: Annotated[Role, Field(strict=False)]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kb.index import Index
 from kb.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept, concepts
+from kb.signature import find
 
 LEAST_COVERAGE = 0.4  # what is left of the score of an entry that covers nothing but one common word
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
@@ -110,7 +111,7 @@ def _signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
     for one in index.signatures:
         if one["literal"] not in lowered or found.get(one["id"], ("",))[0] == "root":
             continue
-        if re.search(one["pattern"], text):
+        if find(one["pattern"], text):
             found[one["id"]] = (one["role"], one["pattern"])
     return found
 

@@ -12,8 +12,8 @@ GAP = "\0"
 
 
 def find(pattern: str, text: str) -> re.Match[str] | None:
-    """First match of a signature in a text (`re.search`, case as written)."""
-    return re.search(pattern, text)
+    """First match of a signature in a log: `re.search`, case as written, `^` and `$` at the ends of lines."""
+    return re.search(pattern, text, re.MULTILINE)
 
 
 def required_literal(pattern: str) -> str:

@@ -16,13 +16,13 @@ finding of the check is the verdict: exposed, clear, or not-applicable when it c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kb.outcome import HUNG, UNAVAILABLE, ArmOutcome
 from kb.probe import Experiment
+from kb.signature import find
 
 
 class Verdict(StrEnum):
@@ -93,7 +93,7 @@ def _judge_reproduced(
 
 
 def _matches_entry(arm: ArmOutcome, patterns: Sequence[str]) -> bool:
-    return any(re.search(pattern, rank.text) for pattern in patterns for rank in arm.ranks if rank.has_failed)
+    return any(find(pattern, rank.text) for pattern in patterns for rank in arm.ranks if rank.has_failed)
 
 
 def _cannot_judge(name: str, arm: ArmOutcome) -> Judgement | None:

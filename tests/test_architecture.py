@@ -20,6 +20,7 @@ STANDARD_ONLY = (
     "checkpoint",
     "torchsave",
     "training_config",
+    "namespaces",
     "worker",
     "guard",
     "forkserver",

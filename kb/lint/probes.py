@@ -10,7 +10,7 @@ from kb.hardware import GPU_ARMS
 from kb.lint.rule import ProbeFile, ProbeRule, Remark
 
 ALLOWED = frozenset(sys.stdlib_module_names)
-OURS = ("kb.probe", "kb.checkpoint", "kb.training_config")  # these run in the reader's interpreter
+OURS = ("kb.probe", "kb.checkpoint", "kb.namespaces", "kb.training_config")  # these run in the reader's interpreter
 
 
 def broken_probe(file: ProbeFile) -> Iterator[Remark]:

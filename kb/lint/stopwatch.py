@@ -13,7 +13,7 @@ import sys
 def main(limit_s: float) -> None:
     for pattern, texts in json.load(sys.stdin):
         signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)  # SIGVTALRM has no handler: it ends the process
-        compiled = re.compile(pattern)
+        compiled = re.compile(pattern, re.MULTILINE)  # as kb.signature does
         for text in texts:
             compiled.search(text)
         sys.stdout.write("done\n")

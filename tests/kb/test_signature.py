@@ -112,3 +112,9 @@ def test_a_signature_is_searched_case_as_written() -> None:
     assert find("broke", "it broke")
     assert not find("Broke", "it broke")
     assert find("(?i)Broke", "it broke")
+
+
+def test_a_pattern_may_be_tied_to_the_ends_of_any_line() -> None:
+    log = "epoch 3\nCuda failure 'out of memory'\nbye"
+    assert find(r"^Cuda failure '.*'$", log)
+    assert not find(r"^failure", log)
