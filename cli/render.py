@@ -28,8 +28,7 @@ def print_report(report: Report, *, is_short: bool) -> None:
     """One report; in a list only what is not as it should be is shown in full."""
     fidelity = MEANING[report.fidelity]
     print(f"{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  ({fidelity}, {report.duration_s:.1f} s)")
-    if report.check and report.check.state == "exposed":
-        print(f"  {style('exposed here:', 'red', bold=True)} {next(iter(report.check.evidence), '')}")
+    _print_check(report, is_short=is_short)
     if is_short and report.exit_code == 0:
         return
     print(f"  {report.judgement.reason}")
@@ -37,15 +36,23 @@ def print_report(report: Report, *, is_short: bool) -> None:
         if number:
             print(f"  variant {style(trial.experiment.name, bold=True)}: {trial.judgement.verdict.value}")
         _print_trial(trial)
-    if report.check:
-        print(f"  check: {report.check.state}")
-        for line in report.check.evidence:
-            print(f"    {line}")
     for name, reason in report.skipped:
         print(f"  {style(f'not run: {name}', dim=True)} {reason}")
     for leftover in report.leftovers:
         print(f"  {style('left behind:', 'red')} {leftover}")
     print(f"  next: {report.next_step}")
+
+
+def _print_check(report: Report, *, is_short: bool) -> None:
+    """What the check said, which concerns this machine or the file that was named: before what the arms showed."""
+    check = report.check
+    if check is None or (is_short and check.state != "exposed" and not report.is_asked):
+        return
+    color = {"exposed": "red", "clear": "green"}.get(check.state, "yellow")
+    whose = "your file" if report.is_asked else "this machine"
+    print(f"  {whose}: {style(check.state, color, bold=True)}")
+    for line in check.evidence[:1] if is_short else check.evidence:
+        print(f"    {line}")
 
 
 def _print_trial(trial: Trial) -> None:

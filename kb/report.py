@@ -75,6 +75,7 @@ class Report:
     """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe.
 
     `trials` are the experiment that ran and then the variants; `judgement` is the verdict over all of them.
+    `is_asked` when the caller named a file: then what the check says of it comes first.
     """
 
     entry_id: str
@@ -89,6 +90,7 @@ class Report:
     skipped: tuple[tuple[str, str], ...] = ()
     check: Finding | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    is_asked: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -101,9 +103,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """An exposed machine is never a success, whatever the arms showed."""
-        exposed = self.check is not None and self.check.state == "exposed"
-        return max(EXIT_CODES[self.verdict], 1 if exposed else 0)
+        """An exposed machine is never a success, whatever the arms showed; nor is a named file nobody could judge."""
+        if self.check is None or self.check.state == "clear":
+            return EXIT_CODES[self.verdict]
+        if self.check.state == "exposed":
+            return max(EXIT_CODES[self.verdict], 1)
+        return EXIT_CODES[self.verdict] or (EXIT_CODES[Verdict.INCONCLUSIVE] if self.is_asked else 0)
 
     @property
     def leftovers(self) -> tuple[str, ...]:
@@ -113,6 +118,8 @@ class Report:
     def next_step(self) -> str:
         if self.check and self.check.advice and self.check.state != "clear":
             return self.check.advice
+        if self.is_asked and self.check and self.check.state == "unknown":
+            return "name a file that the check can read: the verdict is about the mechanism, not about your file"
         if self.verdict is Verdict.NOT_APPLICABLE and any(
             "is not installed in" in reason for _, reason in self.skipped
         ):

@@ -263,3 +263,22 @@ def test_an_experiment_that_the_machine_refuses_gives_way_to_the_next(kb: Kb, co
     report = kb("verify", "fragile", "--json").json
     assert (report["verdict"], report["experiment"]) == ("verified", "plain")
     assert report["skipped"] == [{"experiment": "strong", "reason": "no namespaces here"}]
+
+
+@pytest.mark.parametrize(
+    "answer, code", [("unknown('cannot read it')", 3), ("exposed('torn')", 1), ("clear('whole')", 0)]
+)
+def test_what_is_said_of_a_named_file_comes_before_the_arms(
+    kb: Kb, content: ContentRoot, tmp_path: Path, answer: str, code: int
+) -> None:
+    declared = (
+        f'replace(make(raised("the thing broke")), check=lambda p: {answer}, params={{"file": Param("path", "it")}})'
+    )
+    content.incident("about-files", probe=declared)
+    path = content.path / "probes" / "about_files.py"
+    imports = "from dataclasses import replace\nfrom kb.probe import Param, clear, exposed, unknown\n"
+    path.write_text(imports + path.read_text())
+    ended = kb("verify", "about-files", "--set", f"file={tmp_path / 'x'}")
+    assert ended.code == code
+    assert ended.out.splitlines()[1].startswith(f"  your file: {answer.partition('(')[0]}")
+    assert kb("verify", "about-files").code == (code if code == 1 else 0), "without a file only the arms decide"

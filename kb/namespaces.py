@@ -1,0 +1,122 @@
+"""Linux namespaces for the jobs of probes: another /dev/shm, or nodes of one host that a virtual cable joins.
+
+Runs in the reader's training interpreter: standard library and Python 3.9. What a function changes is seen by
+this process and by the children that it forks afterwards. An ordinary user may do all of it after `own_user`,
+where the machine lets users make namespaces; whatever is refused raises `Unavailable` with the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator  # Python 3.9 reads these
+
+from kb.probe import Unavailable
+
+NEW_MOUNTS, NEW_UTS, NEW_USER, NEW_NET = 0x00020000, 0x04000000, 0x10000000, 0x40000000  # of unshare(2)
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # of mount(2)
+SET_FLAGS, SET_ADDRESS, SET_NETMASK = 0x8914, 0x8916, 0x891C  # of netdevice(7)
+UP_AND_RUNNING = 0x41
+NEW_LINK, CREATE_AND_ACKNOWLEDGE = 16, 0x605  # of rtnetlink(7): RTM_NEWLINK, and fail if there is one
+LINK_NAME, LINK_INFO, LINK_NET_OF_PID = 3, 18, 19  # attributes of a link
+INFO_KIND, INFO_DATA, VETH_PEER = 1, 2, 1  # attributes within LINK_INFO
+LINK = b"\0" * 16  # struct ifinfomsg: nothing is asked for but what the attributes say
+
+
+def own_user() -> None:
+    """Root inside, this user outside. Where it is not allowed, real root may do without.
+
+    The process must have one thread only: call it before anything starts another.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    with _unavailable("no user namespace of its own on this machine"):
+        try:
+            _call("unshare", NEW_USER)
+        except OSError:
+            if uid:
+                raise
+            return
+        for name, line in (("setgroups", "deny"), ("uid_map", "0 %d 1" % uid), ("gid_map", "0 %d 1" % gid)):
+            Path("/proc/self", name).write_text(line)
+
+
+def tmpfs_over(path: str, mib: int) -> None:
+    """An empty tmpfs of this size in place of a folder."""
+    _own_mounts()
+    with _unavailable("cannot mount a tmpfs"):
+        _call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"size=%dm" % mib)
+
+
+def bind_over(source: str, path: str) -> None:
+    """One file or folder in place of another."""
+    _own_mounts()
+    with _unavailable("cannot mount %s over %s" % (source, path)):
+        _call("mount", os.fsencode(source), os.fsencode(path), None, BIND, None)
+
+
+def own_network(host_name: str = "") -> None:
+    """A network with nothing but a loopback interface that is down, and a host name of its own if one is given."""
+    with _unavailable("no network of its own on this machine"):
+        _call("unshare", NEW_NET | (NEW_UTS if host_name else 0))
+        if host_name:
+            socket.sethostname(host_name)
+
+
+def lay_cable(end: str, other_end: str, pid: int) -> None:
+    """A pair of interfaces, one here and one in the network of process `pid`, which may be this one.
+
+    `ip link add <end> type veth peer name <other_end> netns <pid>`, in the kernel's words.
+    """
+    peer = LINK + _attribute(LINK_NAME, other_end.encode() + b"\0")
+    peer += _attribute(LINK_NET_OF_PID, struct.pack("=I", pid))
+    info = _attribute(INFO_KIND, b"veth\0") + _attribute(INFO_DATA, _attribute(VETH_PEER, peer))
+    body = LINK + _attribute(LINK_NAME, end.encode() + b"\0") + _attribute(LINK_INFO, info)
+    header = struct.pack("=IHHII", 16 + len(body), NEW_LINK, CREATE_AND_ACKNOWLEDGE, 1, 0)
+    with _unavailable("no virtual cable between two networks (veth) on this machine"):
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:  # 0: NETLINK_ROUTE
+            kernel.send(header + body)
+            code = -struct.unpack_from("=i", kernel.recv(4096), 16)[0]
+        if code:
+            raise OSError(code, os.strerror(code))
+
+
+def bring_up(interface: str, address: str = "") -> None:
+    """Switch an interface on, first giving it an IPv4 address in a network of 256, if one is given."""
+    name = interface.encode().ljust(16, b"\0")
+    settings = ((SET_ADDRESS, address), (SET_NETMASK, "255.255.255.0")) if address else ()
+    with _unavailable("cannot bring up %s" % interface), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for request, text in settings:
+            told = name + struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text))
+            fcntl.ioctl(any_socket, request, told.ljust(40, b"\0"))
+        fcntl.ioctl(any_socket, SET_FLAGS, (name + struct.pack("=H", UP_AND_RUNNING)).ljust(40, b"\0"))
+
+
+def _own_mounts() -> None:
+    """Before every mount, so that none can reach another process, whoever calls."""
+    with _unavailable("no mount namespace of its own on this machine"):
+        _call("unshare", NEW_MOUNTS)
+    with _unavailable("cannot make the mounts private"):
+        _call("mount", b"none", b"/", None, RECURSIVE | PRIVATE, None)
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(value), kind) + value + b"\0" * (-len(value) % 4)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@contextmanager
+def _unavailable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable("%s: %s" % (what, error.strerror or error)) from error
