@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SCRUBBED = re.compile(
-    r"^(NCCL_|TORCH_|GLOO_|PYTORCH_|TORCHELASTIC_|OMP_|MKL_|SLURM_|PMI|OMPI_|PET_|CUDA_LAUNCH|CUDA_VISIBLE|TOKENIZERS_|KB_)"
+    r"^(NCCL_|TORCH_|TORCHINDUCTOR_|GLOO_|PYTORCH_|TORCHELASTIC_|OMP_|MKL_|SLURM_|PMI|OMPI_|PET_|CUDA_LAUNCH|CUDA_VISIBLE|TOKENIZERS_|KB_)"
     r"|^(RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|WORLD_SIZE|GROUP_RANK|ROLE_RANK|MASTER_ADDR|MASTER_PORT|PYTHONSTARTUP)$"
 )
 
@@ -45,6 +45,7 @@ def for_arm(directory: Path, backend: str, gpus: tuple[str, ...]) -> dict[str, s
         "XDG_CACHE_HOME": f"{home}/cache",
         "HF_HOME": f"{home}/cache/huggingface",
         "TRITON_CACHE_DIR": f"{home}/cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{home}/cache/inductor",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "GLOO_SOCKET_IFNAME": "lo",  # one host: otherwise gloo resolves the host name for every rank
     }

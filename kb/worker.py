@@ -21,6 +21,7 @@ import importlib.util
 import json
 import resource
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -77,6 +78,7 @@ def _confine(spec: Dict[str, Any], rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.environ.update(spec["env"])
+    tempfile.tempdir = None  # what the fork server's imports found is not this arm's TMPDIR
     if spec["action"] == "run":  # a check sees the caller's variables, these among them
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["world_size"]))
     os.chdir(spec["dir"])

@@ -1,0 +1,262 @@
+"""Known bad releases of training libraries, against what is installed; and one of them run: TRL's gather of logits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+Version = Tuple[int, ...]
+SOURCE, THREAD = "read in source", "read in thread"
+GITHUB = "https://github.com/"
+DEEPSPEED, HF = GITHUB + "deepspeedai/DeepSpeed/", GITHUB + "huggingface/"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One known bad release range. `bad` and `along` are PEP 440; `fixed` is "" where nobody said in which release."""
+
+    package: str
+    bad: str
+    fixed: str
+    when: str
+    symptom: str
+    source: str
+    grade: str
+    along: str = ""  # only together with this, "torch>=2.10"
+
+
+ROWS = (
+    Row(
+        "trl", ">=0.14.0,<0.17.0", "0.17.0", "ORPO and CPO, several GPUs",
+        "whole logits are gathered, of another length on each rank: hang at step 0, or wrong values",
+        HF + "trl/pull/3069", SOURCE,
+    ),
+    Row(
+        "trl", "==0.15.0", "0.15.1", "SFT, several GPUs",
+        "logits and labels of unequal length are gathered: hang", HF + "trl/pull/2890", SOURCE,
+    ),
+    Row(
+        "trl", ">=0.16.0,<0.17.0", "0.17.0", "SFT with padding_free, several GPUs",
+        "a count that lies on the CPU is gathered, which NCCL does not do", HF + "trl/pull/3245", SOURCE,
+    ),
+    Row(
+        "trl", ">=0.21.0,<0.23.0", "0.23.0", "GRPO with top_entropy_quantile below 1",
+        "entropies of unequal length are gathered: hang", HF + "trl/pull/3964", SOURCE,
+    ),
+    Row(
+        "deepspeed", "==0.9.0", "0.9.1", "accelerate with ZeRO-2",
+        "the world size is read as 1, so train_batch_size does not add up", DEEPSPEED + "issues/3228", THREAD,
+    ),
+    Row(
+        "deepspeed", ">=0.9.2,<0.10.0", "0.10.0", "bf16 with ZeRO-1 or ZeRO-2",
+        "gradients are not clipped, silently", DEEPSPEED + "pull/3790", SOURCE,
+    ),
+    Row(
+        "deepspeed", ">=0.9.3,<0.9.5", "0.9.5", "ZeRO-3 with zero.Init",
+        "clearly worse results, silently: parameters and buffers are not broadcast at the start",
+        DEEPSPEED + "pull/3611", THREAD,
+    ),
+    Row(
+        "deepspeed", ">=0.13.2,<0.16.6", "0.16.6", "ZeRO-1 or ZeRO-2 with gradient clipping",
+        "an infinite gradient norm becomes NaN, and the loss after it", DEEPSPEED + "pull/7171", SOURCE,
+    ),
+    Row(
+        "deepspeed", ">=0.14.1,<0.14.3", "0.14.3", "ZeRO-3 with offload",
+        "Expected all tensors to be on the same device, cuda and cpu", DEEPSPEED + "pull/5461", SOURCE,
+    ),
+    Row(
+        "deepspeed", ">=0.17.6,<0.18.3", "0.18.3", "ZeRO-2",
+        "gradient norm far too small, silently", DEEPSPEED + "issues/7718", THREAD,
+    ),
+    Row(
+        "deepspeed", ">=0.18.3,<=0.19.3", "", "ZeRO-2 with bf16, a submodule used twice in a step",
+        "the reduced gradient lacks one use, silently", DEEPSPEED + "issues/8224", THREAD,
+    ),
+    Row(
+        "deepspeed", ">=0.18.5,<0.18.7", "0.18.7", "ZeRO-1 to ZeRO-3",
+        "the backward is slower, by work in every gradient hook", DEEPSPEED + "pull/7886", SOURCE,
+    ),
+    Row(
+        "deepspeed", ">=0.18.6,<0.19.0", "0.19.0", "bf16, grad_accum_dtype fp32, ZeRO-1",
+        "the last micro-batch is not averaged over the ranks, silently", DEEPSPEED + "pull/7985", SOURCE,
+    ),
+    Row(
+        "deepspeed", "<0.18.8", "0.18.8", "ZeRO-3 with bf16",
+        "NaN in weights after a step, now here, now there", DEEPSPEED + "pull/7898", SOURCE, along="torch>=2.10",
+    ),
+    Row(
+        "deepspeed", "==0.19.2", "0.19.3", "ZeRO-3, bf16 model with fp32 LoRA adapters",
+        "TypeError: output tensor must have the same type as input tensor", DEEPSPEED + "pull/8073", SOURCE,
+    ),
+    Row(
+        "peft", "==0.15.0", "0.15.1", "ZeRO-3 with modules_to_save",
+        "modules_to_save are lost in the saved adapter", HF + "peft/pull/2459", THREAD,
+    ),
+    Row(
+        "accelerate", ">=0.23.0,<0.26.0", "0.26.0", "DeepSpeed on several GPUs",
+        "the learning rate schedule runs otherwise than on one GPU, slower learning", HF + "accelerate/pull/2304", THREAD,
+    ),
+    Row(
+        "accelerate", "==0.34.0", "0.34.1", "FSDP wrapping by layer class, classes not named in the config",
+        "Could not find the transformer layer class, followed by one letter", HF + "accelerate/pull/3075", SOURCE,
+    ),
+    Row(
+        "transformers", "==4.51.0", "", "ZeRO-3",
+        "training fails, axolotl's tests with ZeRO-3 do", HF + "transformers/pull/37315", THREAD,
+    ),
+    Row(
+        "transformers", ">=5.0.0,<5.5.4", "5.5.4", "ZeRO-3 with TRL's RLOO and GRPO",
+        "fails, and TRL's tests expect it to", HF + "trl/pull/5541", SOURCE,
+    ),
+    Row(
+        "torch", "==2.7.0", "2.7.1", "init_process_group(device_id=...), NCCL 2.26",
+        "random hangs in collectives", GITHUB + "pytorch/pytorch/pull/154055", THREAD,
+    ),
+    Row(
+        "nvidia-nccl-cu12", "==2.29.2", "2.29.3", "any",
+        "hang; no torch release was made with it", GITHUB + "pytorch/pytorch/pull/174338", THREAD,
+    ),
+    Row(
+        "nvidia-nccl-cu13", "==2.29.2", "2.29.3", "any",
+        "hang; no torch release was made with it", GITHUB + "pytorch/pytorch/pull/174338", THREAD,
+    ),
+)  # fmt: skip
+
+
+def numbers(text: str) -> Optional[Version]:
+    """A final release as a tuple without trailing zeros, local part dropped; None for dev, pre- and post-releases."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)(?:\+.*)?$", text.strip())
+    if not found:
+        return None
+    release = [int(part) for part in found.group(1).split(".")]
+    while release and release[-1] == 0:
+        release.pop()
+    return tuple(release)
+
+
+def within(version: Version, specifier: str) -> bool:
+    """PEP 440 as far as the rows use it: ==, >=, <=, < and > of final releases, joined by commas."""
+    compare = {"==": (0,), ">=": (0, 1), "<=": (-1, 0), "<": (-1,), ">": (1,)}
+    for clause in specifier.split(","):
+        operator, bound = re.match(r"(==|>=|<=|<|>)(.+)", clause.strip()).groups()  # type: ignore[union-attr]
+        other = numbers(bound) or ()
+        if (version > other) - (version < other) not in compare[operator]:
+            return False
+    return True
+
+
+def installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Compare the rows with the packages of this interpreter."""
+    rows = [row for row in ROWS if params["package"] in (None, row.package)]
+    if not rows:
+        return unknown(f"the table has no row about {params['package']}, which says nothing about it")
+    here = {row.package: installed(row.package) for row in rows}
+    present = [f"{package} {version}" for package, version in here.items() if version]
+    if not present:
+        return unknown(f"not installed in this interpreter: {', '.join(here)}")
+    odd = [f"{package} {version}" for package, version in here.items() if version and numbers(version) is None]
+    hits = [row for row in rows if matches(row, numbers(here[row.package]))]
+    if hits:
+        newest = {row.package: row for row in hits}
+        advice = "; ".join(f"{name}: {row.fixed or 'a release outside ' + row.bad}" for name, row in newest.items())
+        return exposed(
+            *(say(row, here[row.package]) for row in hits), advice="only if you use what is named; " + advice
+        )
+    if odd:
+        return unknown(f"not a final release, and so not comparable: {', '.join(odd)}")
+    return clear(f"none of {len(rows)} rows is about {', '.join(present)}; a table knows only its rows")
+
+
+def matches(row: Row, version: Optional[Version]) -> bool:
+    if version is None or not within(version, row.bad):
+        return False
+    if not row.along:
+        return True
+    package, specifier = re.match(r"([\w-]+)(.+)", row.along).groups()  # type: ignore[union-attr]
+    other = numbers(installed(package))
+    return other is not None and within(other, specifier)
+
+
+def say(row: Row, version: str) -> str:
+    bad = row.bad + (f" with {row.along}" if row.along else "")
+    return f"{row.package} {version} ({bad}), {row.when}: {row.symptom} [{row.grade}: {row.source}]"
+
+
+LENGTH = (223, 300)  # the longest sequence of the batch, rank by rank
+
+
+def log_metric(ctx: Context, *, trl: str) -> None:
+    """One metric, logged as ORPOTrainer of that TRL release logs it; accelerate's gather is an all_gather like this."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=120)
+    logits = torch.full((2, LENGTH[ctx.rank], 8), ctx.rank + 1.0, device=ctx.device)
+    mine = {"0.16.1": logits, "0.17.0": logits.mean().reshape(1)}[trl]
+    gathered: List[torch.Tensor] = [torch.zeros_like(mine) for _ in range(ctx.world_size)]
+    ctx.reached()
+    work = dist.all_gather(gathered, mine, async_op=True)
+    end = time.monotonic() + 20
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise Symptom(f"the gather never completed on rank {ctx.rank}, which gave {list(mine.shape)}")
+        time.sleep(0.01)
+    work.wait()
+    means = [piece.mean().item() for piece in gathered]
+    if means != [1.0, 2.0]:
+        raise Symptom(f"the gather returned wrong values on rank {ctx.rank}: means {means} of ranks 0 and 1")
+
+
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(log_metric, trl="0.16.1"),
+        expect=raised(r"op\.preamble\.length <= op\.nbytes"),
+        because="as in TRL 0.16.1: the logits are gathered and then averaged, 223 tokens on one rank and 300 on the other",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(log_metric, trl="0.17.0"),
+        expect=completed(),
+        because="as in TRL 0.17.0: each rank averages, and one number is gathered",
+        fidelity="cpu",
+    ),
+    expected_s=(0.3, 0.2),
+)
+
+probe = Probe(
+    check=check,
+    params={"package": Param("str", "only the rows of this package, for instance trl (default: all)")},
+    experiments=(
+        gloo.on_gpus(
+            expect=symptom(r"the gather (never completed|returned wrong values)"), expected_s=(35, 12), deadline_s=90
+        ),
+        gloo,
+    ),
+)
