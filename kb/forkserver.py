@@ -22,6 +22,7 @@ import importlib
 import json
 import select
 import signal
+import tempfile
 import traceback
 from typing import Any, Dict  # Python 3.9 reads this
 
@@ -45,11 +46,14 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards notice on their own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     missing = {}
-    for name in PRELOAD if "--preload" in sys.argv else ():
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # an old torch lacks a module, a broken one raises anything
-            missing[name] = "%s: %s" % (type(error).__name__, error)
+    with tempfile.TemporaryDirectory(prefix="kb-preload-") as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # torch._dynamo makes it while it is imported
+        for name in PRELOAD if "--preload" in sys.argv else ():
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # an old torch lacks a module, a broken one raises anything
+                missing[name] = "%s: %s" % (type(error).__name__, error)
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
