@@ -31,7 +31,8 @@ class Plan:
     """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all.
 
     `runnable` are the experiments whose needs are met, strongest first: the first that this machine lets run is
-    the one that counts. `variants` are those whose needs are met, and all of them run.
+    the one that counts. `variants` are those whose needs are met, and all of them run. `is_asked` when the
+    caller named a file of his own.
     """
 
     entry: Entry
@@ -42,6 +43,7 @@ class Plan:
     skipped: tuple[tuple[str, str], ...] = ()
     params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
+    is_asked: bool = False
     fault: str = ""
     waiver: str = ""
 
@@ -113,7 +115,8 @@ def make_plan(
     skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
     most_mib = max((one.needs.gpu_memory_mib for one in (*runnable, *variants)), default=0)
     gpus = free_gpus(environment, force=force, memory_mib=most_mib)
-    return Plan(entry, probe_file, probe, runnable, variants, skipped, params, gpus)
+    is_asked = any(probe.params[name].type == "path" for name in settings if name in probe.params)
+    return Plan(entry, probe_file, probe, runnable, variants, skipped, params, gpus, is_asked)
 
 
 def _is_preloaded(experiment: Experiment) -> bool:

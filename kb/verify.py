@@ -120,7 +120,7 @@ class _Worker:
             environment=self.environment,
             skipped=plan.skipped,
             params={name: value for name, (_, value) in plan.params.items()},
-            is_asked=any(kind == "path" and value is not None for kind, value in plan.params.values()),
+            is_asked=plan.is_asked,
         )
         try:
             if self.stop.is_set():
