@@ -32,34 +32,22 @@ NEEDS_TORCH = {"torch": ">=2.4"}  # fully_shard
 GUARDED = "only rank 0 enters the all-gather of the state dict"
 EVERYONE = "every rank enters it, rank 0 alone writes"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(save, everyone=False),
+        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        because=GUARDED,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(save, everyone=True), expect=completed(), because=EVERYONE, fidelity="cpu"),
+    needs=Needs(packages=NEEDS_TORCH),
+    expected_s=(3.3, 0.3),
+)
+
 probe = Probe(
     experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(save, everyone=False),
-                expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER"),
-                because=GUARDED,
-                fidelity="hardware",
-            ),
-            treatment=Arm(partial(save, everyone=True), expect=completed(), because=EVERYONE, fidelity="hardware"),
-            backend="nccl",
-            needs=Needs(gpus=2, packages=NEEDS_TORCH),
-            deadline_s=60,
-            settle_s=3,
-            expected_s=(20, 10),
-        ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(save, everyone=False),
-                expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
-                because=GUARDED,
-                fidelity="cpu",
-            ),
-            treatment=Arm(partial(save, everyone=True), expect=completed(), because=EVERYONE, fidelity="cpu"),
-            needs=Needs(packages=NEEDS_TORCH),
-            expected_s=(3.3, 0.3),
-        ),
+        gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER")),
+        gloo,
     ),
 )

@@ -15,7 +15,6 @@ from kb.probe import (
     Context,
     Experiment,
     Finding,
-    Needs,
     Probe,
     Symptom,
     clear,
@@ -124,39 +123,24 @@ def _axolotl_overrides() -> bool:
 UNEQUAL = "gathers logits whose length is the rank's own, 223 and 300"
 EQUAL = "averages on the rank and gathers one number from each"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(log_logits, average_first=False),
+        expect=raised(r"op\.preamble\.length <= op\.nbytes"),
+        because=UNEQUAL,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(log_logits, average_first=True), expect=completed(), because=EQUAL, fidelity="cpu"),
+    expected_s=(0.3, 0.2),
+)
+
 probe = Probe(
     check=check,
     experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(log_logits, average_first=False),
-                expect=symptom(r"the gather (never completed|returned wrong values)"),
-                because=UNEQUAL,
-                fidelity="hardware",
-            ),
-            treatment=Arm(
-                partial(log_logits, average_first=True),
-                expect=completed(),
-                because=EQUAL,
-                fidelity="hardware",
-            ),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=90,
-            settle_s=3,
-            expected_s=(35, 12),
+        gloo.on_gpus(
+            expect=symptom(r"the gather (never completed|returned wrong values)"), expected_s=(35, 12), deadline_s=90
         ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(log_logits, average_first=False),
-                expect=raised(r"op\.preamble\.length <= op\.nbytes"),
-                because=UNEQUAL,
-                fidelity="cpu",
-            ),
-            treatment=Arm(partial(log_logits, average_first=True), expect=completed(), because=EQUAL, fidelity="cpu"),
-            expected_s=(0.3, 0.2),
-        ),
+        gloo,
     ),
 )

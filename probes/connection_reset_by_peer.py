@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, List, Mapping
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Probe, completed, exposed, raised, unknown
 
 
 def start(ctx: Context, *, file_is_whole: bool) -> None:
@@ -93,34 +93,19 @@ DIES = "rank 0 dies of a truncated file while the other rank waits for it"
 RESET = r"store->get\('\d+'\) got error: .*(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes)"
 LIVES = "the file is whole, so rank 0 lives and comes to the all-reduce"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(start, file_is_whole=False),
+        expect=raised(r"pair\.cc:\d+\].*Connection (closed|reset) by peer"),
+        because=DIES,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(start, file_is_whole=True), expect=completed(), because=LIVES, fidelity="cpu"),
+    expected_s=(0.1, 0.1),
+)
+
 probe = Probe(
     check=check,
-    experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(start, file_is_whole=False),
-                expect=raised(RESET),
-                because=DIES,
-                fidelity="hardware",
-            ),
-            treatment=Arm(partial(start, file_is_whole=True), expect=completed(), because=LIVES, fidelity="hardware"),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=60,
-            settle_s=5,
-            expected_s=(10, 10),
-        ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(start, file_is_whole=False),
-                expect=raised(r"pair\.cc:\d+\].*Connection (closed|reset) by peer"),
-                because=DIES,
-                fidelity="cpu",
-            ),
-            treatment=Arm(partial(start, file_is_whole=True), expect=completed(), because=LIVES, fidelity="cpu"),
-            expected_s=(0.1, 0.1),
-        ),
-    ),
+    experiments=(gloo.on_gpus(expect=raised(RESET), expected_s=(10, 10), settle_s=5), gloo),
 )

@@ -7,7 +7,7 @@ how often autograd handed DDP a gradient of the same parameter in one backward.
 from functools import partial
 from typing import Any
 
-from kb.probe import Arm, Context, Experiment, Needs, Param, Probe, completed, raised
+from kb.probe import Arm, Context, Experiment, Param, Probe, completed, raised
 
 WHYS = ("find-unused", "reused", "two-forwards", "outside", "opaque-output")
 FIXES = ("non-reentrant", "no-find-unused", "static_graph")
@@ -74,27 +74,17 @@ MESSAGE = r"Expected to mark a variable ready only once"
 TWICE = "DDP is told a second time that a parameter is ready"
 ONCE = "one backward, one gradient per parameter (--set fix=non-reentrant, no-find-unused or static_graph)"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=TWICE, fidelity="cpu"),
+    treatment=Arm(partial(train, fixed=True), expect=completed(), because=ONCE, fidelity="cpu"),
+    expected_s=(0.3, 0.3),
+)
+
 probe = Probe(
     params={
         "why": Param("str", "how the parameter is marked twice: %s" % ", ".join(WHYS), "find-unused"),
         "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "non-reentrant"),
     },
-    experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=TWICE, fidelity="hardware"),
-            treatment=Arm(partial(train, fixed=True), expect=completed(), because=ONCE, fidelity="hardware"),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=60,
-            settle_s=3,
-            expected_s=(10, 10),
-        ),
-        Experiment(
-            name="gloo",
-            control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=TWICE, fidelity="cpu"),
-            treatment=Arm(partial(train, fixed=True), expect=completed(), because=ONCE, fidelity="cpu"),
-            expected_s=(0.3, 0.3),
-        ),
-    ),
+    experiments=(gloo.on_gpus(expected_s=(10, 10)), gloo),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kb.probe import Arm, Context, Experiment, Needs, Param, Probe, completed, raised
+from kb.probe import Arm, Context, Experiment, Param, Probe, completed, raised
 
 WHYS = ("unused", "output", "dataclass", "rank", "frozen-late")
 FIXES = ("find_unused_parameters", "freeze", "static_graph")
@@ -74,27 +74,17 @@ MESSAGE = r"Expected to have finished reduction in the prior iteration before st
 WAITS = "DDP waits for the gradient of a parameter that gets none"
 TOLD = "DDP knows that no gradient is coming (--set fix=find_unused_parameters, freeze or static_graph)"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=WAITS, fidelity="cpu"),
+    treatment=Arm(partial(train, fixed=True), expect=completed(), because=TOLD, fidelity="cpu"),
+    expected_s=(0.3, 0.3),
+)
+
 probe = Probe(
     params={
         "why": Param("str", "how the parameter comes to have no gradient: %s" % ", ".join(WHYS), "unused"),
         "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "find_unused_parameters"),
     },
-    experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=WAITS, fidelity="hardware"),
-            treatment=Arm(partial(train, fixed=True), expect=completed(), because=TOLD, fidelity="hardware"),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=60,
-            settle_s=3,
-            expected_s=(10, 10),
-        ),
-        Experiment(
-            name="gloo",
-            control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=WAITS, fidelity="cpu"),
-            treatment=Arm(partial(train, fixed=True), expect=completed(), because=TOLD, fidelity="cpu"),
-            expected_s=(0.3, 0.3),
-        ),
-    ),
+    experiments=(gloo.on_gpus(expected_s=(10, 10)), gloo),
 )

@@ -159,7 +159,7 @@ def visible_entries() -> int:
     return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
 
 
-REFUSED = raised(r"Duplicate GPU detected : rank \d+ and rank \d+|Multiple Ranks are using the same GPU")
+REFUSED = raised(r"Duplicate GPU detected : rank \d+ and rank \d+|Multiple [Rr]anks (are|detected) using the same GPU")
 BOTH_ON_0 = "both ranks set device 0 and make one communicator"
 STANDS = (
     "NCCL, which compares host and GPU of all ranks; here host and LOCAL_RANK of real torchrun processes are compared"

@@ -187,7 +187,7 @@ def compare_nodes(log: Path) -> Finding:
         if found:
             seen.setdefault(found.group(1), line.strip()[:120])
     if not seen:
-        return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=VERSION on every rank")
+        return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=INFO on every rank")
     if len(seen) > 1:
         return exposed(*seen.values(), advice="install one NCCL on all nodes: the same wheel, the same image")
     return clear(f"one NCCL in {len(lines)} lines: {', '.join(seen)}; only ranks that printed the line are covered")
@@ -221,7 +221,7 @@ def with_torch(name: str, package: str) -> Experiment:
 probe = Probe(
     params={
         "how": Param("str", f"how the older library gets in: {', '.join(HOWS)}", "earlier"),
-        "log": Param("path", "log of all ranks, run with NCCL_DEBUG=VERSION: are the NCCL versions equal?"),
+        "log": Param("path", "log of all ranks, run with NCCL_DEBUG=INFO: are the NCCL versions equal?"),
     },
     check=check,
     experiments=(

@@ -77,26 +77,22 @@ WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=AL
 GLOO = r"Timed out waiting \d+ms for (recv|send) operation"
 ONE_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; the out-of-memory error is CUDA's own"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
+        expect=raised(GLOO),
+        because=TOO_LONG,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(train_one_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="cpu"),
+    expected_s=(3.2, 0.1),
+)
+
 probe = Probe(
     check=check,
     experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
-                expect=raised(WATCHDOG),
-                because=TOO_LONG,
-                fidelity="hardware",
-            ),
-            treatment=Arm(
-                partial(train_one_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="hardware"
-            ),
-            backend="nccl",
-            needs=Needs(gpus=2, gpu_memory_mib=CARD_MIB),
-            deadline_s=60,
-            settle_s=3,
-            expected_s=(20, 10),
-        ),
+        gloo.on_gpus(expect=raised(WATCHDOG), gpu_memory_mib=CARD_MIB),
         Experiment(
             name="cuda-gloo",
             control=Arm(
@@ -118,18 +114,6 @@ probe = Probe(
             settle_s=2,
             expected_s=(15, 10),
         ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
-                expect=raised(GLOO),
-                because=TOO_LONG,
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(train_one_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="cpu"
-            ),
-            expected_s=(3.2, 0.1),
-        ),
+        gloo,
     ),
 )

@@ -10,7 +10,7 @@ from collections import Counter
 from functools import partial
 from typing import Any, Iterator, List, Mapping, Sequence, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, completed, exposed, raised, unknown
 
 Call = Tuple[int, str]  # line, name
 
@@ -104,35 +104,23 @@ def collectives(block: Sequence[ast.AST]) -> List[Call]:
 SOME = "rank 0 alone reduces a metric, so each later call of its meets another one of the other rank"
 ALL = "every rank reduces the metric, rank 0 alone could print it"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(train, everyone_reduces=False),
+        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation.*the gradient of step 1 is 8, not 6"),
+        because=SOME,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(train, everyone_reduces=True), expect=completed(), because=ALL, fidelity="cpu"),
+    expected_s=(3.3, 0.3),
+)
+
 probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
     experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(train, everyone_reduces=False),
-                expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"),
-                because=SOME,
-                fidelity="hardware",
-            ),
-            treatment=Arm(partial(train, everyone_reduces=True), expect=completed(), because=ALL, fidelity="hardware"),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=60,
-            settle_s=3,
-            expected_s=(20, 10),
-        ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(train, everyone_reduces=False),
-                expect=raised(r"Timed out waiting \d+ms for (recv|send) operation.*the gradient of step 1 is 8, not 6"),
-                because=SOME,
-                fidelity="cpu",
-            ),
-            treatment=Arm(partial(train, everyone_reduces=True), expect=completed(), because=ALL, fidelity="cpu"),
-            expected_s=(3.3, 0.3),
-        ),
+        gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE")),
+        gloo,
     ),
 )

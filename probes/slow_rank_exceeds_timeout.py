@@ -4,7 +4,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any, Mapping
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
 
 
 def prepare_then_train(ctx: Context, *, patient: bool) -> None:
@@ -69,6 +69,19 @@ def torchs_default() -> str:
 SHORT = "the others wait in the training group, whose timeout is half of what rank 0 needs"
 LONG = "the others wait in a gloo group with its own timeout; training keeps the short one"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(prepare_then_train, patient=False),
+        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        because=SHORT,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(prepare_then_train, patient=True), expect=completed(), because=LONG, fidelity="cpu"),
+    settle_s=2.5,  # the slow rank is to finish its work and to meet the closed connection
+    expected_s=(3.1, 3.1),
+)
+
 probe = Probe(
     check=check,
     params={
@@ -76,34 +89,11 @@ probe = Probe(
         "timeout_s": Param("float", "seconds that the others wait: Timeout(ms) / 1000 in the watchdog's line"),
     },
     experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(prepare_then_train, patient=False),
-                expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"),
-                because=SHORT,
-                fidelity="hardware",
-            ),
-            treatment=Arm(
-                partial(prepare_then_train, patient=True), expect=completed(), because=LONG, fidelity="hardware"
-            ),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=60,
-            settle_s=5,
+        gloo.on_gpus(
+            expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"),
             expected_s=(20, 20),
+            settle_s=5,
         ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(prepare_then_train, patient=False),
-                expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
-                because=SHORT,
-                fidelity="cpu",
-            ),
-            treatment=Arm(partial(prepare_then_train, patient=True), expect=completed(), because=LONG, fidelity="cpu"),
-            settle_s=2.5,  # the slow rank is to finish its work and to meet the closed connection
-            expected_s=(3.1, 3.1),
-        ),
+        gloo,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Iterable, Iterator, Optional
 
-from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import Arm, Context, Experiment, Probe, completed, raised
 
 BATCHES = (4, 3)  # rank by rank
 
@@ -49,33 +49,21 @@ def in_step(batches: Iterable[Any], device: Any) -> Iterator[Any]:
 UNEVEN = "rank 0 has a fourth batch, and the all-reduce of its gradient finds no partner"
 EVEN = "the ranks agree before every step and stop together after the third"
 
+gloo = Experiment(
+    name="gloo",
+    control=Arm(
+        partial(train, stop_together=False),
+        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        because=UNEVEN,
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(train, stop_together=True), expect=completed(), because=EVEN, fidelity="cpu"),
+    expected_s=(3.3, 0.2),
+)
+
 probe = Probe(
     experiments=(
-        Experiment(
-            name="nccl",
-            control=Arm(
-                partial(train, stop_together=False),
-                expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"),
-                because=UNEVEN,
-                fidelity="hardware",
-            ),
-            treatment=Arm(partial(train, stop_together=True), expect=completed(), because=EVEN, fidelity="hardware"),
-            backend="nccl",
-            needs=Needs(gpus=2),
-            deadline_s=60,
-            settle_s=3,
-            expected_s=(20, 10),
-        ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(train, stop_together=False),
-                expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
-                because=UNEVEN,
-                fidelity="cpu",
-            ),
-            treatment=Arm(partial(train, stop_together=True), expect=completed(), because=EVEN, fidelity="cpu"),
-            expected_s=(3.3, 0.2),
-        ),
+        gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE")),
+        gloo,
     ),
 )
