@@ -99,7 +99,7 @@ ROWS = (
         "the backward is slower, by work in every gradient hook", DEEPSPEED + "pull/7886", SOURCE,
     ),
     Row(
-        "deepspeed", ">=0.18.6,<0.19.0", "0.19.0", "bf16, grad_accum_dtype fp32, ZeRO-1",
+        "deepspeed", ">=0.18.3,<0.19.0", "0.19.0", "bf16, grad_accum_dtype fp32, ZeRO-1",
         "the last micro-batch is not averaged over the ranks, silently", DEEPSPEED + "pull/7985", SOURCE,
     ),
     Row(
