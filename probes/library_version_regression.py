@@ -91,8 +91,9 @@ ROWS = (
         "gradient norm far too small, silently", DEEPSPEED + "issues/7718", THREAD,
     ),
     Row(
-        "deepspeed", ">=0.18.3,<=0.19.3", "", "ZeRO-2 with bf16, a submodule used twice in a step",
-        "the reduced gradient lacks one use, silently", DEEPSPEED + "issues/8224", THREAD,
+        "deepspeed", ">=0.18.3,<0.19.6", "0.19.6",
+        "ZeRO-2, bf16, accumulation, a submodule used through the engine and past it",
+        "part of the gradient has the wrong scale, silently", DEEPSPEED + "issues/8224", THREAD,
     ),
     Row(
         "deepspeed", ">=0.18.5,<0.18.7", "0.18.7", "ZeRO-1 to ZeRO-3",
