@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from kb import catalog
 from kb.catalog import Catalog
 from kb.errors import IndexUnavailable
+from kb.hardware import add_standing, proofs, standing
 from kb.index import Index, open_index
 from kb.root import Root
 from kb.search import Answer, search
@@ -33,6 +34,7 @@ class Content:
     catalog: Catalog
     summaries: tuple[dict[str, Any], ...]
     texts: Mapping[str, str]
+    hardware: Mapping[str, str]
     searching: ThreadPoolExecutor
 
     @classmethod
@@ -41,8 +43,13 @@ class Content:
         index = open_index(tuple(roots), log.warning)
         found = catalog.load(roots)
         summaries = sorted((document for _, document in index.documents()), key=lambda document: str(document["id"]))
+        add_standing(summaries, roots)
+        known = proofs(roots)
+        hardware = {
+            entry.id: standing(found.probe_file(entry), known.get(entry.id, ()), entry.digest) for entry in found
+        }
         texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in found}
-        return cls(index, found, tuple(summaries), texts, searching)
+        return cls(index, found, tuple(summaries), texts, hardware, searching)
 
     def close(self) -> None:
         with self.index:

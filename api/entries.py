@@ -70,7 +70,7 @@ async def get_entry(
         raise HTTPException(406, f"an entry is {JSON} or {MARKDOWN}", VARY)
     if kind == MARKDOWN:
         return Response(content.texts[entry.id], media_type=MARKDOWN, headers=VARY)
-    return JSONResponse(entry.to_json(), headers=VARY)
+    return JSONResponse({**entry.to_json(), "hardware": content.hardware[entry.id] or None}, headers=VARY)
 
 
 @router.get(

@@ -21,6 +21,7 @@ SUMMARY: dict[str, Any] = {
     "frameworks": ["torch"],
     "origin": "built-in",
     "probe": "checkpoint_save_allgather_timeout",
+    "hardware": "GPU arms: never run on hardware",
     "cause": "A collective inside the save is not entered by every rank.",
 }
 ENTRY: dict[str, Any] = {
@@ -54,7 +55,7 @@ ENTRY: dict[str, Any] = {
     "digest": "5f0c…",
 }
 HIT: dict[str, Any] = {
-    **SUMMARY,
+    **{key: value for key, value in SUMMARY.items() if key != "hardware"},
     "cause_zh": "保存过程中的集合通信并非所有 rank 都进入。",
     "score": 41.2,
     "matched": ["ALLGATHER", "timeout", "save"],
@@ -99,6 +100,7 @@ class Summary(BaseModel):
     frameworks: list[str]
     origin: str
     probe: str | None
+    hardware: str | None
     cause: str
 
 
@@ -110,13 +112,17 @@ class EntryList(BaseModel):
 
 
 class EntryDocument(FrontMatter):
-    """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file."""
+    """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file.
+
+    `hardware` says what is known of its GPU arms; null when it has none.
+    """
 
     model_config = ConfigDict(json_schema_extra={"examples": [ENTRY]})
     cause: str
     sections: dict[str, str]
     origin: str
     digest: str
+    hardware: str | None
 
 
 class ReportDocument(BaseModel):

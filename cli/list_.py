@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kb import root
-from kb.hardware import proofs, standing
+from kb.hardware import add_standing
 from kb.index import open_index
 
 from .output import JsonFlag, RootOption, emit, notice, style
@@ -37,11 +37,7 @@ def list_(
             and (document["status"] == status if status else document["status"] != "withdrawn")
         ]
     found.sort(key=lambda document: str(document["id"]))
-    known = proofs(chosen)
-    homes = {one.name: one for one in chosen}
-    for document in found:
-        probe = homes[document["origin"]].probe_file(document["probe"]) if document["probe"] else None
-        document["hardware"] = standing(probe, known.get(document["id"], ())) or None
+    add_standing(found, chosen)
     if as_json:
         emit("list", entries=[{key: document[key] for key in KEYS} for document in found])
     else:

@@ -52,9 +52,8 @@ def proofs(roots: Iterable[Root]) -> dict[str, tuple[Proof, ...]]:
                 proof = Proof(machine, one["verdict"], one["started_at"][:10], one["entry_digest"])
                 found.setdefault(one["id"], []).append(proof)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{path} is no record of a machine: {error}", "`make gpu-check` writes such files"
-            ) from None
+            hint = "`make gpu-check` writes such files"
+            raise UsageError(f"{path} is no record of a machine: {error}", hint) from None
     return {entry_id: tuple(sorted(some, key=lambda one: one.day, reverse=True)) for entry_id, some in found.items()}
 
 
@@ -69,6 +68,15 @@ def standing(probe: Path | None, known: tuple[Proof, ...], entry_digest: str = "
         earlier = ", in an earlier wording" if entry_digest and one.entry_digest != entry_digest else ""
         told.append(f"{one.verdict} on {one.machine} ({one.day}{earlier})")
     return f"GPU arms: {'; '.join(told)}"
+
+
+def add_standing(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> None:
+    """Put `hardware`, the line or None, into what the index stores of entries."""
+    roots = tuple(roots)
+    known, homes = proofs(roots), {one.name: one for one in roots}
+    for document in documents:
+        probe = homes[document["origin"]].probe_file(document["probe"]) if document["probe"] else None
+        document["hardware"] = standing(probe, known.get(document["id"], ())) or None
 
 
 def record(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
