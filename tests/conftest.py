@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session")
+def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the index of the built-in entries: building it takes seconds, once for all tests."""
+    cache = tmp_path_factory.mktemp("cache")
+    assert run_kb("index", cwd=cache, XDG_CACHE_HOME=str(cache), KB_ROOTS="").code == 0
+    return cache
+
+
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, built_in_index: Path) -> Path:
     """A home of this test's own: cache and data of the person who runs the tests stay untouched."""
     path = tmp_path_factory.mktemp("home")
+    shutil.copytree(built_in_index, path / "cache")
     for name in ("KB_ROOTS", "KB_DEBUG", "RANK", "SLURM_PROCID", "PYTHONPATH", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(path))

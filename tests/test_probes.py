@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kb.launcher import Launcher
 from kb.plan import Plan, make_plan
 from kb.probe import ARMS, Experiment
 from kb.verdict import Verdict, judge
+from kb.verify import JOBS
 
 CATALOG = catalog.load((root.built_in(),))
 IDS = [entry.id for entry in CATALOG if entry.meta.probe]
@@ -70,8 +72,9 @@ FOLLOWING = {
 def swap(plan: Plan, experiment: Experiment, launcher: Launcher) -> dict[tuple[str, str], Verdict]:
     """The verdict for each way of setting the arms, from two runs of each."""
     patterns = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
-    runs = {
-        (arm, number): launcher.run(plan.task(experiment, arm), f"{arm}{number}") for arm in ARMS for number in (1, 2)
-    }
+    keys = [(arm, number) for number in (1, 2) for arm in ARMS]
+    with ThreadPoolExecutor(JOBS) as pool:  # they mostly wait, and a verification runs as many at a time
+        done = pool.map(lambda key: launcher.run(plan.task(experiment, key[0]), f"{key[0]}{key[1]}"), keys)
+        runs = dict(zip(keys, done, strict=True))
     assert [one for run in runs.values() for one in run.leftovers] == []
     return {names: judge(experiment, runs[names[0], 1], runs[names[1], 2], patterns).verdict for names in FOLLOWING}
