@@ -16,7 +16,7 @@ from kb.entry import Entry, Role, Signature
 from kb.lint.backtracking import backtracking_risk
 from kb.lint.rule import Finding
 from kb.root import Root
-from kb.signature import find, required_literal
+from kb.signature import find, literals
 
 LEAST_LOGS = 2  # of an entry, that are evidence
 RULES = {
@@ -45,14 +45,14 @@ def healthy_logs(roots: Iterable[Root]) -> tuple[HealthyLog, ...]:
 
 def mismatches(entries: Iterable[Entry], healthy: Iterable[HealthyLog]) -> Iterator[Finding]:
     """One finding for every log that must match and does not, or must not and does."""
-    lowered = [(log, log.text.lower()) for log in healthy]
+    logs = tuple(healthy)
     for entry in entries:
         evidence = tuple(_evidence(entry))
         yield from _own(entry, evidence)
         for one in evidence:
-            literal = required_literal(one.pattern)
-            for log, text in lowered:
-                if literal in text:
+            known = literals(one.pattern)
+            for log in logs:
+                if not known or any(literal in log.text for literal in known):
                     yield from _matched(entry, one, log)
 
 

@@ -1,14 +1,18 @@
-"""A signature's pattern: searching with it, and the text that it cannot match without."""
+"""A signature's pattern: searching with it, and the texts that it cannot match without."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from itertools import product
 from re import _constants, _parser  # type: ignore[attr-defined]  # the parser has no public name; stable since 3.11
 from typing import Any
 
 REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
-GAP = "\0"
+NO_WIDTH = (_constants.AT, _constants.ASSERT, _constants.ASSERT_NOT)
+MOST_TEXTS = 32  # a larger set is given up for a shorter text that more matches share
+
+Texts = frozenset[str]
+EMPTY: Texts = frozenset({""})
 
 
 def find(pattern: str, text: str) -> re.Match[str] | None:
@@ -16,45 +20,78 @@ def find(pattern: str, text: str) -> re.Match[str] | None:
     return re.search(pattern, text, re.MULTILINE)
 
 
-def required_literal(pattern: str) -> str:
-    """The longest text that every match contains, lower case; "" when there is none.
+def literals(pattern: str) -> Texts:
+    """Texts, case as written, of which every match contains at least one; empty when none are known.
 
-    A search looks for it in the lower-case log before it runs the pattern.
+    A log is searched for all of them at once before any pattern is run. Of the sets that a pattern offers, the
+    one whose shortest text is longest is taken, as ripgrep and RE2 do.
     """
-    return max(_literals(_parser.parse(pattern)), key=len)
+    parsed = _parser.parse(pattern)
+    if parsed.state.flags & re.IGNORECASE:
+        return frozenset()
+    return _best(_sets(parsed))
 
 
-def _literals(parsed: Any) -> list[str]:
-    """Texts that every match contains, in order."""
-    return "".join(_skeleton(parsed)).split(GAP)
+def _best(sets: list[Texts]) -> Texts:
+    return max(sets, key=lambda texts: (min(map(len, texts), default=0), -len(texts)), default=frozenset()) - EMPTY
 
 
-def _skeleton(parsed: Any) -> Iterator[str]:
-    """What every match has, character by character, with gaps where it may have anything."""
+def _sets(parsed: Any) -> list[Texts]:
+    """Every set of texts, one of which any match has."""
+    found: list[Texts] = []
+    run = EMPTY  # what the adjacent items before this one can be, spelt out
     for op, value in parsed:
-        if op is _constants.LITERAL:
-            yield chr(value).lower()
-        elif op is _constants.IN:
-            yield _in_either_case(value)
-        elif op is _constants.SUBPATTERN:
-            yield from _skeleton(value[3])
-        elif op is _constants.BRANCH:
-            yield GAP + _common([_literals(branch) for branch in value[1]]) + GAP
-        elif op in REPEATS and value[0] > 0:
-            yield from (GAP, *_skeleton(value[2]), GAP)
-        elif op not in (_constants.AT, _constants.ASSERT, _constants.ASSERT_NOT):
-            yield GAP
+        if op in NO_WIDTH:
+            continue
+        exact = _exact(op, value)
+        grown = frozenset(map("".join, product(run, exact))) if len(run) * len(exact) <= MOST_TEXTS else frozenset()
+        if grown:
+            run = grown
+            continue
+        found += [run, *_inside(op, value)]
+        run = exact or EMPTY
+    return [texts for texts in (*found, run) if "" not in texts and texts]
 
 
-def _in_either_case(members: Any) -> str:
-    """`[Rr]` is an r; any other class is a gap."""
-    letters = {chr(value).lower() if kind is _constants.LITERAL else GAP for kind, value in members}
-    return letters.pop() if len(letters) == 1 else GAP
+def _exact(op: Any, value: Any) -> Texts:
+    """All texts that an item can match; empty when they are too many to spell out."""
+    if op is _constants.LITERAL:
+        return frozenset({chr(value)})
+    if op is _constants.IN:
+        return frozenset(chr(one) for _, one in value) if _is_spelt_out(value) else frozenset()
+    if op is _constants.SUBPATTERN:
+        return _exact_run(value[3])
+    if op is _constants.BRANCH:
+        branches = [_exact_run(branch) for branch in value[1]]
+        texts: Texts = frozenset().union(*branches)
+        return texts if all(branches) and len(texts) <= MOST_TEXTS else frozenset()
+    if op in REPEATS and value[1] == 1:
+        once = _exact_run(value[2])
+        return once | EMPTY if once and value[0] == 0 else once
+    return frozenset()
 
 
-def _common(alternatives: list[list[str]]) -> str:
-    """The longest text that every one of the alternatives has."""
-    first, *others = alternatives
-    parts = {run[start:end] for run in first for start in range(len(run)) for end in range(start + 1, len(run) + 1)}
-    shared = (part for part in parts if all(any(part in run for run in runs) for runs in others))
-    return max(shared, key=lambda part: (len(part), part), default="")
+def _exact_run(parsed: Any) -> Texts:
+    run = EMPTY
+    for op, value in parsed:
+        exact = _exact(op, value)
+        if op in NO_WIDTH or not exact or len(run) * len(exact) > MOST_TEXTS:
+            return frozenset()
+        run = frozenset(map("".join, product(run, exact)))
+    return run
+
+
+def _is_spelt_out(members: Any) -> bool:
+    return len(members) <= 4 and all(kind is _constants.LITERAL for kind, _ in members)
+
+
+def _inside(op: Any, value: Any) -> list[Texts]:
+    """Sets within an item that is not spelt out."""
+    if op is _constants.SUBPATTERN:
+        return _sets(value[3])
+    if op is _constants.BRANCH:
+        best = [_best(_sets(branch)) for branch in value[1]]
+        return [frozenset().union(*best)] if all(best) else []
+    if op in REPEATS and value[0] > 0:
+        return _sets(value[2])
+    return []

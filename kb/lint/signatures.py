@@ -11,7 +11,7 @@ from kb.entry import Role, Signature
 from kb.lint.backtracking import backtracking_risk
 from kb.lint.healthy import HEALTHY
 from kb.lint.rule import Draft, EntryRule, Remark
-from kb.signature import find, required_literal
+from kb.signature import find, literals
 
 SHORTEST_LITERAL = 4
 
@@ -61,14 +61,11 @@ def slow_pattern(draft: Draft) -> Iterator[Remark]:
 
 
 def no_literal(draft: Draft) -> Iterator[Remark]:
-    """Every root and cascade pattern has a literal of four characters that all its matches contain."""
-    for line, one in _evidence(draft):
-        longest = required_literal(one.pattern)
-        if len(longest) < SHORTEST_LITERAL:
-            yield (
-                line,
-                f"its matches share only {longest!r}; alternatives of unlike wording are signatures of their own",
-            )
+    """Every match of a pattern has a text of four characters, written in it, that a log can be searched for."""
+    for line, one in _runnable(draft):
+        shortest = min(map(len, literals(one.pattern)), default=0)
+        if shortest < SHORTEST_LITERAL and not find(one.pattern, ""):
+            yield line, "nothing of four characters is in every match (a pattern that ignores case has no such text)"
 
 
 def only_context(draft: Draft) -> Iterator[Remark]:

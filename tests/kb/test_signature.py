@@ -8,24 +8,30 @@ from hypothesis import strategies as st
 
 from kb.lint import pump
 from kb.lint.backtracking import backtracking_risk
-from kb.signature import find, required_literal
+from kb.signature import find, literals
 
-LITERALS = {
-    r"Timed out waiting \d+ms for (recv|send) operation": "timed out waiting ",
-    r"Watchdog caught (collective) operation": "watchdog caught collective operation",
-    r"[Rr]an out of memory": "ran out of memory",
-    r"CUDA out of memory\. Tried|CUDA error: out of memory": "out of memory",
-    r"ncclRemoteError|remote process exited": "remote",
-    r"it snapped|[wW]e lo[os]e": "e",
-    r"\bexits\b with( return)? code": "exits with",
-    r"pair\.cc:\d+\] (Connection closed|Read error)": "pair.cc:",
-    r"(?:ab){2}c?": "ab",
-    r"(?:ab){0,2}": "",
-    r"(?i)Socket Timeout": "socket timeout",
-    r"x(?!not this)y": "xy",
-    r"[^a]|[ab]": "",
-    r"oom|nan": "",
-    r"(?P<q>'|\")(?P=q) 超时": " 超时",
+LITERALS: dict[str, set[str]] = {
+    r"Timed out waiting \d+ms for (recv|send) operation": {
+        "ms for recv operation",
+        "ms for send operation",
+    },
+    r"Watchdog caught (collective) operation": {"Watchdog caught collective operation"},
+    r"[Rr]an out of memory": {"Ran out of memory", "ran out of memory"},
+    r"CUDA out of memory\. Tried|CUDA error: out of memory": {
+        "CUDA out of memory. Tried",
+        "CUDA error: out of memory",
+    },
+    r"it snapped|[wW]e lo[os]e": {"it snapped", "We looe", "We lose", "we looe", "we lose"},
+    r"\bexits\b with( return)? code": {"exits with code", "exits with return code"},
+    r"pair\.cc:\d+\] (Connection closed|Read error)": {"] Connection closed", "] Read error"},
+    r"(?:ab){2}c?": {"ab"},
+    r"(?:ab){0,2}": set(),
+    r"(?i)Socket Timeout": set(),
+    r"x(?!not this)y": {"xy"},
+    r"[^a]|[ab]": set(),
+    r"oom|nan": {"oom", "nan"},
+    r"a.*|bcd": {"a", "bcd"},
+    r"(?P<q>'|\")(?P=q) 超时": {" 超时"},
 }
 
 FAST = [
@@ -64,17 +70,18 @@ SLOW = [
 ONLY_TRIED = [r"(?:a?){30}a{30}", r"(\d{1,40}){1,40}x"]
 
 
-@pytest.mark.parametrize("pattern, literal", LITERALS.items(), ids=LITERALS)
-def test_the_longest_literal_is_found(pattern: str, literal: str) -> None:
-    assert required_literal(pattern) == literal
+@pytest.mark.parametrize("pattern, texts", LITERALS.items(), ids=LITERALS)
+def test_the_literals_are_found(pattern: str, texts: set[str]) -> None:
+    assert literals(pattern) == texts
 
 
 @pytest.mark.parametrize("pattern", [*LITERALS, *FAST], ids=repr)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None, database=None)
-def test_every_match_contains_the_required_literal(pattern: str, data: st.DataObject) -> None:
+def test_every_match_contains_a_literal(pattern: str, data: st.DataObject) -> None:
     text = data.draw(st.from_regex(pattern))
-    assert required_literal(pattern) in text.lower()
+    known = literals(pattern)
+    assert not known or any(literal in text for literal in known)
 
 
 @pytest.mark.parametrize("pattern", FAST, ids=repr)
