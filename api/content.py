@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Self
 
 from fastapi import Depends, Request
@@ -13,10 +14,12 @@ from fastapi import Depends, Request
 from kb import catalog
 from kb.catalog import Catalog
 from kb.errors import IndexUnavailable
+from kb.filter import Filter
 from kb.hardware import add_standing, proofs, standing
+from kb.hit import Answer
 from kb.index import Index, open_index
 from kb.root import Root
-from kb.search import Answer, search
+from kb.search import EVERYTHING, search
 from kb.store import Store
 
 from .problems import log
@@ -55,9 +58,10 @@ class Content:
         with self.index:
             pass
 
-    async def search(self, text: str, limit: int) -> Answer:
-        """Raises nothing: no hit is an answer."""
-        return await asyncio.get_running_loop().run_in_executor(self.searching, search, self.index, text, limit)
+    async def search(self, text: str, limit: int, only: Filter = EVERYTHING, *, explain: bool = False) -> Answer:
+        """No hit is an answer. Raises `UsageError` for a filter that no entry can pass."""
+        ask = partial(search, self.index, text, limit, only=only, explain=explain)
+        return await asyncio.get_running_loop().run_in_executor(self.searching, ask)
 
     @property
     def digests(self) -> dict[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WrapSerializer
 
 from kb.entry import FrontMatter
-from kb.search import Hit
+from kb.hit import Hit, asked
 
 ID = "checkpoint-save-allgather-timeout"
 TITLE = "All-gather times out while a sharded model is saved"
@@ -54,13 +54,22 @@ ENTRY: dict[str, Any] = {
     "sections": {"Symptom": "…", "Root cause": "…", "Fix": "…"},
     "digest": "5f0c…",
 }
+WHY: dict[str, Any] = {
+    "concepts": [
+        {"word": "ALLGATHER", "term": "allgath", "idf": 2.1, "weight": 1.0, "bm25": 8.5, "score": 8.5},
+        {"word": "timeout", "term": "time out", "idf": 1.5, "weight": 0.5, "bm25": 4.0, "score": 2.0},
+    ],
+    "coverage": 0.8,
+    "signature": 0.0,
+}
 HIT: dict[str, Any] = {
     **{key: value for key, value in SUMMARY.items() if key != "hardware"},
     "cause_zh": "保存过程中的集合通信并非所有 rank 都进入。",
-    "score": 41.2,
-    "matched": ["ALLGATHER", "timeout", "save"],
+    "score": 8.4,
+    "matched": ["ALLGATHER", "timeout"],
     "signature": "",
     "snippet": "ALLGATHER timeout save",
+    "why": WHY,
 }
 REPORT: dict[str, Any] = {
     "id": ID,
@@ -77,14 +86,21 @@ REPORT: dict[str, Any] = {
 }
 
 
+# Without the members that were not asked for. A lambda: the annotation of a function would be the schema of the hit.
+AskedHit = Annotated[Hit, WrapSerializer(lambda hit, dump: asked(dump(hit)))]
+
+
 class SearchResult(BaseModel):
-    """Hits, best first. `did_you_mean` is the query with its unknown words respelled."""
+    """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
+
+    A hit has `why` only when that was asked for, and never `applicability`: the versions here are not the reader's.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None}]}
     )
     query: str
-    hits: tuple[Hit, ...]
+    hits: tuple[AskedHit, ...]
     did_you_mean: str | None
 
 

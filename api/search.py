@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import AfterValidator
 
+from kb.filter import Filter
 from kb.query import LONGEST_TEXT
 from kb.search import MOST_HITS
 
@@ -33,6 +34,15 @@ Question = Annotated[
     AfterValidator(_not_blank),
 ]
 Limit = Annotated[int, Query(ge=1, le=MOST_HITS, description="At most this many hits.")]
+Tags = Annotated[list[str] | None, Query(description="Only entries with this tag; repeated: with all of them.")]
+Frameworks = Annotated[
+    list[str] | None, Query(description="Only entries about this package or framework; repeated: about any of them.")
+]
+Statuses = Annotated[
+    list[str] | None,
+    Query(description="Only entries of this status: confirmed, reported, disputed; repeated: of any of them."),
+]
+Why = Annotated[bool, Query(description="Say of each hit what its score is made of.")]
 
 
 @router.get(
@@ -42,7 +52,18 @@ Limit = Annotated[int, Query(ge=1, le=MOST_HITS, description="At most this many 
     response_model=SearchResult,
     responses=documented(422, 503),
 )
-async def search(content: Loaded, q: Question, limit: Limit = 5) -> SearchResult:
-    """Paste an error or describe it. Every hit says which words matched; no hit is an empty list, not an error."""
-    answer = await content.search(q, limit)
+async def search(
+    content: Loaded,
+    q: Question,
+    limit: Limit = 5,
+    tag: Tags = None,
+    framework: Frameworks = None,
+    status: Statuses = None,
+    why: Why = False,
+) -> SearchResult:
+    """Paste an error or describe it. Every hit says which words matched; no hit is an empty list, not an error.
+
+    A filter takes hits away and changes no score; one that no entry can pass is an error that names the nearest.
+    """
+    answer = await content.search(q, limit, Filter.of(tag, framework, status), explain=why)
     return SearchResult(query=q[:1000], hits=answer.hits, did_you_mean=answer.did_you_mean or None)

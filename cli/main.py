@@ -39,6 +39,7 @@ COMMANDS = {
     "history": ("history", "Show earlier verifications."),
     "serve": ("serve", "Serve search and entries over HTTP."),
     "graph": ("graph", "Show what leads to an incident, and to what it leads."),
+    "redact": ("redact", "Hide secrets, people and machines in a log."),
     "new": ("new", "Write the files of a new incident."),
     "lint": ("lint", "Check entries and probes."),
     "test": ("test", "Test signatures with logs."),

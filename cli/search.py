@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Annotated
@@ -13,14 +13,17 @@ import typer
 
 from kb import root
 from kb.errors import UsageError
+from kb.explanation import Explanation
+from kb.filter import Filter
+from kb.hit import Answer, Hit
 from kb.index import open_index
-from kb.search import Answer, Hit
 from kb.search import search as find
 
-from .output import JsonFlag, RootOption, emit, notice, style
+from .output import JsonFlag, RootOption, emit, interpreter_of, notice, style
 
 MOST_INPUT = 4 << 20  # bytes read from standard input
 WIDEST = 110
+STATES = {"applies": "applies", "unknown": "unknown", "does-not-apply": "does not apply"}
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -29,6 +32,21 @@ def search(
         list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")
     ],
     limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 3,
+    tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
+    framework: Annotated[
+        list[str] | None, typer.Option(help="Only entries about this package or framework. Repeatable: any of them.")
+    ] = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option(help="Only entries of this status: confirmed, reported, disputed. Repeatable: any of them."),
+    ] = None,
+    applies_here: Annotated[
+        bool, typer.Option("--applies-here", help="First what fits the versions of your environment, with the reason.")
+    ] = False,
+    python: Annotated[
+        Path | None, typer.Option(help="Interpreter of your training environment, for --applies-here.")
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Show what each score is made of.")] = False,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
@@ -39,14 +57,24 @@ def search(
     text = sys.stdin.buffer.read(MOST_INPUT).decode(errors="replace") if query == ["-"] else " ".join(query)
     if not text.strip():
         raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
+    if python and not applies_here:
+        raise UsageError("--python says nothing without --applies-here", "add --applies-here")
+    only = Filter.of(tag, framework, status)
+    installed = _installed(interpreter_of(python)) if applies_here else None
     with open_index(root.configured(tuple(roots or ())), notice) as index:
-        answer = find(index, text, limit)
+        answer = find(index, text, limit, only=only, installed=installed, explain=why)
     if as_json:
-        hits = [asdict(hit) for hit in answer.hits]
+        hits = [hit.to_json() for hit in answer.hits]
         emit("search", query=text[:1000], hits=hits, did_you_mean=answer.did_you_mean or None, problems=index.problems)
     else:
         _print(answer, in_chinese=bool(CHINESE.search(text)))
     return 0 if answer.hits else 1
+
+
+def _installed(python: Path) -> dict[str, str | None]:
+    from kb.machine import installed  # only who asks pays for the question
+
+    return installed.versions(python)
 
 
 def _print(answer: Answer, *, in_chinese: bool) -> None:
@@ -55,7 +83,7 @@ def _print(answer: Answer, *, in_chinese: bool) -> None:
     for number, hit in enumerate(answer.hits, 1):
         _print_hit(number, hit, in_chinese)
     if not answer.hits:
-        print("nothing found. Fewer words, or the error line itself, find more; `kb list` shows every entry.")
+        print("nothing found. Fewer words, fewer filters or the error line itself find more; `kb list` shows all.")
 
 
 def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
@@ -68,9 +96,24 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
     print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} · {hit.severity}{origin}', dim=True)}")
     print(wrapped("cause", cause))
     print(wrapped("matched", why + matched))
+    if hit.applicability:
+        print(wrapped("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
+    if hit.why:
+        _print_why(hit.why)
     print(f"   seen as  {style(hit.snippet, dim=True)}")
     print(f"   prove    {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
     print()
+
+
+def _print_why(why: Explanation) -> None:
+    """The sum, then a line for each summand, aligned as a table."""
+    words = sum(one.score for one in why.concepts)
+    lift = f" + {why.signature:.3f} signature" if why.signature else ""
+    print(f"   score    {why.score:.3f} = {words:.3f} words x {why.coverage:.3f} coverage{lift}")
+    width = max((len(one.word) for one in why.concepts), default=0)
+    for one in why.concepts:
+        how = f"{one.bm25:.3f} bm25 x {one.weight:g} of {one.term!r}, idf {one.idf:.2f}"
+        print(style(f"            {one.score:7.3f}  {one.word:<{width}}  {how}", dim=True))
 
 
 def wrapped(label: str, text: str) -> str:

@@ -25,6 +25,9 @@ SEPARATORS = re.compile(r"[_\-./:]+")
 PARTS = re.compile(r"[A-Z]{2,}(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 RELEASE = re.compile(r"\d+(?:\.\d+)+")
 VERSION = re.compile(r"v(?=\d+\.)", re.IGNORECASE)
+MANGLED = re.compile(r"_Z[A-Z0-9]")
+NUMBER = re.compile(r"\d+")
+COUNT = re.compile(r"\d+x(?=[A-Z])")
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -57,14 +60,26 @@ def terms(text: str) -> Iterator[Term]:
     position = 0
     for number, match in enumerate(RUN.finditer(unicodedata.normalize("NFKC", text))):
         surface = match.group()
-        forms = _forms(surface, str(match.lastgroup))
+        kind = str(match.lastgroup)
+        forms, width = _forms(surface, kind)
         for form, offset in forms:
-            yield Term(form, position + offset, number, surface, match.lastgroup == "cjk")
-        if forms:
-            position += 1 + max(offset for _, offset in forms)
+            yield Term(form, position + offset, number, surface, kind == "cjk")
+        position += width
 
 
-def _forms(surface: str, kind: str) -> tuple[tuple[str, int], ...]:
+@lru_cache(1 << 16)
+def _forms(surface: str, kind: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """(form, offset) of one run of text, and how many positions it takes."""
+    forms = _forms_of(surface, kind)
+    return forms, 1 + max(offset for _, offset in forms) if forms else 0
+
+
+def words(identifier: str) -> tuple[str, ...]:
+    """The words that an identifier is written with, stemmed: `fine-tuning` is `fine tuning`."""
+    return tuple(normal(word) for word in SEPARATORS.split(identifier) if word and word.lower() not in STOP_WORDS)
+
+
+def _forms_of(surface: str, kind: str) -> tuple[tuple[str, int], ...]:
     if kind == "cjk":
         if len(surface) == 1:
             return ((surface, 0),)
@@ -73,7 +88,18 @@ def _forms(surface: str, kind: str) -> tuple[tuple[str, int], ...]:
         return ((surface.lower(), 0),)
     if surface[0] == "-":  # an exit code: -9 as it stands, and as 9
         return ((surface, 0), *_identifier_forms(surface.lstrip("-")))
+    if MANGLED.match(surface):
+        names = (form for name in _mangled_names(surface) for form, _ in _identifier_forms(name))
+        return tuple((form, 0) for form in dict.fromkeys((surface.lower(), *names)))
     return _identifier_forms(VERSION.sub("", surface, count=1) if VERSION.match(surface) else surface)
+
+
+def _mangled_names(symbol: str) -> Iterator[str]:
+    """The names in a C++ symbol as linkers print it: `_ZN3c105Error` has c10 and Error, each after its length."""
+    at = 0
+    while found := NUMBER.search(symbol, at):
+        at = found.end() + int(found.group()[:3])
+        yield symbol[found.end() : at]
 
 
 @lru_cache(1 << 16)
@@ -109,6 +135,7 @@ def _version_forms(number: str) -> list[str]:
 def _segment_forms(segment: str, position: int, add: Callable[[str, int], None]) -> int:
     """Add the parts of one segment, adjacent parts joined, and the segment itself; the next free position."""
     start, before = position, ""
+    add(normal(COUNT.sub("", segment)), position)  # 8xA100 has A100
     for part in PARTS.findall(segment):
         is_glued = part != segment
         too_short = is_glued and (len(part) < 3 if part.isalpha() else len(segment) < 6)

@@ -1,6 +1,6 @@
 """An entry as the index keeps it: weighted texts to find it by, and what a search result shows.
 
-A title and the words people use count more than prose. The weights are the only tuning of the ranking.
+A headline is one line that an entry can be known by: a title, an alias, the tags. It counts more than prose.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from collections.abc import Set
 from typing import Any
 
 from kb import catalog, glossary
-from kb.analysis import terms
-from kb.entry import Entry, Role, first_sentence
+from kb.analysis import STOP_WORDS, normal
+from kb.entry import Entry, first_sentence
+from kb.graph import graph
 from kb.lint.backtracking import backtracking_risk
 from kb.root import Root
-from kb.signature import required_literal
+from kb.signature import literals
 
-TITLE, ALIAS, SAMPLE, SYMPTOM, CASE, PROSE, REFERENCE = 4.0, 3.0, 1.5, 1.5, 1.5, 1.0, 0.5
+HEADLINE, PROSE = 3.0, 0.25  # chosen by tests/bench/tuning.py: finer grades of prose do not help
 LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
-WEIGHTS = {"Symptom": SYMPTOM, "Known cases": CASE, LOOK_ALIKES: 0.5}
+
+MENTION = re.compile(r"`([a-z0-9-]+)`")
+PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  # no part of an identifier
+FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
+ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
 
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
@@ -35,12 +40,15 @@ def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[
         if not is_told and time.monotonic() - started > 1:
             notice(f"building the search index of {len(found)} entries (once, and after a change) ...")
             is_told = number >= 0
-        documents.append(document(entry, others=found.entries.keys() - {entry.id}))
+        documents.append(document(entry, found.entries.keys()))
     problems = [problem.message for problem in found.problems]
     for problem in problems:
         notice(f"left out: {problem}")
+    links = graph(found.current())
     side = {
         "signatures": _signatures(found.current()),
+        "causes": links.causes,
+        "masks": links.masks,
         "surfaces": _surfaces(documents),
         "synonyms": list(glossary.synonyms().items()),
         "problems": problems,
@@ -48,11 +56,10 @@ def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[
     return documents, side
 
 
-def document(entry: Entry, others: Set[str] = frozenset()) -> Document:
+def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
     """(what is stored, weighted texts) of one entry. The ids of others are left out: they are not about this one."""
     meta = entry.meta
-    mention = re.compile("|".join(f"`{re.escape(one)}`" for one in sorted(others)) or "(?!)")
-    sections = {heading: mention.sub("", _own(section.text, entry)) for heading, section in entry.sections.items()}
+    sections = {heading: _own(section.text, entry, ids) for heading, section in entry.sections.items()}
     stored = {
         "id": entry.id,
         "title": meta.title,
@@ -63,27 +70,36 @@ def document(entry: Entry, others: Set[str] = frozenset()) -> Document:
         "severity": meta.severity.value,
         "tags": meta.tags,
         "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
+        "applies_to": meta.applies_to,
+        "fixed_in": meta.fixed_in,
         "origin": entry.origin,
         "probe": meta.probe,
         "lines": _lines(entry, sections),
+        "tells": _tells(entry),
     }
     parts = [
-        (TITLE, f"{entry.id.replace('-', ' ')} {meta.title}"),
-        (TITLE, meta.title_zh),
-        *((ALIAS, alias) for alias in meta.aliases),
-        (ALIAS, " ".join(meta.tags)),
-        *((SAMPLE, signature.sample) for signature in meta.signatures),
-        *((WEIGHTS.get(heading, PROSE), text) for heading, text in sections.items()),
-        *((REFERENCE, f"{reference.shows} {reference.url}") for reference in meta.references),
+        (HEADLINE, f"{entry.id.replace('-', ' ')} {meta.title}"),
+        (HEADLINE, meta.title_zh),
+        *((HEADLINE, alias) for alias in meta.aliases),
+        (HEADLINE, " ".join(meta.tags)),
+        *((PROSE, signature.sample) for signature in meta.signatures),
+        *((PROSE, text) for text in sections.values()),
+        *((PROSE, f"{reference.shows} {reference.url}") for reference in meta.references),
     ]
     return stored, parts
 
 
-def _own(text: str, entry: Entry) -> str:
-    """The text without the logs of other incidents."""
+def _own(text: str, entry: Entry, ids: Set[str]) -> str:
+    """The text without the logs of other incidents and without the ids of other entries."""
     for log in entry.look_alikes:
         text = text.replace(log.text, "")
-    return text
+    return MENTION.sub(lambda found: "" if found[1] in ids and found[1] != entry.id else found[0], text)
+
+
+def _tells(entry: Entry) -> list[str]:
+    """The list items of `How to tell`: each an observation that separates this incident from others."""
+    prose = FENCED.sub("", entry.section(LOOK_ALIKES))
+    return [" ".join(item.split()) for item in ITEM.split(prose)[1:]]
 
 
 def chinese_cause(entry: Entry) -> str:
@@ -100,21 +116,23 @@ def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
     return [line for line in lines if len(line) > 3 and not line.startswith(("```", "###"))]
 
 
-def _signatures(entries: list[Entry]) -> list[dict[str, str]]:
+def _signatures(entries: list[Entry]) -> list[dict[str, Any]]:
     return [
-        {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literal": required_literal(one.pattern)}
+        {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
         for entry in entries
         for one in entry.meta.signatures
-        if one.role is not Role.CONTEXT and not backtracking_risk(one.pattern)  # a search must not hang on a text
+        if not backtracking_risk(one.pattern)  # a search must not hang on a text
     ]
 
 
-def _surfaces(documents: list[Document]) -> dict[str, str]:
-    """For each stemmed English term the spelling used most: what `did you mean` shows."""
-    seen: dict[str, Counter[str]] = {}
+def _surfaces(documents: list[Document]) -> dict[str, list[str]]:
+    """For each stemmed English term the spellings used most: what a misspelt word of a question is compared with."""
+    seen: Counter[str] = Counter()
     for _, parts in documents:
         for _, text in parts:
-            for term in terms(text):
-                if term.text.isascii() and term.text.isalpha() and len(term.text) > 3 and term.surface.isalpha():
-                    seen.setdefault(term.text, Counter())[term.surface.lower()] += 1
-    return {term: counter.most_common(1)[0][0] for term, counter in seen.items()}
+            seen.update(PLAIN_WORD.findall(text.lower()))
+    surfaces: dict[str, list[str]] = {}
+    for spelling, _ in seen.most_common():
+        if spelling not in STOP_WORDS:
+            surfaces.setdefault(normal(spelling), []).append(spelling)
+    return {term: spellings[:3] for term, spellings in surfaces.items()}

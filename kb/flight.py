@@ -1,45 +1,218 @@
 """Compares the flight records of the ranks: which rank never came to which collective, and who disagreed.
 
-Input is what `kb.worker` takes out of torch's flight recorder: per rank, a list of collectives with
-`group`, `seq` (per group, counting from 1), `op`, `sizes`, `dtypes`, `retired`.
+Input is per rank a list of collectives as `kb.worker` takes them out of torch's flight recorder: `group`, `seq` (per
+group, counting from 1), `op`, `sizes`, `dtypes`, `retired`. A dump of a job adds, all of it optional: `outputs`
+(sizes), `state` (scheduled, started, completed), `p2p`, `record_id` (counted by the rank over all groups; above 0 in
+its first record when the ring buffer has overwritten what was before), `frames` (the user's, innermost first) and
+`time_created_ns`.
+
+Sizes are not compared where each rank rightly has its own: all_to_all, gather, scatter and the uneven `_v` forms; of
+reduce the outputs, which one rank has. Dtypes are not compared for gather, scatter and broadcast, of which torch
+records what the rank happened to pass. torch's own analyzer makes about the same exceptions
+(`torch/distributed/flight_recorder/components/types.py`). Point-to-point calls are no business of the other ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
-Records = dict[int, list[dict[str, Any]]]
+from kb.collective import Record, created, describe, has_completed, name_ranks, operation, place
+
+Records = dict[int, list[Record]]
+Calls = dict[int, dict[int, Record]]  # of one group: by sequence number, by rank
+
+OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
+OWN_OUTPUTS = ("reduce", "_reduce_oop")
+OWN_DTYPES = ("gather", "scatter", "broadcast", "_broadcast_oop")
+ROOTED = (*OWN_DTYPES, *OWN_OUTPUTS)  # commonly written on either side of an `if rank == 0`
+MOST_SIDES = 8  # groups of ranks in one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A sentence, the ranks it accuses (none where nothing tells who is wrong), and when that was, since the epoch."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+    time: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Collectives of one process group, and the last number that each member issued, where that is known."""
+
+    name: str
+    calls: Calls
+    members: list[int]
+    last: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def named(self) -> str:
+        return "" if "default_pg" in self.name or self.name in ("", "0") else f" of group {self.name}"
 
 
 def compare(records: Records, world_size: int) -> tuple[str, ...]:
     """Sentences about the first collective the ranks disagree on; empty when they agree or too few reported."""
     if len(records) < 2:
         return ()
-    calls: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    silent = [rank for rank in range(world_size) if rank not in records]
+    return (*(finding.text for finding in findings(records)), *no_record(silent))
+
+
+def no_record(silent: Collection[int]) -> tuple[str, ...]:
+    """The sentence about ranks of which there is no record."""
+    return (f"no flight record from {name_ranks(silent)}",) if silent else ()
+
+
+def findings(
+    records: Records,
+    members: Mapping[str, Collection[int]] | None = None,
+    issued: Mapping[tuple[int, str], int] | None = None,
+) -> list[Finding]:
+    """Per group its first disputed or unfinished collective; the group that explains the others comes first.
+
+    `members` are the ranks of a group where a dump says so. `issued` is, per rank and group, the last sequence number
+    that the rank issued, for groups of which it has no record.
+    """
+    groups = _groups(records, members or {}, issued or {})
+    told = [(group, said) for group in groups if len(group.members) > 1 and (said := _of(group))]
+    told.sort(key=lambda one: (_is_cascade(one[1][0], one[0], groups), one[1][0].time or 0.0))
+    return [finding for _, said in told for finding in said] + _never_completed(groups)
+
+
+def _groups(
+    records: Records, members: Mapping[str, Collection[int]], issued: Mapping[tuple[int, str], int]
+) -> list[Group]:
+    by_group: dict[str, Calls] = defaultdict(lambda: defaultdict(dict))
     for rank, entries in records.items():
         for entry in entries:
-            calls.setdefault((str(entry["group"]), int(entry["seq"])), {})[rank] = entry
-    for (_, seq), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
-        missing = sorted(set(records) - set(by_rank))
+            if not entry.get("p2p") and operation(entry) != "coalesced":  # of several under one number the first counts
+                by_group[str(entry["group"])][int(entry["seq"])].setdefault(rank, entry)
+    is_only = len(by_group) == 1
+    found = []
+    for name, calls in by_group.items():
+        seen = {rank for by_rank in calls.values() for rank in by_rank}
+        of_all = set(records) if is_only or "default_pg" in name else seen
+        ranks = sorted(set(members.get(name, of_all)) & set(records))
+        found.append(Group(name, calls, ranks, _last_issued(name, calls, ranks, records, issued)))
+    return found
+
+
+def _last_issued(
+    name: str, calls: Calls, ranks: list[int], records: Records, issued: Mapping[tuple[int, str], int]
+) -> dict[int, int]:
+    """No number for a rank whose records of the group may all be overwritten: it is accused of nothing."""
+    last = {rank: seq for seq in sorted(calls) for rank in calls[seq]}
+    for rank in [one for one in ranks if one not in last]:
+        if (rank, name) in issued:
+            last[rank] = issued[rank, name]
+        elif not (records[rank] and records[rank][0].get("record_id")):
+            last[rank] = 0
+    return last
+
+
+def _of(group: Group) -> list[Finding]:
+    for seq in sorted(group.calls):
+        by_rank = dict(sorted(group.calls[seq].items()))
+        missing = [rank for rank in group.members if rank not in by_rank and group.last.get(rank, seq) < seq]
         if missing:
-            return (_missing(seq, by_rank, missing), *_silent(records, world_size))
-        kinds = {rank: _describe(entry) for rank, entry in by_rank.items()}
-        if len(set(kinds.values())) > 1:
-            told = "; ".join(f"rank {rank} {kind}" for rank, kind in sorted(kinds.items()))
-            return (f"collective {seq} differs: {told}", *_silent(records, world_size))
-    return _silent(records, world_size)
+            return [_missing(seq, group, by_rank, missing), *_call_sites(seq, group)]
+        if _is_disputed(list(by_rank.values())):
+            return [_disputed(seq, group, by_rank), *_call_sites(seq, group)]
+        if len(by_rank) == len(group.members) and not any(map(has_completed, by_rank.values())):
+            return [_all_inside(seq, group, by_rank)]
+    return []
 
 
-def _missing(seq: int, by_rank: dict[int, dict[str, Any]], missing: list[int]) -> str:
-    rank, entry = min(by_rank.items())
-    who = " and ".join(f"rank {one}" for one in missing)
-    return f"{who} never issued collective {seq} ({_describe(entry)}), which rank {rank} is in"
+def _missing(seq: int, group: Group, by_rank: dict[int, Record], missing: list[int]) -> Finding:
+    waiting = [rank for rank, entry in by_rank.items() if entry.get("state") != "completed"]
+    rank, verb = (waiting[0], "is in") if waiting else (min(by_rank), "has finished")
+    call = by_rank[rank]
+    what = f"collective {seq} ({describe(call)}){group.named}"
+    text = f"{name_ranks(missing)} never issued {what}, which rank {rank} {verb}{place(call)}"
+    return Finding(text, tuple(missing), created(call))
 
 
-def _silent(records: Records, world_size: int) -> tuple[str, ...]:
-    silent = [f"rank {rank}" for rank in range(world_size) if rank not in records]
-    return (f"no flight record from {' and '.join(silent)}",) if silent else ()
+def _disputed(seq: int, group: Group, by_rank: dict[int, Record]) -> Finding:
+    sides = _sides({rank: describe(entry) for rank, entry in by_rank.items()})
+    told = "; ".join(f"{name_ranks(ranks)} {kind}{place(by_rank[ranks[0]])}" for kind, ranks in sides[:MOST_SIDES])
+    has_majority = len(sides) > 1 and len(sides[0][1]) > len(sides[1][1])
+    accused = sorted(rank for _, ranks in sides[1:] for rank in ranks) if has_majority else []
+    return Finding(f"collective {seq}{group.named} differs: {told}", tuple(accused), _earliest(by_rank.values()))
 
 
-def _describe(entry: dict[str, Any]) -> str:
-    return f"{entry['op']} {entry['sizes']} {entry['dtypes']}"
+def _sides(kinds: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Ranks by what they did, the majority first."""
+    sides: dict[str, list[int]] = defaultdict(list)
+    for rank, kind in kinds.items():
+        sides[kind].append(rank)
+    return sorted(sides.items(), key=lambda side: -len(side[1]))
+
+
+def _all_inside(seq: int, group: Group, by_rank: dict[int, Record]) -> Finding:
+    call = next(iter(by_rank.values()))
+    what = f"collective {seq} ({describe(call)}){group.named}"
+    text = f"all ranks are in {what} with the same sizes, none has completed it{place(call)}"
+    return Finding(text, (), _earliest(by_rank.values()))
+
+
+def _call_sites(end: int, group: Group) -> list[Finding]:
+    """The first collective before the disputed one that the ranks called from different lines."""
+    for seq in sorted(one for one in group.calls if one < end):
+        by_rank = group.calls[seq]
+        stacks = {rank: entry.get("frames", [])[::-1] for rank, entry in sorted(by_rank.items())}
+        entry = next(iter(by_rank.values()))
+        fork = _fork(stacks.values())
+        if fork is not None and all(stacks.values()) and operation(entry) not in ROOTED:
+            sides = _sides({rank: stack[min(fork, len(stack) - 1)] for rank, stack in stacks.items()})
+            told = "; ".join(f"{name_ranks(ranks)} from {where}" for where, ranks in sides[:MOST_SIDES])
+            what = f"collective {seq} ({describe(entry)}){group.named}"
+            return [Finding(f"{what} was called from different lines: {told}", (), created(entry))]
+    return []
+
+
+def _fork(stacks: Iterable[list[str]]) -> int | None:
+    """The outermost level at which stacks differ."""
+    levels = enumerate(zip_longest(*stacks))
+    return next((depth for depth, frames in levels if len(set(frames)) > 1), None)
+
+
+def _never_completed(groups: list[Group]) -> list[Finding]:
+    """Said when the records begin at the beginning, and every group's ranks are all in its first collective."""
+    stuck = [group for group in groups if len(group.members) > 1]
+    entries = [entry for group in stuck for by_rank in group.calls.values() for entry in by_rank.values()]
+    is_start = all(set(group.members) == set(group.calls.get(1, {})) for group in stuck)
+    if not entries or not is_start or any(map(has_completed, entries)):
+        return []
+    first = min(entries, key=lambda entry: (created(entry) or 0.0, int(entry["seq"])))
+    return [Finding(f"no collective ever completed, the first was {describe(first)}{place(first)}", (), created(first))]
+
+
+def _is_cascade(finding: Finding, own: Group, groups: list[Group]) -> bool:
+    """Whether the accused ranks could not come, because each waits in a collective of another group."""
+    others = [group for group in groups if group is not own]
+    waiting = {rank for group in others for rank, seq in group.last.items() if _is_waiting(rank, seq, group)}
+    return bool(finding.ranks) and waiting.issuperset(finding.ranks)
+
+
+def _is_waiting(rank: int, seq: int, group: Group) -> bool:
+    entry = group.calls.get(seq, {}).get(rank)
+    return entry is not None and not has_completed(entry)
+
+
+def _is_disputed(entries: list[Record]) -> bool:
+    op = operation(entries[0])
+    if any(operation(entry) != op for entry in entries):
+        return True
+    compared = [] if op in OWN_DTYPES else ["dtypes"]
+    if not op.startswith(OWN_SIZES):
+        compared += ["sizes"] if op in OWN_OUTPUTS else ["sizes", "outputs"]
+    # a rank that passed nothing, or of which it is not recorded, agrees with all
+    return any(len({str(entry[name]) for entry in entries if entry.get(name)}) > 1 for name in compared)
+
+
+def _earliest(entries: Iterable[Record]) -> float | None:
+    return min(filter(None, map(created, entries)), default=None)

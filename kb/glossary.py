@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from kb.analysis import terms
+from kb.analysis import terms, words
 
 FILE = Path(__file__).with_name("glossary.toml")
 Key = tuple[str, ...]
@@ -31,11 +31,13 @@ def synonyms() -> dict[Key, tuple[Key, ...]]:
 
 
 def key_of(word: str) -> Key:
-    """One term per run of text: the solid form of an identifier, every bigram of a Chinese word."""
+    """The words as terms, those of an identifier one by one; every bigram of a Chinese word."""
     key: list[str] = []
     seen = set()
     for term in terms(word):
-        if term.is_cjk or term.run not in seen:
-            key.append(term.text)
+        if term.is_cjk or term.surface.startswith("-"):  # an exit code
+            key += [term.text] if term.is_cjk or term.run not in seen else []
+        elif term.run not in seen:
+            key += words(term.surface)
         seen.add(term.run)
     return tuple(key)

@@ -3,26 +3,36 @@
 Opening a Whoosh index runs pickles, so it lives in a directory of mode 0700 that we built ourselves and is
 never downloaded. It is built into a fresh directory and swapped in by renaming a pointer; a reader holds
 one generation. Stale, foreign, torn or unreadable: it is built again, and when the cache cannot be written
-at all, in memory. Postings are scored here; `Searcher` and `QueryParser` are not used (decision 0003).
+at all, in memory. Postings are scored here; `Searcher` and `QueryParser` are not used (decision 0003). They are
+read block by block: a call for each posting, as matchers offer it, is what made ten thousand entries slow.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
+import marshal
 import os
 import stat
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from array import array
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from functools import cached_property, lru_cache
+from heapq import merge
+from itertools import groupby
 from math import log
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 from whoosh import fields, index
-from whoosh.analysis import Token, Tokenizer
+from whoosh.codec import whoosh3
 from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
 
 from kb import __version__, analysis
@@ -30,42 +40,130 @@ from kb.errors import IndexUnavailable
 from kb.places import cache_home
 from kb.root import Root
 
-FORMAT = "2"  # part of the stamp: raised when what is stored changes its meaning
+FORMAT = "8"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 BODY = "body"
-K1, B = 1.2, 0.75  # the usual values: saturation, and how much a long entry is discounted
+GRAM = 5  # characters
+BLOCK = 512  # postings that Whoosh keeps, and reads, together
+MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
+FACETS = ("tags", "frameworks", "status", "applies_to", "fixed_in")
+K1, B = 5.0, 0.75  # saturation, late because a headline alone weighs 3; how much a long entry is discounted
 GLOSSARY = Path(__file__).with_name("glossary.toml")
 Notice = Callable[[str], None]
+Side = dict[str, Any]
+_Term = tuple["array[int]", "array[float]", list[bytes]]  # its postings: documents, weights, places
+_Block = tuple[Sequence[int], Sequence[float], Sequence[bytes]]
 
 
-class _Weighted(Tokenizer):  # type: ignore[misc]  # Whoosh is untyped
-    """Whoosh's view of `analysis.terms`. A value is parts joined by `_join`, each with its own weight."""
+class _Postings(NamedTuple):
+    """Documents of a term or phrase in ascending order, and the weight it has in each."""
 
-    def __call__(self, value: str, positions: bool = False, chars: bool = False, **options: Any) -> Iterator[Token]:
-        token = Token(positions, chars, removestops=True, mode=options.get("mode", ""))
-        token.stopped = False
+    numbers: array[int]
+    weights: array[float]
+
+
+class _Body(fields.TEXT):  # type: ignore[misc]  # Whoosh is untyped
+    """Whoosh's view of `analysis.terms`. A value is a list of (weight, text); a place is four bytes, no pickle."""
+
+    def index(self, value: list[tuple[float, str]], **_: object) -> Iterator[tuple[bytes, int, float, bytes]]:
+        """(term, how often, weights added up, places) of each term of a document."""
+        places: dict[str, list[int]] = defaultdict(list)
+        weights: dict[str, float] = defaultdict(float)
         offset = 0
-        for weight, text in _split(value):
+        for weight, text in value:
             last = 0
-            for term in analysis.terms(text):
-                token.text, token.boost, token.pos = term.text, weight, offset + term.position
-                last = term.position + 1
-                yield token
+            for term, position, *_rest in analysis.terms(text):
+                places[term].append(offset + position)
+                weights[term] += weight
+                last = position + 1
             offset += last + 10  # no phrase reaches over the border of two parts
+        for term, at in places.items():
+            yield term.encode(), len(at), weights[term], array("I", at).tobytes()
 
 
-def join(parts: list[tuple[float, str]]) -> str:
-    """Weighted texts as one field value."""
-    return "".join(f"\x1f{weight}\x1f{text}" for weight, text in parts)
+class _Pool:
+    """Postings on their way into the index, by term. Whoosh's own pool pickles and compares each of them twice.
+
+    Every `MOST_HELD` they go to a temporary file, sorted by term; `iter_postings` merges those.
+    """
+
+    def __init__(self) -> None:
+        self._terms: dict[bytes, _Term] = {}
+        self._held = 0
+        self._runs: list[IO[bytes]] = []
+
+    def add(self, posting: tuple[str, bytes, int, float, bytes]) -> None:
+        _, term, number, weight, places = posting
+        found = self._terms.get(term)
+        if found is None:
+            found = self._terms[term] = (array("I"), array("f"), [])
+        found[0].append(number)
+        found[1].append(weight)
+        found[2].append(places)
+        self._held += 1
+        if self._held >= MOST_HELD:
+            self._spill()
+
+    def iter_postings(self) -> Iterator[tuple[bytes, _Term]]:
+        """Terms in order, each with all of its postings, in the order of the documents."""
+        held = ((term, self._terms.pop(term)) for term in sorted(self._terms))
+        merged = merge(*map(_read_run, self._runs), held, key=itemgetter(0))
+        for term, parts in groupby(merged, key=itemgetter(0)):
+            (_, (numbers, weights, places)), *others = parts
+            for _, more in others:
+                numbers.extend(more[0])
+                weights.extend(more[1])
+                places.extend(more[2])
+            yield term, (numbers, weights, places)
+
+    def cleanup(self) -> None:
+        for file in self._runs:
+            file.close()
+
+    def _spill(self) -> None:
+        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by cleanup
+        self._runs.append(file)
+        for term in sorted(self._terms):
+            numbers, weights, places = self._terms[term]
+            marshal.dump((term, numbers.tobytes(), weights.tobytes(), places), file)
+        file.seek(0)
+        self._terms, self._held = {}, 0
 
 
-def _split(value: str) -> Iterator[tuple[float, str]]:
-    pieces = value.split("\x1f")[1:]
-    return ((float(weight), text) for weight, text in zip(pieces[::2], pieces[1::2], strict=True))
+def _read_run(file: IO[bytes]) -> Iterator[tuple[bytes, _Term]]:
+    with suppress(EOFError):
+        while True:
+            term, numbers, weights, places = marshal.load(file)  # noqa: S302  # we wrote it a moment ago
+            yield term, (array("I", numbers), array("f", weights), places)
+
+
+class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
+    """Writes the postings of a term as blocks. The attributes of its writer are private; 2.7.4 is pinned exactly."""
+
+    def add_postings(self, schema: fields.Schema, _: object, terms: Iterable[tuple[bytes, _Term]]) -> None:
+        self.start_field(BODY, schema[BODY])
+        for term, (numbers, weights, places) in terms:
+            self.start_term(term)
+            self._postwriter._compression = 3 if len(numbers) > 8 else 0  # most terms are rare, and not worth its time
+            for at in range(0, len(numbers), BLOCK):
+                if at:
+                    self._postwriter._write_block()
+                self._postwriter._ids = numbers[at : at + BLOCK]
+                self._postwriter._weights = weights[at : at + BLOCK]
+                self._postwriter._values = places[at : at + BLOCK]
+            self.finish_term()
+        self.finish_field()
+
+
+class _Codec(whoosh3.W3Codec):  # type: ignore[misc]
+    length_stats = False  # per block, for scorers that we do not use
+
+    def field_writer(self, storage: Storage, segment: object) -> _FieldWriter:
+        return _FieldWriter(self, storage, segment)
 
 
 def _schema() -> fields.Schema:
-    return fields.Schema(**{BODY: fields.TEXT(analyzer=_Weighted(), phrase=True), "document": fields.STORED})
+    return fields.Schema(**{BODY: _Body(), "document": fields.STORED, "headlines": fields.STORED})
 
 
 class Index:
@@ -74,12 +172,16 @@ class Index:
     `numbers` maps them to entry ids, withdrawn entries left out: they are kept, but answer nothing.
     """
 
-    def __init__(self, opened: index.FileIndex, side: dict[str, Any]) -> None:
+    def __init__(self, opened: index.FileIndex, side: Side, later: Callable[[], Side]) -> None:
         self._reader = opened.reader()
         self._count = int(self._reader.doc_count_all())
-        self._average_length = float(self._reader.field_length(BODY)) / max(1, self._count)
-        self.signatures: list[dict[str, str]] = side["signatures"]
-        self.surfaces: dict[str, str] = side["surfaces"]
+        self._norms = self._length_norms()
+        self.signatures: list[dict[str, Any]] = side["signatures"]
+        self.causes: list[tuple[str, str]] = [(cause, effect) for cause, effect in side["causes"]]
+        self.masks: list[tuple[str, str]] = [(seen, hidden) for seen, hidden in side["masks"]]
+        self._later = later
+        self._grams: dict[str, list[int]] = side["grams"]
+        self._gram_lengths = set(map(len, self._grams))
         self.problems: list[str] = side["problems"]
         self.synonyms = {tuple(key): tuple(map(tuple, others)) for key, others in side["synonyms"]}
         self.stamp: str = side["stamp"]
@@ -94,76 +196,154 @@ class Index:
     def __len__(self) -> int:
         return int(self._reader.doc_count())
 
+    def _length_norms(self) -> list[float]:
+        """Per document what its length adds to the saturation of a weight: K1 for an entry of average length."""
+        average = float(self._reader.field_length(BODY)) / max(1, self._count)
+        lengths = (self._reader.doc_field_length(number, BODY, 0) for number in range(self._count))
+        return [K1 * (1 - B + B * length / average) for length in lengths]
+
     def has(self, term: str) -> bool:
-        return (BODY, term) in self._reader
+        return self._frequency(term) > 0
 
     def idf(self, term: str) -> float:
         """How much a term tells entries apart: 1 when all have it, growing with the log of how few do."""
-        return 1 + log(self._count / (int(self._reader.doc_frequency(BODY, term)) + 1))
+        return 1 + log(self._count / (self._frequency(term) + 1))
 
-    def near(self, term: str) -> list[str]:
-        """Indexed terms at an edit distance of at most two with the same first letter, best first."""
-        for distance in (1, 2) if len(term) > 4 else (1,):
-            found = list(self._reader.terms_within(BODY, term, distance, prefix=1))
-            if found:
-                return sorted(
-                    found, key=lambda one: (abs(len(one) - len(term)), -self._reader.doc_frequency(BODY, one))
-                )
-        return []
+    def scores(self, terms: tuple[str, ...], among: Set[int] | None = None) -> dict[int, float]:
+        """BM25 of every document that has the term, or the terms one after the other; of those `among` them only.
 
-    def scores(self, terms: tuple[str, ...]) -> dict[int, float]:
-        """BM25 of every document that has the term, or the terms one after the other."""
+        Okapi BM25 (Robertson and Zaragoza 2009), with weights of fields added up before they saturate (BM25F).
+        """
         if not all(map(self.has, terms)):
             return {}
-        idf = sum(map(self.idf, terms))
-        weights = self._weights(terms[0]) if len(terms) == 1 else self._phrase_weights(terms)
-        return {number: self._bm25(number, weight, idf) for number, weight in weights.items()}
+        found: Iterable[tuple[int, float]] = zip(*self._postings(terms), strict=True)
+        if among is not None:
+            found = ((number, weight) for number, weight in found if number in among)
+        norms = self._norms
+        factor = sum(map(self.idf, terms)) * (K1 + 1)
+        return {number: factor * weight / (weight + norms[number]) for number, weight in found}
 
-    def _bm25(self, number: int, weight: float, idf: float) -> float:
-        """Okapi BM25 (Robertson and Zaragoza 2009), with weights of fields added up before they saturate (BM25F)."""
-        length: float = self._reader.doc_field_length(number, BODY) / self._average_length
-        return idf * weight * (K1 + 1) / (weight + K1 * (1 - B + B * length))
+    @lru_cache(1 << 14)  # noqa: B019  # an Index lives as long as its process or request handler
+    def _frequency(self, term: str) -> int:
+        return int(self._reader.doc_frequency(BODY, term))
 
-    def _weights(self, term: str) -> dict[int, float]:
-        matcher = self._reader.postings(BODY, term)
-        found = {}
-        while matcher.is_active():
-            found[matcher.id()] = matcher.weight()
-            matcher.next()
+    @lru_cache(512)  # noqa: B019
+    def _postings(self, terms: tuple[str, ...]) -> _Postings:
+        """Kept for the next question: the common terms and synonyms, whose lists are the long ones, come again."""
+        if len(terms) > 1:
+            return self._phrase(terms)
+        found = _Postings(array("I"), array("f"))
+        for numbers, weights, _ in self._blocks(terms[0]):
+            found.numbers.extend(numbers)
+            found.weights.extend(weights)
         return found
 
-    def _phrase_weights(self, terms: tuple[str, ...]) -> dict[int, float]:
+    def _phrase(self, terms: tuple[str, ...]) -> _Postings:
         """Documents in which the terms follow each other, weighted as the rarest of them is there."""
-        places = [self._positions(term) for term in terms]
-        found = {}
-        for number in set(places[0]).intersection(*places[1:]):
-            ends = places[0][number][1]
-            for place in places[1:]:
-                ends = {position for position in place[number][1] if ends & {position - 1, position - 2}}
+        rarest_first = sorted(set(terms), key=self._frequency)
+        places: dict[str, dict[int, tuple[float, bytes]]] = {}
+        shared: Set[int] | None = None
+        for term in rarest_first:
+            places[term] = self._places(term, shared)
+            shared = places[term].keys()
+        found = _Postings(array("I"), array("f"))
+        for number in sorted(shared or ()):
+            ends = _adjacent([places[term][number][1] for term in terms])
             if ends:
-                found[number] = min(weight / len(at) for weight, at in (place[number] for place in places)) * len(ends)
+                found.numbers.append(number)
+                found.weights.append(min(_weight_of_one(*places[term][number]) for term in terms) * ends)
         return found
 
-    def _positions(self, term: str) -> dict[int, tuple[float, set[int]]]:
-        """Document to (weight, positions) of a term."""
+    def _places(self, term: str, among: Set[int] | None) -> dict[int, tuple[float, bytes]]:
+        """Document to (weight, places) of a term."""
+        blocks = (zip(*block, strict=True) for block in self._blocks(term, among))
+        return {
+            number: (weight, places)
+            for block in blocks
+            for number, weight, places in block
+            if among is None or number in among
+        }
+
+    def _blocks(self, term: str, among: Set[int] | None = None) -> Iterator[_Block]:
+        """The postings of a term as Whoosh keeps them: (numbers, weights, places); without blocks that have none of
+        `among`. The methods of the matcher have no public names; 2.7.4 is pinned exactly.
+        """
         matcher = self._reader.postings(BODY, term)
-        found = {}
+        wanted = None if among is None else sorted(among)
+        start = 0
         while matcher.is_active():
-            found[matcher.id()] = (matcher.weight(), set(matcher.value_as("positions")))
-            matcher.next()
-        return found
+            start, before = matcher.block_max_id() + 1, start
+            if wanted is None or bisect_left(wanted, before) < bisect_left(wanted, start):
+                matcher._read_ids()
+                matcher._read_weights()
+                matcher._read_values()
+                yield matcher._ids, matcher._weights, matcher._values
+            matcher._next_block()
 
     def document(self, number: int) -> dict[str, Any]:
         """What was stored for a document."""
         stored: dict[str, Any] = json.loads(self._stored(number))
         return stored
 
-    @lru_cache(256)  # noqa: B019  # an Index lives as long as its process or request handler
+    @lru_cache(256)  # noqa: B019
     def _stored(self, number: int) -> str:
         return str(self._reader.stored_fields(number)["document"])
 
+    @lru_cache(256)  # noqa: B019
+    def headlines(self, number: int) -> tuple[frozenset[str], ...]:
+        """The terms of each line that an entry can be known by: its titles, its aliases, its tags."""
+        return tuple(frozenset(line.split(" ")) for line in self._reader.stored_fields(number)["headlines"].split("\n"))
+
+    @cached_property
+    def facets(self) -> dict[int, dict[str, Any]]:
+        """What entries are filtered by, of those that answer."""
+        return {number: facets for number, facets in enumerate(self._side["facets"]) if number in self.numbers}
+
+    @cached_property
+    def surfaces(self) -> dict[str, list[str]]:
+        """Plain English terms, each with its usual spellings."""
+        found: dict[str, list[str]] = self._side["surfaces"]
+        return found
+
+    @cached_property
+    def surfaces_by_letter(self) -> dict[str, list[tuple[str, list[str]]]]:
+        """The same by first letter."""
+        found: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
+        for term, spellings in self.surfaces.items():
+            found[term[0]].append((term, spellings))
+        return found
+
+    @cached_property
+    def _side(self) -> Side:
+        """Tables that only some searches read."""
+        return self._later()
+
+    def signatures_in(self, text: str) -> list[dict[str, Any]]:
+        """The signatures that may match a text: it has one of their literals, or they have none."""
+        pieces = {text[at : at + length] for length in self._gram_lengths for at in range(len(text))}
+        numbers = sorted({number for piece in pieces & self._grams.keys() for number in self._grams[piece]})
+        return [one for one in map(self.signatures.__getitem__, numbers) if _may_match(one["literals"], text)]
+
     def documents(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return ((number, self.document(number)) for number in self._reader.all_doc_ids())
+
+
+def _adjacent(places: list[bytes]) -> int:
+    """How often terms with these places follow each other, with at most one word between two of them."""
+    first, *others = (array("I", at) for at in places)
+    ends = set(first)
+    for other in others:
+        ends = {place for place in other if place - 1 in ends or place - 2 in ends}
+    return len(ends)
+
+
+def _weight_of_one(weight: float, places: bytes) -> float:
+    """The weight of one occurrence of a term in a document."""
+    return weight / (len(places) // array("I").itemsize)
+
+
+def _may_match(literals: list[str], text: str) -> bool:
+    return not literals or any(literal in text for literal in literals)
 
 
 def home(roots: tuple[Root, ...]) -> Path:
@@ -214,7 +394,8 @@ def _open(directory: Path, wanted: str) -> Index | None:
             return None
         generation = directory / Path(pointer["generation"]).name
         side = json.loads((generation / "side.json").read_text())
-        opened = Index(index.FileIndex(FileStorage(str(generation), supports_mmap=True)), side)
+        storage = FileStorage(str(generation), supports_mmap=True)
+        opened = Index(index.FileIndex(storage), side, lambda: json.loads((generation / "later.json").read_text()))
         if len(opened) != side["documents"]:
             return None
         for number in range(min(len(opened), 1)):  # read one: a torn segment shows only then
@@ -257,12 +438,12 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: Notice) -> Index:
     import shutil
-    import tempfile
 
     generation = Path(tempfile.mkdtemp(prefix="generation-", dir=directory))
     try:
-        side = _write(FileStorage(str(generation)), roots, wanted, notice)
+        side, later = _write(FileStorage(str(generation)), roots, wanted, notice)
         (generation / "side.json").write_text(json.dumps(side))
+        (generation / "later.json").write_text(json.dumps(later))
         pointer = directory / "current.json.part"
         pointer.write_text(json.dumps({"stamp": wanted, "generation": generation.name}))
         pointer.replace(directory / "current.json")
@@ -280,22 +461,58 @@ def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: N
 
 def _build_in_memory(roots: tuple[Root, ...], wanted: str, notice: Notice) -> Index:
     storage = RamStorage()
-    side = _write(storage, roots, wanted, notice)
-    return Index(index.FileIndex(storage), side)
+    side, later = _write(storage, roots, wanted, notice)
+    return Index(index.FileIndex(storage), side, lambda: later)
 
 
-def _write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Notice) -> dict[str, Any]:
-    """Write every current entry; returns what is kept beside the index."""
+def _write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Notice) -> tuple[Side, Side]:
+    """Write every current entry; returns what is kept beside the index: for any search, and for some."""
     from kb.document import collect  # only a build reads Markdown: a search starts without its parsers
 
-    documents, side = collect(roots, notice)
-    writer = storage.create_index(_schema()).writer(limitmb=64)
+    with _no_garbage_collection():
+        documents, side = collect(roots, notice)
+        _write_documents(storage, documents)
+    ids = ["" if stored["status"] == "withdrawn" else stored["id"] for stored, _ in documents]
+    facets = [{name: stored[name] for name in FACETS} for stored, _ in documents]
+    later = {"surfaces": side.pop("surfaces"), "facets": facets}
+    grams = _grams([one["literals"] for one in side["signatures"]])
+    return {**side, "stamp": wanted, "documents": len(documents), "ids": ids, "grams": grams}, later
+
+
+def _write_documents(storage: Storage, documents: list[tuple[dict[str, Any], list[tuple[float, str]]]]) -> None:
+    writer = storage.create_index(_schema()).writer(codec=_Codec())
+    writer.pool = _Pool()
     try:
         for stored, parts in documents:
-            writer.add_document(**{BODY: join(parts), "document": json.dumps(stored, ensure_ascii=False)})
+            writer.add_document(**{BODY: parts, "document": json.dumps(stored, ensure_ascii=False)})
         writer.commit(optimize=True)
     except BaseException:
         writer.cancel()
         raise
-    ids = ["" if stored["status"] == "withdrawn" else stored["id"] for stored, _ in documents]
-    return {**side, "stamp": wanted, "documents": len(documents), "ids": ids}
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A build makes millions of objects and no circles; looking for those takes a quarter of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
+    """Some characters of each literal, those that the fewest literals have, to the numbers of their signatures."""
+    counts = Counter(gram for texts in literals for text in texts for gram in set(_grams_of(text)))
+    table: dict[str, list[int]] = {}
+    for number, texts in enumerate(literals):
+        for gram in {min(_grams_of(text), key=lambda one: counts[one]) for text in texts} or {""}:
+            table.setdefault(gram, []).append(number)
+    return table
+
+
+def _grams_of(text: str) -> list[str]:
+    """Its pieces of `GRAM` characters; the whole of a shorter text."""
+    return [text[at : at + GRAM] for at in range(max(1, len(text) - GRAM + 1))]

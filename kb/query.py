@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kb.analysis import Term, normal, terms
+from kb.analysis import Term, normal, terms, words
 
 LONGEST_TEXT = 8000  # characters of a query that are looked at
 MOST_CONCEPTS = 24
-SYNONYM_WEIGHT = 0.7
+SYNONYM_WEIGHT = 0.5
 
 # What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
 VOLATILE = r"""(?x)
@@ -44,11 +44,12 @@ class Concept(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """One run of the text: a word with its forms, or one Chinese bigram."""
+    """One run of the text: a word or identifier with its forms, or one Chinese bigram."""
 
     surface: str
     forms: tuple[str, ...]
     is_cjk: bool
+    words: tuple[str, ...]  # what the glossary may know it by
 
     @property
     def is_plain(self) -> bool:
@@ -81,20 +82,25 @@ def _units(text: str) -> list[_Unit]:
     units: list[_Unit] = []
     for forms in runs.values():
         if forms[0].is_cjk:
-            units += [_Unit(term.text, (term.text,), True) for term in forms]
+            units += [_Unit(term.text, (term.text,), True, (term.text,)) for term in forms]
         else:
-            units.append(_Unit(forms[0].surface, tuple(term.text for term in forms), False))
+            units.append(_word(forms[0].surface, tuple(term.text for term in forms)))
     return units
+
+
+def _word(surface: str, forms: tuple[str, ...]) -> _Unit:
+    return _Unit(surface, forms, False, forms if len(forms) == 1 else words(surface))
 
 
 def _synonym(units: list[_Unit], table: Synonyms) -> tuple[int, Concept] | None:
     """The longest glossary word that these units begin with, with its synonyms at a lower weight."""
     for length in range(len(units), 0, -1):
         some = units[:length]
-        key = tuple(unit.forms[0] for unit in some)
-        if key in table and all(unit.is_plain for unit in some):
-            others = tuple(Alternative(other, SYNONYM_WEIGHT) for other in table[key])
-            return length, Concept(_surface(some), (Alternative(key, 1.0), *others))
+        key = tuple(word for unit in some for word in unit.words)
+        if key in table:
+            own = _single(some[0]).alternatives if length == 1 else (Alternative(key, 1.0),)
+            others = (Alternative(other, SYNONYM_WEIGHT) for other in table[key])
+            return length, Concept(_surface(some), (*own, *others))
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
+from kb.draft import NO_DRAFT, Draft
 from kb.entry import ID
 from kb.errors import UsageError
 
@@ -20,10 +21,7 @@ aliases:
   - TODO what people type, in English
   - TODO 大家会怎么搜
 signatures:
-  - pattern: 'TODO a regular expression over one line of the log'
-    role: root
-    source: TODO who prints it
-    sample: 'TODO a regular expression over one line of the log'
+{signatures}
 not_signatures: []
 references:
   - url: https://example.org/TODO
@@ -36,10 +34,10 @@ reviewed: {today}
 ## Symptom
 
 TODO what one sees first, and what does not happen.
-
-```log
-TODO a log of it: realistic, with your own numbers
-```
+{seen}
+{fence}log
+{log}
+{fence}
 
 ```log
 TODO another one: another framework, version or rank layout
@@ -134,8 +132,17 @@ probe = Probe(
 '''
 
 
-def scaffold(home: Path, entry_id: str, today: datetime.date) -> tuple[Path, Path]:
+SIGNATURE = """\
+  - pattern: '{pattern}'
+    role: root{choose}
+    source: TODO who prints it
+    sample: '{sample}'"""
+
+
+def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_DRAFT) -> tuple[Path, Path]:
     """Write entry and probe into the content root `home`, made when it is not there; (entry, probe).
+
+    A draft gives the entry its log and signatures to choose from.
 
     Raises `UsageError` for an id that is none, and for files that exist: nothing is overwritten.
     """
@@ -145,7 +152,7 @@ def scaffold(home: Path, entry_id: str, today: datetime.date) -> tuple[Path, Pat
         )
     stem = entry_id.replace("-", "_")
     files = {
-        home / "entries" / f"{entry_id}.md": ENTRY.format(id=entry_id, probe=stem, today=today),
+        home / "entries" / f"{entry_id}.md": _entry(entry_id, stem, today, draft),
         home / "probes" / f"{stem}.py": PROBE,
     }
     for path in files:
@@ -159,3 +166,30 @@ def scaffold(home: Path, entry_id: str, today: datetime.date) -> tuple[Path, Pat
         raise UsageError(f"{path}: {error.strerror}", "name a folder that can be written with --root") from error
     entry, probe = files
     return entry, probe
+
+
+def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
+    ticks = "`" * max(3, draft.longest_fence + 1)
+    return ENTRY.format(
+        id=entry_id,
+        probe=stem,
+        today=today,
+        signatures="\n".join(
+            SIGNATURE.format(
+                pattern=_quoted(one.pattern),
+                sample=_quoted(one.sample),
+                choose="  # TODO keep it if only this incident prints it; root, cascade or context?"
+                if draft.is_real
+                else "",
+            )
+            for one in draft.candidates
+        ),
+        seen="".join(f"\nTODO kb saw: {sentence}\n" for sentence in draft.seen),
+        fence=ticks,
+        log=draft.log,
+    )
+
+
+def _quoted(text: str) -> str:
+    """For between the single quotes of YAML."""
+    return text.replace("'", "''")

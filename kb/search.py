@@ -2,88 +2,117 @@
 
 score = (sum over concepts of the best alternative's BM25F x weight) x coverage + signature
 
-`coverage` grows with the share of the query's information that an entry accounts for, so that an entry
-with every word of a question beats one that has a single word often. A pasted log line that matches an
-entry's signature lifts that entry by a fixed share of the best text score: root more than cascade.
+`coverage` grows from 1 to 2 with the share of the query's information that one headline of an entry accounts for: an
+entry that somebody calls what the user says beats one that has the same words in many places. A pasted log line
+that matches an entry's signature lifts that entry by a fixed share of the best text score: root more than cascade.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from heapq import nsmallest
 from typing import Any, NamedTuple
 
+from kb.applies import Applicability, State, Versions, applicability
+from kb.explanation import Explanation, Factor, phrase
+from kb.filter import Filter
+from kb.hit import Answer, Hit, snippet
 from kb.index import Index
 from kb.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept, concepts
 from kb.signature import find
+from kb.spelling import corrected
 
-LEAST_COVERAGE = 0.4  # what is left of the score of an entry that covers nothing but one common word
+MOST_READ = 12  # entries whose headlines are looked at, the best by their words: others stay behind them
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
-CORRECTION_WEIGHT = 0.8
 MOST_HITS = 50
-SNIPPET_LENGTH = 160
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """One entry with a reason. `matched` are the user's words; `signature` the pattern that matched, or ""."""
-
-    id: str
-    title: str
-    title_zh: str
-    cause: str
-    cause_zh: str
-    status: str
-    severity: str
-    tags: tuple[str, ...]
-    frameworks: tuple[str, ...]
-    origin: str
-    probe: str | None
-    score: float
-    matched: tuple[str, ...]
-    signature: str
-    snippet: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Hits, best first, and a corrected spelling when words of the question are unknown."""
-
-    query: str
-    hits: tuple[Hit, ...]
-    did_you_mean: str
+MOST_PER_IDF = 2.2  # BM25 stays below idf x (K1 + 1)
+EVERYTHING = Filter()
 
 
 class _Scored(NamedTuple):
+    """A concept's score per document, and what each of its alternatives gives before it is weighted."""
+
     concept: Concept
     idf: float
     scores: dict[int, float]
+    parts: tuple[tuple[Alternative, dict[int, float]], ...]
 
 
-def search(index: Index, text: str, limit: int = 10) -> Answer:
-    """The entries that answer a question or a pasted log. No hit is an answer, not an error."""
-    asked, corrections = _corrected(index, concepts(text, index.has, index.synonyms))
+class _Scoring(NamedTuple):
+    """What a question gives each document, in parts and in total. `signatures` are (role, pattern) per entry id."""
+
+    concepts: list[_Scored]
+    coverage: dict[int, float]
+    signatures: dict[str, tuple[str, str]]
+    lifts: dict[int, float]
+    totals: dict[int, float]
+
+
+def search(
+    index: Index,
+    text: str,
+    limit: int = 10,
+    *,
+    only: Filter = EVERYTHING,
+    installed: Versions | None = None,
+    explain: bool = False,
+) -> Answer:
+    """The entries that answer a question or a pasted log. No hit is an answer, not an error.
+
+    A filter takes hits away and changes no score. With the versions that are `installed`, entries that apply to them
+    come first and those that do not come last. Raises `UsageError` for a filter that no entry can pass.
+    """
+    wanted, did_you_mean = corrected(index, text, concepts(text, index.has, index.synonyms))
+    scoring = _scoring(index, wanted, text)
+    admitted = scoring.totals.keys() & (only.admitted(index.facets) if only else index.numbers.keys())
+    judged = {} if installed is None else _judged(index, admitted, installed)
+    ranked = sorted(admitted, key=lambda number: (_standing(judged, number), -scoring.totals[number], number))
+    hits = [_hit(index.document(number), number, scoring) for number in ranked[: min(limit, MOST_HITS)]]
+    if judged:
+        hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=False)]
+    if explain:
+        hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=False)]
+    return Answer(text, tuple(hits), did_you_mean)
+
+
+def likeness(index: Index, text: str) -> dict[str, float]:
+    """How much of what a text says each entry says too, 0 to 1: its text score as a share of the most it could be."""
+    scored = _informative([_score(index, concept) for concept in concepts(text, index.has, index.synonyms)])
+    most = sum(one.idf for one in scored) * MOST_PER_IDF or 1.0
+    totals = _totals(scored, _coverage(scored))
+    return {entry: min(1.0, totals[number] / most) for number, entry in index.numbers.items() if number in totals}
+
+
+def _scoring(index: Index, asked: list[Concept], text: str) -> _Scoring:
     scored = _informative([_score(index, concept) for concept in asked])
+    totals = _sums(scored)
+    coverage = _coverage(index, scored, totals)
+    totals.update({number: totals[number] * factor for number, factor in coverage.items()})
     signatures = _signatures(index, text[:LONGEST_TEXT])
-    totals = _totals(scored)
-    best = max(totals.values(), default=1.0)
-    for number, entry_id in index.numbers.items():
-        if entry_id in signatures:
-            totals[number] = totals.get(number, 0.0) + SIGNATURE[signatures[entry_id][0]] * best
-    ranked = sorted(totals.keys() & index.numbers.keys(), key=lambda number: (-totals[number], number))
-    chosen = ranked[: min(limit, MOST_HITS)]
-    hits = [_hit(index.document(number), totals[number], number, scored, signatures) for number in chosen]
-    return Answer(text, tuple(hits), _respelled(text, corrections))
+    lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
+    for number, lift in lifts.items():
+        totals[number] = totals.get(number, 0.0) + lift
+    return _Scoring(scored, coverage, signatures, lifts, totals)
 
 
 def _score(index: Index, concept: Concept) -> _Scored:
     """Every document's best alternative of one concept."""
+    parts = tuple((alternative, index.scores(alternative.terms)) for alternative in concept.alternatives)
     best: dict[int, float] = {}
-    for alternative in concept.alternatives:
-        for number, score in index.scores(alternative.terms).items():
+    for alternative, found in parts:
+        for number, score in found.items():
             best[number] = max(best.get(number, 0.0), score * alternative.weight)
-    known = [index.idf(term) for term in concept.alternatives[0].terms if index.has(term)]
-    return _Scored(concept, max(known, default=0.0) if best else 0.0, best)
+    return _Scored(concept, _idf(index, concept) if best else 0.0, best, parts)
+
+
+def _idf(index: Index, concept: Concept) -> float:
+    """Of the form that the user wrote; of the forms that are known when no entry has that one."""
+    for alternatives in (concept.alternatives[:1], concept.alternatives[1:]):
+        known = [index.idf(term) for one in alternatives for term in one.terms if index.has(term)]
+        if known:
+            return max(known)
+    return 0.0
 
 
 def _informative(scored: list[_Scored]) -> list[_Scored]:
@@ -92,54 +121,73 @@ def _informative(scored: list[_Scored]) -> list[_Scored]:
     return sorted(known, key=lambda one: -one.idf)[:MOST_CONCEPTS]
 
 
-def _totals(scored: list[_Scored]) -> dict[int, float]:
-    everything = sum(one.idf for one in scored) or 1.0
-    totals: dict[int, float] = {}
-    covered: dict[int, float] = {}
+def _sums(scored: list[_Scored]) -> dict[int, float]:
+    sums: dict[int, float] = {}
     for one in scored:
         for number, score in one.scores.items():
-            totals[number] = totals.get(number, 0.0) + score
-            covered[number] = covered.get(number, 0.0) + one.idf
-    share = {number: LEAST_COVERAGE + (1 - LEAST_COVERAGE) * covered[number] / everything for number in totals}
-    return {number: total * share[number] for number, total in totals.items()}
+            sums[number] = sums.get(number, 0.0) + score
+    return sums
+
+
+def _coverage(index: Index, scored: list[_Scored], sums: dict[int, float]) -> dict[int, float]:
+    """The factor for the share of the query's information that one headline accounts for; of the best entries only."""
+    everything = sum(one.idf for one in scored) or 1.0
+    best = nsmallest(MOST_READ, sums, key=lambda number: (-sums[number], number))
+    return {number: 1 + _best_headline(index.headlines(number), scored, number) / everything for number in best}
+
+
+def _best_headline(headlines: tuple[frozenset[str], ...], scored: list[_Scored], number: int) -> float:
+    """The most information of the query that one headline of a document has."""
+    held = [
+        (one.idf, [set(alternative.terms) for alternative, scores in one.parts if number in scores]) for one in scored
+    ]
+    return max(sum(idf for idf, ways in held if any(way <= line for way in ways)) for line in headlines)
+
+
+def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) -> dict[int, float]:
+    """What a matching signature adds to the score of its entry."""
+    return {
+        number: SIGNATURE[signatures[entry_id][0]] * best
+        for number, entry_id in index.numbers.items()
+        if entry_id in signatures
+    }
+
+
+def _explanation(scoring: _Scoring, number: int) -> Explanation:
+    factors = [_factor(one, number) for one in scoring.concepts if number in one.scores]
+    return Explanation(tuple(factors), scoring.coverage.get(number, 1.0), scoring.lifts.get(number, 0.0))
+
+
+def _factor(one: _Scored, number: int) -> Factor:
+    """The alternative that won."""
+    found = [(alternative, scores[number]) for alternative, scores in one.parts if number in scores]
+    (terms, weight), bm25 = max(found, key=lambda pair: pair[1] * pair[0].weight)
+    return Factor(one.concept.surface, phrase(terms), one.idf, weight, bm25, one.scores[number])
+
+
+def _judged(index: Index, numbers: Set[int], installed: Versions) -> dict[int, Applicability]:
+    facets = ((number, index.facets[number]) for number in numbers)
+    return {number: applicability(one["applies_to"], one["fixed_in"], installed) for number, one in facets}
+
+
+def _standing(judged: Mapping[int, Applicability], number: int) -> int:
+    return tuple(State).index(judged[number].state) if judged else 0
 
 
 def _signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
     """Per entry the strongest signature that matches: (role, pattern)."""
-    lowered = text.lower()
     found: dict[str, tuple[str, str]] = {}
     for one in index.signatures:
-        if one["literal"] not in lowered or found.get(one["id"], ("",))[0] == "root":
+        if one["role"] == "context" or found.get(one["id"], ("",))[0] == "root":
             continue
-        if find(one["pattern"], text):
+        may_match = not one["literals"] or any(literal in text for literal in one["literals"])
+        if may_match and find(one["pattern"], text):
             found[one["id"]] = (one["role"], one["pattern"])
     return found
 
 
-def _corrected(index: Index, asked: tuple[Concept, ...]) -> tuple[list[Concept], dict[str, str]]:
-    """Words that no entry has get their nearest spelling as an alternative; (concepts, word -> spelling)."""
-    result, corrections = [], {}
-    for concept in asked:
-        word = concept.alternatives[0].terms[0]
-        is_unknown = not any(index.has(term) for one in concept.alternatives for term in one.terms)
-        near = index.near(word)[:2] if is_unknown and word.isascii() and word.isalpha() and 3 < len(word) < 20 else []
-        if near:
-            corrections[concept.surface] = index.surfaces.get(near[0], near[0])
-            concept = Concept(concept.surface, tuple(Alternative((one,), CORRECTION_WEIGHT) for one in near))
-        result.append(concept)
-    return result, corrections
-
-
-def _respelled(text: str, corrections: dict[str, str]) -> str:
-    if not corrections or len(text) > 200:
-        return ""
-    return re.sub("|".join(map(re.escape, corrections)), lambda match: corrections[match.group()], text)
-
-
-def _hit(
-    document: dict[str, Any], score: float, number: int, scored: list[_Scored], signatures: dict[str, tuple[str, str]]
-) -> Hit:
-    matched = tuple(one.concept.surface for one in scored if number in one.scores)
+def _hit(document: dict[str, Any], number: int, scoring: _Scoring) -> Hit:
+    matched = tuple(one.concept.surface for one in scoring.concepts if number in one.scores)
     return Hit(
         id=document["id"],
         title=document["title"],
@@ -152,23 +200,8 @@ def _hit(
         frameworks=tuple(document["frameworks"]),
         origin=document["origin"],
         probe=document["probe"],
-        score=round(score, 3),
+        score=round(scoring.totals[number], 3),
         matched=matched,
-        signature=signatures.get(document["id"], ("", ""))[1],
-        snippet=_snippet(document["lines"], matched),
+        signature=scoring.signatures.get(document["id"], ("", ""))[1],
+        snippet=snippet(document["lines"], matched),
     )
-
-
-def _snippet(lines: list[str], matched: tuple[str, ...]) -> str:
-    """The stored line with most of the matched words, cut around the first of them."""
-    words = [word.lower() for word in matched]
-
-    def found_in(line: str) -> int:
-        low = line.lower()
-        return sum(word in low for word in words)
-
-    line = max(lines, key=found_in, default="")
-    at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
-    start = max(0, at - SNIPPET_LENGTH // 3)
-    cut = line[start : start + SNIPPET_LENGTH]
-    return f"{'…' if start else ''}{cut}{'…' if start + SNIPPET_LENGTH < len(line) else ''}"

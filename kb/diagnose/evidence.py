@@ -1,4 +1,4 @@
-"""What a diagnosis rests on: lines, each with where it was read."""
+"""What a diagnosis rests on: lines, each with where it was read, and what was made of them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,81 @@ class Line:
     text: str
     rank: int | None = None
     time: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A signature of an entry that the evidence holds: a flood of lines is one sighting with a count.
+
+    `lines` are the first few, of different ranks where there are several; `match` is the text that matched first.
+    """
+
+    id: str
+    role: str
+    pattern: str
+    match: str
+    count: int
+    ranks: tuple[int, ...]
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Lines that report something going wrong, equal but for numbers and addresses, known to an entry or not."""
+
+    line: Line
+    count: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout:
+    """A rank's watchdog gave a collective up. Sizes are elements, -1 where the message does not tell."""
+
+    rank: int
+    group: str
+    sequence: int
+    op: str
+    numel_in: int
+    numel_out: int
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a rank's watchdog says of a group: the last collective it was given and the last that was done."""
+
+    rank: int
+    enqueued: int
+    completed: int
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """What the launcher says of a rank's end: an exit code, negative for a signal."""
+
+    rank: int
+    code: int
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Everything one pass over some sources found, in the order of reading.
+
+    `ranks` are those that some line names. `problems` are sentences about what could not be read. `text` is all that
+    was read when that was a page or two, else empty.
+    """
+
+    sightings: tuple[Sighting, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    timeouts: tuple[Timeout, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    exits: tuple[Exit, ...] = ()
+    ranks: tuple[int, ...] = ()
+    sources: int = 0
+    lines: int = 0
+    bytes: int = 0
+    problems: tuple[str, ...] = ()
+    text: str = ""

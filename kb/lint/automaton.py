@@ -127,8 +127,9 @@ class _Builder:
 
     def _join(self, one: _Part, other: _Part) -> _Part:
         self._connect(one, other)
-        first = one.first + _times(other.first, one.empty)
-        return _Part(one.empty * other.empty, first, other.last + _times(one.last, other.empty))
+        first = one.first + _times(other.first, one.empty) if one.empty else one.first
+        last = other.last + _times(one.last, other.empty) if other.empty else other.last
+        return _Part(one.empty * other.empty, first, last)
 
     def _connect(self, one: _Part, other: _Part) -> None:
         for (start, ways), (end, more) in product(one.last.items(), other.first.items()):

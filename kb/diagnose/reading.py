@@ -1,0 +1,138 @@
+"""The bytes of one input as a stream that never raises: unpacked, as UTF-8, no longer than the file was when opened.
+
+What goes wrong on the way (a truncated archive, a file that shrinks, a disk that fails) ends the stream early and
+is told to `report` in one sentence; what came before it is delivered.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from gzip import GzipFile
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+HEAD = 1 << 16  # bytes; `peek(HEAD)` of a stream from here is its whole head, also of a pipe
+GZIP = b"\x1f\x8b\x08"
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60)))  # or a frame to skip
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+Report = Callable[[str], None]
+
+
+def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> io.BufferedReader:
+    """A regular file, or a named pipe where the caller wants to wait for its writer. Never blocks otherwise."""
+    # Without O_NONBLOCK, a file that became a pipe since it was listed would be waited for.
+    extra = 0 if waits else os.O_NONBLOCK
+    try:
+        file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | extra))
+    except (OSError, ValueError) as error:
+        report(f"{name}: cannot be read: {reason(error)}")
+        return _stream(iter(()), name, report)
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode):
+        return _stream(_until(file, status.st_size, name, report), name, report, file)
+    if waits and stat.S_ISFIFO(status.st_mode):
+        return _stream(_all(file.read, name, report), name, report, file)
+    report(f"{name}: is no regular file any more")
+    file.close()
+    return _stream(iter(()), name, report)
+
+
+def read_stdin(report: Report) -> io.BufferedReader:
+    """Standard input to its end; stays open when the stream is closed."""
+    return _stream(_all(sys.stdin.buffer.read, "-", report), "-", report)
+
+
+def reason(error: Exception) -> str:
+    """What the system says, without the path that the sentence names already."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of any length as a raw stream. Fills what it is given, so that a peek shows all there is."""
+
+    def __init__(self, pieces: Iterator[bytes], below: io.IOBase | None) -> None:
+        self._pieces = pieces
+        self._rest = memoryview(b"")
+        self._below = below
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # io gives a memoryview
+        filled = 0
+        while filled < len(buffer):
+            self._rest = self._rest or memoryview(next(self._pieces, b""))
+            if not self._rest:
+                break
+            part = self._rest[: len(buffer) - filled]
+            buffer[filled : filled + len(part)] = part
+            self._rest = self._rest[len(part) :]
+            filled += len(part)
+        return filled
+
+    def close(self) -> None:
+        if self._below is not None:
+            self._below.close()
+        super().close()
+
+
+def _stream(pieces: Iterator[bytes], name: str, report: Report, file: io.IOBase | None = None) -> io.BufferedReader:
+    packed: io.BufferedReader = io.BufferedReader(_Pieces(pieces, file), HEAD)
+    plain = packed
+    magic = packed.peek(4)[:4]
+    if magic.startswith(GZIP):
+        plain = io.BufferedReader(_Pieces(_unpacked(GzipFile(fileobj=packed).read1, name, report), packed), HEAD)
+    elif magic in ZSTD:
+        plain = io.BufferedReader(_Pieces(_unpacked(zstd.ZstdFile(packed).read1, name, report), packed), HEAD)
+    if plain.peek(2)[:2] in UTF16:
+        return io.BufferedReader(_Pieces(_recoded(plain), plain), HEAD)
+    return plain
+
+
+def _until(file: io.FileIO, size: int, name: str, report: Report) -> Iterator[bytes]:
+    """What the file held when it was opened: a log that grows while it is read has an end."""
+    left = size
+
+    def read(most: int) -> bytes | None:
+        return file.read(min(most, left))
+
+    for block in _all(read, name, report):
+        left -= len(block)
+        yield block
+    if left:
+        report(f"{name}: {left:,} of {size:,} bytes are missing: it shrank or could not be read to its end")
+
+
+def _all(read: Callable[[int], bytes | None], name: str, report: Report) -> Iterator[bytes]:
+    try:
+        while block := read(HEAD):
+            yield block
+    except (OSError, ValueError) as error:  # ValueError: standard input was closed
+        report(f"{name}: reading it failed: {reason(error)}")
+
+
+def _unpacked(read: Callable[[int], bytes], name: str, report: Report) -> Iterator[bytes]:
+    """`read` is a read1: it loses nothing that was unpacked before the damage."""
+    try:
+        while block := read(HEAD):
+            yield block
+    except EOFError:
+        report(f"{name}: the compressed data ends too early; what came before the end is read")
+    except (OSError, zlib.error, zstd.ZstdError) as error:
+        report(f"{name}: the compressed data is damaged ({reason(error)}); what came before it is read")
+
+
+def _recoded(plain: io.BufferedReader) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    while block := plain.read(HEAD):
+        yield decoder.decode(block).encode()

@@ -1,0 +1,104 @@
+"""What an input is, by its content: names say what somebody hoped, and a dump may have any.
+
+A file whose first bytes fit nothing structured is text unless it is evidently not: NUL bytes inside, or the magic
+bytes of a format that holds no log. NULs around the text are none of these: a log that was cut while its writer
+went on begins with them, and one whose machine died may end with them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+
+
+class Kind(Enum):
+    """Who reads an input: the matcher of lines, one of the parsers, or nobody."""
+
+    TEXT = "text"
+    FLIGHT_PICKLE = "flight recorder dump (pickle)"
+    FLIGHT_JSON = "flight recorder dump (JSON)"
+    ERROR_FILE = "torchrun error file"
+    RAS_JSON = "NCCL RAS report (JSON)"
+    BINARY = "binary"
+
+
+PICKLE = re.compile(rb"\x80[\x02-\x05]")
+JSON_OBJECT = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
+# Keys that the writers put near the front. The JSON form is sorted, so its `version` follows all entries.
+FLIGHT_KEYS = re.compile(rb"pg_config|pg_status|record_id|collective_seq_id|nccl_comm_state|nccl_version")
+FLIGHT_JSON_KEYS = re.compile(
+    rb'"(?:pg_config|pg_status|nccl_comm_state|comm_lib_version|collective_seq_id|record_id)"\s*:'
+)
+RAS_KEYS = re.compile(rb'"nccl_version"\s*:[^{}]{0,500}"communicators(?:_count)?"\s*:')
+ERROR_OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"message"\s*:\s*\{')
+ERROR_DETAILS = re.compile(rb'"(?:extraInfo|py_callstack|errorCode)"\s*:')
+ERROR_KEYS = {"message", "timestamp", "errorCode", "extraInfo"}
+
+FOREIGN = (
+    b"\x7fELF",
+    b"PK\x03\x04",  # zip: checkpoints of torch.save, wheels, npz
+    b"PK\x05\x06",
+    b"\x93NUMPY",
+    b"\x89PNG",
+    b"\x89HDF",
+    b"GIF8",
+    b"\xff\xd8\xff",
+    b"%PDF",
+    b"PAR1",
+    b"ARROW1",
+    b"SQLite format 3",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"7z\xbc\xaf",
+    b"\x04\x22\x4d\x18",  # lz4
+    b"\x1f\x8b",  # packed twice
+    b"\x28\xb5\x2f\xfd",
+)
+SAFETENSORS = re.compile(rb'.{8}\{\s*"', re.DOTALL)  # eight bytes of length, then a JSON header
+
+
+def kind(head: bytes, name: str = "") -> Kind:
+    """The kind of an input whose first 64 KiB (fewer, if it is shorter) are `head`, unpacked and as UTF-8.
+
+    `name` decides only what content leaves open: whether `{"message": "..."}` is an error file or a line of a log.
+    """
+    if PICKLE.match(head):
+        return Kind.FLIGHT_PICKLE if FLIGHT_KEYS.search(head) else Kind.BINARY
+    if head.startswith(FOREIGN) or _is_safetensors(head):
+        return Kind.BINARY
+    text = head.strip(b"\0")
+    if b"\0" in text or (head and not text):
+        return Kind.BINARY
+    return _structured(text, name) if JSON_OBJECT.match(text) else Kind.TEXT
+
+
+def _structured(head: bytes, name: str) -> Kind:
+    if _is_error_file(head, name):
+        return Kind.ERROR_FILE
+    if RAS_KEYS.search(head):
+        return Kind.RAS_JSON
+    if len({match.group() for match in FLIGHT_JSON_KEYS.finditer(head)}) >= 2 and not _is_lines(head):
+        return Kind.FLIGHT_JSON
+    return Kind.TEXT
+
+
+def _is_safetensors(head: bytes) -> bool:
+    return bool(SAFETENSORS.match(head)) and b"\0" in head[:8]
+
+
+def _is_error_file(head: bytes, name: str) -> bool:
+    if ERROR_OBJECT.match(head):
+        return bool(ERROR_DETAILS.search(head))
+    if not re.match(rb'\s*\{\s*"message"', head):
+        return False
+    try:
+        data = json.loads(head)
+    except (ValueError, RecursionError):
+        return False
+    return data.keys() <= ERROR_KEYS and (len(data) > 1 or name.endswith(".json"))
+
+
+def _is_lines(head: bytes) -> bool:
+    """One JSON object a line, as structured loggers print: a log, whatever its keys are called."""
+    return bool(re.search(rb"\}[ \t]*\r?\n[ \t]*\{", head))

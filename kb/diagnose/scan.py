@@ -1,0 +1,101 @@
+"""Reads everything that a diagnosis is given, each input in its way, into one `Scan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from kb.diagnose import errorfile, flightdump, ras, stacks
+from kb.diagnose.collectives import observations
+from kb.diagnose.evidence import Line, Scan
+from kb.diagnose.flightdump import FlightDump
+from kb.diagnose.matcher import Matcher
+from kb.diagnose.plaindata import Unreadable
+from kb.diagnose.ranks import rank_of
+from kb.diagnose.reading import HEAD
+from kb.diagnose.recognise import Kind, kind
+from kb.diagnose.scanner import Scanner
+from kb.diagnose.source import Source, chunks
+from kb.diagnose.tally import Tally
+
+MOST_STRUCTURED = 256 << 20  # bytes of a dump
+MOST_STACKS = 8 << 20  # bytes of a log in which stacks are looked for
+STACKS = re.compile(rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":")
+
+Progress = Callable[[int], None]
+
+
+def scan(sources: Sequence[Source], matcher: Matcher, progress: Progress = lambda _: None) -> Scan:
+    """One pass over all sources; `progress` hears how many bytes each step read. Raises nothing."""
+    tally = Tally()
+    dumps: list[FlightDump] = []
+    for source in sources:
+        tally.sources += 1
+        with source.open(tally.problems.append) as stream:
+            found = kind(stream.peek(HEAD)[:HEAD], source.name)
+            if found is Kind.TEXT:
+                _read_log(source, chunks(stream), matcher, tally, progress)
+            elif found is Kind.BINARY:
+                tally.problems.append(f"{source.name}: is binary and was not read")
+            else:
+                _read_structured(source, found, stream.read(MOST_STRUCTURED), matcher, tally, dumps)
+    return _concluded(tally, matcher, dumps)
+
+
+def scan_text(pieces: Iterable[bytes], matcher: Matcher, name: str = "-") -> Scan:
+    """The same for a log that is no file, in the pieces that `chunks` makes."""
+    tally = Tally()
+    tally.sources = 1
+    _read_log(Source(name), pieces, matcher, tally, lambda _: None)
+    return _concluded(tally, matcher, [])
+
+
+def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
+    """With what only all sources together say."""
+    for line in flightdump.lines(dumps):
+        derive(line, matcher, tally)
+    for line in observations(tally.scan()):
+        derive(line, matcher, tally)
+    return tally.scan()
+
+
+def _read_log(source: Source, pieces: Iterable[bytes], matcher: Matcher, tally: Tally, progress: Progress) -> None:
+    scanner = Scanner(matcher, tally, source.name, rank_of(source.name), source.modified)
+    head = b""
+    for piece in pieces:
+        scanner.feed(piece)
+        progress(len(piece))
+        if len(head) < MOST_STACKS and STACKS.search(piece):
+            head += piece
+    scanner.close()
+    if head:
+        with suppress(Unreadable):  # what looked like a stack was none
+            for line in stacks.observations(head.decode("utf-8", "replace"), source.name, rank_of(source.name)):
+                derive(line, matcher, tally)
+
+
+def _read_structured(
+    source: Source, found: Kind, data: bytes, matcher: Matcher, tally: Tally, dumps: list[FlightDump]
+) -> None:
+    tally.bytes += len(data)
+    try:
+        if found in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
+            dumps.append(flightdump.read(data, source.name))
+        elif found is Kind.ERROR_FILE:
+            for line in errorfile.read(data, source.name, rank_of(source.name)):
+                derive(line, matcher, tally)
+        else:
+            for line in ras.read(data, source.name):
+                derive(line, matcher, tally)
+    except Unreadable as error:
+        tally.problems.append(f"{source.name}: {error}")
+
+
+def derive(line: Line, matcher: Matcher, tally: Tally) -> None:
+    """Match a line that was derived, not read."""
+    for _, _, numbers in matcher.found(line.text.encode()):
+        for index in numbers:
+            if index >= 0 and (match := matcher.patterns[index].compiled.search(line.text)):
+                tally.saw(matcher.patterns[index], match.group(), line)
+    tally.failed(line)

@@ -1,0 +1,149 @@
+"""The inputs of a diagnosis: files, folders, pipes and standard input, in a fixed order, each a stream of bytes.
+
+Of a folder everything below it counts that is not hidden and not evidently binary. Links are followed and a file
+counts once however many names it has. Where there is more than can be read, what was written last is nearest to the
+failure and is read; `Sources.problems` says in sentences what was left out, and by which rule.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from kb.diagnose.folder import Identity, Listing, identity, listed, shown
+from kb.diagnose.reading import HEAD, Report, read_file, read_stdin, reason
+from kb.diagnose.recognise import Kind, kind
+from kb.errors import UsageError
+
+MOST_FILES = 5_000  # of one folder that are read
+MOST_ENTRIES = 100_000  # of one folder that are looked at
+CHUNK = 1 << 20  # bytes
+OVERLAP = 4096  # bytes that two pieces of one overlong line share: no literal or match of this length is cut apart
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input. `name` is how the user finds it again (`-` is standard input); `modified` seconds since the epoch."""
+
+    name: str
+    path: str = ""
+    modified: float | None = None
+    is_pipe: bool = False
+
+    def open(self, report: Report = lambda _: None) -> io.BufferedReader:
+        """Its bytes: unpacked if they are gzip or zstd, UTF-8 if they are UTF-16, never more than it holds now.
+
+        Reading never raises: what goes wrong ends the stream, and `report` gets a sentence about it. `peek(HEAD)`
+        gives the head that `kb.diagnose.recognise.kind` wants without taking it away. A pipe waits for its writer.
+        """
+        return read_file(self.path, self.name, report, waits=self.is_pipe) if self.path else read_stdin(report)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is to be read, and sentences about what is not."""
+
+    found: tuple[Source, ...]
+    problems: tuple[str, ...]
+
+
+def sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: int = MOST_ENTRIES) -> Sources:
+    """The inputs that these arguments mean. UsageError for an argument that is none; a pipe is not opened yet."""
+    found: dict[Identity, Source] = {}
+    problems: list[str] = []
+    for path in paths:
+        if path == "-":
+            found.setdefault((-1, -1), Source("-"))
+            continue
+        status = _status(path)
+        if stat.S_ISDIR(status.st_mode):
+            chosen, said = _folder(path, most_files, most_entries)
+            found |= {key: source for key, source in chosen.items() if key not in found}
+            problems += said
+        else:
+            found.setdefault(identity(status), _named(path, status))
+    return Sources(tuple(found.values()), tuple(problems))
+
+
+def chunks(stream: BinaryIO, size: int = CHUNK, overlap: int = OVERLAP) -> Iterator[bytes]:
+    """The stream in pieces of at most `size` bytes (more than twice the overlap) that end with a line.
+
+    A line ends with a newline, or with a carriage return where `size` bytes hold no newline. A longer line comes in
+    pieces: one that does not end with either is followed by one that begins with its last `overlap` bytes.
+    """
+    kept, shared = b"", 0  # `shared`: bytes at the front of `kept` that the last piece had already
+    while block := stream.read(size - len(kept)):
+        kept += block
+        if len(kept) < size:
+            continue
+        cut = kept.rfind(b"\n") + 1 or kept.rfind(b"\r") + 1
+        yield kept[:cut] if cut else kept
+        kept, shared = (kept[cut:], 0) if cut else (kept[-overlap:], overlap)
+    if len(kept) > shared:
+        yield kept
+
+
+def _status(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{shown(path)} cannot be read: {reason(error)}") from error
+
+
+def _named(path: str, status: os.stat_result) -> Source:
+    is_pipe = stat.S_ISFIFO(status.st_mode)
+    if not is_pipe and not stat.S_ISREG(status.st_mode):
+        hint = "`-` reads what a command prints: `dmesg | kb diagnose -`"
+        raise UsageError(f"{shown(path)} is neither a file, a folder nor a pipe", hint)
+    try:
+        if not is_pipe:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as error:
+        raise UsageError(f"{shown(path)} cannot be read: {reason(error)}") from error
+    return Source(shown(path), path, None if is_pipe else status.st_mtime, is_pipe)
+
+
+def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identity, Source], list[str]]:
+    """The files of a folder that are read, sorted by name, and sentences about the others."""
+    listing = listed(path, most_entries)
+    left = deque(sorted(listing.files.items(), key=lambda item: (item[1].modified, item[1].path)))
+    chosen: dict[Identity, Source] = {}
+    binary = 0
+    while left and len(chosen) < most_files:
+        key, file = left.pop()
+        source = Source(shown(file.path), file.path, file.modified)
+        found, trouble = _look(source)
+        if trouble:
+            listing.troubles.append(trouble)
+        elif found is Kind.BINARY:
+            binary += 1
+        else:
+            chosen[key] = source
+    problems = [f"{shown(path)}: {sentence}" for sentence in _left_out(listing, most_entries, len(left), binary)]
+    if not chosen:
+        raise UsageError(f"{shown(path)} holds no log", "; ".join(problems) or "it has no files")
+    return dict(sorted(chosen.items(), key=lambda item: item[1].path)), problems
+
+
+def _left_out(listing: Listing, most_entries: int, older: int, binary: int) -> Iterator[str]:
+    if listing.is_cut:
+        yield f"more than {most_entries:,} files and folders, the others were not looked at"
+    if older:
+        yield f"left out as older than what is read: {older:,}"
+    if binary:
+        yield f"left out as binary: {binary:,}"
+    if listing.troubles:
+        yield f"left out as unreadable: {len(listing.troubles):,}, the first is {listing.troubles[0]}"
+
+
+def _look(source: Source) -> tuple[Kind, str]:
+    """The kind of a file and, if nothing of it can be read, why. What fails further on is told when it is read."""
+    troubles: list[str] = []
+    with source.open(troubles.append) as stream:
+        head = stream.peek(HEAD)
+    return kind(head, source.name), troubles[0] if troubles and not head else ""

@@ -1,0 +1,104 @@
+"""What the scanners of all sources have found so far; `scan` freezes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from kb.diagnose.collectives import Reading
+from kb.diagnose.evidence import Failure, Line, Scan, Sighting
+from kb.diagnose.failing import is_failure, is_interruption
+from kb.diagnose.matcher import Pattern
+from kb.query import LONGEST_TEXT, VOLATILE
+
+MOST_LINES = 5  # cited for one signature
+MOST_FAILURES = 400  # distinct
+RANKS = re.compile(rb"\[(?:rank|default|Rank |RANK )(\d{1,5})\]")
+CHANGING = re.compile(VOLATILE)
+DIGITS = re.compile(r"\d+")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Lines that count as one piece of evidence."""
+
+    lines: list[Line] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    count: int = 0
+    match: str = ""
+
+    def add(self, line: Line, most: int) -> None:
+        self.count += 1
+        if len(self.lines) < most and (line.rank is None or line.rank not in self.ranks or self.count <= 2):
+            self.lines.append(line)
+        if line.rank is not None:
+            self.ranks.add(line.rank)
+
+
+class Tally:
+    """Collects; a flood of equal lines, of one rank or of many, becomes one sighting or failure with a count."""
+
+    def __init__(self) -> None:
+        self.bytes = self.lines = self.sources = 0
+        self.problems: list[str] = []
+        self._sightings: dict[tuple[str, str, str], _Seen] = {}
+        self._failures: dict[str, _Seen] = {}
+        self._ranks: set[bytes] = set()
+        self._reading = Reading()
+        self._excerpt = bytearray()
+
+    def saw(self, pattern: Pattern, match: str, line: Line) -> None:
+        """A signature matched, or, when there were many already, its literal occurred."""
+        seen = self._sightings.setdefault((pattern.id, pattern.role, pattern.text), _Seen(match=match))
+        seen.add(line, MOST_LINES)
+
+    def failed(self, line: Line) -> None:
+        """A line that may report a failure."""
+        key = DIGITS.sub("0", CHANGING.sub(" ", line.text)).strip(" .:-")
+        if is_failure(line.text) and (key in self._failures or len(self._failures) < MOST_FAILURES):
+            self._failures.setdefault(key, _Seen()).add(line, 1)
+
+    def told(self, line: Line, text: str) -> None:
+        """A line that says how far a rank came or how it ended."""
+        self._reading.take(line, text)
+
+    def keep(self, data: bytes) -> None:
+        """What is short enough to be read whole is compared with the entries whole."""
+        if len(self._excerpt) <= LONGEST_TEXT:
+            self._excerpt += data[: LONGEST_TEXT + 1 - len(self._excerpt)]
+
+    def ended(self, lines: list[Line], patterns: Iterable[Pattern]) -> None:
+        """The last lines of a log. Where it stopped without a word is where it hung."""
+        while lines and is_interruption(lines[-1].text):
+            lines.pop()
+        for pattern in patterns:
+            for line in lines[-1:]:
+                if pattern.role == "context" and (match := pattern.compiled.search(line.text)):
+                    self.saw(replace(pattern, role="last"), match.group(), line)
+
+    def saw_ranks(self, data: bytes, start: int, end: int) -> None:
+        self._ranks.update(RANKS.findall(data, start, end))
+
+    def scan(self) -> Scan:
+        """All of it, in the order of first appearance."""
+        named = {int(one) for one in self._ranks}
+        told = {rank for seen in self._sightings.values() for rank in seen.ranks}
+        return Scan(
+            sightings=tuple(
+                Sighting(*key, seen.match, seen.count, tuple(sorted(seen.ranks)), tuple(seen.lines))
+                for key, seen in self._sightings.items()
+            ),
+            failures=tuple(
+                Failure(seen.lines[0], seen.count, tuple(sorted(seen.ranks))) for seen in self._failures.values()
+            ),
+            timeouts=tuple(self._reading.timeouts.values()),
+            progress=tuple(self._reading.progress.values()),
+            exits=tuple(self._reading.exits),
+            ranks=tuple(sorted(named | told)),
+            sources=self.sources,
+            lines=self.lines,
+            bytes=self.bytes,
+            problems=tuple(self.problems),
+            text=self._excerpt.decode("utf-8", "replace") if len(self._excerpt) <= LONGEST_TEXT else "",
+        )

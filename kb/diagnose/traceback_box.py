@@ -1,0 +1,17 @@
+"""Tracebacks as rich draws them, in boxes and with wrapped messages, as Python prints them."""
+
+from __future__ import annotations
+
+import re
+
+FRAME = re.compile(r"^[│|] *(?:❱ *)?(\S+\.py):(\d+) in (\w+) *[│|]?$", re.MULTILINE)
+SOURCE = re.compile(r"^[│|] *(?:❱ +)?\d+ +[│|]? ?(.*?) *[│|]$", re.MULTILINE)
+BORDER = re.compile(r"^[╭╰][─ ].*$", re.MULTILINE)
+
+
+def unboxed(text: str) -> str:
+    """Frames as `File "x.py", line 3, in f`, source lines bare, borders gone. Text without boxes stays as it is."""
+    if "│" not in text and "╭" not in text:
+        return text
+    text = FRAME.sub(r'  File "\1", line \2, in \3', text)
+    return BORDER.sub("", SOURCE.sub(r"    \1", text))

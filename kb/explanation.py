@@ -1,0 +1,45 @@
+"""What a hit's score is made of, for a reader who asks why it stands where it stands.
+
+score = (sum of the factors' scores) x coverage + signature
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What one concept of the question gave: score = bm25 x weight.
+
+    `word` is the user's; `term` what the entry has of it: another form, a synonym or a corrected spelling. `idf` is
+    how much the concept tells entries apart, in the measure that coverage counts.
+    """
+
+    word: str
+    term: str
+    idf: float
+    weight: float
+    bm25: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The parts of one hit's score. `coverage` is a factor, `signature` the amount that a matching one adds."""
+
+    concepts: tuple[Factor, ...]
+    coverage: float
+    signature: float
+
+    @property
+    def score(self) -> float:
+        """The parts put together: the score of the hit."""
+        return sum(one.score for one in self.concepts) * self.coverage + self.signature
+
+
+def phrase(terms: tuple[str, ...]) -> str:
+    """Terms as one reads them: Chinese ones overlap by a character."""
+    if all(len(term) == 2 and not term.isascii() for term in terms):
+        return terms[0] + "".join(term[-1] for term in terms[1:])
+    return " ".join(terms)

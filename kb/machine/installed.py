@@ -1,0 +1,40 @@
+"""The versions in a training environment, for judging whether an incident applies to it: `kb.applies`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kb.errors import InterpreterError
+from kb.machine import interpreter
+from kb.machine.reading import Reader
+
+NCCL = re.compile(r"nvidia-nccl(-cu\d+)?")
+
+
+def versions(python: Path) -> dict[str, str | None]:
+    """Package to version, with `python`, and `cuda` and `nccl` as torch was built with.
+
+    None for a package whose version cannot be read. Runs the interpreter in a child process with a deadline; torch
+    is not imported. Raises `InterpreterError` when it does not answer.
+    """
+    reader = Reader()
+    with interpreter.survey(python, import_torch=False) as survey:
+        document = reader.value("python", lambda: interpreter.read(reader, python, survey, import_torch=False))
+    if document is None:
+        raise InterpreterError(
+            f"{python} does not say what is installed: {reader.reasons['python']}",
+            "--python takes the path of a Python interpreter, 3.9 or newer",
+        )
+    return _named(document)
+
+
+def _named(document: Mapping[str, Any]) -> dict[str, str | None]:
+    """The packages of a survey; what entries call `cuda` and `nccl` goes by other names there."""
+    packages: Mapping[str, str | None] = document["packages"]
+    nccl = [version for name, version in packages.items() if NCCL.fullmatch(name)]
+    cuda = (document["torch"] or {}).get("cuda")
+    named = {"python": document["version"], "cuda": cuda, "nccl": nccl[0] if nccl else None}
+    return {**{name: version for name, version in named.items() if version}, **packages}

@@ -1,0 +1,131 @@
+"""Entries that nobody wrote, to see how the index grows: the real ones, recombined and reworded.
+
+Each has the front matter of one real entry and the body of another, with a quarter of the words replaced by
+others of their kind, drawn from all entries as often as they occur there. Some are coined, so that the
+vocabulary grows about as it does over the real ones. They mean nothing: measure time and space with them,
+never relevance.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kb import catalog
+from kb.entry import SECTIONS, Entry
+from kb.root import Root, built_in
+
+KINDS = re.compile(r"(?P<cjk>[\u4e00-\u9fff]{2,})|(?P<name>\w*[_\d]\w*|\w+[a-z][A-Z]\w*)|(?P<word>[A-Za-z]{4,})", re.A)
+REPLACED = {"cjk": 0.15, "name": 0.25, "word": 0.25}
+COINED = 0.12  # of the replaced names: two joined; of the words: a new one
+SYLLABLES = (
+    "ba",
+    "chi",
+    "dor",
+    "el",
+    "fen",
+    "gra",
+    "hu",
+    "ix",
+    "jo",
+    "kel",
+    "lim",
+    "mor",
+    "nu",
+    "or",
+    "pra",
+    "ras",
+    "to",
+)
+MARKUP = ("```", "#")
+
+
+class Vocabulary:
+    """The words of entries by kind, each as often as it occurs, and new ones made of them."""
+
+    def __init__(self, entries: Sequence[Entry], rng: random.Random) -> None:
+        self._rng = rng
+        self._words: dict[str, list[str]] = {kind: [] for kind in REPLACED}
+        for entry in entries:
+            for match in KINDS.finditer(" ".join(entry.section(heading) for heading in SECTIONS)):
+                self._words[str(match.lastgroup)].append(match.group())
+
+    def reword(self, text: str) -> str:
+        """The text with some of its words replaced by others of their kind."""
+        return KINDS.sub(self._another, text)
+
+    def word(self) -> str:
+        """A word that no entry has, most likely."""
+        return "".join(self._rng.choices(SYLLABLES, k=3))
+
+    def _another(self, match: re.Match[str]) -> str:
+        kind, old = str(match.lastgroup), match.group()
+        if self._rng.random() > REPLACED[kind]:
+            return old
+        if old.isdigit():
+            return str(self._rng.randrange(10 ** len(old)))
+        new = self._rng.choice(self._words[kind])
+        if kind == "cjk" or self._rng.random() > COINED:
+            return new
+        return self.word() if kind == "word" else f"{new}_{self.word()}"
+
+
+def generate(home: Path, count: int, seed: int = 0) -> Root:
+    """Write `count` entries into a new content root at `home`; the same seed gives the same files."""
+    rng = random.Random(seed)
+    models = list(catalog.load((built_in(),)))
+    words = Vocabulary(models, rng)
+    root = Root(f"generated-{count}", home / "entries", home / "probes", home / "verified")
+    root.entries.mkdir(parents=True)
+    root.probes.mkdir()
+    for number in range(count):
+        entry_id = f"{words.word()}-{words.word()}-{number:05}"
+        text = _entry(entry_id, *rng.sample(models, 2), words=words)
+        (root.entries / f"{entry_id}.md").write_text(text, encoding="utf-8")
+    return root
+
+
+def _entry(entry_id: str, head: Entry, body: Entry, *, words: Vocabulary) -> str:
+    front = yaml.dump(_front(entry_id, head, words), Dumper=yaml.CSafeDumper, allow_unicode=True, sort_keys=False)
+    sections = (f"## {heading}\n\n{_section(body, heading, words)}\n" for heading in SECTIONS)
+    return f"---\n{front}---\n\n" + "\n".join(sections)
+
+
+def _front(entry_id: str, model: Entry, words: Vocabulary) -> dict[str, Any]:
+    meta = model.meta
+    samples = [(one, words.reword(one.sample)) for one in meta.signatures]
+    return {
+        "id": entry_id,
+        "title": words.reword(meta.title)[:120],
+        "title_zh": words.reword(meta.title_zh)[:80],
+        "status": meta.status.value,
+        "severity": meta.severity.value,
+        "tags": list(meta.tags),
+        "aliases": [words.reword(alias) for alias in meta.aliases],
+        "signatures": [
+            {"pattern": _pattern(sample), "role": one.role.value, "source": one.source, "sample": sample}
+            for one, sample in samples
+        ],
+        "not_signatures": [words.reword(line) for line in meta.not_signatures],
+        "applies_to": dict(meta.applies_to),
+        "references": [
+            {"url": one.url, "shows": words.reword(one.shows), "grade": one.grade.value} for one in meta.references
+        ],
+        "probe_waiver": "generated for a benchmark",
+        "reviewed": meta.reviewed,
+    }
+
+
+def _pattern(sample: str) -> str:
+    """A pattern for the end of a sample line, with any number for its numbers."""
+    return re.sub(r"\d+", r"\\d+", re.escape(sample[-60:]))
+
+
+def _section(model: Entry, heading: str, words: Vocabulary) -> str:
+    lines = model.section(heading).splitlines()
+    return "\n".join(line if line.startswith(MARKUP) else words.reword(line) for line in lines)
