@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup demo test lint docs bench healthy gpu-check clean
+.PHONY: setup demo test lint docs bench bench-search confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,12 @@ docs: setup ## the site: a page per entry, the graph of causes; warnings are err
 
 bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
 	$(BIN)/python tests/bench
+
+bench-search: setup ## search beside FTS5, tantivy and bm25s, also with 10,000 entries; ARGS=--small without those
+	$(BIN)/python tests/bench/search_engines.py $(ARGS)
+
+confusion: setup ## run every control arm and diagnose what it left; draws docs/confusion.svg
+	$(BIN)/python tests/bench/confusion.py
 
 healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with the training libraries
 	$(BIN)/python tests/healthy/record.py

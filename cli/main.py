@@ -32,6 +32,7 @@ HELP = "Distributed-training incidents, each with a probe that proves its fix on
 COMMANDS = {
     "search": ("search", "Find the entry for a failure."),
     "show": ("show", "Read an entry."),
+    "diagnose": ("diagnose", "Find what made a job fail, from its logs."),
     "verify": ("verify", "Prove an entry on this machine."),
     "check": ("check", "Show what this machine is exposed to."),
     "list": ("list_", "List the entries."),

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kb.launcher import Launcher
     from kb.plan import Plan
     from kb.report import Report
+    from kb.verify import Options, Progress, Run
 
 
 def verify(
@@ -53,32 +55,78 @@ def verify(
     Exit codes: 0 verified or clear; 1 exposed, fix-ineffective, inverted, other-failure; 2 bad input;
     3 not-reproduced, inconclusive; 4 not-applicable; 124 deadline; 130 interrupted.
     """
-    from kb import catalog, environment
-    from kb.launcher import Launcher
-    from kb.plan import make_plan, reject_unknown
+    from kb import catalog
     from kb.verify import Options
-    from kb.verify import verify as run
-
-    from .progress import StatusLine
 
     _refuse_under_a_launcher()
     found = catalog.load(root.configured(tuple(roots or ())))
     entries = _chosen(found, ids or [], everything)
     values = _settings(settings or [])
-    interpreter = interpreter_of(python)
     _make_folder(keep_logs)
+    with _planned(found, entries, values, interpreter_of(python), keep_logs, force=force) as planned:
+        if plan_only:
+            return _show_plans(planned.plans, planned.launcher, planned.launcher.python, as_json=as_json)
+        done = planned.run(Options(repeat, timeout))
+    return _show_reports(done.reports, as_json=as_json, as_list=everything or len(entries) > 1, is_cut=done.is_cut)
+
+
+def verify_quietly(
+    ids: list[str], python: Path | None, roots: tuple[Path, ...]
+) -> tuple[int, tuple[Report, ...], dict[str, int]]:
+    """(exit code, reports, verdicts counted) of these entries; prints nothing but progress."""
+    from kb import catalog
+    from kb.report import exit_code, summary
+    from kb.verify import Options
+
+    _refuse_under_a_launcher()
+    found = catalog.load(root.configured(roots))
+    with _planned(found, [found.get(one) for one in ids], {}, interpreter_of(python), None) as planned:
+        done = planned.run(Options(0, None))
+    return exit_code(done.reports), done.reports, summary(done.reports)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What was asked for, ready to run, while its launcher is up."""
+
+    plans: list[Plan]
+    launcher: Launcher
+    snapshot: dict[str, Any]
+    progress: Progress
+
+    def run(self, options: Options) -> Run:
+        """Run and keep the reports."""
+        from kb.verify import verify as run
+
+        done = run(self.plans, self.launcher, self.snapshot, options, self.progress)
+        _save(done.reports)
+        return done
+
+
+@contextmanager
+def _planned(
+    found: Catalog,
+    entries: list[Entry],
+    values: dict[str, str],
+    interpreter: Path,
+    keep_logs: Path | None,
+    *,
+    force: bool = False,
+) -> Iterator[_Planned]:
+    from kb import environment
+    from kb.launcher import Launcher
+    from kb.plan import make_plan, reject_unknown
+
+    from .progress import StatusLine
+
     with _terminable(), StatusLine() as progress, Launcher(interpreter, keep_logs) as launcher:
         progress.begin("plan", "looking at this machine")
         machine = environment.capture(interpreter)
         plans = [make_plan(entry, found.probe_file(entry), launcher, machine, values, force=force) for entry in entries]
         progress.end("plan")
         reject_unknown(values, plans)
-        if plan_only:
-            return _show_plans(plans, launcher, interpreter, as_json=as_json)
         snapshot = {**machine.to_json(), "removed_variables": list(launcher.removed)}
-        done = run(plans, launcher, snapshot, Options(repeat, timeout), progress)
-    _save(done.reports)
-    return _show_reports(done.reports, as_json=as_json, as_list=everything or len(entries) > 1, is_cut=done.is_cut)
+        yield _Planned(plans, launcher, snapshot, progress)
 
 
 def _refuse_under_a_launcher() -> None:

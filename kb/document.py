@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 from kb import catalog, glossary
-from kb.analysis import STOP_WORDS, normal
+from kb.analysis import STOP_WORDS, normal, terms
 from kb.entry import Entry, first_sentence
 from kb.graph import graph
 from kb.lint.backtracking import backtracking_risk
@@ -30,17 +30,13 @@ ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
 
-def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[str, Any]]:
-    """Documents of all entries, and the side table: signatures, spellings, synonyms, entries left out."""
+def collect(roots: tuple[Root, ...], notice: Any) -> tuple[Iterator[Document], dict[str, Any]]:
+    """Documents of all entries, and the side table: signatures, links, synonyms, entries left out.
+
+    An entry is forgotten once its document has been taken: ten thousand of either fill a gigabyte.
+    """
     started = time.monotonic()
-    is_told = False
     found = catalog.load(roots)
-    documents = []
-    for number, entry in enumerate(found):
-        if not is_told and time.monotonic() - started > 1:
-            notice(f"building the search index of {len(found)} entries (once, and after a change) ...")
-            is_told = number >= 0
-        documents.append(document(entry, found.entries.keys()))
     problems = [problem.message for problem in found.problems]
     for problem in problems:
         notice(f"left out: {problem}")
@@ -49,11 +45,20 @@ def collect(roots: tuple[Root, ...], notice: Any) -> tuple[list[Document], dict[
         "signatures": _signatures(found.current()),
         "causes": links.causes,
         "masks": links.masks,
-        "surfaces": _surfaces(documents),
         "synonyms": list(glossary.synonyms().items()),
         "problems": problems,
     }
-    return documents, side
+    return _documents(found.entries, started, notice), side
+
+
+def _documents(entries: dict[str, Entry], started: float, notice: Any) -> Iterator[Document]:
+    ids = frozenset(entries)
+    is_told = False
+    for entry_id in list(entries):
+        if not is_told and time.monotonic() - started > 1:
+            notice(f"building the search index of {len(ids)} entries (once, and after a change) ...")
+            is_told = True
+        yield document(entries.pop(entry_id), ids)
 
 
 def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
@@ -87,6 +92,11 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
         *((PROSE, f"{reference.shows} {reference.url}") for reference in meta.references),
     ]
     return stored, parts
+
+
+def headlines(parts: list[tuple[float, str]]) -> str:
+    """The terms of each headline, one headline a line."""
+    return "\n".join(" ".join(term.text for term in terms(text)) for weight, text in parts if weight == HEADLINE)
 
 
 def _own(text: str, entry: Entry, ids: Set[str]) -> str:
@@ -125,14 +135,15 @@ def _signatures(entries: list[Entry]) -> list[dict[str, Any]]:
     ]
 
 
-def _surfaces(documents: list[Document]) -> dict[str, list[str]]:
+def plain_words(parts: list[tuple[float, str]]) -> list[str]:
+    """The English words of a document that are no part of an identifier, in lower case."""
+    return [word for _, text in parts for word in PLAIN_WORD.findall(text.lower())]
+
+
+def surfaces(seen: Counter[str]) -> dict[str, list[str]]:
     """For each stemmed English term the spellings used most: what a misspelt word of a question is compared with."""
-    seen: Counter[str] = Counter()
-    for _, parts in documents:
-        for _, text in parts:
-            seen.update(PLAIN_WORD.findall(text.lower()))
-    surfaces: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for spelling, _ in seen.most_common():
         if spelling not in STOP_WORDS:
-            surfaces.setdefault(normal(spelling), []).append(spelling)
-    return {term: spellings[:3] for term, spellings in surfaces.items()}
+            found.setdefault(normal(spelling), []).append(spelling)
+    return {term: spellings[:3] for term, spellings in found.items()}

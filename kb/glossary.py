@@ -21,13 +21,18 @@ def read(path: Path = FILE) -> list[list[str]]:
 
 
 def synonyms() -> dict[Key, tuple[Key, ...]]:
-    """For each word or phrase of the glossary, as the terms it is indexed under, the others of its groups."""
-    table: dict[Key, dict[Key, None]] = {}
-    for group in read():
+    """For each word or phrase of the glossary, as the terms it is indexed under, the others of its group."""
+    return table(read())
+
+
+def table(groups: list[list[str]]) -> dict[Key, tuple[Key, ...]]:
+    """`synonyms` of groups other than the shipped ones."""
+    found: dict[Key, dict[Key, None]] = {}
+    for group in groups:
         keys = list(dict.fromkeys(key_of(word) for word in group))
         for key in keys:
-            table.setdefault(key, {}).update((other, None) for other in keys if other != key)
-    return {key: tuple(others) for key, others in table.items()}
+            found.setdefault(key, {}).update((other, None) for other in keys if other != key)
+    return {key: tuple(others) for key, others in found.items()}
 
 
 def key_of(word: str) -> Key:

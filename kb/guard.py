@@ -164,10 +164,30 @@ def _end(watch: _Watch) -> None:
         "duration_s": round(watch.elapsed(), 3),
         "peak_mib": watch.peak_bytes >> 20,
     }
+    _write_summary(watch, cut)
     path = os.path.join(watch.spec["dir"], "guard.json")
     with open(path + ".part", "w") as file:
         json.dump(record, file)
     os.rename(path + ".part", path)
+
+
+def _write_summary(watch: _Watch, cut: List[int]) -> None:
+    """Ranks that died of a signal, which leave no word of their own, as torchrun's summary puts it: `launcher.log`."""
+    died = [one for one in watch.exits if one["code"] < 0 and one["pid"] not in cut]
+    text = "".join(
+        "  rank      : %(rank)d (local_rank: %(rank)d)\n  exitcode  : %(code)d (pid: %(pid)d)\n" % one
+        + "  traceback : Signal %d (%s) received by PID %d\n" % (-one["code"], _signal_name(-one["code"]), one["pid"])
+        for one in died
+    )
+    if text:
+        Path(watch.spec["dir"], "launcher.log").write_text(text)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "SIG%d" % number
 
 
 def _evidence(watch: _Watch) -> Dict[str, str]:

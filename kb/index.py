@@ -16,7 +16,6 @@ import json
 import marshal
 import os
 import stat
-import tempfile
 import time
 from array import array
 from bisect import bisect_left
@@ -31,7 +30,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from whoosh import fields, index
+from whoosh import fields, index, writing
 from whoosh.codec import whoosh3
 from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
 
@@ -40,7 +39,7 @@ from kb.errors import IndexUnavailable
 from kb.places import cache_home
 from kb.root import Root
 
-FORMAT = "8"  # part of the stamp: raised when what is stored changes its meaning
+FORMAT = "10"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 BODY = "body"
 GRAM = 5  # characters
@@ -121,6 +120,8 @@ class _Pool:
             file.close()
 
     def _spill(self) -> None:
+        import tempfile
+
         file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by cleanup
         self._runs.append(file)
         for term in sorted(self._terms):
@@ -292,7 +293,8 @@ class Index:
     @lru_cache(256)  # noqa: B019
     def headlines(self, number: int) -> tuple[frozenset[str], ...]:
         """The terms of each line that an entry can be known by: its titles, its aliases, its tags."""
-        return tuple(frozenset(line.split(" ")) for line in self._reader.stored_fields(number)["headlines"].split("\n"))
+        lines = self._reader.stored_fields(number)["headlines"].split("\n")
+        return tuple(frozenset(line.split(" ")) for line in lines)
 
     @cached_property
     def facets(self) -> dict[int, dict[str, Any]]:
@@ -303,14 +305,6 @@ class Index:
     def surfaces(self) -> dict[str, list[str]]:
         """Plain English terms, each with its usual spellings."""
         found: dict[str, list[str]] = self._side["surfaces"]
-        return found
-
-    @cached_property
-    def surfaces_by_letter(self) -> dict[str, list[tuple[str, list[str]]]]:
-        """The same by first letter."""
-        found: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
-        for term, spellings in self.surfaces.items():
-            found[term[0]].append((term, spellings))
         return found
 
     @cached_property
@@ -438,6 +432,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: Notice) -> Index:
     import shutil
+    import tempfile
 
     generation = Path(tempfile.mkdtemp(prefix="generation-", dir=directory))
     try:
@@ -467,24 +462,32 @@ def _build_in_memory(roots: tuple[Root, ...], wanted: str, notice: Notice) -> In
 
 def _write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Notice) -> tuple[Side, Side]:
     """Write every current entry; returns what is kept beside the index: for any search, and for some."""
-    from kb.document import collect  # only a build reads Markdown: a search starts without its parsers
+    from kb import document  # only a build reads Markdown: a search starts without its parsers
 
-    with _no_garbage_collection():
-        documents, side = collect(roots, notice)
-        _write_documents(storage, documents)
-    ids = ["" if stored["status"] == "withdrawn" else stored["id"] for stored, _ in documents]
-    facets = [{name: stored[name] for name in FACETS} for stored, _ in documents]
-    later = {"surfaces": side.pop("surfaces"), "facets": facets}
+    ids: list[str] = []
+    facets: list[dict[str, Any]] = []
+    words: Counter[str] = Counter()
+    with _rare_garbage_collection():
+        documents, side = document.collect(roots, notice)
+        with _writing(storage) as writer:
+            for stored, parts in documents:
+                kept = {"document": json.dumps(stored, ensure_ascii=False), "headlines": document.headlines(parts)}
+                writer.add_document(**{BODY: parts}, **kept)
+                ids.append("" if stored["status"] == "withdrawn" else stored["id"])
+                facets.append({name: stored[name] for name in FACETS})
+                words.update(document.plain_words(parts))
     grams = _grams([one["literals"] for one in side["signatures"]])
-    return {**side, "stamp": wanted, "documents": len(documents), "ids": ids, "grams": grams}, later
+    later = {"surfaces": document.surfaces(words), "facets": facets}
+    return {**side, "stamp": wanted, "documents": len(ids), "ids": ids, "grams": grams}, later
 
 
-def _write_documents(storage: Storage, documents: list[tuple[dict[str, Any], list[tuple[float, str]]]]) -> None:
+@contextmanager
+def _writing(storage: Storage) -> Iterator[writing.SegmentWriter]:
+    """A writer of one segment, committed at the end, or on any error given up."""
     writer = storage.create_index(_schema()).writer(codec=_Codec())
     writer.pool = _Pool()
     try:
-        for stored, parts in documents:
-            writer.add_document(**{BODY: parts, "document": json.dumps(stored, ensure_ascii=False)})
+        yield writer
         writer.commit(optimize=True)
     except BaseException:
         writer.cancel()
@@ -492,15 +495,14 @@ def _write_documents(storage: Storage, documents: list[tuple[dict[str, Any], lis
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A build makes millions of objects and no circles; looking for those takes a quarter of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+def _rare_garbage_collection() -> Iterator[None]:
+    """A build makes millions of objects and few circles; looking for those takes a quarter of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 10, 10)
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.set_threshold(*before)
 
 
 def _grams(literals: list[list[str]]) -> dict[str, list[int]]:

@@ -222,6 +222,15 @@ def _ends(path: Path) -> str:
 
 def _keep(directory: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in ("rank*.log", "rank*.stacks", "rank*.json", "guard.json", "spec.json"):
+    names = (
+        "rank*.log",
+        "launcher.log",
+        "rank*.stacks",
+        "nccl_trace_rank_*[0-9]",
+        "rank*.json",
+        "guard.json",
+        "spec.json",
+    )
+    for pattern in names:
         for path in directory.glob(pattern):
             shutil.copy(path, target)

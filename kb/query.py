@@ -14,7 +14,10 @@ from kb.analysis import Term, normal, terms, words
 
 LONGEST_TEXT = 8000  # characters of a query that are looked at
 MOST_CONCEPTS = 24
-SYNONYM_WEIGHT = 0.5
+SYNONYM_WEIGHT = 0.5  # these weights are cross-validated by tests/bench/tuning.py
+WHOLE_WEIGHT = 2.0  # of an identifier as it was written
+SHORT_PART_WEIGHT = 0.5  # of its parts of three letters at most
+JOINED_WEIGHT = 1.5  # of two words that the index knows as one
 
 # What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
 VOLATILE = r"""(?x)
@@ -113,7 +116,7 @@ def _joined(units: list[_Unit], at: int, has: Callable[[str], bool]) -> tuple[in
     if not has(solid):
         return None
     phrase = tuple(unit.forms[0] for unit in some)
-    return 2, Concept(_surface(some), (Alternative((solid,), 1.5), Alternative(phrase, 1.0)))
+    return 2, Concept(_surface(some), (Alternative((solid,), JOINED_WEIGHT), Alternative(phrase, 1.0)))
 
 
 def _single(unit: _Unit) -> Concept:
@@ -121,8 +124,8 @@ def _single(unit: _Unit) -> Concept:
     if unit.is_plain:
         return Concept(unit.surface, (Alternative(unit.forms, 1.0),))
     whole, *rest = unit.forms
-    parts = (Alternative((part,), 1.0 if len(part) > 3 else 0.5) for part in rest)
-    return Concept(unit.surface, (Alternative((whole,), 2.0), *parts))
+    parts = (Alternative((part,), 1.0 if len(part) > 3 else SHORT_PART_WEIGHT) for part in rest)
+    return Concept(unit.surface, (Alternative((whole,), WHOLE_WEIGHT), *parts))
 
 
 def _surface(units: list[_Unit]) -> str:

@@ -153,7 +153,7 @@ def redact(text: str) -> str:
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends; one longer than `PIECE` in pieces, cut between words and not behind the name of a secret."""
+    """Lines with their ends; a longer one than `PIECE` in pieces, cut between words but not behind a secret's name."""
     held = b""
     while read := stream.readline(PIECE):
         held += read

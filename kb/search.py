@@ -9,9 +9,9 @@ that matches an entry's signature lifts that entry by a fixed share of the best 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 from typing import Any, NamedTuple
 
 from kb.applies import Applicability, State, Versions, applicability
@@ -26,6 +26,8 @@ from kb.spelling import corrected
 MOST_READ = 12  # entries whose headlines are looked at, the best by their words: others stay behind them
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
+MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
+MOST_CANDIDATES = 1000  # entries
 MOST_PER_IDF = 2.2  # BM25 stays below idf x (K1 + 1)
 EVERYTHING = Filter()
 
@@ -67,28 +69,27 @@ def search(
     scoring = _scoring(index, wanted, text)
     admitted = scoring.totals.keys() & (only.admitted(index.facets) if only else index.numbers.keys())
     judged = {} if installed is None else _judged(index, admitted, installed)
-    ranked = sorted(admitted, key=lambda number: (_standing(judged, number), -scoring.totals[number], number))
-    hits = [_hit(index.document(number), number, scoring) for number in ranked[: min(limit, MOST_HITS)]]
+    shown = min(limit, MOST_HITS)
+    ranked = nsmallest(shown, admitted, lambda number: (_standing(judged, number), -scoring.totals[number], number))
+    hits = [_hit(index.document(number), number, scoring) for number in ranked]
     if judged:
-        hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=False)]
+        hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
-        hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=False)]
+        hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
     return Answer(text, tuple(hits), did_you_mean)
 
 
 def likeness(index: Index, text: str) -> dict[str, float]:
     """How much of what a text says each entry says too, 0 to 1: its text score as a share of the most it could be."""
-    scored = _informative([_score(index, concept) for concept in concepts(text, index.has, index.synonyms)])
+    scored = _informative(index, concepts(text, index.has, index.synonyms))
     most = sum(one.idf for one in scored) * MOST_PER_IDF or 1.0
-    totals = _totals(scored, _coverage(scored))
-    return {entry: min(1.0, totals[number] / most) for number, entry in index.numbers.items() if number in totals}
+    totals, _ = _totals(index, scored)
+    return {entry: totals[number] / most for number, entry in index.numbers.items() if number in totals}
 
 
 def _scoring(index: Index, asked: list[Concept], text: str) -> _Scoring:
-    scored = _informative([_score(index, concept) for concept in asked])
-    totals = _sums(scored)
-    coverage = _coverage(index, scored, totals)
-    totals.update({number: totals[number] * factor for number, factor in coverage.items()})
+    scored = _informative(index, asked)
+    totals, coverage = _totals(index, scored)
     signatures = _signatures(index, text[:LONGEST_TEXT])
     lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
     for number, lift in lifts.items():
@@ -96,9 +97,9 @@ def _scoring(index: Index, asked: list[Concept], text: str) -> _Scoring:
     return _Scoring(scored, coverage, signatures, lifts, totals)
 
 
-def _score(index: Index, concept: Concept) -> _Scored:
-    """Every document's best alternative of one concept."""
-    parts = tuple((alternative, index.scores(alternative.terms)) for alternative in concept.alternatives)
+def _score(index: Index, concept: Concept, among: Set[int] | None) -> _Scored:
+    """Every document's best alternative of one concept; of some documents only when they are named."""
+    parts = tuple((alternative, index.scores(alternative.terms, among)) for alternative in concept.alternatives)
     best: dict[int, float] = {}
     for alternative, found in parts:
         for number, score in found.items():
@@ -115,10 +116,33 @@ def _idf(index: Index, concept: Concept) -> float:
     return 0.0
 
 
-def _informative(scored: list[_Scored]) -> list[_Scored]:
-    """The concepts that tell entries apart: of a long log, the rarest ones the index knows."""
-    known = [one for one in scored if one.scores]
-    return sorted(known, key=lambda one: -one.idf)[:MOST_CONCEPTS]
+def _informative(index: Index, asked: Iterable[Concept]) -> list[_Scored]:
+    """The concepts that tell entries apart, rarest first: of a long log, the rarest ones the index knows.
+
+    In an index of more than `MOST_CANDIDATES` entries the rarer concepts may find that many; the commoner ones then
+    count for the best of those alone. What is left out has only common words of the question, or has a rare
+    one less often than a thousand others: it could hardly have come among the first.
+    """
+    scored: list[_Scored] = []
+    among: Set[int] | None = None
+    for concept in sorted(asked, key=lambda one: -_idf(index, one))[:MOST_TRIED]:
+        one = _score(index, concept, among)
+        if one.scores:
+            scored.append(one)
+        if len(scored) == MOST_CONCEPTS:
+            break
+        if among is None:
+            sums = _sums(scored)
+            among = set(nlargest(MOST_CANDIDATES, sums, key=sums.__getitem__)) if len(sums) > MOST_CANDIDATES else None
+    return scored
+
+
+def _totals(index: Index, scored: list[_Scored]) -> tuple[dict[int, float], dict[int, float]]:
+    """(what the words give each document, the factor for coverage that is in it)."""
+    totals = _sums(scored)
+    coverage = _coverage(index, scored, totals)
+    totals.update({number: totals[number] * factor for number, factor in coverage.items()})
+    return totals, coverage
 
 
 def _sums(scored: list[_Scored]) -> dict[int, float]:
@@ -177,11 +201,10 @@ def _standing(judged: Mapping[int, Applicability], number: int) -> int:
 def _signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
     """Per entry the strongest signature that matches: (role, pattern)."""
     found: dict[str, tuple[str, str]] = {}
-    for one in index.signatures:
+    for one in index.signatures_in(text):
         if one["role"] == "context" or found.get(one["id"], ("",))[0] == "root":
             continue
-        may_match = not one["literals"] or any(literal in text for literal in one["literals"])
-        if may_match and find(one["pattern"], text):
+        if find(one["pattern"], text):
             found[one["id"]] = (one["role"], one["pattern"])
     return found
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # started by path: take our folder off the path and 
     _package.__path__ = [_HERE]
     sys.modules["kb"] = _package
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn, Optional  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple  # Python 3.9 reads these
 
 from kb.declaration import contract_faults, describe
 from kb.probe import STATES, Context, Finding, Probe, Symptom, Unavailable
@@ -118,10 +119,26 @@ def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
     def act() -> Dict[str, Any]:
         experiment = load_probe(spec["probe"]).every[spec["experiment"]]
         _prepare_torch(spec)
-        getattr(experiment, spec["arm"]).job(ctx)
+        try:
+            getattr(experiment, spec["arm"]).job(ctx)
+        except BaseException as error:
+            _print_as_python_does(error)
+            raise
         return {}
 
     return _guarded(act)
+
+
+def _print_as_python_does(error: BaseException) -> None:
+    """Put into the rank's log what a job that ends like this leaves there; of a symptom, what was measured."""
+    try:
+        if isinstance(error, Symptom):
+            sys.stderr.write("%s\n" % error)
+        elif not isinstance(error, (Unavailable, SystemExit)):
+            error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # the job's frames alone
+            sys.excepthook(type(error), error, error.__traceback__)  # torch's where it has one: `[rank0]: ...`
+    except Exception:  # no memory or disk left to print with
+        return
 
 
 def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
@@ -168,10 +185,7 @@ def _prepare_torch(spec: Dict[str, Any]) -> None:
 
 
 def _write(spec: Dict[str, Any], rank: int, result: Dict[str, Any]) -> None:
-    path = os.path.join(spec["dir"], "rank%d.json" % rank)
-    with open(path + ".part", "w") as file:
-        json.dump(result, file, default=str)
-    os.rename(path + ".part", path)
+    _write_whole(os.path.join(spec["dir"], "rank%d.json" % rank), json.dumps(result, default=str).encode())
 
 
 def _linger(spec: Dict[str, Any]) -> None:
@@ -191,14 +205,18 @@ def _answer_evidence_request(spec: Dict[str, Any], rank: int) -> None:
 
 
 def _write_flight_record(spec: Dict[str, Any], rank: int) -> None:
-    """The collectives this rank issued, from torch's flight recorder, as `rank<N>.flight.json`."""
+    """The collectives this rank issued, from torch's flight recorder: `nccl_trace_rank_<N>` as torch writes it for its
+    own analyzer, and what `kb.flight` compares of it as `rank<N>.flight.json`."""
     try:
-        dump = _flight_recorder()
-        record = json.loads(dump()) if dump else None
+        dumps = _flight_recorder()
+        record = json.loads(dumps[0]()) if dumps else None
     except Exception:  # evidence is a gift: its absence must not change an outcome
         return
-    if record is None:
+    if record is None or dumps is None:
         return
+    if spec["world_size"] > 1:
+        with contextlib.suppress(Exception):
+            _write_whole(os.path.join(spec["dir"], "nccl_trace_rank_%d" % rank), dumps[1]())
     entries = [
         {
             "group": entry["process_group"][1],
@@ -210,22 +228,25 @@ def _write_flight_record(spec: Dict[str, Any], rank: int) -> None:
         }
         for entry in record.get("entries", [])
     ]
-    path = os.path.join(spec["dir"], "rank%d.flight.json" % rank)
-    with open(path + ".part", "w") as file:
-        json.dump(entries[-50:], file)
+    _write_whole(os.path.join(spec["dir"], "rank%d.flight.json" % rank), json.dumps(entries[-50:]).encode())
+
+
+def _write_whole(path: str, data: bytes) -> None:
+    with open(path + ".part", "wb") as file:
+        file.write(data)
     os.rename(path + ".part", path)
 
 
-def _flight_recorder() -> Optional[Callable[[], str]]:
-    """torch's dump function under the name that this release and backend has, None where there is none."""
+def _flight_recorder() -> Optional[Tuple[Callable[[], str], Callable[[], bytes]]]:
+    """torch's dump functions, JSON and pickle, as this release and backend names them, None where there are none."""
     if "torch" not in sys.modules:
         return None
     import torch._C._distributed_c10d as c10d
     import torch.distributed as dist
 
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    found: Optional[Callable[[], str]] = getattr(c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json", None)
-    return found
+    name = "_dump_nccl_trace" if dist.is_initialized() and dist.get_backend() == "nccl" else "_dump_fr_trace"
+    as_json, as_pickle = getattr(c10d, name + "_json", None), getattr(c10d, name, None)
+    return (as_json, as_pickle) if as_json and as_pickle else None
 
 
 if __name__ == "__main__":

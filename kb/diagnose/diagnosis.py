@@ -2,59 +2,188 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from kb.diagnose.culprit import Culprits, culprits
 from kb.diagnose.evidence import Failure, Line, Scan
-from kb.diagnose.matcher import Matcher
+from kb.diagnose.nextstep import NextStep, next_step
 from kb.diagnose.ranking import Candidate, rank
-from kb.diagnose.scan import scan_text
 from kb.index import Index
 from kb.search import likeness
 
-MOST_SEEN = 12
-EXPLAINED = 0.3
+MOST_SEEN = 20
+EXPLAINED = 0.35  # confidence from which the first finding counts as an explanation
+
+# Share of right first answers, measured (docs/benchmarks.md): without a rival, and how much a close rival takes away.
+CONFIDENCE = {"root": (0.95, 0.25), "last": (0.65, 0.3), "cascade": (0.7, 0.25), "similar": (0.5, 0.3)}
+CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
+
+# For a text without any failure in it: how alike, how much more than the next entry, and how short it has to be.
+ALIKE, ALONE, PAGE = 0.6, 0.15, 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """An entry that explains the evidence, or a part of it.
+
+    `role`: root (a signature of the cause was printed), cascade (what it leads to was printed), last (the log stops
+    at a line that this incident stops at) or similar (the wording is alike, no signature matched). `confidence` is
+    the share of such first answers that were right when it was measured. `against` are sentences.
+    """
+
     id: str
+    title: str
+    title_zh: str
+    cause: str
+    cause_zh: str
+    status: str
+    origin: str
+    probe: str | None
     role: str
     confidence: float
+    count: int
+    ranks: tuple[int, ...]
     evidence: tuple[Line, ...]
+    caused_by: tuple[str, ...]
+    against: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kb diagnose --json` gives it."""
+        return {**asdict(self), "evidence": [line.to_json() for line in self.evidence]}
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
+    """Findings, best first. `unexplained` when none of them is likely; `seen` is what failed all the same."""
+
     findings: tuple[Finding, ...]
     unexplained: bool
+    ranks: Culprits
+    observations: tuple[Line, ...]
     seen: tuple[Failure, ...]
+    next_step: NextStep | None
+    sources: int
+    lines: int
+    bytes: int
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kb diagnose --json` gives it."""
+        return {
+            "findings": [finding.to_json() for finding in self.findings],
+            "unexplained": self.unexplained,
+            "ranks": self.ranks.to_json(),
+            "observations": [line.to_json() for line in self.observations],
+            "seen": [{**one.line.to_json(), "count": one.count, "ranks": one.ranks} for one in self.seen],
+            "next_step": asdict(self.next_step) if self.next_step else None,
+            "read": {"sources": self.sources, "lines": self.lines, "bytes": self.bytes},
+            "problems": self.problems,
+        }
 
 
 def diagnose(index: Index, scan: Scan) -> Diagnosis:
-    has_failed = bool(scan.failures) or any(one.role != "context" for one in scan.sightings)
-    like = likeness(index, salient(scan))
-    if not has_failed:
-        v = sorted(like.values(), reverse=True)
-        ok = len(scan.text) < 2000 and len(v) > 1 and v[0] > 0.6 and v[0] - v[1] > 0.15
-        like = {k: x for k, x in like.items() if ok and x == v[0]}
-    best = max(like.values(), default=0) or 1
-    rel = {k: v / best for k, v in like.items()}
-    candidates = rank(scan.sightings, rel, index.causes, index.masks)
-    findings = tuple(_finding(one, like.get(one.id, 0)) for one in candidates)
-    return Diagnosis(findings, not findings or findings[0].confidence < EXPLAINED, scan.failures[:MOST_SEEN])
+    """Pure but for reading the index. A healthy log has no findings and nothing seen; that is not unexplained."""
+    like = _likeness(index, scan)
+    most = max(like.values(), default=0.0) or 1.0
+    candidates = rank(scan.sightings, {entry: value / most for entry, value in like.items()}, index.causes, index.masks)
+    documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
+    who = culprits(scan, candidates)
+    findings = _findings(candidates, documents, who)
+    is_explained = bool(findings) and findings[0].confidence >= EXPLAINED
+    has_failed = bool(scan.failures or scan.observations or findings)
+    return Diagnosis(
+        findings=findings,
+        unexplained=has_failed and not is_explained,
+        ranks=who,
+        observations=scan.observations[:MOST_SEEN],
+        seen=scan.failures[:MOST_SEEN],
+        next_step=next_step(findings, documents, who),
+        sources=scan.sources,
+        lines=scan.lines,
+        bytes=scan.bytes,
+        problems=scan.problems,
+    )
 
 
 def salient(scan: Scan) -> str:
+    """What is compared with the texts of the entries: everything where it is a page, else what failed."""
     if scan.text:
         return scan.text
-    lines = [line.text for one in scan.sightings for line in one.lines[:1]]
-    return "\n".join(dict.fromkeys([*lines, *(one.line.text for one in scan.failures)]))
+    lines = [line.text for sighting in scan.sightings for line in sighting.lines[:1]]
+    return "\n".join(dict.fromkeys([*lines, *(failure.line.text for failure in scan.failures)]))
 
 
-def _finding(one: Candidate, like: float) -> Finding:
-    base = {"root": 0.7, "cascade": 0.4, "similar": 0.2, "last": 0.3}[one.role]
-    return Finding(one.id, one.role, min(0.95, base + 0.1 * (len(one.sightings) > 1)), one.lines)
+def _likeness(index: Index, scan: Scan) -> dict[str, float]:
+    like = likeness(index, salient(scan))
+    if scan.failures or any(sighting.role != "context" for sighting in scan.sightings):
+        return like
+    first, second = sorted([0.0, 0.0, *like.values()], reverse=True)[:2]
+    is_clear = 0 < len(scan.text) < PAGE and first > ALIKE and first - second > ALONE
+    return {entry: value for entry, value in like.items() if is_clear and value == first}
 
 
-def diagnose_bytes(index: Index, matcher: Matcher, data: bytes) -> Diagnosis:
-    return diagnose(index, scan_text([data], matcher))
+def _numbers(index: Index, candidates: Sequence[Candidate]) -> list[int]:
+    wanted = {one.id for one in candidates}
+    return [number for number, entry in index.numbers.items() if entry in wanted]
+
+
+def _findings(
+    candidates: Sequence[Candidate], documents: Mapping[str, Mapping[str, Any]], who: Culprits
+) -> tuple[Finding, ...]:
+    found: list[Finding] = []
+    ceiling = 1.0
+    for position, one in enumerate(candidates):
+        rival = candidates[position + 1].score if position + 1 < len(candidates) else 0.0
+        ceiling = min(ceiling, _confidence(one, one.score - rival))
+        found.append(_finding(one, ceiling, documents[one.id], _against(one, who)))
+    return tuple(found)
+
+
+def _confidence(one: Candidate, lead: float) -> float:
+    alone, doubt = CONFIDENCE[one.role]
+    return round(alone - doubt * (1 - min(1.0, max(0.0, lead) / CLEAR)), 2)
+
+
+def _finding(one: Candidate, confidence: float, document: Mapping[str, Any], against: tuple[str, ...]) -> Finding:
+    evident = [sighting for sighting in one.sightings if sighting.role != "context"] or list(one.sightings)
+    return Finding(
+        **{name: document[name] for name in SHOWN},
+        role=one.role,
+        confidence=confidence,
+        count=sum(sighting.count for sighting in evident),
+        ranks=tuple(sorted({rank for sighting in evident for rank in sighting.ranks})),
+        evidence=tuple(dict.fromkeys(line for sighting in evident for line in sighting.lines))[:MOST_SEEN],
+        caused_by=one.caused_by,
+        against=against,
+    )
+
+
+SHOWN = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "probe")
+
+
+def _against(one: Candidate, who: Culprits) -> tuple[str, ...]:
+    """What a careful reader would object."""
+    said = []
+    if one.role == "similar":
+        said.append("no signature of it was printed, only the wording is alike")
+    if one.role == "last":
+        said.append("nothing failed in words: the log merely stops where this incident stops")
+    if one.role == "cascade" and not one.caused_by:
+        said.append("what was printed is what waiting or surviving ranks print; the cause itself is not in these logs")
+    if one.caused_by:
+        said.append(f"it follows from {', '.join(one.caused_by)}, which was seen as well")
+    if one.shared_with:
+        said.append(f"the same lines fit {', '.join(one.shared_with)}")
+    first = who.first
+    if first and one.role != "similar" and not any(_is_before(line, first) for line in one.lines):
+        said.append(f"something else failed before: {first.source}:{first.number}")
+    return tuple(said)
+
+
+def _is_before(line: Line, first: Line) -> bool:
+    """Not later than the first failure, as far as the two can be compared."""
+    if line.source == first.source:
+        return line.number <= first.number + 40  # a traceback's last line stands below its first
+    return line.time is None or first.time is None or line.time <= first.time + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 LONGEST_SHOWN = 400  # characters of a line that are kept
 
@@ -21,6 +22,16 @@ class Line:
     text: str
     rank: int | None = None
     time: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As answers cite it: `line` is null where the text was derived."""
+        return {
+            "source": self.source,
+            "line": self.number or None,
+            "rank": self.rank,
+            "time": self.time,
+            "text": self.text,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,8 @@ class Exit:
 class Scan:
     """Everything one pass over some sources found, in the order of reading.
 
-    `ranks` are those that some line names. `problems` are sentences about what could not be read. `text` is all that
-    was read when that was a page or two, else empty.
+    `observations` are sentences that kb derived; `ranks` are those that some line names; `problems` say what could
+    not be read; `text` is all that was read where that was a page or two, else empty.
     """
 
     sightings: tuple[Sighting, ...] = ()
@@ -93,6 +104,7 @@ class Scan:
     timeouts: tuple[Timeout, ...] = ()
     progress: tuple[Progress, ...] = ()
     exits: tuple[Exit, ...] = ()
+    observations: tuple[Line, ...] = ()
     ranks: tuple[int, ...] = ()
     sources: int = 0
     lines: int = 0

@@ -25,6 +25,8 @@ MOST_FINDINGS = 10
 LEAST_LIKE = 0.35  # likeness that makes an entry without a signature a finding at all
 
 Edge = tuple[str, str]
+Place = tuple[str, int, str]
+Claims = dict[Place, set[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Candidate:
     likeness: float
     sightings: tuple[Sighting, ...]
     caused_by: tuple[str, ...] = ()
+    shared_with: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -63,35 +66,34 @@ def rank(
     return tuple(sorted([*found, *alike], key=lambda one: (-one.score, one.id))[:MOST_FINDINGS])
 
 
-def _claims(by_entry: Mapping[str, list[Sighting]]) -> dict[tuple[str, int, str], int]:
-    """For each line of evidence and role, how many entries have a signature on it."""
-    claims: dict[tuple[str, int, str], set[str]] = defaultdict(set)
+def _claims(by_entry: Mapping[str, list[Sighting]]) -> Claims:
+    """For each line of evidence and role, the entries that have a signature on it."""
+    claims: Claims = defaultdict(set)
     for entry, seen in by_entry.items():
         for sighting in seen:
             claims[_place(sighting)].add(entry)
-    return {place: len(entries) for place, entries in claims.items()}
+    return claims
 
 
-def _place(sighting: Sighting) -> tuple[str, int, str]:
+def _place(sighting: Sighting) -> Place:
     line = sighting.lines[0]
     return line.source, line.number, sighting.role
 
 
-def _candidate(
-    entry: str, seen: list[Sighting], likeness: float, claims: Mapping[tuple[str, int, str], int]
-) -> Candidate | None:
+def _candidate(entry: str, seen: list[Sighting], likeness: float, claims: Claims) -> Candidate | None:
     strengths = [
-        (STRENGTH[sighting.role] / claims[_place(sighting)] ** SHARING, sighting.role)
+        (STRENGTH[sighting.role] / len(claims[_place(sighting)]) ** SHARING, sighting.role, _place(sighting))
         for sighting in seen
         if sighting.role in STRENGTH
     ]
     if not strengths:
         return None
-    strength, role = max(strengths)
+    strength, role, place = max(strengths)
     further = sorted((FURTHER[sighting.role] for sighting in seen), reverse=True)
     further.remove(FURTHER[role])
     score = strength + sum(further[:MOST_FURTHER]) + LIKENESS * likeness
-    return Candidate(entry, role, score, likeness, tuple(seen))
+    shared_with = tuple(sorted(claims[place] - {entry}))
+    return Candidate(entry, role, score, likeness, tuple(seen), shared_with=shared_with)
 
 
 def _placed(one: Candidate, seen: Mapping[str, str], causes: Sequence[Edge], masks: Sequence[Edge]) -> Candidate:

@@ -11,7 +11,7 @@ _FILE = re.compile(r"(?:^|[^A-Za-z])(?P<of>[A-Za-z]*)[_-]?rank[_-]?(?P<rank>\d{1
 _WHOLE = re.compile(r"(?:console|debug|dump|err|global|job|log|nccl|out|output|run|stderr|stdout|trace|train|world)?")
 _TORCHRUN = re.compile(r"attempt_\d{1,6}/(\d{1,6})/(?:stdout\.log|stderr\.log|error\.json)(?:\.gz|\.zst)?$", re.ASCII)
 
-_NCCL = re.compile(r"([\w.-]{1,255}):(\d{1,9}):\d{1,9} \[-?\d{1,4}\] ", re.ASCII)
+_NCCL = re.compile(r"([\w.-]{1,255}|<host-\d{1,9}>):(\d{1,9}):\d{1,9} \[-?\d{1,4}\] ", re.ASCII)
 _INIT = re.compile(r"\brank (\d{1,6}) n[Rr]anks (\d{1,6}) .{0,200}\bInit (?:START|COMPLETE)", re.ASCII)
 
 

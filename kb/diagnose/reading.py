@@ -57,6 +57,11 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def read_pieces(pieces: Iterator[bytes], name: str, report: Report) -> io.BufferedReader:
+    """What arrives in pieces of any length, unpacked as a file is."""
+    return _stream(pieces, name, report)
+
+
 class _Pieces(io.RawIOBase):
     """Pieces of any length as a raw stream. Fills what it is given, so that a peek shows all there is."""
 

@@ -20,6 +20,7 @@ class Kind(Enum):
     FLIGHT_JSON = "flight recorder dump (JSON)"
     ERROR_FILE = "torchrun error file"
     RAS_JSON = "NCCL RAS report (JSON)"
+    OWN = "a record of kb verify"
     BINARY = "binary"
 
 
@@ -31,6 +32,13 @@ FLIGHT_JSON_KEYS = re.compile(
     rb'"(?:pg_config|pg_status|nccl_comm_state|comm_lib_version|collective_seq_id|record_id)"\s*:'
 )
 RAS_KEYS = re.compile(rb'"nccl_version"\s*:[^{}]{0,500}"communicators(?:_count)?"\s*:')
+# What `kb verify --keep-logs` files beside the logs says again what they say: how each begins, and a later key.
+OWN = (
+    (b'{"outcome": "', b'"max_rss_mib": '),
+    (b'{"ending": "', b'"exits": '),
+    (b'{"arm_id": "', b'"memory_cap_bytes": '),
+    (b'[{"group": "', b'"retired": '),
+)
 ERROR_OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"message"\s*:\s*\{')
 ERROR_DETAILS = re.compile(rb'"(?:extraInfo|py_callstack|errorCode)"\s*:')
 ERROR_KEYS = {"message", "timestamp", "errorCode", "extraInfo"}
@@ -67,6 +75,8 @@ def kind(head: bytes, name: str = "") -> Kind:
         return Kind.FLIGHT_PICKLE if FLIGHT_KEYS.search(head) else Kind.BINARY
     if head.startswith(FOREIGN) or _is_safetensors(head):
         return Kind.BINARY
+    if name.endswith(".facts.json") or any(head.startswith(begin) and key in head for begin, key in OWN):
+        return Kind.OWN
     text = head.strip(b"\0")
     if b"\0" in text or (head and not text):
         return Kind.BINARY

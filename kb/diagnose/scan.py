@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from kb.diagnose import errorfile, flightdump, ras, stacks
@@ -16,17 +16,19 @@ from kb.diagnose.ranks import rank_of
 from kb.diagnose.reading import HEAD
 from kb.diagnose.recognise import Kind, kind
 from kb.diagnose.scanner import Scanner
-from kb.diagnose.source import Source, chunks
+from kb.diagnose.source import Source, Stream, chunks
 from kb.diagnose.tally import Tally
 
 MOST_STRUCTURED = 256 << 20  # bytes of a dump
-MOST_STACKS = 8 << 20  # bytes of a log in which stacks are looked for
-STACKS = re.compile(rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":")
+MOST_REPORTS = 8 << 20  # bytes of a log in which stacks and RAS reports are looked for
+REPORTS = re.compile(
+    rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":|^Communicators\.\.\.", re.MULTILINE
+)
 
 Progress = Callable[[int], None]
 
 
-def scan(sources: Sequence[Source], matcher: Matcher, progress: Progress = lambda _: None) -> Scan:
+def scan(sources: Iterable[Source | Stream], matcher: Matcher, progress: Progress = lambda _: None) -> Scan:
     """One pass over all sources; `progress` hears how many bytes each step read. Raises nothing."""
     tally = Tally()
     dumps: list[FlightDump] = []
@@ -36,19 +38,11 @@ def scan(sources: Sequence[Source], matcher: Matcher, progress: Progress = lambd
             found = kind(stream.peek(HEAD)[:HEAD], source.name)
             if found is Kind.TEXT:
                 _read_log(source, chunks(stream), matcher, tally, progress)
-            elif found is Kind.BINARY:
-                tally.problems.append(f"{source.name}: is binary and was not read")
+            elif found in (Kind.BINARY, Kind.OWN):
+                tally.problems.append(f"{source.name}: is {found.value} and was not read")
             else:
                 _read_structured(source, found, stream.read(MOST_STRUCTURED), matcher, tally, dumps)
     return _concluded(tally, matcher, dumps)
-
-
-def scan_text(pieces: Iterable[bytes], matcher: Matcher, name: str = "-") -> Scan:
-    """The same for a log that is no file, in the pieces that `chunks` makes."""
-    tally = Tally()
-    tally.sources = 1
-    _read_log(Source(name), pieces, matcher, tally, lambda _: None)
-    return _concluded(tally, matcher, [])
 
 
 def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
@@ -60,23 +54,27 @@ def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
     return tally.scan()
 
 
-def _read_log(source: Source, pieces: Iterable[bytes], matcher: Matcher, tally: Tally, progress: Progress) -> None:
+def _read_log(source: Source | Stream, pieces: Iterable[bytes], matcher: Matcher, tally: Tally, progress: Progress) -> None:
     scanner = Scanner(matcher, tally, source.name, rank_of(source.name), source.modified)
-    head = b""
+    reports = b""
     for piece in pieces:
         scanner.feed(piece)
         progress(len(piece))
-        if len(head) < MOST_STACKS and STACKS.search(piece):
-            head += piece
+        if len(reports) < MOST_REPORTS and REPORTS.search(piece):
+            reports += piece
     scanner.close()
-    if head:
+    if reports:
+        text = reports.decode("utf-8", "replace")
         with suppress(Unreadable):  # what looked like a stack was none
-            for line in stacks.observations(head.decode("utf-8", "replace"), source.name, rank_of(source.name)):
+            for line in stacks.observations(text, source.name, rank_of(source.name)):
+                derive(line, matcher, tally)
+        with suppress(Unreadable):
+            for line in ras.read(text, source.name):
                 derive(line, matcher, tally)
 
 
 def _read_structured(
-    source: Source, found: Kind, data: bytes, matcher: Matcher, tally: Tally, dumps: list[FlightDump]
+    source: Source | Stream, found: Kind, data: bytes, matcher: Matcher, tally: Tally, dumps: list[FlightDump]
 ) -> None:
     tally.bytes += len(data)
     try:
@@ -94,6 +92,7 @@ def _read_structured(
 
 def derive(line: Line, matcher: Matcher, tally: Tally) -> None:
     """Match a line that was derived, not read."""
+    tally.observations.append(line)
     for _, _, numbers in matcher.found(line.text.encode()):
         for index in numbers:
             if index >= 0 and (match := matcher.patterns[index].compiled.search(line.text)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from kb.diagnose.folder import Identity, Listing, identity, listed, shown
-from kb.diagnose.reading import HEAD, Report, read_file, read_stdin, reason
+from kb.diagnose.reading import HEAD, Report, read_file, read_pieces, read_stdin, reason
 from kb.diagnose.recognise import Kind, kind
 from kb.errors import UsageError
 
@@ -42,6 +42,19 @@ class Source:
         gives the head that `kb.diagnose.recognise.kind` wants without taking it away. A pipe waits for its writer.
         """
         return read_file(self.path, self.name, report, waits=self.is_pipe) if self.path else read_stdin(report)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An input that arrives in pieces and is nowhere on disk; to be opened once."""
+
+    name: str
+    pieces: Iterator[bytes]
+    modified: float | None = None
+
+    def open(self, report: Report = lambda _: None) -> io.BufferedReader:
+        """As that of a `Source`. An error that the pieces raise goes to the reader."""
+        return read_pieces(self.pieces, self.name, report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +135,7 @@ def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identit
             listing.troubles.append(trouble)
         elif found is Kind.BINARY:
             binary += 1
-        else:
+        elif found is not Kind.OWN:
             chosen[key] = source
     problems = [f"{shown(path)}: {sentence}" for sentence in _left_out(listing, most_entries, len(left), binary)]
     if not chosen:

@@ -42,6 +42,7 @@ class Tally:
     def __init__(self) -> None:
         self.bytes = self.lines = self.sources = 0
         self.problems: list[str] = []
+        self.observations: list[Line] = []
         self._sightings: dict[tuple[str, str, str], _Seen] = {}
         self._failures: dict[str, _Seen] = {}
         self._ranks: set[bytes] = set()
@@ -95,6 +96,7 @@ class Tally:
             timeouts=tuple(self._reading.timeouts.values()),
             progress=tuple(self._reading.progress.values()),
             exits=tuple(self._reading.exits),
+            observations=tuple(self.observations),
             ranks=tuple(sorted(named | told)),
             sources=self.sources,
             lines=self.lines,

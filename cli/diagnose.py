@@ -1,0 +1,194 @@
+"""`kb diagnose`: the entries that explain the logs and dumps of a failed job."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from kb import root
+from kb.errors import UsageError
+from kb.index import open_index
+
+from .output import JsonFlag, RootOption, emit, notice, style
+from .search import wrapped
+
+if TYPE_CHECKING:
+    from kb.diagnose.diagnosis import Diagnosis, Finding
+    from kb.diagnose.evidence import Line
+
+SHOWN_LINES = 3
+SHOWN_SEEN = 8
+WIDEST_LINE = 160
+MOST_VERIFIED = 3
+TURN_BYTES = 16 << 20  # between two turns of the progress line
+
+
+def diagnose(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE|DIR|-", help="Logs, flight-recorder dumps, stacks, error files; `-`: stdin."),
+    ],
+    limit: Annotated[int, typer.Option(min=1, max=10, help="Show at most this many entries.")] = 3,
+    verify: Annotated[bool, typer.Option("--verify", help="Run the probes of the best candidates here.")] = False,
+    python: Annotated[
+        Path | None, typer.Option(help="With --verify: interpreter of your training environment.")
+    ] = None,
+    save_unexplained: Annotated[
+        bool, typer.Option("--save-unexplained", help="Keep a redacted excerpt of what no entry explains.")
+    ] = False,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Find what made a job fail, from its logs and dumps: the cause before what followed from it.
+
+    Exit code 0 when an entry explains it, 1 when none does; with --verify that of `kb verify`.
+    """
+    from kb.diagnose.diagnosis import diagnose as conclude
+    from kb.diagnose.matcher import Matcher
+    from kb.diagnose.scan import scan
+    from kb.diagnose.source import sources
+
+    if python and not verify:
+        raise UsageError("--python says where probes run", "add --verify")
+    chosen = root.configured(tuple(roots or ()))
+    inputs = sources(paths)
+    with open_index(chosen, notice) as index, ReadingLine() as reading:
+        found = scan(inputs.found, Matcher(index.signatures), reading.read)
+        diagnosis = conclude(index, found)
+    problems = (*inputs.problems, *diagnosis.problems)
+    saved = _save(inputs.found, diagnosis) if save_unexplained and diagnosis.unexplained else None
+    document = {**diagnosis.to_json(), "problems": problems, "saved": saved}
+    if as_json and not verify:
+        emit("diagnose", **document)
+    elif not as_json:
+        for problem in problems:
+            notice(problem)
+        _print(diagnosis, limit)
+        if saved:
+            print(f"kept     {saved}\n         kb new ID --from {Path(saved).stem} makes an entry of it")
+    if verify:
+        return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None)
+    return 0 if diagnosis.findings and not diagnosis.unexplained else 1
+
+
+class ReadingLine:
+    """How much was read, on a terminal; silence anywhere else."""
+
+    def __init__(self) -> None:
+        self._bytes = self._shown = 0
+        self._began = time.monotonic()
+        self._is_shown = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+
+    def read(self, count: int) -> None:
+        self._bytes += count
+        if self._is_shown and self._bytes - self._shown > TURN_BYTES:
+            self._shown = self._bytes
+            rate = self._bytes / 1e6 / max(1e-3, time.monotonic() - self._began)
+            sys.stderr.write(f"\r\x1b[Kread {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")
+            sys.stderr.flush()
+
+
+def _print(diagnosis: Diagnosis, limit: int) -> None:
+    from kb.diagnose.nextstep import CERTAIN
+
+    shown = 1 if diagnosis.findings and diagnosis.findings[0].confidence >= CERTAIN else limit
+    for number, finding in enumerate(diagnosis.findings[:shown], 1):
+        _print_finding(number, finding)
+    others = [f"{one.id} ({one.role}, {one.confidence:.2f})" for one in diagnosis.findings[shown:limit]]
+    if others:
+        print(wrapped("less", f"likely: {', '.join(others)}") + "\n")
+    if diagnosis.unexplained:
+        print(style("not known: no entry explains this with any confidence", bold=True))
+        for failure in diagnosis.seen[:SHOWN_SEEN]:
+            times = f" ({failure.count} times)" if failure.count > 1 else ""
+            print(f"   seen     {_cited(failure.line)}{times}")
+        print()
+    elif not diagnosis.findings:
+        print(f"nothing failed in {diagnosis.lines:,} lines of {diagnosis.sources:,} files")
+    _print_ranks(diagnosis)
+    step = diagnosis.next_step
+    if step and step.text:
+        print(wrapped("next", step.text))
+        if step.command:
+            print(f"   run      {style(step.command, 'green')}")
+
+
+def _print_finding(number: int, finding: Finding) -> None:
+    from kb.collective import name_ranks
+
+    origin = "" if finding.origin == "built-in" else f" · from {finding.origin}"
+    standing = f"{finding.role} · confidence {finding.confidence:.2f} · {finding.status}{origin}"
+    print(f"{number}. {style(finding.title, bold=True)}")
+    print(f"   {style(finding.id, 'cyan')} {style(standing, dim=True)}")
+    print(wrapped("cause", finding.cause))
+    for line in finding.evidence[:SHOWN_LINES]:
+        print(f"   line     {_cited(line)}")
+    if finding.count > min(len(finding.evidence), SHOWN_LINES):
+        ranks = f", of {name_ranks(finding.ranks)}" if len(finding.ranks) > 1 else ""
+        print(f"            {finding.count:,} such lines in all{ranks}")
+    for objection in finding.against:
+        print(wrapped("against", objection))
+    print(
+        f"   prove    {style(f'kb verify {finding.id}', 'green')}"
+        if finding.probe
+        else f"   read     kb show {finding.id}"
+    )
+    print()
+
+
+def _print_ranks(diagnosis: Diagnosis) -> None:
+    from kb.collective import name_ranks
+
+    who = diagnosis.ranks
+    if who.failed is not None:
+        print(f"   first    rank {who.failed} failed first" + (f": {_cited(who.first)}" if who.first else ""))
+    if who.absent:
+        print(f"   absent   {name_ranks(who.absent)}: never came to the collective in which others waited")
+    for line in diagnosis.observations[:SHOWN_LINES]:
+        print(f"   seen     {_cited(line)}")
+
+
+def _cited(line: Line) -> str:
+    place = f"{line.source}:{line.number}" if line.number else line.source
+    rank = f" rank {line.rank}" if line.rank is not None else ""
+    text = line.text if len(line.text) <= WIDEST_LINE else f"{line.text[:WIDEST_LINE]}…"
+    return f"{style(f'{place}{rank}', dim=True)}  {text}"
+
+
+def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:
+    from kb import unexplained
+
+    lines = [f"{failure.line.source}:{failure.line.number}: {failure.line.text}" for failure in diagnosis.seen]
+    seen = [line.text for line in diagnosis.observations]
+    return str(unexplained.save("\n".join(lines), [source.name for source in inputs], seen))
+
+
+def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], document: dict[str, Any] | None) -> int:
+    """The probes of the best candidates; under `--json` their reports join the one document."""
+    from .verify import verify_quietly
+
+    ids = [finding.id for finding in diagnosis.findings if finding.probe and not finding.caused_by][:MOST_VERIFIED]
+    if not ids:
+        notice("there is nothing to verify: no entry with a probe was found")
+    code, reports, counts = verify_quietly(ids, python, roots) if ids else (1, [], {})
+    if document is not None:
+        emit("diagnose", **document, reports=[report.to_json() for report in reports], summary=counts)
+    else:
+        from .render import print_report
+
+        print()
+        for report in reports:
+            print_report(report, is_short=True)
+    return code

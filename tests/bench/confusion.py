@@ -1,0 +1,163 @@
+"""`make confusion`: do the logs of every control arm, run here for real, lead back to its entry?
+
+Runs the control arm of each entry that this machine lets run, as `kb verify` does, and gives the folder of what it
+left to `kb diagnose`. Prints the table of docs/benchmarks.md and draws docs/confusion.svg. Ends with 1 when an arm
+is attributed to another entry that no edge of the graph of causes links with its own.
+
+    confusion.py [ID]...     those entries alone, and no picture
+    --keep DIR               keep the folders there
+    --logs DIR               diagnose folders kept earlier, run nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from matrix import Cell, picture
+
+from kb import catalog, environment, root
+from kb.catalog import Catalog
+from kb.diagnose.diagnosis import Diagnosis, diagnose
+from kb.diagnose.matcher import Matcher
+from kb.diagnose.scan import scan
+from kb.diagnose.source import sources
+from kb.entry import Entry
+from kb.graph import Graph, graph
+from kb.index import Index, open_index
+from kb.launcher import Launcher
+from kb.plan import make_plan
+from kb.verify import JOBS
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "confusion.svg"
+OWN, LINKED, SILENT, WRONG = "its own", "linked", "none", "wrong"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A control arm and what its logs are taken for."""
+
+    id: str
+    experiment: str
+    diagnosis: Diagnosis
+    links: frozenset[str]
+
+    @property
+    def verdict(self) -> str:
+        if not self.diagnosis.findings:
+            return SILENT
+        first = self.diagnosis.findings[0].id
+        return OWN if first == self.id else LINKED if first in self.links else WRONG
+
+    @property
+    def place(self) -> int | None:
+        """Where the right entry stands, from 1."""
+        ids = [one.id for one in self.diagnosis.findings]
+        return ids.index(self.id) + 1 if self.id in ids else None
+
+
+def main() -> int:
+    arguments = parsed()
+    roots = root.configured(())
+    found = catalog.load(roots)
+    entries = [found.get(one) for one in arguments.ids] if arguments.ids else found.current()
+    with tempfile.TemporaryDirectory(prefix="kb-confusion-") as temporary:
+        folder = arguments.logs or arguments.keep or Path(temporary)
+        skipped = [] if arguments.logs else run_control_arms(found, entries, folder)
+        index = open_index(roots, print)
+        rows = list(diagnosed(entries, folder, index, graph(found.current())))
+    print("\n".join(table(rows, skipped)))
+    if not arguments.ids:
+        PICTURE.write_text(picture(cells(rows)), encoding="utf-8")
+    return 1 if any(row.verdict in (WRONG, SILENT) for row in rows) else 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ids", nargs="*", metavar="ID")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--keep", type=Path, metavar="DIR")
+    where.add_argument("--logs", type=Path, metavar="DIR")
+    return parser.parse_args()
+
+
+def run_control_arms(found: Catalog, entries: Sequence[Entry], folder: Path) -> list[tuple[str, str]]:
+    """Leaves a folder per arm, as `kb verify --keep-logs` does; gives the entries of which none runs here, and why."""
+    with (
+        tempfile.TemporaryDirectory() as copies,
+        Launcher(Path(sys.executable), folder) as launcher,
+        ThreadPoolExecutor(JOBS) as pool,
+    ):
+        launcher.preload()
+        machine = environment.capture(launcher.python)
+
+        def run(entry: Entry) -> tuple[str, str]:
+            if not entry.meta.probe:
+                return entry.id, "no probe"
+            plan = make_plan(entry, found.probe_file(entry), launcher, machine, {})
+            refused = [f"{name}: {reason}" for name, reason in plan.skipped]
+            for experiment in plan.runnable:
+                label = f"{entry.id}-{experiment.name}-control"
+                task = replace(plan.task(experiment, "control"), probe=renamed(plan.probe_file, Path(copies)))
+                outcome = launcher.run(task, label)
+                if outcome.kind != "unavailable":
+                    return entry.id, ""
+                refused.append(f"{experiment.name}: this machine refuses it")
+            return entry.id, "; ".join(refused) or "its probe is a check"
+
+        return [one for one in pool.map(run, entries) if one[1]]
+
+
+def renamed(probe: Path | None, folder: Path) -> Path:
+    """The probe as `train.py`: in a traceback its own name would give the answer away."""
+    assert probe is not None
+    copy = Path(tempfile.mkdtemp(dir=folder)) / "train.py"
+    shutil.copy(probe, copy)
+    return copy
+
+
+def diagnosed(entries: Iterable[Entry], folder: Path, index: Index, links: Graph) -> Iterator[Row]:
+    matcher = Matcher(index.signatures)
+    ids = sorted((entry.id for entry in entries), key=len, reverse=True)
+    for kept in sorted(folder.glob("*-control")):
+        owner = next((one for one in ids if kept.name.startswith(f"{one}-")), None)
+        if owner:
+            found = diagnose(index, scan(sources([str(kept)]).found, matcher))
+            yield Row(owner, kept.name[len(owner) + 1 : -len("-control")], found, linked(links, owner))
+
+
+def linked(links: Graph, entry_id: str) -> frozenset[str]:
+    beside = (links.causes_of, links.consequences_of, links.masked_by, links.hides)
+    return frozenset(one for neighbours in beside for one in neighbours(entry_id))
+
+
+def cells(rows: Iterable[Row]) -> Iterator[Cell]:
+    for row in rows:
+        for place, finding in enumerate(row.diagnosis.findings[:3], start=1):
+            kind = OWN if finding.id == row.id else LINKED if finding.id in row.links else WRONG
+            yield Cell(row.id, finding.id, kind.replace(" ", "-"), place, finding.confidence)
+
+
+def table(rows: Sequence[Row], skipped: Sequence[tuple[str, str]]) -> Iterator[str]:
+    yield "| control arm of | first finding | role | confidence | its own entry stands |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        first = next(iter(row.diagnosis.findings), None)
+        named = "the same" if row.verdict == OWN else f"{first.id} ({row.verdict})" if first else "nothing that tells"
+        told = f"{first.role} | {first.confidence:.2f}" if first else "|"
+        yield f"| {row.id} | {named} | {told} | {row.place or ''} |"
+    yield ""
+    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (OWN, LINKED, SILENT, WRONG)}
+    yield f"{len(rows)} control arms: {', '.join(f'{count} {kind}' for kind, count in counts.items())}."
+    for entry_id, reason in skipped:
+        yield f"- not run here: {entry_id} ({reason})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

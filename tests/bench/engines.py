@@ -1,0 +1,178 @@
+"""The engines that `search_engines.py` compares: one class each, with `build`, `open` and `search`.
+
+FTS5 reads the entry files as they are. tantivy and bm25s are given the terms that kb makes of an entry and of a
+question, without its weights, synonyms and corrections: they compare ranking and speed, not analysis.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from kb import root
+from kb.analysis import terms
+
+TITLES = {"kb": "kb", "fts5": "SQLite FTS5", "tantivy": "tantivy", "bm25s": "bm25s"}
+LIMIT = 10
+
+
+class Engine(ABC):
+    """An index in a directory of its own below `place`, where the roots and terms of the entries lie as well."""
+
+    name: str
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.home = place / self.name / "index"
+        self.home.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def build(self) -> None: ...
+
+    @abstractmethod
+    def open(self) -> None: ...
+
+    @abstractmethod
+    def search(self, text: str) -> list[str]:
+        """Ids of entries, best first."""
+
+
+def roots(place: Path) -> tuple[root.Root, ...]:
+    return root.built_in(), *(root.at(Path(path)) for path in json.loads((place / "roots.json").read_text()))
+
+
+def write_terms(place: Path) -> None:
+    """The terms of each entry, for the engines that have no analysis for two languages: id and terms on a line."""
+    from kb.document import collect
+
+    with (place / "terms.txt").open("w", encoding="utf-8") as file:
+        for stored, parts in collect(roots(place), lambda _: None)[0]:
+            words = (term.text for _, text in parts for term in terms(text))
+            file.write(f"{stored['id']}\t{' '.join(words)}\n")
+
+
+def read_terms(place: Path) -> list[tuple[str, str]]:
+    lines = (place / "terms.txt").read_text(encoding="utf-8").split("\n")
+    return [(one, words) for one, _, words in (line.partition("\t") for line in lines) if one]
+
+
+def query_terms(text: str) -> list[str]:
+    """At most as many as the engines take without complaint."""
+    return list(dict.fromkeys(term.text for term in terms(text)))[:1000]
+
+
+class Kb(Engine):
+    name = "kb"
+
+    def build(self) -> None:
+        self.open()
+
+    def open(self) -> None:
+        from kb.index import open_index
+
+        os.environ["XDG_CACHE_HOME"] = str(self.home)
+        self._index = open_index(roots(self.place))
+
+    def search(self, text: str) -> list[str]:
+        from kb.search import search
+
+        return [hit.id for hit in search(self._index, text, LIMIT).hits]
+
+
+class Fts5(Engine):
+    """What a user would have instead: words for English, trigrams for Chinese, ranked by bm25."""
+
+    name = "fts5"
+
+    def open(self) -> None:
+        self._database = sqlite3.connect(self.home / "entries.db")
+
+    def build(self) -> None:
+        self.open()
+        entries = [
+            (path.stem, path.read_text(encoding="utf-8")) for one in roots(self.place) for path in one.entry_files()
+        ]
+        for table, tokenizer in (("words", "porter unicode61"), ("trigrams", "trigram")):
+            self._database.execute(
+                f"CREATE VIRTUAL TABLE {table} USING fts5(id UNINDEXED, text, tokenize='{tokenizer}')"
+            )
+            self._database.executemany(f"INSERT INTO {table} VALUES (?, ?)", entries)
+        self._database.commit()
+
+    def search(self, text: str) -> list[str]:
+        is_chinese = re.search(r"[\u4e00-\u9fff]", text) is not None
+        words = re.findall(r"[\u4e00-\u9fff]{3,}|[A-Za-z0-9_]{2,}", text)[:64]
+        if is_chinese:
+            words = [word[at : at + 3] for word in words for at in range(max(1, len(word) - 2))]
+        match = " OR ".join(f'"{word}"' for word in dict.fromkeys(words[:1000]))
+        table = "trigrams" if is_chinese else "words"
+        query = f"SELECT id FROM {table} WHERE {table} MATCH ? ORDER BY bm25({table}) LIMIT {LIMIT}"
+        return [row[0] for row in self._database.execute(query, (match,))] if match else []
+
+
+class Tantivy(Engine):
+    name = "tantivy"
+
+    def _schema(self) -> Any:
+        import tantivy
+
+        builder = tantivy.SchemaBuilder()
+        builder.add_text_field("id", stored=True, tokenizer_name="raw")
+        builder.add_text_field("body", tokenizer_name="whitespace")
+        return builder.build()
+
+    def build(self) -> None:
+        import tantivy
+
+        writer = tantivy.Index(self._schema(), path=str(self.home)).writer(heap_size=100_000_000, num_threads=1)
+        for one, words in read_terms(self.place):
+            writer.add_document(tantivy.Document(id=one, body=words))
+        writer.commit()
+        writer.wait_merging_threads()
+
+    def open(self) -> None:
+        import tantivy
+
+        self._opened = tantivy.Index.open(str(self.home))
+        self._searcher = self._opened.searcher()
+
+    def search(self, text: str) -> list[str]:
+        from tantivy import Occur, Query
+
+        words = [(Occur.Should, Query.term_query(self._opened.schema, "body", term)) for term in query_terms(text)]
+        hits = self._searcher.search(Query.boolean_query(words), LIMIT).hits if words else []
+        return [self._searcher.doc(address)["id"][0] for _, address in hits]
+
+
+class Bm25s(Engine):
+    name = "bm25s"
+
+    def build(self) -> None:
+        import bm25s
+
+        entries = read_terms(self.place)
+        retriever = bm25s.BM25()
+        retriever.index([words.split(" ") for _, words in entries], show_progress=False)
+        retriever.save(self.home)
+        (self.home / "ids.json").write_text(json.dumps([one for one, _ in entries]))
+
+    def open(self) -> None:
+        import bm25s
+
+        self._retriever = bm25s.BM25.load(self.home)
+        self._ids = json.loads((self.home / "ids.json").read_text())
+
+    def search(self, text: str) -> list[str]:
+        words = [term for term in query_terms(text) if term in self._retriever.vocab_dict]
+        if not words:
+            return []
+        numbers, _ = self._retriever.retrieve([words], k=LIMIT, show_progress=False)
+        return [self._ids[number] for number in numbers[0]]
+
+
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Kb, Fts5, Tantivy, Bm25s)}
