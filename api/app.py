@@ -14,7 +14,7 @@ from kb.errors import KbError
 from kb.root import Root
 from kb.store import Store
 
-from . import entries, health, problems, search
+from . import diagnose, entries, health, problems, search
 from .content import Content
 
 
@@ -50,7 +50,7 @@ def create_app(roots: Sequence[Root] | None = None, store_path: Path | None = No
     )
     app.state.store = Store.open(store_path)
     problems.install(app)
-    for part in (search, entries, health):
+    for part in (search, diagnose, entries, health):
         app.include_router(part.router)
     return app
 

@@ -13,6 +13,9 @@ from fastapi import Depends, Request
 
 from kb import catalog
 from kb.catalog import Catalog
+from kb.diagnose.diagnosis import Diagnosis, diagnose
+from kb.diagnose.evidence import Scan
+from kb.diagnose.matcher import Matcher
 from kb.errors import IndexUnavailable
 from kb.filter import Filter
 from kb.hardware import add_standing, proofs, standing
@@ -23,6 +26,8 @@ from kb.search import EVERYTHING, search
 from kb.store import Store
 
 from .problems import log
+
+MOST_DIAGNOSES = 4  # logs that are read at the same time; further ones wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class Content:
     texts: Mapping[str, str]
     hardware: Mapping[str, str]
     searching: ThreadPoolExecutor
+    matcher: Matcher
+    scanning: ThreadPoolExecutor
+    diagnosing: asyncio.Semaphore
 
     @classmethod
     def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor) -> Self:
@@ -52,11 +60,18 @@ class Content:
             entry.id: standing(found.probe_file(entry), known.get(entry.id, ()), entry.digest) for entry in found
         }
         texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in found}
-        return cls(index, found, tuple(summaries), texts, hardware, searching)
+        scanning = ThreadPoolExecutor(MOST_DIAGNOSES, "kb-scan")
+        matcher, diagnosing = Matcher(index.signatures), asyncio.Semaphore(MOST_DIAGNOSES)
+        return cls(index, found, tuple(summaries), texts, hardware, searching, matcher, scanning, diagnosing)
 
     def close(self) -> None:
+        self.scanning.shutdown(cancel_futures=True)
         with self.index:
             pass
+
+    async def diagnose(self, found: Scan) -> Diagnosis:
+        """What a scan means. Raises nothing."""
+        return await asyncio.get_running_loop().run_in_executor(self.searching, diagnose, self.index, found)
 
     async def search(self, text: str, limit: int, only: Filter = EVERYTHING, *, explain: bool = False) -> Answer:
         """No hit is an answer. Raises `UsageError` for a filter that no entry can pass."""

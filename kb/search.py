@@ -9,9 +9,9 @@ that matches an entry's signature lifts that entry by a fixed share of the best 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import replace
-from heapq import nlargest, nsmallest
+from heapq import nlargest
 from typing import Any, NamedTuple
 
 from kb.applies import Applicability, State, Versions, applicability
@@ -23,11 +23,12 @@ from kb.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept, concepts
 from kb.signature import find
 from kb.spelling import corrected
 
+COVERAGE = 1.0  # what a headline that says all of the question adds to its entry's score, as a share of it
 MOST_READ = 12  # entries whose headlines are looked at, the best by their words: others stay behind them
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
-MOST_CANDIDATES = 1000  # entries
+MOST_CANDIDATES = 500  # entries
 MOST_PER_IDF = 2.2  # BM25 stays below idf x (K1 + 1)
 EVERYTHING = Filter()
 
@@ -70,7 +71,8 @@ def search(
     admitted = scoring.totals.keys() & (only.admitted(index.facets) if only else index.numbers.keys())
     judged = {} if installed is None else _judged(index, admitted, installed)
     shown = min(limit, MOST_HITS)
-    ranked = nsmallest(shown, admitted, lambda number: (_standing(judged, number), -scoring.totals[number], number))
+    ranked = _best(scoring.totals, admitted, len(admitted) if judged else shown)
+    ranked = sorted(ranked, key=lambda number: _standing(judged, number))[:shown]
     hits = [_hit(index.document(number), number, scoring) for number in ranked]
     if judged:
         hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=True)]
@@ -103,7 +105,9 @@ def _score(index: Index, concept: Concept, among: Set[int] | None) -> _Scored:
     best: dict[int, float] = {}
     for alternative, found in parts:
         for number, score in found.items():
-            best[number] = max(best.get(number, 0.0), score * alternative.weight)
+            weighted = score * alternative.weight
+            if weighted > best.get(number, 0.0):
+                best[number] = weighted
     return _Scored(concept, _idf(index, concept) if best else 0.0, best, parts)
 
 
@@ -121,20 +125,33 @@ def _informative(index: Index, asked: Iterable[Concept]) -> list[_Scored]:
 
     In an index of more than `MOST_CANDIDATES` entries the rarer concepts may find that many; the commoner ones then
     count for the best of those alone. What is left out has only common words of the question, or has a rare
-    one less often than a thousand others: it could hardly have come among the first.
+    one less often than five hundred others: it could hardly have come among the first.
     """
     scored: list[_Scored] = []
+    sums: dict[int, float] = {}
     among: Set[int] | None = None
     for concept in sorted(asked, key=lambda one: -_idf(index, one))[:MOST_TRIED]:
         one = _score(index, concept, among)
         if one.scores:
             scored.append(one)
+            _add(sums, one.scores)
         if len(scored) == MOST_CONCEPTS:
             break
-        if among is None:
-            sums = _sums(scored)
-            among = set(nlargest(MOST_CANDIDATES, sums, key=sums.__getitem__)) if len(sums) > MOST_CANDIDATES else None
+        if among is None and len(sums) > MOST_CANDIDATES:
+            among = frozenset(_best(sums, sums, MOST_CANDIDATES))
     return scored
+
+
+def _best(scores: Mapping[int, float], numbers: Collection[int], count: int) -> list[int]:
+    """The numbers with the highest scores, best first; of equal ones the lower first."""
+    least = min(nlargest(count, map(scores.__getitem__, numbers)), default=0.0)
+    among = (number for number in numbers if scores[number] >= least)
+    return sorted(among, key=lambda number: (-scores[number], number))[:count]
+
+
+def _add(sums: dict[int, float], scores: Mapping[int, float]) -> None:
+    for number, score in scores.items():
+        sums[number] = sums.get(number, 0.0) + score
 
 
 def _totals(index: Index, scored: list[_Scored]) -> tuple[dict[int, float], dict[int, float]]:
@@ -148,16 +165,16 @@ def _totals(index: Index, scored: list[_Scored]) -> tuple[dict[int, float], dict
 def _sums(scored: list[_Scored]) -> dict[int, float]:
     sums: dict[int, float] = {}
     for one in scored:
-        for number, score in one.scores.items():
-            sums[number] = sums.get(number, 0.0) + score
+        _add(sums, one.scores)
     return sums
 
 
 def _coverage(index: Index, scored: list[_Scored], sums: dict[int, float]) -> dict[int, float]:
     """The factor for the share of the query's information that one headline accounts for; of the best entries only."""
     everything = sum(one.idf for one in scored) or 1.0
-    best = nsmallest(MOST_READ, sums, key=lambda number: (-sums[number], number))
-    return {number: 1 + _best_headline(index.headlines(number), scored, number) / everything for number in best}
+    best = _best(sums, sums, MOST_READ)
+    shares = ((number, _best_headline(index.headlines(number), scored, number) / everything) for number in best)
+    return {number: 1 + COVERAGE * share for number, share in shares}
 
 
 def _best_headline(headlines: tuple[frozenset[str], ...], scored: list[_Scored], number: int) -> float:

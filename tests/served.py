@@ -5,7 +5,7 @@ A test file says `pytest_plugins = ["served"]`: a second conftest.py would be th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,6 +17,17 @@ from fastapi import FastAPI
 from support import ContentRoot
 
 from kb import root
+
+
+class Pieces(httpx.AsyncByteStream):
+    """A plain iterator of bytes for the event loop."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.pieces = pieces
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
 
 
 class InProcess(httpx.BaseTransport):
@@ -31,6 +42,8 @@ class InProcess(httpx.BaseTransport):
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        if not isinstance(request.stream, httpx.AsyncByteStream):  # a body that is made while it is sent
+            request.stream = Pieces(request.stream)
         answer = await transport.handle_async_request(request)
         return httpx.Response(answer.status_code, headers=answer.headers, content=await answer.aread())
 

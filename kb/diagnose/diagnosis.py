@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kb.diagnose.culprit import Culprits, culprits
-from kb.diagnose.evidence import Failure, Line, Scan
+from kb.diagnose.evidence import Failure, Line, Scan, Sighting
+from kb.diagnose.failing import is_interruption
 from kb.diagnose.nextstep import NextStep, next_step
 from kb.diagnose.ranking import Candidate, rank
 from kb.index import Index
@@ -19,6 +20,8 @@ EXPLAINED = 0.35  # confidence from which the first finding counts as an explana
 # Share of right first answers, measured (docs/benchmarks.md): without a rival, and how much a close rival takes away.
 CONFIDENCE = {"root": (0.95, 0.25), "last": (0.65, 0.3), "cascade": (0.7, 0.25), "similar": (0.5, 0.3)}
 CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
+
+TRACEBACK = "Traceback (most recent call last)"
 
 # For a text without any failure in it: how alike, how much more than the next entry, and how short it has to be.
 ALIKE, ALONE, PAGE = 0.6, 0.15, 2000
@@ -87,7 +90,9 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     """Pure but for reading the index. A healthy log has no findings and nothing seen; that is not unexplained."""
     like = _likeness(index, scan)
     most = max(like.values(), default=0.0) or 1.0
-    candidates = rank(scan.sightings, {entry: value / most for entry, value in like.items()}, index.causes, index.masks)
+    relative = {entry: value / most for entry, value in like.items()}
+    sightings = scan.sightings if _ended_silently(scan) else [_no_end(one) for one in scan.sightings]
+    candidates = rank(sightings, relative, index.causes, index.masks)
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     who = culprits(scan, candidates)
     findings = _findings(candidates, documents, who)
@@ -105,6 +110,15 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         bytes=scan.bytes,
         problems=scan.problems,
     )
+
+
+def _ended_silently(scan: Scan) -> bool:
+    """Whether nothing failed in words, save that somebody or a scheduler ended it: then where it ended is evidence."""
+    return all(is_interruption(failure.line.text) or TRACEBACK in failure.line.text for failure in scan.failures)
+
+
+def _no_end(one: Sighting) -> Sighting:
+    return replace(one, role="context") if one.role == "last" else one
 
 
 def salient(scan: Scan) -> str:

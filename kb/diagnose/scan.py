@@ -54,7 +54,9 @@ def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
     return tally.scan()
 
 
-def _read_log(source: Source | Stream, pieces: Iterable[bytes], matcher: Matcher, tally: Tally, progress: Progress) -> None:
+def _read_log(
+    source: Source | Stream, pieces: Iterable[bytes], matcher: Matcher, tally: Tally, progress: Progress
+) -> None:
     scanner = Scanner(matcher, tally, source.name, rank_of(source.name), source.modified)
     reports = b""
     for piece in pieces:

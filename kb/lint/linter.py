@@ -19,14 +19,16 @@ from kb.check import why
 from kb.declaration import from_description
 from kb.entry import Entry
 from kb.errors import UsageError
+from kb.glossary import FILE
 from kb.launcher import Launcher, Task
-from kb.lint import claims, links, probes, pump, sections, signatures
+from kb.lint import claims, glossary, links, probes, pump, sections, signatures
 from kb.lint.backtracking import backtracking_risk
 from kb.lint.body import blocks
+from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy import HEALTHY
 from kb.lint.rule import Draft, EntryRule, Finding, ProbeFile, ProbeRule, name_of
 from kb.plan import DESCRIBE_S
-from kb.root import Root
+from kb.root import BUILT_IN, Root
 
 AT_ONCE = 4  # probes that are loaded at one time
 
@@ -37,6 +39,7 @@ ENTRY_RULES: tuple[EntryRule, ...] = (
     *sections.RULES,
 )
 PROBE_RULES: tuple[ProbeRule, ...] = probes.RULES
+GLOSSARY_RULES = glossary.RULES
 READING_RULES = {  # of kb.markdown and kb.catalog: what breaks one of these cannot be read any further
     "too-large": "An entry has at most a mebibyte.",
     "unreadable": "An entry file can be read.",
@@ -63,12 +66,15 @@ class Result:
 
 def rules() -> dict[str, str]:
     """Name and requirement of every rule."""
-    judging: tuple[EntryRule | ProbeRule, ...] = (*ENTRY_RULES, *PROBE_RULES)
-    return {**READING_RULES, **{name_of(rule): (rule.__doc__ or "").strip() for rule in judging}}
+    judging: tuple[EntryRule | ProbeRule | GlossaryRule, ...] = (*ENTRY_RULES, *PROBE_RULES, *GLOSSARY_RULES)
+    judged = {name_of(rule): (rule.__doc__ or "").strip() for rule in judging}
+    return {**READING_RULES, **glossary.READING_RULES, **judged}
 
 
 def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result:
     """Check all entries and probes of the roots, or these entry files and their probes alone.
+
+    The glossary is checked with the root that it ships with.
 
     Raises `LaunchError` when no child process can be started, `UsageError` for a file that no root has.
     """
@@ -81,6 +87,8 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     findings = [Finding(one.path, one.line, one.rule, one.detail) for one in problems]
     findings += [finding for draft in _drafts(found, entries) for finding in check_entry(draft)]
     findings += [finding for file in files for finding in check_probe(file)]
+    if not only and any(one.name == BUILT_IN for one in roots):
+        findings += check_glossary(FILE)
     return Result(tuple(sorted(findings)), len(entries) + len(problems), len(files))
 
 
@@ -94,6 +102,17 @@ def check_probe(file: ProbeFile) -> Iterator[Finding]:
     for rule in PROBE_RULES:
         for line, message in rule(file):
             yield Finding(file.path, line, name_of(rule), message)
+
+
+def check_glossary(path: Path) -> Iterator[Finding]:
+    try:
+        draft = glossary.draft(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, no TOML, or something else in it
+        yield Finding(path, 1, glossary.UNREADABLE, str(error))
+        return
+    for rule in GLOSSARY_RULES:
+        for line, message in rule(draft):
+            yield Finding(path, line, name_of(rule), message)
 
 
 def _drafts(found: Catalog, entries: list[Entry]) -> Iterator[Draft]:

@@ -1,8 +1,9 @@
 """What a rule of `kb lint` is given, and what it answers.
 
 A rule is a function: its name with hyphens is the rule's name, its docstring the requirement, in one
-sentence. It yields a line and a message for every place that breaks it. Rules of entries get a `Draft`,
-rules of probes a `ProbeFile`; both are plain data, read beforehand, so that a rule does nothing but judge.
+sentence. It yields a line and a message for every place that breaks it. Rules of entries get a `Draft`, rules of
+probes a `ProbeFile`, those of the glossary a `GlossaryDraft` (in kb.lint.glossary): plain data, read beforehand, so
+that a rule does nothing but judge.
 """
 
 from __future__ import annotations
@@ -85,5 +86,5 @@ EntryRule = Callable[[Draft], Iterator[Remark]]
 ProbeRule = Callable[[ProbeFile], Iterator[Remark]]
 
 
-def name_of(rule: EntryRule | ProbeRule) -> str:
+def name_of(rule: Callable[..., Iterator[Remark]]) -> str:
     return rule.__name__.replace("_", "-")

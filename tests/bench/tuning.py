@@ -52,7 +52,6 @@ class Weight:
     name: str
     neutral: float
     others: tuple[float, ...]
-    is_indexed: bool = False
 
     @property
     def shipped(self) -> float:
@@ -60,11 +59,11 @@ class Weight:
 
 
 WEIGHTS = (
-    Weight(kb.document, "HEADLINE", 0.2501, (1.0, 2.0, 4.0, 6.0), is_indexed=True),
-    Weight(kb.document, "PROSE", 0.0, (0.1, 0.5, 1.0), is_indexed=True),
-    Weight(kb.index, "K1", 1.2, (2.0, 3.0, 8.0), is_indexed=True),
-    Weight(kb.index, "B", 0.0, (0.4, 1.0), is_indexed=True),
-    Weight(kb.search, "MOST_READ", 0, (5, 8, 20)),
+    Weight(kb.document, "HEADLINE", 0.2501, (1.0, 2.0, 4.0, 6.0)),
+    Weight(kb.document, "PROSE", 0.0, (0.1, 0.5, 1.0)),
+    Weight(kb.index, "K1", 1.2, (2.0, 3.0, 8.0)),
+    Weight(kb.index, "B", 0.0, (0.4, 1.0)),
+    Weight(kb.search, "COVERAGE", 0.0, (0.5, 2.0)),
     Weight(kb.query, "SYNONYM_WEIGHT", 0.0, (0.3, 0.7, 1.0)),
     Weight(kb.query, "WHOLE_WEIGHT", 1.0, (1.5, 3.0)),
     Weight(kb.query, "SHORT_PART_WEIGHT", 1.0, (0.0, 0.25)),
@@ -160,13 +159,14 @@ def _without_group(rest: list[list[str]], view: tuple[Index, Sequence[Question]]
 
 
 def _with_weight(weight: Weight, value: float, questions: Sequence[Question]) -> Ranks:
-    with _set(weight.module, weight.name, value), _opened(force=weight.is_indexed) as index:
+    with _set(weight.module, weight.name, value), _opened() as index:
         return _ranks(index, questions)
 
 
 @contextmanager
-def _opened(*, force: bool = True) -> Iterator[Index]:
-    with open_index((root.built_in(),), force=force) as index:
+def _opened() -> Iterator[Index]:
+    """Built anew: no stamp tells that a weight was changed."""
+    with open_index((root.built_in(),), force=True) as index:
         yield index
 
 

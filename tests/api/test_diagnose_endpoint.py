@@ -1,0 +1,70 @@
+"""POST /v1/diagnose answers as the command does, for bodies of any kind, and keeps nothing."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+pytest_plugins = ["served"]
+
+LOG = b"step 1\n[rank1]: RuntimeError: the thing broke: code 7\nstep 2\n"
+
+
+def test_a_log_is_explained_with_the_lines_that_say_so(client: httpx.Client) -> None:
+    answer = client.post("/v1/diagnose", content=LOG)
+    assert answer.status_code == 200
+    found = answer.json()
+    assert [one["id"] for one in found["findings"]][:1] == ["broken-thing"]
+    assert found["findings"][0]["role"] == "root"
+    cited = found["findings"][0]["evidence"][0]
+    assert (cited["source"], cited["line"], cited["rank"]) == ("body", 2, 1)
+    assert found["ranks"]["failed_first"] == 1
+    assert not found["unexplained"]
+    assert found["read"] == {"sources": 1, "lines": 3, "bytes": len(LOG)}
+
+
+def test_a_packed_log_is_read_as_it_is(client: httpx.Client) -> None:
+    plain, packed = (client.post("/v1/diagnose", content=body).json() for body in (LOG, gzip.compress(LOG)))
+    assert packed["findings"] == plain["findings"]
+
+
+def test_a_body_that_arrives_in_pieces_is_one_log(client: httpx.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        for at in range(0, len(LOG), 5):
+            yield LOG[at : at + 5]
+
+    assert client.post("/v1/diagnose", content=pieces()).json()["findings"][0]["evidence"][0]["line"] == 2
+
+
+def test_what_nobody_knows_is_said_to_be_unexplained(client: httpx.Client) -> None:
+    found = client.post("/v1/diagnose", content=b"zork: Error: the frobnicator is out of quux\n").json()
+    assert found["unexplained"]
+    assert found["seen"][0]["text"] == "zork: Error: the frobnicator is out of quux"
+
+
+def test_an_empty_body_is_refused_with_a_hint(client: httpx.Client) -> None:
+    answer = client.post("/v1/diagnose", content=b"")
+    assert answer.status_code == 422
+    assert "curl" in answer.json()["hint"]
+
+
+def test_a_body_that_is_too_large_is_refused(client: httpx.Client) -> None:
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b"x" * (1 << 20)
+
+    announced = client.post("/v1/diagnose", content=b"", headers={"content-length": str(33 << 20)})
+    assert announced.status_code == 413
+    assert announced.json()["detail"].endswith("reads files of any size")
+    large = b"step\n" * (33 << 18)
+    assert client.post("/v1/diagnose", content=large).status_code == 413
+
+
+def test_nothing_of_a_body_is_left_on_disk(client: httpx.Client, tmp_path: Path) -> None:
+    before = {path for path, _, _ in os.walk(tmp_path)}
+    client.post("/v1/diagnose", content=LOG)
+    assert {path for path, _, _ in os.walk(tmp_path)} == before
