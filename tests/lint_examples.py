@@ -168,3 +168,21 @@ READING = (
 )  # fmt: skip
 
 EXAMPLES = (*SIGNATURES, *LINKS, *CLAIMS, *FORM, *READING)
+
+# Glossaries: rule to (one that breaks it, the line that is named, one that nearly breaks it).
+GLOSSARIES = {
+    "unreadable-glossary": ('groups = ["save", "保存"]\n', 1, 'groups = [["save", "保存"]]\n'),
+    "glossary-word-twice": (
+        'groups = [\n  ["save", "保存"],\n  ["keep", "all-saved"],\n  ["saving", "存盘"],\n]\n',
+        4,
+        'groups = [\n  ["save", "保存"],\n  ["keep", "all-saved"],\n  ["all", "存盘"],\n]\n',
+    ),
+    "glossary-language": ('groups = [\n  ["保存", "存盘"],\n]\n', 2, 'groups = [\n  ["保存 ckpt", "ckpt"],\n]\n'),
+    "glossary-group-size": ('groups = [\n  ["save"],\n]\n', 2, 'groups = [\n  ["save", "ckpt"],\n]\n'),
+    "glossary-stop-word": ('groups = [\n  ["save", "with the"],\n]\n', 2, 'groups = [\n  ["save", "with disk"],\n]\n'),
+    "glossary-long-word": (
+        'groups = [\n  ["hang",\n   "it does not go on"],\n]\n',
+        3,
+        'groups = [\n  ["hang",\n   "does not go on"],\n]\n',
+    ),
+}

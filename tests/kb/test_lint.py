@@ -8,14 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
-from lint_examples import EXAMPLES, SOUND, Edits, Example, edited
+from lint_examples import EXAMPLES, GLOSSARIES, SOUND, Edits, Example, edited
 from support import CHECKOUT, ContentRoot
 
 from kb import root
 from kb.entry import FrontMatter
 from kb.errors import ContentError, UsageError
 from kb.lint.body import blocks
-from kb.lint.linter import READING_RULES, Result, check_entry, lint, rules, slow_patterns
+from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, lint, rules, slow_patterns
 from kb.lint.rule import Draft, Finding
 from kb.markdown import parse_entry
 
@@ -50,6 +50,25 @@ def test_a_broken_rule_is_found_in_its_line_and_no_other_rule_with_it(example: E
 @pytest.mark.parametrize("good", [one.good for one in EXAMPLES], ids=NAMES)
 def test_what_nearly_breaks_a_rule_is_clean(good: Edits) -> None:
     assert judged(edited(good)) == []
+
+
+@pytest.mark.parametrize("rule", GLOSSARIES)
+def test_a_broken_rule_of_the_glossary_is_found_in_its_line_and_no_other_rule_with_it(
+    rule: str, tmp_path: Path
+) -> None:
+    bad, line, good = GLOSSARIES[rule]
+    path = tmp_path / "glossary.toml"
+    path.write_text(bad, encoding="utf-8")
+    assert [(one.path, one.rule, one.line) for one in check_glossary(path)] == [(path, rule, line)]
+    path.write_text(good, encoding="utf-8")
+    assert list(check_glossary(path)) == []
+
+
+@pytest.mark.parametrize("source", [b"groups = [[1, 2]]", b"groups = [[]]", b"words = []", b"groups = [", b"\xff"])
+def test_a_glossary_that_cannot_be_read_is_a_finding(source: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "glossary.toml"
+    path.write_bytes(source)
+    assert [one.rule for one in check_glossary(path)] == ["unreadable-glossary"]
 
 
 # What only files can break: rule to the file that is flagged, in the root that `broken_root` writes.
@@ -164,7 +183,7 @@ def test_an_entry_that_another_replaces_cannot_be_checked_alone(tmp_path: Path) 
 
 
 def test_every_rule_has_a_failing_example_and_every_example_a_rule() -> None:
-    assert {one.rule for one in EXAMPLES} | set(FILES) == set(rules())
+    assert {one.rule for one in EXAMPLES} | set(FILES) | set(GLOSSARIES) == set(rules())
 
 
 def test_every_rule_says_in_one_sentence_what_it_requires() -> None:
