@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kb.diagnose.diagnosis import Diagnosis, Finding
     from kb.diagnose.evidence import Line
 
+SHOWN = 3  # entries
 SHOWN_LINES = 3
 SHOWN_SEEN = 8
 WIDEST_LINE = 160
@@ -33,7 +34,9 @@ def diagnose(
         list[str],
         typer.Argument(metavar="FILE|DIR|-", help="Logs, flight-recorder dumps, stacks, error files; `-`: stdin."),
     ],
-    limit: Annotated[int, typer.Option(min=1, max=10, help="Show at most this many entries.")] = 3,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=10, help="Show at most this many entries. [default: 3, with --json all]")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Run the probes of the best candidates here.")] = False,
     python: Annotated[
         Path | None, typer.Option(help="With --verify: interpreter of your training environment.")
@@ -63,14 +66,17 @@ def diagnose(
     problems = (*inputs.problems, *diagnosis.problems)
     saved = _save(inputs.found, diagnosis) if save_unexplained and diagnosis.unexplained else None
     document = {**diagnosis.to_json(), "problems": problems, "saved": saved}
+    document["findings"] = document["findings"][:limit]
     if as_json and not verify:
         emit("diagnose", **document)
     elif not as_json:
         for problem in problems:
             notice(problem)
-        _print(diagnosis, limit)
+        _print(diagnosis, limit or SHOWN)
         if saved:
-            print(f"kept     {saved}\n         kb new ID --from {Path(saved).stem} makes an entry of it")
+            print(f"   kept     {saved}\n   then     kb new ID --from {Path(saved).stem} makes an entry of it")
+        elif diagnosis.unexplained:
+            print(wrapped("keep", "--save-unexplained keeps a redacted excerpt for an entry to be written"))
     if verify:
         return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None)
     return 0 if diagnosis.findings and not diagnosis.unexplained else 1
@@ -101,28 +107,51 @@ class ReadingLine:
 
 
 def _print(diagnosis: Diagnosis, limit: int) -> None:
-    from kb.diagnose.nextstep import CERTAIN
-
-    shown = 1 if diagnosis.findings and diagnosis.findings[0].confidence >= CERTAIN else limit
-    for number, finding in enumerate(diagnosis.findings[:shown], 1):
-        _print_finding(number, finding)
-    others = [f"{one.id} ({one.role}, {one.confidence:.2f})" for one in diagnosis.findings[shown:limit]]
-    if others:
-        print(wrapped("less", f"likely: {', '.join(others)}") + "\n")
     if diagnosis.unexplained:
-        print(style("not known: no entry explains this with any confidence", bold=True))
-        for failure in diagnosis.seen[:SHOWN_SEEN]:
-            times = f" ({failure.count} times)" if failure.count > 1 else ""
-            print(f"   seen     {_cited(failure.line)}{times}")
-        print()
-    elif not diagnosis.findings:
-        print(f"nothing failed in {diagnosis.lines:,} lines of {diagnosis.sources:,} files")
+        _print_unexplained(diagnosis, limit)
+    elif diagnosis.findings:
+        _print_findings(diagnosis, limit)
+    elif diagnosis.bytes:
+        lines, files = _counted(diagnosis.lines, "line"), _counted(diagnosis.sources, "file")
+        print(f"no line reports a failure in English or Chinese: {lines} of {files} read")
+    else:
+        print(f"there is nothing to read: {_counted(diagnosis.sources, 'file')} of 0 bytes")
     _print_ranks(diagnosis)
     step = diagnosis.next_step
     if step and step.text:
-        print(wrapped("next", step.text))
+        print(wrapped("next", step.text.replace("**", "")))
         if step.command:
             print(f"   run      {style(step.command, 'green')}")
+
+
+def _print_findings(diagnosis: Diagnosis, limit: int) -> None:
+    from kb.diagnose.nextstep import CERTAIN
+
+    shown = 1 if diagnosis.findings[0].confidence >= CERTAIN else limit
+    for number, finding in enumerate(diagnosis.findings[:shown], 1):
+        _print_finding(number, finding)
+    if others := _listed(diagnosis.findings[shown:limit]):
+        print(wrapped("less", f"likely: {others}") + "\n")
+
+
+def _print_unexplained(diagnosis: Diagnosis, limit: int) -> None:
+    print(style("not known: no entry explains this with any confidence", bold=True))
+    for failure in diagnosis.seen[:SHOWN_SEEN]:
+        times = f" ({failure.count:,} times)" if failure.count > 1 else ""
+        print(f"   seen     {_cited(failure.line)}{times}")
+    if len(diagnosis.seen) > SHOWN_SEEN:
+        print("            and more: --json has them")
+    if alike := _listed(diagnosis.findings[:limit]):
+        print(wrapped("alike", f"at best: {alike}"))
+    print()
+
+
+def _listed(findings: tuple[Finding, ...]) -> str:
+    return ", ".join(f"{one.id} ({one.role}, {one.confidence:.2f})" for one in findings)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _print_finding(number: int, finding: Finding) -> None:
@@ -136,8 +165,8 @@ def _print_finding(number: int, finding: Finding) -> None:
     for line in finding.evidence[:SHOWN_LINES]:
         print(f"   line     {_cited(line)}")
     if finding.count > min(len(finding.evidence), SHOWN_LINES):
-        ranks = f", of {name_ranks(finding.ranks)}" if len(finding.ranks) > 1 else ""
-        print(f"            {finding.count:,} such lines in all{ranks}")
+        ranks = f", of {name_ranks(finding.ranks)}" if finding.ranks else ""
+        print(f"            {finding.count:,} lines in all{ranks}")
     for objection in finding.against:
         print(wrapped("against", objection))
     print(
@@ -152,10 +181,11 @@ def _print_ranks(diagnosis: Diagnosis) -> None:
     from kb.collective import name_ranks
 
     who = diagnosis.ranks
-    if who.failed is not None:
-        print(f"   first    rank {who.failed} failed first" + (f": {_cited(who.first)}" if who.first else ""))
+    if who.failed is not None or who.first:
+        said = f"rank {who.failed} failed first" if who.failed is not None else "which rank failed first is not told"
+        print(f"   first    {said}" + (f": {_cited(who.first)}" if who.first else ""))
     if who.absent:
-        print(f"   absent   {name_ranks(who.absent)}: never came to the collective in which others waited")
+        print(f"   absent   {name_ranks(who.absent)}: did not wait where the others waited")
     for line in diagnosis.observations[:SHOWN_LINES]:
         print(f"   seen     {_cited(line)}")
 

@@ -1,6 +1,7 @@
 """An entry as the index keeps it: weighted texts to find it by, and what a search result shows.
 
-A headline is one line that an entry can be known by: a title, an alias, the tags. It counts more than prose.
+A headline is a line that an entry can be known by: a title, an alias, the tags. It counts more than what the
+incident shows, its logs, and that more than prose.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from kb import catalog, glossary
-from kb.analysis import STOP_WORDS, normal, terms
+from kb.analysis import STOP_WORDS, normal
 from kb.entry import Entry, first_sentence
 from kb.graph import graph
 from kb.lint.backtracking import backtracking_risk
 from kb.root import Root
 from kb.signature import literals
 
-HEADLINE, PROSE = 3.0, 0.25  # chosen by tests/bench/tuning.py: finer grades of prose do not help
+HEADLINE, SHOWN, PROSE = 3.0, 0.5, 0.25  # cross-validated by tests/bench/tuning.py: finer grades do not help
 LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
 
 MENTION = re.compile(r"`([a-z0-9-]+)`")
@@ -87,16 +88,11 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
         (HEADLINE, meta.title_zh),
         *((HEADLINE, alias) for alias in meta.aliases),
         (HEADLINE, " ".join(meta.tags)),
-        *((PROSE, signature.sample) for signature in meta.signatures),
-        *((PROSE, text) for text in sections.values()),
+        *((SHOWN, signature.sample) for signature in meta.signatures),
+        *((SHOWN if heading == "Symptom" else PROSE, text) for heading, text in sections.items()),
         *((PROSE, f"{reference.shows} {reference.url}") for reference in meta.references),
     ]
     return stored, parts
-
-
-def headlines(parts: list[tuple[float, str]]) -> str:
-    """The terms of each headline, one headline a line."""
-    return "\n".join(" ".join(term.text for term in terms(text)) for weight, text in parts if weight == HEADLINE)
 
 
 def _own(text: str, entry: Entry, ids: Set[str]) -> str:

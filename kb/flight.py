@@ -3,8 +3,8 @@
 Input is per rank a list of collectives as `kb.worker` takes them out of torch's flight recorder: `group`, `seq` (per
 group, counting from 1), `op`, `sizes`, `dtypes`, `retired`. A dump of a job adds, all of it optional: `outputs`
 (sizes), `state` (scheduled, started, completed), `p2p`, `record_id` (counted by the rank over all groups; above 0 in
-its first record when the ring buffer has overwritten what was before), `frames` (the user's, innermost first) and
-`time_created_ns`.
+its first record when the ring buffer has overwritten what was before), `frames` (the user's, innermost first),
+`time_created_ns` and `timeout_ms`.
 
 Sizes are not compared where each rank rightly has its own: all_to_all, gather, scatter and the uneven `_v` forms; of
 reduce the outputs, which one rank has. Dtypes are not compared for gather, scatter and broadcast, of which torch
@@ -118,13 +118,47 @@ def _of(group: Group) -> list[Finding]:
     for seq in sorted(group.calls):
         by_rank = dict(sorted(group.calls[seq].items()))
         missing = [rank for rank in group.members if rank not in by_rank and group.last.get(rank, seq) < seq]
+        if missing and all(_is_behind(rank, group, by_rank) for rank in missing):
+            return [_all_inside(seq - 1, group, group.calls[seq - 1])]
         if missing:
             return [_missing(seq, group, by_rank, missing), *_call_sites(seq, group)]
         if _is_disputed(list(by_rank.values())):
             return [_disputed(seq, group, by_rank), *_call_sites(seq, group)]
+        if len(by_rank) == len(group.members) and (late := _late(seq, group, by_rank)):
+            return [late]
         if len(by_rank) == len(group.members) and not any(map(has_completed, by_rank.values())):
             return [_all_inside(seq, group, by_rank)]
     return []
+
+
+def _late(seq: int, group: Group, by_rank: dict[int, Record]) -> Finding | None:
+    """Said when the last rank came when the first had waited for longer than its timeout, by the clocks of both."""
+    times = {rank: at for rank, entry in by_rank.items() if (at := created(entry))}
+    if len(times) < len(by_rank):
+        return None
+    first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    behind, timeout = times[last] - times[first], by_rank[first].get("timeout_ms", 0) / 1000
+    if not 0 < timeout < behind:
+        return None
+    what = f"collective {seq} ({describe(by_rank[last])}){group.named}"
+    text = f"rank {last} came to {what} {behind:.1f} s after rank {first}, which waits for {timeout:.1f} s"
+    return Finding(text + place(by_rank[last]), (last,), times[first])
+
+
+def _is_behind(rank: int, group: Group, by_rank: dict[int, Record]) -> bool:
+    """Whether the others, who do not wait for each call, made this one before the rank made its last.
+
+    Then it stopped in that one, which they have not finished either. NCCL's states would say so; gloo has none.
+    """
+    last = group.calls.get(group.last[rank], {}).get(rank)
+    if last is None or not _is_gloo(last):
+        return False
+    at = created(last) or 0.0
+    return all(0 < (created(call) or 0.0) < at for call in by_rank.values())
+
+
+def _is_gloo(call: Record) -> bool:
+    return str(call["op"]).startswith("gloo:")
 
 
 def _missing(seq: int, group: Group, by_rank: dict[int, Record], missing: list[int]) -> Finding:
@@ -155,7 +189,8 @@ def _sides(kinds: Mapping[int, str]) -> list[tuple[str, list[int]]]:
 def _all_inside(seq: int, group: Group, by_rank: dict[int, Record]) -> Finding:
     call = next(iter(by_rank.values()))
     what = f"collective {seq} ({describe(call)}){group.named}"
-    text = f"all ranks are in {what} with the same sizes, none has completed it{place(call)}"
+    on = ", on gloo" if _is_gloo(call) else ""
+    text = f"all ranks are in {what} with the same sizes, none has completed it{on}{place(call)}"
     return Finding(text, (), _earliest(by_rank.values()))
 
 

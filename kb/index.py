@@ -20,11 +20,11 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from heapq import merge
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import log
 from operator import itemgetter
 from pathlib import Path
@@ -39,26 +39,35 @@ from kb.errors import IndexUnavailable
 from kb.places import cache_home
 from kb.root import Root
 
-FORMAT = "10"  # part of the stamp: raised when what is stored changes its meaning
+FORMAT = "13"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 BODY = "body"
 GRAM = 5  # characters
 BLOCK = 512  # postings that Whoosh keeps, and reads, together
 MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
 FACETS = ("tags", "frameworks", "status", "applies_to", "fixed_in")
-K1, B = 5.0, 0.75  # saturation, late because a headline alone weighs 3; how much a long entry is discounted
+K1, B = 8.0, 0.75  # saturation, late because one headline weighs 3; how much a long entry is discounted
 GLOSSARY = Path(__file__).with_name("glossary.toml")
 Notice = Callable[[str], None]
 Side = dict[str, Any]
 _Term = tuple["array[int]", "array[float]", list[bytes]]  # its postings: documents, weights, places
-_Block = tuple[Sequence[int], Sequence[float], Sequence[bytes]]
 
 
 class _Postings(NamedTuple):
-    """Documents of a term or phrase in ascending order, and the weight it has in each."""
+    """Documents of a term or phrase in ascending order, the weight it has in each, and where a term stands there.
+
+    The places of document `at` are the 32-bit numbers from byte `starts[at]` to byte `starts[at + 1]`.
+    """
 
     numbers: array[int]
     weights: array[float]
+    starts: array[int]
+    places: bytes
+
+    def places_in(self, number: int) -> tuple[float, array[int]]:
+        """(weight, places) in a document that has the term."""
+        at = bisect_left(self.numbers, number)
+        return self.weights[at], array("I", self.places[self.starts[at] : self.starts[at + 1]])
 
 
 class _Body(fields.TEXT):  # type: ignore[misc]  # Whoosh is untyped
@@ -139,7 +148,10 @@ def _read_run(file: IO[bytes]) -> Iterator[tuple[bytes, _Term]]:
 
 
 class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
-    """Writes the postings of a term as blocks. The attributes of its writer are private; 2.7.4 is pinned exactly."""
+    """Writes the postings of a term as blocks: weights and places as one piece of bytes, quick to read.
+
+    The attributes of its writer are private; 2.7.4 is pinned exactly.
+    """
 
     def add_postings(self, schema: fields.Schema, _: object, terms: Iterable[tuple[bytes, _Term]]) -> None:
         self.start_field(BODY, schema[BODY])
@@ -149,9 +161,11 @@ class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
             for at in range(0, len(numbers), BLOCK):
                 if at:
                     self._postwriter._write_block()
+                some = places[at : at + BLOCK]
+                sizes = array("I", map(len, some))
                 self._postwriter._ids = numbers[at : at + BLOCK]
-                self._postwriter._weights = weights[at : at + BLOCK]
-                self._postwriter._values = places[at : at + BLOCK]
+                self._postwriter._weights = array("f", [1.0]) * len(some)
+                self._postwriter._values = [weights[at : at + BLOCK].tobytes() + sizes.tobytes() + b"".join(some)]
             self.finish_term()
         self.finish_field()
 
@@ -164,7 +178,7 @@ class _Codec(whoosh3.W3Codec):  # type: ignore[misc]
 
 
 def _schema() -> fields.Schema:
-    return fields.Schema(**{BODY: _Body(), "document": fields.STORED, "headlines": fields.STORED})
+    return fields.Schema(**{BODY: _Body(), "document": fields.STORED})
 
 
 class Index:
@@ -217,9 +231,13 @@ class Index:
         """
         if not all(map(self.has, terms)):
             return {}
-        found: Iterable[tuple[int, float]] = zip(*self._postings(terms), strict=True)
-        if among is not None:
-            weights = self._weights(terms)
+        found: Iterable[tuple[int, float]]
+        if len(terms) > 1:
+            found = self._phrase(terms) if among is None else self._phrase_among(terms, among)
+        elif among is None:
+            found = zip(*self._postings(terms[0])[:2], strict=True)
+        else:
+            weights = self._weights(terms[0])
             found = ((number, weights[number]) for number in among if weights[number])
         norms = self._norms
         factor = sum(map(self.idf, terms)) * (K1 + 1)
@@ -230,65 +248,49 @@ class Index:
         return int(self._reader.doc_frequency(BODY, term))
 
     @lru_cache(512)  # noqa: B019
-    def _postings(self, terms: tuple[str, ...]) -> _Postings:
-        """Kept for the next question: the common terms and synonyms, whose lists are the long ones, come again."""
-        if len(terms) > 1:
-            return self._phrase(terms)
-        found = _Postings(array("I"), array("f"))
-        for numbers, weights, _ in self._blocks(terms[0]):
-            found.numbers.extend(numbers)
-            found.weights.extend(weights)
-        return found
+    def _postings(self, term: str) -> _Postings:
+        """Kept for the next question: the common terms, whose lists are the long ones, come again.
+
+        Read by block, from attributes of the matcher that have no public names; 2.7.4 is pinned exactly.
+        """
+        numbers, weights, sizes, places = array("I"), array("f"), array("I"), bytearray()
+        matcher = self._reader.postings(BODY, term)
+        while matcher.is_active():
+            matcher._read_data()
+            steps, _, (data,) = matcher._data
+            end = len(steps) * weights.itemsize
+            numbers.extend(accumulate(steps))
+            weights.frombytes(data[:end])
+            sizes.frombytes(data[end : 2 * end])
+            places += data[2 * end :]
+            matcher._next_block()
+        return _Postings(numbers, weights, array("I", accumulate(sizes, initial=0)), bytes(places))
 
     @lru_cache(256)  # noqa: B019
-    def _weights(self, terms: tuple[str, ...]) -> array[float]:
-        """Of every document, 0 where it has not the terms: quick to look a few documents up in."""
+    def _weights(self, term: str) -> array[float]:
+        """Of every document, 0 where it has not the term: quick to look a few documents up in."""
         weights = array("f", bytes(4 * self._count))
-        for number, weight in zip(*self._postings(terms), strict=True):
+        for number, weight in zip(*self._postings(term)[:2], strict=True):
             weights[number] = weight
         return weights
 
-    def _phrase(self, terms: tuple[str, ...]) -> _Postings:
+    @lru_cache(256)  # noqa: B019
+    def _phrase(self, terms: tuple[str, ...]) -> list[tuple[int, float]]:
+        return self._phrase_among(terms, set(self._postings(terms[0]).numbers))
+
+    def _phrase_among(self, terms: tuple[str, ...], among: Set[int]) -> list[tuple[int, float]]:
         """Documents in which the terms follow each other, weighted as the rarest of them is there."""
-        rarest_first = sorted(set(terms), key=self._frequency)
-        places: dict[str, dict[int, tuple[float, bytes]]] = {}
-        shared: Set[int] | None = None
-        for term in rarest_first:
-            places[term] = self._places(term, shared)
-            shared = places[term].keys()
-        found = _Postings(array("I"), array("f"))
-        for number in sorted(shared or ()):
-            ends = _adjacent([places[term][number][1] for term in terms])
+        postings = [self._postings(term) for term in terms]
+        shared = among
+        for one in sorted(postings, key=lambda one: len(one.numbers)):
+            shared = shared & set(one.numbers)
+        found = []
+        for number in sorted(shared):
+            held = [one.places_in(number) for one in postings]
+            ends = _adjacent([places for _, places in held])
             if ends:
-                found.numbers.append(number)
-                found.weights.append(min(_weight_of_one(*places[term][number]) for term in terms) * ends)
+                found.append((number, min(weight / len(places) for weight, places in held) * ends))
         return found
-
-    def _places(self, term: str, among: Set[int] | None) -> dict[int, tuple[float, bytes]]:
-        """Document to (weight, places) of a term."""
-        blocks = (zip(*block, strict=True) for block in self._blocks(term, among))
-        return {
-            number: (weight, places)
-            for block in blocks
-            for number, weight, places in block
-            if among is None or number in among
-        }
-
-    def _blocks(self, term: str, among: Set[int] | None = None) -> Iterator[_Block]:
-        """The postings of a term as Whoosh keeps them: (numbers, weights, places); without blocks that have none of
-        `among`. The methods of the matcher have no public names; 2.7.4 is pinned exactly.
-        """
-        matcher = self._reader.postings(BODY, term)
-        wanted = None if among is None else sorted(among)
-        start = 0
-        while matcher.is_active():
-            start, before = matcher.block_max_id() + 1, start
-            if wanted is None or bisect_left(wanted, before) < bisect_left(wanted, start):
-                matcher._read_ids()
-                matcher._read_weights()
-                matcher._read_values()
-                yield matcher._ids, matcher._weights, matcher._values
-            matcher._next_block()
 
     def document(self, number: int) -> dict[str, Any]:
         """What was stored for a document."""
@@ -298,12 +300,6 @@ class Index:
     @lru_cache(256)  # noqa: B019
     def _stored(self, number: int) -> str:
         return str(self._reader.stored_fields(number)["document"])
-
-    @lru_cache(256)  # noqa: B019
-    def headlines(self, number: int) -> tuple[frozenset[str], ...]:
-        """The terms of each line that an entry can be known by: its titles, its aliases, its tags."""
-        lines = self._reader.stored_fields(number)["headlines"].split("\n")
-        return tuple(frozenset(line.split(" ")) for line in lines)
 
     @cached_property
     def facets(self) -> dict[int, dict[str, Any]]:
@@ -331,18 +327,12 @@ class Index:
         return ((number, self.document(number)) for number in self._reader.all_doc_ids())
 
 
-def _adjacent(places: list[bytes]) -> int:
+def _adjacent(places: list[array[int]]) -> int:
     """How often terms with these places follow each other, with at most one word between two of them."""
-    first, *others = (array("I", at) for at in places)
-    ends = set(first)
-    for other in others:
-        ends = {place for place in other if place - 1 in ends or place - 2 in ends}
+    ends = set(places[0])
+    for later in places[1:]:
+        ends = {place for place in later if place - 1 in ends or place - 2 in ends}
     return len(ends)
-
-
-def _weight_of_one(weight: float, places: bytes) -> float:
-    """The weight of one occurrence of a term in a document."""
-    return weight / (len(places) // array("I").itemsize)
 
 
 def _may_match(literals: list[str], text: str) -> bool:
@@ -480,8 +470,7 @@ def _write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Notic
         documents, side = document.collect(roots, notice)
         with _writing(storage) as writer:
             for stored, parts in documents:
-                kept = {"document": json.dumps(stored, ensure_ascii=False), "headlines": document.headlines(parts)}
-                writer.add_document(**{BODY: parts}, **kept)
+                writer.add_document(**{BODY: parts, "document": json.dumps(stored, ensure_ascii=False)})
                 ids.append("" if stored["status"] == "withdrawn" else stored["id"])
                 facets.append({name: stored[name] for name in FACETS})
                 words.update(document.plain_words(parts))

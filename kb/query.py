@@ -14,10 +14,8 @@ from kb.analysis import Term, normal, terms, words
 
 LONGEST_TEXT = 8000  # characters of a query that are looked at
 MOST_CONCEPTS = 24
-SYNONYM_WEIGHT = 0.5  # these weights are cross-validated by tests/bench/tuning.py
+SYNONYM_WEIGHT = 0.5  # both are cross-validated by tests/bench/tuning.py
 WHOLE_WEIGHT = 2.0  # of an identifier as it was written
-SHORT_PART_WEIGHT = 0.5  # of its parts of three letters at most
-JOINED_WEIGHT = 1.5  # of two words that the index knows as one
 
 # What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
 VOLATILE = r"""(?x)
@@ -53,6 +51,7 @@ class _Unit(NamedTuple):
     forms: tuple[str, ...]
     is_cjk: bool
     words: tuple[str, ...]  # what the glossary may know it by
+    run: int  # which stretch of the text it is from
 
     @property
     def is_plain(self) -> bool:
@@ -70,12 +69,19 @@ def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple
     found: dict[tuple[Alternative, ...], Concept] = {}
     at = 0
     while at < len(units):
-        taken, concept = (
-            _synonym(units[at : at + longest], synonyms) or _joined(units, at, has) or (1, _single(units[at]))
-        )
-        found.setdefault(concept.alternatives, concept)
+        known = _synonym(units[at : at + longest], synonyms) or _joined(units, at, has)
+        taken, concept = known or (1, _single(units[at]))
+        if known or not _is_bridge(units, at, longest, synonyms):
+            found.setdefault(concept.alternatives, concept)
         at += taken
     return tuple(found.values())
+
+
+def _is_bridge(units: list[_Unit], at: int, longest: int, synonyms: Synonyms) -> bool:
+    """Whether a Chinese bigram is but the last character of one word and the first of another, which is known."""
+    following = units[at + 1 : at + 1 + longest]
+    is_inside = units[at].is_cjk and bool(following) and following[0].is_cjk and following[0].run == units[at].run
+    return is_inside and _synonym(following, synonyms) is not None
 
 
 def _units(text: str) -> list[_Unit]:
@@ -85,14 +91,14 @@ def _units(text: str) -> list[_Unit]:
     units: list[_Unit] = []
     for forms in runs.values():
         if forms[0].is_cjk:
-            units += [_Unit(term.text, (term.text,), True, (term.text,)) for term in forms]
+            units += [_Unit(term.text, (term.text,), True, (term.text,), term.run) for term in forms]
         else:
-            units.append(_word(forms[0].surface, tuple(term.text for term in forms)))
+            units.append(_word(forms[0].surface, tuple(term.text for term in forms), forms[0].run))
     return units
 
 
-def _word(surface: str, forms: tuple[str, ...]) -> _Unit:
-    return _Unit(surface, forms, False, forms if len(forms) == 1 else words(surface))
+def _word(surface: str, forms: tuple[str, ...], run: int) -> _Unit:
+    return _Unit(surface, forms, False, forms if len(forms) == 1 else words(surface), run)
 
 
 def _synonym(units: list[_Unit], table: Synonyms) -> tuple[int, Concept] | None:
@@ -116,16 +122,15 @@ def _joined(units: list[_Unit], at: int, has: Callable[[str], bool]) -> tuple[in
     if not has(solid):
         return None
     phrase = tuple(unit.forms[0] for unit in some)
-    return 2, Concept(_surface(some), (Alternative((solid,), JOINED_WEIGHT), Alternative(phrase, 1.0)))
+    return 2, Concept(_surface(some), (Alternative((solid,), 1.0), Alternative(phrase, 1.0)))
 
 
 def _single(unit: _Unit) -> Concept:
-    """A word as it is; an identifier whole at double weight, its parts at less."""
+    """A word as it is; an identifier whole at double weight, and its parts as words."""
     if unit.is_plain:
         return Concept(unit.surface, (Alternative(unit.forms, 1.0),))
     whole, *rest = unit.forms
-    parts = (Alternative((part,), 1.0 if len(part) > 3 else SHORT_PART_WEIGHT) for part in rest)
-    return Concept(unit.surface, (Alternative((whole,), WHOLE_WEIGHT), *parts))
+    return Concept(unit.surface, (Alternative((whole,), WHOLE_WEIGHT), *(Alternative((part,), 1.0) for part in rest)))
 
 
 def _surface(units: list[_Unit]) -> str:

@@ -2,9 +2,9 @@
 
 score = (sum over concepts of the best alternative's BM25F x weight) x coverage + signature
 
-`coverage` grows from 1 to 2 with the share of the query's information that one headline of an entry accounts for: an
-entry that somebody calls what the user says beats one that has the same words in many places. A pasted log line
-that matches an entry's signature lifts that entry by a fixed share of the best text score: root more than cascade.
+`coverage` grows with the share of the query's information that an entry accounts for, so that an entry
+with every word of a question beats one that has a single word often. A pasted log line that matches an
+entry's signature lifts that entry by a fixed share of the best text score: root more than cascade.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from kb.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept, concepts
 from kb.signature import find
 from kb.spelling import corrected
 
-COVERAGE = 1.0  # what a headline that says all of the question adds to its entry's score, as a share of it
-MOST_READ = 12  # entries whose headlines are looked at, the best by their words: others stay behind them
+LEAST_COVERAGE = 0.7  # what is left of the score of an entry that covers nothing but one common word
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
 MOST_CANDIDATES = 500  # entries
-MOST_PER_IDF = 2.2  # BM25 stays below idf x (K1 + 1)
+MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 EVERYTHING = Filter()
 
 
@@ -85,13 +84,14 @@ def likeness(index: Index, text: str) -> dict[str, float]:
     """How much of what a text says each entry says too, 0 to 1: its text score as a share of the most it could be."""
     scored = _informative(index, concepts(text, index.has, index.synonyms))
     most = sum(one.idf for one in scored) * MOST_PER_IDF or 1.0
-    totals, _ = _totals(index, scored)
+    totals = _totals(scored, _coverage(scored))
     return {entry: totals[number] / most for number, entry in index.numbers.items() if number in totals}
 
 
 def _scoring(index: Index, asked: list[Concept], text: str) -> _Scoring:
     scored = _informative(index, asked)
-    totals, coverage = _totals(index, scored)
+    coverage = _coverage(scored)
+    totals = _totals(scored, coverage)
     signatures = _signatures(index, text[:LONGEST_TEXT])
     lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
     for number, lift in lifts.items():
@@ -154,35 +154,21 @@ def _add(sums: dict[int, float], scores: Mapping[int, float]) -> None:
         sums[number] = sums.get(number, 0.0) + score
 
 
-def _totals(index: Index, scored: list[_Scored]) -> tuple[dict[int, float], dict[int, float]]:
-    """(what the words give each document, the factor for coverage that is in it)."""
-    totals = _sums(scored)
-    coverage = _coverage(index, scored, totals)
-    totals.update({number: totals[number] * factor for number, factor in coverage.items()})
-    return totals, coverage
-
-
-def _sums(scored: list[_Scored]) -> dict[int, float]:
-    sums: dict[int, float] = {}
-    for one in scored:
-        _add(sums, one.scores)
-    return sums
-
-
-def _coverage(index: Index, scored: list[_Scored], sums: dict[int, float]) -> dict[int, float]:
-    """The factor for the share of the query's information that one headline accounts for; of the best entries only."""
+def _coverage(scored: list[_Scored]) -> dict[int, float]:
+    """The factor for the share of the query's information that a document accounts for: up to 1."""
     everything = sum(one.idf for one in scored) or 1.0
-    best = _best(sums, sums, MOST_READ)
-    shares = ((number, _best_headline(index.headlines(number), scored, number) / everything) for number in best)
-    return {number: 1 + COVERAGE * share for number, share in shares}
+    covered: dict[int, float] = {}
+    for one in scored:
+        for number in one.scores:
+            covered[number] = covered.get(number, 0.0) + one.idf
+    return {number: LEAST_COVERAGE + (1 - LEAST_COVERAGE) * idf / everything for number, idf in covered.items()}
 
 
-def _best_headline(headlines: tuple[frozenset[str], ...], scored: list[_Scored], number: int) -> float:
-    """The most information of the query that one headline of a document has."""
-    held = [
-        (one.idf, [set(alternative.terms) for alternative, scores in one.parts if number in scores]) for one in scored
-    ]
-    return max(sum(idf for idf, ways in held if any(way <= line for way in ways)) for line in headlines)
+def _totals(scored: list[_Scored], coverage: dict[int, float]) -> dict[int, float]:
+    totals: dict[int, float] = {}
+    for one in scored:
+        _add(totals, one.scores)
+    return {number: total * coverage[number] for number, total in totals.items()}
 
 
 def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) -> dict[int, float]:
@@ -196,7 +182,7 @@ def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) ->
 
 def _explanation(scoring: _Scoring, number: int) -> Explanation:
     factors = [_factor(one, number) for one in scoring.concepts if number in one.scores]
-    return Explanation(tuple(factors), scoring.coverage.get(number, 1.0), scoring.lifts.get(number, 0.0))
+    return Explanation(tuple(factors), scoring.coverage.get(number, 0.0), scoring.lifts.get(number, 0.0))
 
 
 def _factor(one: _Scored, number: int) -> Factor:

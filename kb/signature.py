@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import product
 from re import _constants, _parser  # type: ignore[attr-defined]  # the parser has no public name; stable since 3.11
 from typing import Any
 
+ESCAPES = (
+    (_constants.CATEGORY_DIGIT, r"\d"),
+    (_constants.CATEGORY_NOT_DIGIT, r"\D"),
+    (_constants.CATEGORY_SPACE, r"\s"),
+    (_constants.CATEGORY_NOT_SPACE, r"\S"),
+    (_constants.CATEGORY_WORD, r"\w"),
+    (_constants.CATEGORY_NOT_WORD, r"\W"),
+)
 REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
 NO_WIDTH = (_constants.AT, _constants.ASSERT, _constants.ASSERT_NOT)
+LONG = 8  # characters of a literal that is no common word
 MOST_TEXTS = 32  # a larger set is given up for a shorter text that more matches share
+
+# What healthy jobs print over and over, as transformers, torchtitan, Megatron, DeepSpeed, tqdm and NCCL word it.
+ORDINARY = """\
+{'loss': 2.31, 'grad_norm': 1.25, 'learning_rate': 2e-05, 'epoch': 0.5}
+{'loss': '1.905', 'grad_norm': '0.8125', 'learning_rate': '1.9e-05', 'epoch': '0.52'}
+{'train_runtime': 12.5, 'train_loss': 2.25, 'epoch': 1.0}
+step: 10  loss: 2.31  grad_norm: 1.25  memory: 20.11GiB(25.2%)  tps: 4,210  mfu: 38.10%
+ iteration 10/ 100 | lm loss: 2.310E+00 | loss scale: 1.0 | grad norm: 1.250 | number of nan iterations:   0 |
+[2026-01-01 10:00:00,000] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[2e-05], mom=[(0.9, 0.95)]
+ 10%|█         | 10/100 [00:10<01:30, 1.00it/s, train_loss=2.31]
+node01:101:102 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+"""
 
 Texts = frozenset[str]
 EMPTY: Texts = frozenset({""})
@@ -24,7 +46,7 @@ def literals(pattern: str) -> Texts:
     """Texts, case as written, of which every match contains at least one; empty when none are known.
 
     A log is searched for all of them at once before any pattern is run. Of the sets that a pattern offers, the
-    one whose shortest text is longest is taken, as ripgrep and RE2 do.
+    one is taken that is rarest in what healthy jobs print, then the one whose shortest text is longest.
     """
     parsed = _parser.parse(pattern)
     if parsed.state.flags & re.IGNORECASE:
@@ -32,8 +54,83 @@ def literals(pattern: str) -> Texts:
     return _best(_sets(parsed))
 
 
+def last_literals(pattern: str) -> Texts:
+    """The same, of the set that stands last and is not short: where a match over several lines is complete.
+
+    What opens it ("Saving the model") is often printed by healthy jobs too, what closes it is not.
+    """
+    best = literals(pattern)
+    rare = [
+        texts for texts in _sets(_parser.parse(pattern)) if min(map(len, texts)) >= LONG and _selects(texts)[0] == 0
+    ]
+    return rare[-1] if best and rare else best
+
+
+def spans_lines(pattern: str) -> bool:
+    """Whether a match may hold a newline."""
+    return _has_any(pattern, "\n")
+
+
+def spans_text(pattern: str) -> bool:
+    """Whether a match may hold lines of any text, and not only white space that was wrapped."""
+    return _has_any(pattern, "\nx")
+
+
+def looks_behind(pattern: str) -> bool:
+    """Whether a match may depend on what stands before it: a launcher's prefix would then hide it."""
+    return bool(re.search(r"(?<![\[\\])\^|\\A|\(\?<[!=]", pattern))
+
+
+def _has_any(pattern: str, characters: str) -> bool:
+    """Whether one element of a pattern matches each of these characters."""
+    parsed = _parser.parse(pattern)
+    is_dotall = bool(parsed.state.flags & re.DOTALL)
+    return any(all(_takes(*one, ord(char), is_dotall) for char in characters) for one in _elements(parsed))
+
+
+def _elements(parsed: Any) -> Iterator[tuple[Any, Any]]:
+    """Those that consume one character."""
+    for op, value in parsed:
+        if op in (_constants.ANY, _constants.LITERAL, _constants.NOT_LITERAL, _constants.IN):
+            yield op, value
+        for part in _parts(op, value):
+            yield from _elements(part)
+
+
+def _takes(op: Any, value: Any, code: int, is_dotall: bool) -> bool:
+    if op is _constants.ANY:
+        return is_dotall or code != ord("\n")
+    if op is _constants.IN:
+        return any(_is_member(*member, code) for member in value) != (value[0][0] is _constants.NEGATE)
+    return bool(value == code) == (op is _constants.LITERAL)
+
+
+def _is_member(kind: Any, value: Any, code: int) -> bool:
+    if kind is _constants.RANGE:
+        return bool(value[0] <= code <= value[1])
+    if kind is _constants.CATEGORY:
+        return any(value is category and re.match(escape, chr(code)) for category, escape in ESCAPES)
+    return bool(value == code)
+
+
+def _parts(op: Any, value: Any) -> list[Any]:
+    """What lies inside an element that consumes text."""
+    if op in REPEATS:
+        return [value[2]]
+    if op is _constants.SUBPATTERN:
+        return [value[3]]
+    if op is _constants.BRANCH:
+        return list(value[1])
+    return [value] if op is _constants.ATOMIC_GROUP else []
+
+
 def _best(sets: list[Texts]) -> Texts:
-    return max(sets, key=lambda texts: (min(map(len, texts), default=0), -len(texts)), default=frozenset()) - EMPTY
+    return max(sets, key=_selects, default=frozenset()) - EMPTY
+
+
+def _selects(texts: Texts) -> tuple[int, int, int]:
+    """How well a set tells its pattern's matches from all other text."""
+    return -sum(map(ORDINARY.count, texts)), min(map(len, texts), default=0), -len(texts)
 
 
 def _sets(parsed: Any) -> list[Texts]:

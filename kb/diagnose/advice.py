@@ -9,6 +9,10 @@ ADVICE = re.compile(
     "|".join(
         (
             r"Some NCCL operations have failed or timed out\.[^\n]*?incomplete data\.?",  # torch ProcessGroupNCCL
+            r"Stack trace of the failed collective not found, potentially because FlightRecorder[^\n]{0,200}",
+            r"This is most likely caused by incorrect usages of collectives[^\n]{0,200}",  # torch, desync debug
+            r"This is typically caused by a remote worker crashing\.?",  # gloo
+            r"If you believe your socket network is in a healthy state[^\n]{0,200}",  # NCCL
             r"To avoid (?:data inconsistency|this)[^\n]{0,200}",
             r"This may indicate a possible application crash on rank \d+ or a network set ?up issue\.?",  # torch
             r"For debugging consider passing CUDA_LAUNCH_BLOCKING=1\.?",  # torch CUDA errors

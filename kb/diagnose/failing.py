@@ -1,4 +1,7 @@
-"""Which lines report a failure, in the words of Python, torch, NCCL, launchers, the kernel and people."""
+"""Which lines report a failure, in the words of Python, torch, NCCL, launchers, the kernel and people.
+
+Of those, which say only that somebody ended the job, and which are printed because another rank ended or did not come.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,24 @@ REPORTS = re.compile(
 )
 HARMLESS = re.compile(
     r"""Warning:\ | \[WARNING\] | ^\[?[IW]\d{4}\ | \[I\d{0,4}\ | \bINFO\b | \bDEBUG\b | ^\s*\|?\s*warnings\.warn
-      | Unable\ to\ find\ hostfile""",
+      | Unable\ to\ find\ hostfile | Unable\ to\ register\ cu\w+\ factory
+      | ^\s*frame\ \#\d | ^Exception\ raised\ from\ \w""",
     re.VERBOSE,
 )
+HEADER = re.compile(  # glog's, with nothing behind
+    r"\[?E\d{0,4} [^]\n]{1,120}\](?: ?\[[^][]{0,160}Rank \d{1,6}\])?[ .]*"
+)
+AFTERMATH = re.compile(
+    r"""Watchdog\ caught | detected\ by\ watchdog | collective\ operation\ timeout | Timeout\ at\ NCCL\ work
+      | Timed\ out\ waiting\ \d+\ ?ms\ for\ (?:recv|send) | [Hh]eartbeat\ ?[Mm]onitor
+      | Connection\ (?:closed|reset)\ by | Broken\ pipe | ncclRemoteError | remote\ process\ exited
+      | (?:recv|send)(?:Value|Bytes)\ failed | 'c10::DistBackendError' | Fatal\ Python\ error:\ Aborted
+      | failed\ \(exitcode | exitcode\s*: | ChildFailedError | Root\ Cause\ \(first | SignalException | error_file
+      | closing\ signal\ SIG | Signal\ \d+\ \(SIG | To\ enable\ traceback | ^\S+\ FAILED\s*$
+      | exits\ with\ return\ code | ^srun:\ error | Exited\ with\ exit\ code | CalledProcessError""",
+    re.VERBOSE,
+)
+RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b:?")
 INTERRUPTED = re.compile(
     r"KeyboardInterrupt|\bSIGINT\b|^\^C|CANCELLED AT|DUE TO TIME LIMIT|closing signal SIG(?:TERM|INT)|Terminated"
 )
@@ -50,9 +68,22 @@ INTERRUPTED = re.compile(
 
 def is_failure(text: str) -> bool:
     """Whether a line reports a failure: not a warning, not a remark, not advice."""
-    return not HARMLESS.search(text) and bool(REPORTS.search(without_advice(text)))
+    if HARMLESS.search(text):
+        return False
+    said = without_advice(text)
+    return bool(REPORTS.search(said)) and not HEADER.fullmatch(said.strip())
 
 
 def is_interruption(text: str) -> bool:
     """Whether a line says that somebody, or a scheduler, ended the job: what one does with a job that hangs."""
     return bool(INTERRUPTED.search(text))
+
+
+def is_aftermath(text: str) -> bool:
+    """Whether a rank prints this because another one ended or did not come, or a launcher because a rank ended."""
+    return is_interruption(text) or bool(AFTERMATH.search(text))
+
+
+def is_raised(text: str) -> bool:
+    """Whether a line is the last one of a traceback: the exception with its message."""
+    return bool(RAISED.match(text))

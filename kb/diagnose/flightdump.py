@@ -154,6 +154,7 @@ def _record(index: int, entry: Any) -> Record:
         "frames": _user_frames(entry.get("frames")),
         "record_id": number(entry.get("record_id")) or 0,
         "time_created_ns": number(entry.get("time_created_ns")) or 0,
+        "timeout_ms": number(entry.get("timeout_ms")) or 0,
         "pg_id": number(entry.get("pg_id")),
     }
 

@@ -10,55 +10,86 @@ from typing import Any
 from ahocorasick_rs import BytesAhoCorasick, Implementation
 
 from kb.diagnose import failing
+from kb.signature import last_literals, looks_behind, spans_lines, spans_text
 
-SPANS_LINES = re.compile(r"\\n|\[\\s\\S\]|\[\\S\\s\]|\[\\w\\W\]|\(\?s")
+FAR, NEAR = 64 << 10, 2 << 10  # bytes on either side of a line
 
 # What a line has that tells how far a rank came: read by `kb.diagnose.collectives`.
 TELLING = ("Watchdog caught collective", "ast enqueued", "(local_rank: ", "exitcode", " Init START", " Init COMPLETE")
+BOX = ("│", "╰")  # of rich's tracebacks
+REPORT = ("most recent call first)", '"thread_id":', " (idle", " (active", "Communicators...")  # stacks, RAS
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A signature as it is looked for. `spans_lines` when it has to see more than one line."""
+    """A signature as it is looked for: in a line, with its prefix or without, or in the lines around it.
+
+    `reach` is how many bytes around the line a match may hold, `looks_behind` whether a prefix in front may hide it.
+    """
 
     id: str
     role: str
     text: str
     compiled: re.Pattern[str]
-    spans_lines: bool
+    reach: int
+    looks_behind: bool
 
     @classmethod
     def of(cls, signature: dict[str, Any]) -> Pattern:
         text = signature["pattern"]
         compiled = re.compile(text, re.MULTILINE)
-        return cls(signature["id"], signature["role"], text, compiled, bool(SPANS_LINES.search(text)))
+        reach = 0 if not spans_lines(text) else FAR if spans_text(text) else NEAR
+        return cls(signature["id"], signature["role"], text, compiled, reach, looks_behind(text))
 
 
 class Matcher:
-    """Finds where a pattern may match. `FAILURE` and `TELLS` among the found stand for `failing.WORDS` and `TELLING`.
+    """Finds literals, each of which belongs to some patterns, by number, or to one of the kinds of lines below 0.
 
-    A pattern without a literal (one that ignores case) is tried on the lines that report a failure.
+    A pattern without a literal (one that ignores case) has to be tried on every line.
     """
 
-    FAILURE, TELLS = -1, -2
+    FAILURE, TELLS, BOXED, REPORT = -1, -2, -3, -4
 
     def __init__(self, signatures: Iterable[dict[str, Any]]) -> None:
-        owners: dict[bytes, set[int]] = {word.encode(): {self.FAILURE} for word in failing.WORDS}
-        for word in TELLING:
-            owners.setdefault(word.encode(), set()).add(self.TELLS)
+        owners: dict[bytes, set[int]] = {}
+        for kind, words in zip((-1, -2, -3, -4), (failing.WORDS, TELLING, BOX, REPORT), strict=True):
+            _own(owners, words, kind)
         self.patterns: list[Pattern] = []
         self.without_literal: list[int] = []
         for number, signature in enumerate(signatures):
-            self.patterns.append(Pattern.of(signature))
-            for literal in signature["literals"]:
-                owners.setdefault(literal.encode(), set()).add(number)
-            if not signature["literals"]:
+            pattern = Pattern.of(signature)
+            self.patterns.append(pattern)
+            texts = last_literals(pattern.text) if pattern.reach else signature["literals"]
+            lines = [max(text.split("\n"), key=len) for text in texts]
+            if not all(lines) or not lines:
                 self.without_literal.append(number)
-        self._owners = [frozenset(numbers) for numbers in owners.values()]
+            _own(owners, filter(None, lines), number)
+        self.owners = [frozenset(numbers) for numbers in owners.values()]
+        self.longest = max(map(len, owners))  # bytes of a literal
         self._automaton = BytesAhoCorasick(list(owners), implementation=Implementation.DFA)
 
-    def found(self, data: bytes) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """(start, end, numbers of patterns) of every literal in the data, by end."""
-        owners = self._owners
-        for number, start, end in self._automaton.find_matches_as_indexes(data, overlapping=True):
-            yield start, end, owners[number]
+    def found(self, data: bytes) -> list[tuple[int, int, int]]:
+        """(which of `owners`, start, end) of every literal in the data, by end."""
+        return self._automaton.find_matches_as_indexes(data, overlapping=True)
+
+    def owning(self, literals: set[int]) -> frozenset[int]:
+        """The patterns and kinds that these belong to."""
+        if len(literals) == 1:
+            return self.owners[next(iter(literals))]
+        return frozenset[int]().union(*(self.owners[literal] for literal in literals))
+
+    def may_match(self, text: str) -> list[int]:
+        """The patterns whose literal a text has, and those that have none."""
+        numbers = self.owning({literal for literal, _, _ in self.found(text.encode("utf-8", "replace"))})
+        return sorted(number for number in numbers.union(self.without_literal) if number >= 0)
+
+    def matches(self, text: str) -> Iterator[tuple[Pattern, re.Match[str]]]:
+        """Every pattern that matches a text, once."""
+        for number in self.may_match(text):
+            if match := self.patterns[number].compiled.search(text):
+                yield self.patterns[number], match
+
+
+def _own(owners: dict[bytes, set[int]], texts: Iterable[str], number: int) -> None:
+    for text in texts:
+        owners.setdefault(text.encode(), set()).add(number)

@@ -6,16 +6,21 @@ other candidate is the observation that is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kb.collective import name_ranks
 from kb.diagnose.culprit import Culprits
 
 if TYPE_CHECKING:
     from kb.diagnose.diagnosis import Finding
 
 CERTAIN = 0.8  # from here on a finding is to be proved, not told apart
+LIKELY = 0.35  # below, an entry is no candidate
+MOST_RIVALS = 3
+GRADES = re.compile(r" ?\[(?:probe|inferred|(?:source|thread|claimed) \d{1,3})\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +40,48 @@ def next_step(
     findings: Sequence[Finding], documents: Mapping[str, Mapping[str, Any]], who: Culprits
 ) -> NextStep | None:
     """None when nothing was found to go on with."""
-    rivals = [one for one in findings if not one.caused_by][:3]
-    if rivals and rivals[0].confidence >= CERTAIN:
-        return _proof(rivals[0])
+    rivals = [one for one in findings if not one.caused_by and one.confidence >= LIKELY][:MOST_RIVALS]
     if who.absent and not any(one.role == "root" for one in rivals):
-        ranks = ", ".join(map(str, who.absent))
-        text = f"Read what rank {ranks} did: the others waited for it. Its own log, or `py-spy dump` while it hangs."
-        return NextStep(text, separates=tuple(one.id for one in rivals))
-    for first, second in _pairs(rivals):
+        return _question(who.absent, rivals)
+    if not rivals:
+        return None
+    if rivals[0].confidence >= CERTAIN or (len(rivals) == 1 and rivals[0].role == "root"):
+        return _proof(rivals[0])
+    return _difference(rivals, documents) or _first_test(rivals[0], documents) or _proof(rivals[0])
+
+
+def _question(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
+    who = name_ranks(absent)
+    text = f"Read what {who} did: the others waited. The log of {who}, or `py-spy dump` there while the job hangs."
+    return NextStep(text, separates=tuple(one.id for one in rivals))
+
+
+def _difference(rivals: Sequence[Finding], documents: Mapping[str, Mapping[str, Any]]) -> NextStep | None:
+    """What the best entry says of one of the others, or that of it."""
+    first = rivals[0]
+    for second in rivals[1:]:
         for one, other in ((first, second), (second, first)):
             told = next((item for item in documents[one.id]["tells"] if f"`{other.id}`" in item), "")
             if told:
-                return NextStep(told, one.id, (first.id, second.id), _command(first))
-    if rivals:
-        told = next(iter(documents[rivals[0].id]["tells"]), "")
-        return NextStep(told, rivals[0].id, (rivals[0].id,), _command(rivals[0])) if told else _proof(rivals[0])
+                return NextStep(_plain(told), one.id, (first.id, second.id), _command(first))
     return None
 
 
-def _pairs(rivals: Sequence[Finding]) -> Iterator[tuple[Finding, Finding]]:
-    for other in rivals[1:]:
-        yield rivals[0], other
+def _first_test(one: Finding, documents: Mapping[str, Mapping[str, Any]]) -> NextStep | None:
+    told = next(iter(documents[one.id]["tells"]), "")
+    return NextStep(_plain(told), one.id, (one.id,), _command(one)) if told else None
+
+
+def _plain(told: str) -> str:
+    """Without the marks of how well it is known: they number the references of the entry."""
+    return GRADES.sub("", told)
 
 
 def _proof(one: Finding) -> NextStep:
     if one.probe:
-        return NextStep("Prove it on this machine, then apply the fix.", one.id, (one.id,), _command(one))
+        return NextStep(
+            f"Prove it on this machine, then apply the fix: `kb show {one.id}`.", one.id, (one.id,), _command(one)
+        )
     return NextStep("Read its fix.", one.id, (one.id,), f"kb show {one.id}")
 
 

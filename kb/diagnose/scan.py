@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import BinaryIO
 
 from kb.diagnose import errorfile, flightdump, ras, stacks
 from kb.diagnose.collectives import observations
@@ -16,14 +16,11 @@ from kb.diagnose.ranks import rank_of
 from kb.diagnose.reading import HEAD
 from kb.diagnose.recognise import Kind, kind
 from kb.diagnose.scanner import Scanner
-from kb.diagnose.source import Source, Stream, chunks
+from kb.diagnose.source import Source, Stream
 from kb.diagnose.tally import Tally
 
 MOST_STRUCTURED = 256 << 20  # bytes of a dump
-MOST_REPORTS = 8 << 20  # bytes of a log in which stacks and RAS reports are looked for
-REPORTS = re.compile(
-    rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":|^Communicators\.\.\.", re.MULTILINE
-)
+PIECE = 1 << 20  # bytes of a log that are read at once
 
 Progress = Callable[[int], None]
 
@@ -37,7 +34,7 @@ def scan(sources: Iterable[Source | Stream], matcher: Matcher, progress: Progres
         with source.open(tally.problems.append) as stream:
             found = kind(stream.peek(HEAD)[:HEAD], source.name)
             if found is Kind.TEXT:
-                _read_log(source, chunks(stream), matcher, tally, progress)
+                _read_log(source, stream, matcher, tally, progress)
             elif found in (Kind.BINARY, Kind.OWN):
                 tally.problems.append(f"{source.name}: is {found.value} and was not read")
             else:
@@ -54,19 +51,14 @@ def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
     return tally.scan()
 
 
-def _read_log(
-    source: Source | Stream, pieces: Iterable[bytes], matcher: Matcher, tally: Tally, progress: Progress
-) -> None:
+def _read_log(source: Source | Stream, stream: BinaryIO, matcher: Matcher, tally: Tally, progress: Progress) -> None:
     scanner = Scanner(matcher, tally, source.name, rank_of(source.name), source.modified)
-    reports = b""
-    for piece in pieces:
+    while piece := stream.read(PIECE):
         scanner.feed(piece)
         progress(len(piece))
-        if len(reports) < MOST_REPORTS and REPORTS.search(piece):
-            reports += piece
     scanner.close()
-    if reports:
-        text = reports.decode("utf-8", "replace")
+    if scanner.reports:
+        text = scanner.reports.decode("utf-8", "replace")
         with suppress(Unreadable):  # what looked like a stack was none
             for line in stacks.observations(text, source.name, rank_of(source.name)):
                 derive(line, matcher, tally)
@@ -95,8 +87,6 @@ def _read_structured(
 def derive(line: Line, matcher: Matcher, tally: Tally) -> None:
     """Match a line that was derived, not read."""
     tally.observations.append(line)
-    for _, _, numbers in matcher.found(line.text.encode()):
-        for index in numbers:
-            if index >= 0 and (match := matcher.patterns[index].compiled.search(line.text)):
-                tally.saw(matcher.patterns[index], match.group(), line)
+    for pattern, match in matcher.matches(line.text):
+        tally.saw(pattern, match.group(), line)
     tally.failed(line)

@@ -40,6 +40,7 @@ TRAINS_NOTHING = re.compile(
 LIBRARY = re.compile(
     r"(^|/)(site-packages|dist-packages|lib/python3\.\d+)/|^<|(^|/)(torch|transformers|accelerate|deepspeed|datasets|trl)/"
     r"|(^|/)(lightning|pytorch_lightning|lightning_fabric|tokenizers|huggingface_hub|filelock|ray|tqdm)/"
+    r"|(^|/)kb/(context|worker|guard|forkserver)\.py$"  # under the arms of a probe
 )
 
 
@@ -61,7 +62,8 @@ ACTIVITIES = (
     Activity("torch.save", re.compile(r"(^|/)torch/serialization\.py:_?save$")),
     Activity("torch.load", re.compile(r"(^|/)torch/serialization\.py:_?load$")),
     Activity("a download", re.compile(r"(^|/)huggingface_hub/")),
-    Activity("a file lock", re.compile(r"(^|/)filelock/")),
+    Activity("a multiprocessing pool", re.compile(r"(^|/)multiprocess(ing)?/pool\.py:(wait|get|next)$")),
+    Activity("a file lock", re.compile(r"(^|/)filelock/|(^|/)torch/utils/file_baton\.py:wait$")),
     Activity("torch.cuda.synchronize", re.compile(r"(^|/)torch/(cuda|accelerator)/.*:synchronize$"), True),
     Activity("backward", re.compile(r"(^|/)torch/autograd/"), True),
     Activity("init_process_group", re.compile(r"/distributed_c10d\.py:init_process_group$")),

@@ -14,6 +14,7 @@ from kb.query import LONGEST_TEXT, VOLATILE
 
 MOST_LINES = 5  # cited for one signature
 MOST_FAILURES = 400  # distinct
+MOST_RANKS = 16_384  # remembered for one signature
 RANKS = re.compile(rb"\[(?:rank|default|Rank |RANK )(\d{1,5})\]")
 CHANGING = re.compile(VOLATILE)
 DIGITS = re.compile(r"\d+")
@@ -32,7 +33,7 @@ class _Seen:
         self.count += 1
         if len(self.lines) < most and (line.rank is None or line.rank not in self.ranks or self.count <= 2):
             self.lines.append(line)
-        if line.rank is not None:
+        if line.rank is not None and len(self.ranks) < MOST_RANKS:
             self.ranks.add(line.rank)
 
 
@@ -50,15 +51,22 @@ class Tally:
         self._excerpt = bytearray()
 
     def saw(self, pattern: Pattern, match: str, line: Line) -> None:
-        """A signature matched, or, when there were many already, its literal occurred."""
+        """A signature matched."""
         seen = self._sightings.setdefault((pattern.id, pattern.role, pattern.text), _Seen(match=match))
         seen.add(line, MOST_LINES)
 
-    def failed(self, line: Line) -> None:
-        """A line that may report a failure."""
+    def more(self, pattern: Pattern, count: int) -> None:
+        """It matched so often already that further lines are only counted."""
+        self._sightings[pattern.id, pattern.role, pattern.text].count += count
+
+    def failed(self, line: Line) -> bool:
+        """A line that may report a failure; whether it does."""
+        if not is_failure(line.text):
+            return False
         key = DIGITS.sub("0", CHANGING.sub(" ", line.text)).strip(" .:-")
-        if is_failure(line.text) and (key in self._failures or len(self._failures) < MOST_FAILURES):
+        if key in self._failures or len(self._failures) < MOST_FAILURES:
             self._failures.setdefault(key, _Seen()).add(line, 1)
+        return True
 
     def told(self, line: Line, text: str) -> None:
         """A line that says how far a rank came or how it ended."""

@@ -60,14 +60,13 @@ class Weight:
 
 WEIGHTS = (
     Weight(kb.document, "HEADLINE", 0.2501, (1.0, 2.0, 4.0, 6.0)),
+    Weight(kb.document, "SHOWN", 0.25, (1.0, 1.5)),
     Weight(kb.document, "PROSE", 0.0, (0.1, 0.5, 1.0)),
-    Weight(kb.index, "K1", 1.2, (2.0, 3.0, 8.0)),
+    Weight(kb.index, "K1", 1.2, (3.0, 5.0, 12.0)),
     Weight(kb.index, "B", 0.0, (0.4, 1.0)),
-    Weight(kb.search, "COVERAGE", 0.0, (0.5, 2.0)),
+    Weight(kb.search, "LEAST_COVERAGE", 1.0, (0.4, 0.55, 0.85)),
     Weight(kb.query, "SYNONYM_WEIGHT", 0.0, (0.3, 0.7, 1.0)),
     Weight(kb.query, "WHOLE_WEIGHT", 1.0, (1.5, 3.0)),
-    Weight(kb.query, "SHORT_PART_WEIGHT", 1.0, (0.0, 0.25)),
-    Weight(kb.query, "JOINED_WEIGHT", 0.0, (1.0, 2.0)),
     Weight(kb.spelling, "CORRECTION_WEIGHT", 0.0, (0.5, 1.0)),
 )
 
@@ -78,12 +77,10 @@ def main() -> None:
     parser.add_argument("--split", help="only the cases whose `split` is this, or that have none")
     args = parser.parse_args()
     questions = read(args.cases, args.split)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache
-        for lines in (of_weights(questions), of_glossary(questions)):
-            for line in lines:
-                print(line, flush=True)
-            print()
+    for lines in (of_weights(questions), of_glossary(questions)):
+        for line in lines:
+            print(line, flush=True)
+        print()
 
 
 def read(files: Sequence[Path], split: str | None) -> list[Question]:
@@ -165,9 +162,11 @@ def _with_weight(weight: Weight, value: float, questions: Sequence[Question]) ->
 
 @contextmanager
 def _opened() -> Iterator[Index]:
-    """Built anew: no stamp tells that a weight was changed."""
-    with open_index((root.built_in(),), force=True) as index:
-        yield index
+    """Built anew, in a cache of its own: no stamp tells that a weight was changed."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        with open_index((root.built_in(),)) as index:
+            yield index
 
 
 @contextmanager

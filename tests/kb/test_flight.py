@@ -161,3 +161,30 @@ def test_a_collective_that_some_have_finished_is_not_one_that_they_are_in() -> N
 def test_a_difference_in_the_outputs_alone_is_shown() -> None:
     said = compare({0: [call(1, outputs=[[8]])], 1: [call(1, outputs=[[12]])]}, 2)
     assert said[0].endswith("rank 0 all_reduce [4] Float -> [8]; rank 1 all_reduce [4] Float -> [12]")
+
+
+def test_a_rank_that_came_after_the_others_timeout_is_called_late() -> None:
+    on_time, late = (call(1, time_created_ns=int(at * 1e9), timeout_ms=2000) for at in (100.0, 103.5))
+    (said,) = findings({0: [late], 1: [on_time]})
+    assert said.text == "rank 0 came to collective 1 (all_reduce [4] Float) 3.5 s after rank 1, which waits for 2.0 s"
+    assert said.ranks == (0,)
+
+
+def test_a_rank_that_came_within_the_timeout_is_not_late() -> None:
+    one, other = (call(1, time_created_ns=int(at * 1e9), timeout_ms=2000) for at in (100.0, 101.5))
+    assert findings({0: [one], 1: [other]}) == []
+
+
+def test_of_gloo_ranks_that_run_ahead_without_waiting_nobody_is_accused() -> None:
+    ahead = [call(seq, time_created_ns=100 + seq) for seq in (1, 2, 3)]
+    (said,) = findings({0: ahead, 1: [call(1, time_created_ns=200)]})
+    assert said.text == (
+        "all ranks are in collective 1 (all_reduce [4] Float) with the same sizes, none has completed it, on gloo"
+    )
+    assert said.ranks == ()
+
+
+def test_a_gloo_rank_that_is_waited_for_is_accused() -> None:
+    ahead = [call(1, time_created_ns=100), call(2, time_created_ns=300)]
+    (said,) = findings({0: ahead, 1: [call(1, time_created_ns=200)]})
+    assert said.ranks == (1,)

@@ -1,0 +1,84 @@
+"""How often and how long each pattern is tried on one log: what keeps the work linear in what the log holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kb.diagnose.matcher import Matcher, Pattern
+
+ENOUGH = 2000  # matches of a pattern in one log; of further literals most are only counted
+SAMPLED = 64  # one in so many is still looked at: it may come from another rank
+MOST_WINDOWS = 50  # tries of one pattern on the lines around a line; then one in so many blocks
+BLOCKS = 16
+AT_THE_END = 20  # further ones for the end of a log, where it failed
+SLOW_S = 1e-3  # a try that takes longer is booked
+PATIENCE_S = 2.0  # for the slow tries of one pattern on one log
+FORGIVEN_S = 0.05  # of these with every block: the machine may be slow, not the pattern
+MOST_FAILURES = 20_000  # lines reporting a failure that are looked at; then some of each block
+FURTHER_FAILURES = 200
+
+
+class Trials:
+    """The account of one log, by the numbers of patterns and literals in a `Matcher`."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self._spent: dict[int, float] = {}  # seconds, of those that had slow tries
+        self._tried = [0] * len(matcher.patterns)
+        self._matched = [0] * len(matcher.patterns)
+        self._windows = [0] * len(matcher.patterns)
+        self._is_full = [False] * len(matcher.owners)
+        self._skipped = [0] * len(matcher.owners)
+        self._allowed = MOST_WINDOWS * BLOCKS
+        self._failures = MOST_FAILURES
+
+    def next_block(self) -> None:
+        self._allowed += 1
+        self._failures = max(self._failures, FURTHER_FAILURES)
+        self._spent = {number: seconds - FORGIVEN_S * (seconds < PATIENCE_S) for number, seconds in self._spent.items()}
+
+    def last_block(self) -> None:
+        self._allowed += AT_THE_END * BLOCKS
+
+    def skips(self, literal: int) -> bool:
+        """Whether this occurrence of a literal is only counted: all its patterns matched often enough."""
+        if not self._is_full[literal]:
+            return False
+        self._skipped[literal] += 1
+        return self._skipped[literal] % SAMPLED != 0
+
+    def skipped(self) -> Iterator[tuple[Pattern, int]]:
+        """How many matches that stands for, since the last call, by how many of the others were matches."""
+        for literal, count in enumerate(self._skipped):
+            self._skipped[literal] = 0
+            for number in self._matcher.owners[literal] if count else ():
+                share = self._matched[number] / self._tried[number]
+                yield self._matcher.patterns[number], round(share * (count - count // SAMPLED))
+
+    def may_fail(self) -> bool:
+        """Whether one more line that may report a failure is looked at."""
+        self._failures -= 1
+        return self._failures >= 0
+
+    def may_try(self, number: int) -> bool:
+        self._tried[number] += 1
+        return not self._spent or self._spent.get(number, 0.0) < PATIENCE_S
+
+    def may_look_around(self, number: int) -> bool:
+        self._windows[number] += 1
+        return self._windows[number] * BLOCKS <= self._allowed
+
+    def took(self, number: int, seconds: float) -> bool:
+        """Book a slow try; whether it is the one that exhausts the patience."""
+        self._spent[number] = max(0.0, self._spent.get(number, 0.0)) + seconds
+        return self._spent[number] >= PATIENCE_S
+
+    def matched(self, number: int) -> None:
+        self._matched[number] += 1
+        if self._matched[number] == ENOUGH:
+            self._fill(number)
+
+    def _fill(self, number: int) -> None:
+        for literal, owners in enumerate(self._matcher.owners):
+            if number in owners:
+                self._is_full[literal] = all(one >= 0 and self._matched[one] >= ENOUGH for one in owners)
