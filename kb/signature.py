@@ -101,11 +101,12 @@ def _takes(op: Any, value: Any, code: int, is_dotall: bool) -> bool:
     if op is _constants.ANY:
         return is_dotall or code != ord("\n")
     if op is _constants.IN:
-        return any(_is_member(*member, code) for member in value) != (value[0][0] is _constants.NEGATE)
+        return any(_is_member(member, code) for member in value) != (value[0][0] is _constants.NEGATE)
     return bool(value == code) == (op is _constants.LITERAL)
 
 
-def _is_member(kind: Any, value: Any, code: int) -> bool:
+def _is_member(member: tuple[Any, Any], code: int) -> bool:
+    kind, value = member
     if kind is _constants.RANGE:
         return bool(value[0] <= code <= value[1])
     if kind is _constants.CATEGORY:

@@ -36,46 +36,59 @@ class Culprits:
         return {"failed_first": self.failed, "first_failure": first, "absent": self.absent, "known": self.known}
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Lines that say the same, all or the first few, and all ranks that printed it."""
+
+    lines: tuple[Line, ...]
+    ranks: frozenset[int]
+
+
 def culprits(scan: Scan, candidates: Sequence[Candidate]) -> Culprits:
     """From everything that was found."""
     told = _told(scan)
-    lines = _roots(candidates) or _own(scan, candidates) or ([told.line] if told else [])
-    first = earliest(lines)
-    ranks = {line.rank for line in lines if line.rank is not None}
-    is_known = first is not None and first.rank is not None and (len(ranks) == 1 or _is_ordered(lines))
-    failed = first.rank if first and is_known else told.rank if told and not ranks else None
+    failures = _roots(candidates) or _own(scan, candidates) or ([_Failure((told.line,), frozenset())] if told else [])
+    first = earliest(line for failure in failures for line in failure.lines)
+    ranks = {rank for failure in failures for rank in failure.ranks}
+    failed = first.rank if first and (len(ranks) < 2 or _is_ordered(failures, scan)) else None
+    if told and first and first.rank is None:
+        failed = told.rank
     absent = sorted({rank for line in scan.observations for rank in _absent(line)})
     return Culprits(first, failed, tuple(absent)[:MOST_RANKS], scan.ranks[:MOST_RANKS])
 
 
 def earliest(lines: Iterable[Line]) -> Line | None:
-    """By time where all have comparable ones, else as they were read."""
+    """By time where all have comparable ones, else as one log has them, else as they are given."""
     some = list(lines)
-    if some and _is_timed(some):
-        return min(some, key=lambda line: (line.time or 0.0, line.number))
-    return some[0] if some else None
+    if _is_timed(some):
+        return min(some, key=lambda line: (line.time or 0.0, line.number), default=None)
+    return min(some, key=lambda line: line.number) if _is_one_log(some) else some[0]
 
 
-def _roots(candidates: Sequence[Candidate]) -> list[Line]:
-    """Lines that name a cause, as a rank printed them: what kb or a launcher concluded is not the failure itself."""
-    sightings = (one for candidate in candidates if candidate.role == "root" for one in candidate.sightings)
-    lines = (line for sighting in sightings if sighting.role == "root" for line in sighting.lines)
-    return [line for line in lines if _is_printed(line) and not is_aftermath(line.text)]
+def _roots(candidates: Sequence[Candidate]) -> list[_Failure]:
+    """What names a cause, as a rank printed it: what kb or a launcher concluded is not the failure itself."""
+    roots = (one for candidate in candidates if candidate.role == "root" for one in candidate.sightings)
+    return [
+        _Failure(one.lines, frozenset(one.ranks))
+        for one in roots
+        if one.role == "root" and all(_is_printed(line) and not is_aftermath(line.text) for line in one.lines)
+    ]
 
 
-def _own(scan: Scan, candidates: Sequence[Candidate]) -> list[Line]:
+def _own(scan: Scan, candidates: Sequence[Candidate]) -> list[_Failure]:
     """Failures that are no consequence; only exceptions where there are some: what was retried is logged as well."""
     sightings = (one for candidate in candidates for one in candidate.sightings if one.role == "cascade")
     waiting = {(line.source, line.number) for sighting in sightings for line in sighting.lines}
     own = [
-        one.line
+        one
         for one in scan.failures
         if _is_printed(one.line)
         and not is_aftermath(one.line.text)
         and (one.line.source, one.line.number) not in waiting
         and not one.line.text.startswith("Traceback")
     ]
-    return [line for line in own if is_raised(line.text)] or own
+    chosen = [one for one in own if is_raised(one.line.text)] or own
+    return [_Failure((one.line,), frozenset(one.ranks)) for one in chosen]
 
 
 def _told(scan: Scan) -> Exit | None:
@@ -99,10 +112,15 @@ def _absent(line: Line) -> list[int]:
 
 def _is_timed(lines: Sequence[Line]) -> bool:
     times = [line.time for line in lines if line.time is not None]
-    is_one = len({line.source for line in lines}) == 1
-    return len(times) == len(lines) and (is_one or min(times) >= SINCE_EPOCH)
+    return len(times) == len(lines) and (_is_one_log(lines) or min(times, default=0.0) >= SINCE_EPOCH)
 
 
-def _is_ordered(lines: Sequence[Line]) -> bool:
-    """Whether it can be told which came first: by time, or as one log has it."""
-    return _is_timed(lines) or len({line.source for line in lines}) == 1
+def _is_one_log(lines: Sequence[Line]) -> bool:
+    return len({line.source for line in lines}) <= 1
+
+
+def _is_ordered(failures: Sequence[_Failure], scan: Scan) -> bool:
+    """Whether it can be told which of several ranks came first: by time where all are cited, or as one log has it."""
+    lines = [line for failure in failures for line in failure.lines]
+    is_complete = all(failure.ranks == {line.rank for line in failure.lines} for failure in failures)
+    return scan.sources == 1 or (is_complete and _is_timed(lines))

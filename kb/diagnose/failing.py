@@ -54,9 +54,12 @@ AFTERMATH = re.compile(
     r"""Watchdog\ caught | detected\ by\ watchdog | collective\ operation\ timeout | Timeout\ at\ NCCL\ work
       | Timed\ out\ waiting\ \d+\ ?ms\ for\ (?:recv|send) | [Hh]eartbeat\ ?[Mm]onitor
       | Connection\ (?:closed|reset)\ by | Broken\ pipe | ncclRemoteError | remote\ process\ exited
-      | (?:recv|send)(?:Value|Bytes)\ failed | 'c10::DistBackendError' | Fatal\ Python\ error:\ Aborted
-      | failed\ \(exitcode | exitcode\s*: | ChildFailedError | Root\ Cause\ \(first | SignalException | error_file
-      | closing\ signal\ SIG | Signal\ \d+\ \(SIG | To\ enable\ traceback | ^\S+\ FAILED\s*$
+      | (?:recv|send)(?:Value|Bytes)\ failed | 'c10::DistBackendError' | Fatal\ Python\ error:\ Aborted""",
+    re.VERBOSE,
+)
+LAUNCHER = re.compile(
+    r"""failed\ \(exitcode: | exitcode\s*: | ChildFailedError | Root\ Cause\ \(first | SignalException | error_file:
+      | closing\ signal\ SIG | ^\s*(?:traceback\ :\ )?Signal\ \d+\ \(SIG | To\ enable\ traceback | ^\S+\ FAILED\s*$
       | exits\ with\ return\ code | ^srun:\ error | Exited\ with\ exit\ code | CalledProcessError""",
     re.VERBOSE,
 )
@@ -81,7 +84,12 @@ def is_interruption(text: str) -> bool:
 
 def is_aftermath(text: str) -> bool:
     """Whether a rank prints this because another one ended or did not come, or a launcher because a rank ended."""
-    return is_interruption(text) or bool(AFTERMATH.search(text))
+    return is_interruption(text) or is_launcher(text) or bool(AFTERMATH.search(text))
+
+
+def is_launcher(text: str) -> bool:
+    """Whether a launcher says so of a rank that ended, whatever ended it."""
+    return bool(LAUNCHER.search(text))
 
 
 def is_raised(text: str) -> bool:

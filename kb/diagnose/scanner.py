@@ -150,8 +150,8 @@ class Scanner:
 
     def _look_in_box(self, spot: Spot) -> None:
         """What rich drew: a frame as Python prints it, and the message below the box as one line."""
-        bare = unboxed(spot.text)
-        if bare != spot.text:
+        bare = unboxed(spot.origin.text)
+        if bare != spot.origin.text:
             self._read(bare, self._line(spot), (), "")
         if len(spot.message) > 1:
             line = self._line(spot)

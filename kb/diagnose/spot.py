@@ -60,9 +60,10 @@ class Spot:
         """What is around, in the two ways; one if they are the same. `reach`: bytes on either side."""
         if reach not in self._windows:
             before, after = self._before(reach), self._after(reach)
-            plain = Window.of(before, self.text, after)
-            same = Window.of(self._of_rank(before), self.origin.text, self._of_rank(after))
-            self._windows[reach] = (plain,) if plain.text == same.text else (plain, same)
+            self._windows[reach] = (Window.of(before, self.text, after),)
+            if self.origin.text != self.text:
+                same = Window.of(self._of_rank(before), self.origin.text, self._of_rank(after))
+                self._windows[reach] += (same,)
         return self._windows[reach]
 
     @cached_property
@@ -88,6 +89,9 @@ class Spot:
 
     def _of_rank(self, lines: Sequence[str]) -> list[str]:
         """Those of the same rank, without prefixes; an empty one is what joins the others to the line between."""
+        prefix = self.text.removesuffix(self.origin.text)
+        if self.origin.time is None:
+            return [line.removeprefix(prefix) for line in lines if not line or line.startswith(prefix)]
         parsed = (parse(line, None, self._rank) if line else None for line in lines)
         return [one.text if one else "" for one in parsed if one is None or one.rank == self.origin.rank]
 

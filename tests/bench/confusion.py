@@ -12,6 +12,7 @@ is attributed to another entry that no edge of the graph of causes links with it
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from matrix import Cell, picture
 from kb import catalog, environment, root
 from kb.catalog import Catalog
 from kb.diagnose.diagnosis import Diagnosis, diagnose
+from kb.diagnose.evidence import Scan
 from kb.diagnose.matcher import Matcher
 from kb.diagnose.scan import scan
 from kb.diagnose.source import sources
@@ -36,7 +38,13 @@ from kb.plan import make_plan
 from kb.verify import JOBS
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "confusion.svg"
-OWN, LINKED, SILENT, WRONG = "its own", "linked", "none", "wrong"
+OWN, TOLD, LINKED, WRONG, SILENT = "its own", "its own by its probe's sentence", "linked", "wrong", "none"
+LEGEND = {
+    OWN: "its own entry",
+    TOLD: "its own, by a sentence that only its probe prints",
+    LINKED: "an entry linked with it as cause, consequence or mask",
+    WRONG: "another",
+}
 
 
 @dataclass(frozen=True)
@@ -44,16 +52,18 @@ class Row:
     """A control arm and what its logs are taken for."""
 
     id: str
-    experiment: str
     diagnosis: Diagnosis
     links: frozenset[str]
+    is_told: bool  # by nothing but what the probe says itself, in place of software that is not here
 
     @property
     def verdict(self) -> str:
-        if not self.diagnosis.findings:
-            return SILENT
-        first = self.diagnosis.findings[0].id
-        return OWN if first == self.id else LINKED if first in self.links else WRONG
+        return self.kind(self.diagnosis.findings[0].id) if self.diagnosis.findings else SILENT
+
+    def kind(self, finding: str) -> str:
+        if finding == self.id:
+            return TOLD if self.is_told else OWN
+        return LINKED if finding in self.links else WRONG
 
     @property
     def place(self) -> int | None:
@@ -74,7 +84,7 @@ def main() -> int:
         rows = list(diagnosed(entries, folder, index, graph(found.current())))
     print("\n".join(table(rows, skipped)))
     if not arguments.ids:
-        PICTURE.write_text(picture(cells(rows)), encoding="utf-8")
+        PICTURE.write_text(picture(cells(rows), LEGEND), encoding="utf-8")
     return 1 if any(row.verdict in (WRONG, SILENT) for row in rows) else 0
 
 
@@ -124,12 +134,20 @@ def renamed(probe: Path | None, folder: Path) -> Path:
 
 def diagnosed(entries: Iterable[Entry], folder: Path, index: Index, links: Graph) -> Iterator[Row]:
     matcher = Matcher(index.signatures)
-    ids = sorted((entry.id for entry in entries), key=len, reverse=True)
+    longest_first = sorted(entries, key=lambda entry: -len(entry.id))
     for kept in sorted(folder.glob("*-control")):
-        owner = next((one for one in ids if kept.name.startswith(f"{one}-")), None)
+        owner = next((entry for entry in longest_first if kept.name.startswith(f"{entry.id}-")), None)
         if owner:
-            found = diagnose(index, scan(sources([str(kept)]).found, matcher))
-            yield Row(owner, kept.name[len(owner) + 1 : -len("-control")], found, linked(links, owner))
+            seen = scan(sources([str(kept)]).found, matcher)
+            yield Row(owner.id, diagnose(index, seen), linked(links, owner.id), is_told(owner.id, seen, kept))
+
+
+def is_told(entry_id: str, seen: Scan, folder: Path) -> bool:
+    """Whether all that speaks for an entry stands in the sentence that its probe measured."""
+    results = [json.loads(path.read_text()) for path in folder.glob("rank*[0-9].json")]
+    measured = [result["message"] for result in results if result["outcome"] == "symptom"]
+    evident = [one.lines[0].text for one in seen.sightings if one.id == entry_id and one.role != "context"]
+    return bool(evident) and all(any(line in sentence for sentence in measured) for line in evident)
 
 
 def linked(links: Graph, entry_id: str) -> frozenset[str]:
@@ -140,8 +158,7 @@ def linked(links: Graph, entry_id: str) -> frozenset[str]:
 def cells(rows: Iterable[Row]) -> Iterator[Cell]:
     for row in rows:
         for place, finding in enumerate(row.diagnosis.findings[:3], start=1):
-            kind = OWN if finding.id == row.id else LINKED if finding.id in row.links else WRONG
-            yield Cell(row.id, finding.id, kind.replace(" ", "-"), place, finding.confidence)
+            yield Cell(row.id, finding.id, row.kind(finding.id), place, finding.confidence)
 
 
 def table(rows: Sequence[Row], skipped: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -149,11 +166,11 @@ def table(rows: Sequence[Row], skipped: Sequence[tuple[str, str]]) -> Iterator[s
     yield "|---|---|---|---|---|"
     for row in rows:
         first = next(iter(row.diagnosis.findings), None)
-        named = "the same" if row.verdict == OWN else f"{first.id} ({row.verdict})" if first else "nothing that tells"
+        name = "nothing" if first is None else "the same" if first.id == row.id else first.id
         told = f"{first.role} | {first.confidence:.2f}" if first else "|"
-        yield f"| {row.id} | {named} | {told} | {row.place or ''} |"
+        yield f"| {row.id} | {name} ({row.verdict}) | {told} | {row.place or ''} |"
     yield ""
-    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (OWN, LINKED, SILENT, WRONG)}
+    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (OWN, TOLD, LINKED, WRONG, SILENT)}
     yield f"{len(rows)} control arms: {', '.join(f'{count} {kind}' for kind, count in counts.items())}."
     for entry_id, reason in skipped:
         yield f"- not run here: {entry_id} ({reason})"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
 SIZE, LABEL = 14, 220  # pixels: of a cell, of the longest label
-COLOURS = {"its-own": "#1a7f37", "linked": "#bf8700", "wrong": "#cf222e"}
+COLOURS = ("#1a7f37", "#0969da", "#bf8700", "#cf222e")
 SHARE = {1: 1.0, 2: 0.55, 3: 0.3}  # of a cell's width, by the place of the finding
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A finding: `kind` is a key of `COLOURS`, `place` 1 to 3, `confidence` 0 to 1."""
+    """A finding: `kind` is one of the legend's, `place` 1 to 3, `confidence` 0 to 1."""
 
     row: str
     column: str
@@ -22,8 +22,12 @@ class Cell:
     confidence: float
 
 
-def picture(cells: Iterable[Cell]) -> str:
-    """Rows are in the order of the cells; columns have the same order, then those that are no row."""
+def picture(cells: Iterable[Cell], legend: Mapping[str, str]) -> str:
+    """Rows are in the order of the cells; columns have the same order, then those that are no row.
+
+    `legend` says in words what each kind is, in the order of the colours.
+    """
+    colours = dict(zip(legend, COLOURS, strict=True))
     cells = list(cells)
     rows = list(dict.fromkeys(cell.row for cell in cells))
     others = sorted({cell.column for cell in cells} - set(rows))
@@ -34,8 +38,11 @@ def picture(cells: Iterable[Cell]) -> str:
     drawn = [_grid(down.values(), across.values(), width, height)]
     drawn += [_text(LABEL - 6, y + SIZE - 4, one, ' text-anchor="end"') for one, y in down.items()]
     drawn += [_column_name(x + SIZE - 4, one) for one, x in across.items()]
-    drawn += [_cell(cell, across[cell.column], down[cell.row]) for cell in sorted(cells, key=lambda one: -one.place)]
-    drawn.append(_legend(height - 16))
+    drawn += [
+        _cell(cell, across[cell.column], down[cell.row], colours[cell.kind])
+        for cell in sorted(cells, key=lambda one: -one.place)
+    ]
+    drawn.append(_legend(legend, height - 16))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="10" role="img" aria-label="confusion matrix of control arms">\n'
@@ -56,20 +63,20 @@ def _column_name(x: float, name: str) -> str:
     return _text(0, 0, name, f' transform="translate({x} {LABEL - 6}) rotate(-60)"')
 
 
-def _cell(cell: Cell, x: float, y: float) -> str:
+def _cell(cell: Cell, x: float, y: float, colour: str) -> str:
     side = SIZE * SHARE[cell.place]
     at = (SIZE - side) / 2
     title = f"{cell.row}: {cell.column} is finding {cell.place}, confidence {cell.confidence:.2f}"
     return (
-        f'<rect x="{x + at:.1f}" y="{y + at:.1f}" width="{side:.1f}" height="{side:.1f}" fill="{COLOURS[cell.kind]}" '
+        f'<rect x="{x + at:.1f}" y="{y + at:.1f}" width="{side:.1f}" height="{side:.1f}" fill="{colour}" '
         f'fill-opacity="{0.25 + 0.75 * cell.confidence:.2f}"><title>{escape(title)}</title></rect>'
     )
 
 
-def _legend(y: float) -> str:
-    words = ("its own entry", "an entry linked with it as cause, consequence or mask", "another")
-    drawn, x = [], LABEL
-    for colour, word in zip(COLOURS.values(), words, strict=True):
-        drawn += [f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>', _text(x + 14, y, word)]
-        x += 40 + 5 * len(word)
-    return "".join(drawn) + _text(x, y, "large: first finding, small: second and third; pale: low confidence")
+def _legend(legend: Mapping[str, str], y: float) -> str:
+    drawn, x = [], 20
+    for colour, words in zip(COLOURS, legend.values(), strict=True):
+        drawn += [f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>', _text(x + 14, y, words)]
+        x += 40 + 5 * len(words)
+    drawn.append(_text(x, y, "large: first finding, small: second and third; pale: low confidence"))
+    return "".join(drawn) + _text(20, LABEL - 6, "rows: the arm, columns: the findings")

@@ -113,3 +113,11 @@ def test_any_bytes_are_of_some_kind(data: bytes, front: bytes) -> None:
 
 def test_deep_nesting_in_an_error_file_is_text() -> None:
     assert kind(b'{"message": ' + b"[" * 60_000) is Kind.TEXT
+
+
+def test_what_kb_verify_files_beside_the_logs_is_known_and_a_users_json_is_not_taken_for_it() -> None:
+    assert kind(b'{"outcome": "raised", "type": "ValueError", "max_rss_mib": 239}', "rank0.json") is Kind.OWN
+    assert kind(b'{"ending": "settled", "exits": []}') is Kind.OWN
+    assert kind(b'{"arm_id": "2a6c", "dir": "/tmp/a", "memory_cap_bytes": 1}') is Kind.OWN
+    assert kind(b'[{"group": "default_pg", "seq": 1, "op": "gloo:all_reduce", "retired": true}]') is Kind.OWN
+    assert kind(b'{"outcome": "raised", "reward": 0.1}') is Kind.TEXT
