@@ -68,12 +68,13 @@ def last_literals(pattern: str) -> Texts:
 
 def spans_lines(pattern: str) -> bool:
     """Whether a match may hold a newline."""
-    return _has_any(pattern, "\n")
+    return any(_takes(one, "\n") for one in _elements(_parser.parse(pattern)))
 
 
 def spans_text(pattern: str) -> bool:
-    """Whether a match may hold lines of any text, and not only white space that was wrapped."""
-    return _has_any(pattern, "\nx")
+    """Whether a match may hold whole lines, and not only white space that may be a line's end."""
+    parsed = _parser.parse(pattern)
+    return any(_takes(one, "\n") and _takes(one, " ") == _takes(one, "x") for one in _elements(parsed))
 
 
 def looks_behind(pattern: str) -> bool:
@@ -81,37 +82,32 @@ def looks_behind(pattern: str) -> bool:
     return bool(re.search(r"(?<![\[\\])\^|\\A|\(\?<[!=]", pattern))
 
 
-def _has_any(pattern: str, characters: str) -> bool:
-    """Whether one element of a pattern matches each of these characters."""
-    parsed = _parser.parse(pattern)
-    is_dotall = bool(parsed.state.flags & re.DOTALL)
-    return any(all(_takes(*one, ord(char), is_dotall) for char in characters) for one in _elements(parsed))
-
-
-def _elements(parsed: Any) -> Iterator[tuple[Any, Any]]:
-    """Those that consume one character."""
+def _elements(parsed: Any, *, is_dotall: bool | None = None) -> Iterator[tuple[Any, Any]]:
+    """Those that consume one character; a dot that takes any as the negation of nothing."""
+    is_dotall = bool(parsed.state.flags & re.DOTALL) if is_dotall is None else is_dotall
     for op, value in parsed:
-        if op in (_constants.ANY, _constants.LITERAL, _constants.NOT_LITERAL, _constants.IN):
+        if op is _constants.ANY:
+            yield _constants.IN, [(_constants.NEGATE, None)] + [(_constants.LITERAL, ord("\n"))] * (not is_dotall)
+        elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.IN):
             yield op, value
         for part in _parts(op, value):
-            yield from _elements(part)
+            yield from _elements(part, is_dotall=is_dotall)
 
 
-def _takes(op: Any, value: Any, code: int, is_dotall: bool) -> bool:
-    if op is _constants.ANY:
-        return is_dotall or code != ord("\n")
+def _takes(element: tuple[Any, Any], character: str) -> bool:
+    op, value = element
     if op is _constants.IN:
-        return any(_is_member(member, code) for member in value) != (value[0][0] is _constants.NEGATE)
-    return bool(value == code) == (op is _constants.LITERAL)
+        return any(_is_member(member, character) for member in value) != (value[0][0] is _constants.NEGATE)
+    return bool(chr(value) == character) == (op is _constants.LITERAL)
 
 
-def _is_member(member: tuple[Any, Any], code: int) -> bool:
+def _is_member(member: tuple[Any, Any], character: str) -> bool:
     kind, value = member
     if kind is _constants.RANGE:
-        return bool(value[0] <= code <= value[1])
+        return bool(value[0] <= ord(character) <= value[1])
     if kind is _constants.CATEGORY:
-        return any(value is category and re.match(escape, chr(code)) for category, escape in ESCAPES)
-    return bool(value == code)
+        return any(value is category and re.match(escape, character) for category, escape in ESCAPES)
+    return bool(kind is _constants.LITERAL and chr(value) == character)
 
 
 def _parts(op: Any, value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kb.diagnose.culprit import Culprits, culprits
 from kb.diagnose.evidence import Failure, Line, Scan, Sighting
-from kb.diagnose.failing import is_interruption
+from kb.diagnose.failing import is_interruption, is_log
 from kb.diagnose.nextstep import NextStep, next_step
 from kb.diagnose.ranking import Candidate, rank
 from kb.index import Index
@@ -23,8 +23,7 @@ CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
 
 TRACEBACK = "Traceback (most recent call last)"
 
-# For a text without any failure in it: how alike, how much more than the next entry, and how short it has to be.
-ALIKE, ALONE, PAGE = 0.6, 0.15, 2000
+ALIKE = 0.4  # likeness that counts for a page in which nothing failed and that no job printed: a question, in effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +132,9 @@ def _likeness(index: Index, scan: Scan) -> dict[str, float]:
     like = likeness(index, salient(scan))
     if scan.failures or any(sighting.role != "context" for sighting in scan.sightings):
         return like
-    first, second = sorted([0.0, 0.0, *like.values()], reverse=True)[:2]
-    is_clear = 0 < len(scan.text) < PAGE and first > ALIKE and first - second > ALONE
-    return {entry: value for entry, value in like.items() if is_clear and value == first}
+    if not scan.text or is_log(scan.text):
+        return {}
+    return {entry: value for entry, value in like.items() if value >= ALIKE}
 
 
 def _numbers(index: Index, candidates: Sequence[Candidate]) -> list[int]:

@@ -32,7 +32,8 @@ WORDS = (
 REPORTS = re.compile(
     r"""Traceback\ \(most\ recent\ call\ last\)
       | \b[A-Za-z_.]*(?:Error|Exception|Failure)\b(?:[:(\]]|$|\ \w)
-      | ^\s*(?:[A-Za-z_]+\ )?[Ee]rror\b | \b(?:ERROR|FATAL)\b | [Ff]atal\ error | ^\[?E\d{4}\ | \[E\d{0,4}\ | \[E\ \w
+      | ^\s*(?:[A-Za-z_]+\ )?[Ee]rror\b | \b(?:ERROR|FATAL)\b | [Ff]atal\ error
+      | \bCUDA\ error | :\ error:\  | ^\[?E\d{4}\ | \[E\d{0,4}\ | \[E\ \w
       | NCCL\ WARN | timed\ out | imeout\b | exitcode | \bSIG(?:KILL|ABRT|SEGV|BUS|TERM|INT|FPE|ILL)\b
       | \b[Kk]illed\b | Aborted | terminate\ called | core\ dumped | Segmentation\ fault | [Oo]ut\ of\ memory | \bOOM\b
       | Assertion\ .{1,200}\ failed | \bassert\ | NVRM | \bXid\b | [Nn]o\ space\ left | refused\b | reset\ by\ peer
@@ -67,6 +68,19 @@ RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|E
 INTERRUPTED = re.compile(
     r"KeyboardInterrupt|\bSIGINT\b|^\^C|CANCELLED AT|DUE TO TIME LIMIT|closing signal SIG(?:TERM|INT)|Terminated"
 )
+
+
+# What jobs print and people do not write: dates and times, levels, ranks, warnings with their place, progress.
+LOGGED = re.compile(
+    r"""\d{4}-\d\d-\d\d | \b\d\d:\d\d:\d\d\b | \[?\b(?:INFO|DEBUG|WARNING|WARN|ERROR)\b | \[(?:rank|default)\d
+      | Warning:\s | \d%\| | (?i:\b(?:step|epoch|iter(?:ation)?|loss|rank|worker|iteration|done|finished|completed)s?\b)""",
+    re.VERBOSE,
+)
+
+
+def is_log(text: str) -> bool:
+    """Whether a text was printed by a job, as far as one sees; else somebody wrote it, or copied a screen."""
+    return bool(LOGGED.search(text))
 
 
 def is_failure(text: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import random
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -137,9 +136,7 @@ def test_any_cut_gives_the_same_lines(parts: list[str], end: str, size: int) -> 
     finally:
         scanner.BLOCK, scanner.FAR = block, far
     assert sum(one.count for one in found) == len(wanted)
-    assert [line.number for one in found for line in one.lines] == wanted[: len(found) and 5][:2] + [
-        number for number in wanted[2:5]
-    ]
+    assert [line.number for one in found for line in one.lines] == wanted[:5]
 
 
 @given(st.integers(0, 9000), st.integers(0, 9000), st.integers(500, 5000))

@@ -1,0 +1,69 @@
+"""The next step proves what is certain, tells apart what is not, and asks for what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kb.diagnose.culprit import Culprits
+from kb.diagnose.diagnosis import Finding
+from kb.diagnose.nextstep import CERTAIN, LIKELY, NextStep, next_step
+
+NOBODY = Culprits(None, None, (), ())
+
+
+def finding(entry: str, confidence: float, role: str = "cascade", **given: Any) -> Finding:
+    texts = {"title": "", "title_zh": "", "cause": "", "cause_zh": "", "status": "confirmed", "origin": "built-in"}
+    rest = {"probe": entry, "count": 1, "ranks": (), "evidence": (), "caused_by": (), "against": (), **given}
+    return Finding(id=entry, role=role, confidence=confidence, **texts, **rest)
+
+
+def step(*findings: Finding, who: Culprits = NOBODY, **tells: list[str]) -> NextStep | None:
+    return next_step(findings, {one.id: {"tells": tells.get(one.id, [])} for one in findings}, who)
+
+
+def given(found: NextStep | None) -> NextStep:
+    assert found is not None
+    return found
+
+
+def test_what_is_certain_is_proved() -> None:
+    found = given(step(finding("a", CERTAIN), finding("b", LIKELY), a=["Not `b`, when x."]))
+    assert (found.command, found.separates) == ("kb verify a", ("a",))
+    assert "kb show a" in found.text
+
+
+def test_an_entry_without_a_probe_is_read() -> None:
+    assert given(step(finding("a", CERTAIN, probe=None))).command == "kb show a"
+
+
+def test_two_candidates_are_told_apart_by_what_the_better_says_of_the_other() -> None:
+    found = given(step(finding("a", 0.6), finding("b", 0.5), a=["First.", "Not `b`, when x. [thread 4] [inferred]"]))
+    assert (found.text, found.source, found.separates) == ("Not `b`, when x.", "a", ("a", "b"))
+
+
+def test_or_by_what_the_other_says_of_it() -> None:
+    found = given(step(finding("a", 0.6), finding("b", 0.5), b=["Not `a`, when y."]))
+    assert (found.text, found.source) == ("Not `a`, when y.", "b")
+
+
+def test_what_only_follows_is_no_rival() -> None:
+    found = given(step(finding("a", 0.6, "root"), finding("b", 0.5, caused_by=("a",)), a=["Not `b`, when x."]))
+    assert (found.separates, found.command) == (("a",), "kb verify a")
+    assert found.text.startswith("Prove it")
+
+
+def test_an_unlikely_candidate_asks_for_nothing() -> None:
+    assert step(finding("a", LIKELY - 0.01, "similar"), a=["Look at x."]) is None
+    assert step() is None
+
+
+def test_a_rank_that_never_came_is_asked_for_before_anything_else() -> None:
+    who = Culprits(None, None, (2, 5), (0, 1, 2, 5))
+    found = given(step(finding("a", 0.6), who=who, a=["Look at x."]))
+    assert "ranks 2 and 5" in found.text
+    assert given(step(who=who)).separates == ()
+
+
+def test_unless_the_cause_itself_was_printed() -> None:
+    who = Culprits(None, 3, (3,), (0, 1, 2, 3))
+    assert given(step(finding("a", CERTAIN, "root"), who=who)).command == "kb verify a"
