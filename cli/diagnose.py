@@ -25,7 +25,6 @@ SHOWN = 3  # entries
 SHOWN_LINES = 3
 SHOWN_SEEN = 8
 WIDEST_LINE = 160
-MOST_VERIFIED = 3
 TURN_BYTES = 16 << 20  # between two turns of the progress line
 
 
@@ -207,9 +206,11 @@ def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:
 
 def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], document: dict[str, Any] | None) -> int:
     """The probes of the best candidates; under `--json` their reports join the one document."""
+    from kb.diagnose.nextstep import candidates
+
     from .verify import verify_quietly
 
-    ids = [finding.id for finding in diagnosis.findings if finding.probe and not finding.caused_by][:MOST_VERIFIED]
+    ids = [finding.id for finding in candidates(diagnosis.findings) if finding.probe]
     if not ids:
         notice("there is nothing to verify: no entry with a probe was found")
     code, reports, counts = verify_quietly(ids, python, roots) if ids else (1, [], {})

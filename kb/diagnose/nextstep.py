@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CERTAIN = 0.8  # from here on a finding is to be proved, not told apart
 LIKELY = 0.35  # below, an entry is no candidate
-MOST_RIVALS = 3
+MOST_CANDIDATES = 3
 GRADES = re.compile(r" ?\[(?:probe|inferred|(?:source|thread|claimed) \d{1,3})\]")
 
 
@@ -36,16 +36,22 @@ class NextStep:
     command: str = ""
 
 
+def candidates(findings: Sequence[Finding]) -> list[Finding]:
+    """Those between which it is still to be decided: the first alone where it is certain, none that only follows."""
+    likely = [one for one in findings if not one.caused_by and one.confidence >= LIKELY]
+    return likely[: 1 if likely and likely[0].confidence >= CERTAIN else MOST_CANDIDATES]
+
+
 def next_step(
     findings: Sequence[Finding], documents: Mapping[str, Mapping[str, Any]], who: Culprits
 ) -> NextStep | None:
     """None when nothing was found to go on with."""
-    rivals = [one for one in findings if not one.caused_by and one.confidence >= LIKELY][:MOST_RIVALS]
+    rivals = candidates(findings)
     if who.absent and not any(one.role == "root" for one in rivals):
         return _question(who.absent, rivals)
     if not rivals:
         return None
-    if rivals[0].confidence >= CERTAIN or (len(rivals) == 1 and rivals[0].role == "root"):
+    if len(rivals) == 1 and (rivals[0].confidence >= CERTAIN or rivals[0].role == "root"):
         return _proof(rivals[0])
     return _difference(rivals, documents) or _first_test(rivals[0], documents) or _proof(rivals[0])
 

@@ -22,6 +22,7 @@ from kb.diagnose.tally import Tally
 from kb.diagnose.traceback_box import unboxed
 from kb.diagnose.trial import SLOW_S, Trials
 
+CONTEXT = FAR  # bytes kept on either side of what is searched
 BLOCK = 1 << 20  # bytes that are searched at once
 ESCAPE = 64  # bytes in which a colour ends
 TAIL = 4096  # bytes in which the last line is looked for
@@ -71,7 +72,7 @@ class Scanner:
         whole = escape if escape >= 0 and b"\n" not in self._pending[escape:] else len(self._pending)
         self._kept += plain(bytes(self._pending[:whole]))
         del self._pending[:whole]
-        most = len(self._kept) - FAR
+        most = len(self._kept) - CONTEXT
         limit = self._kept.rfind(b"\n", self._at, max(self._at, most)) + 1 or most
         if limit > self._at:
             self._search(limit)
@@ -92,7 +93,7 @@ class Scanner:
         newlines = data.count(b"\n", at, limit)
         self._number += newlines
         self._tally.lines += newlines
-        drop = max(0, limit - FAR)
+        drop = max(0, limit - CONTEXT)
         self._kept, self._at, self._base = data[drop:], limit - drop, self._base + drop
         self._counted = self._at, self._number
 

@@ -6,13 +6,20 @@ from typing import Any
 
 from kb.diagnose.culprit import Culprits
 from kb.diagnose.diagnosis import Finding
-from kb.diagnose.nextstep import CERTAIN, LIKELY, NextStep, next_step
+from kb.diagnose.nextstep import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step
 
 NOBODY = Culprits(None, None, (), ())
 
 
 def finding(entry: str, confidence: float, role: str = "cascade", **given: Any) -> Finding:
-    texts = {"title": "", "title_zh": "", "cause": "", "cause_zh": "", "status": "confirmed", "origin": "built-in"}
+    texts: dict[str, Any] = {
+        "title": "",
+        "title_zh": "",
+        "cause": "",
+        "cause_zh": "",
+        "status": "confirmed",
+        "origin": "built-in",
+    }
     rest = {"probe": entry, "count": 1, "ranks": (), "evidence": (), "caused_by": (), "against": (), **given}
     return Finding(id=entry, role=role, confidence=confidence, **texts, **rest)
 
@@ -67,3 +74,11 @@ def test_a_rank_that_never_came_is_asked_for_before_anything_else() -> None:
 def test_unless_the_cause_itself_was_printed() -> None:
     who = Culprits(None, 3, (3,), (0, 1, 2, 3))
     assert given(step(finding("a", CERTAIN, "root"), who=who)).command == "kb verify a"
+
+
+def test_candidates_are_what_is_likely_and_follows_from_nothing_seen() -> None:
+    found = [finding("a", 0.6), finding("b", 0.5, caused_by=("a",)), finding("c", 0.5), finding("d", LIKELY - 0.01)]
+    assert [one.id for one in candidates(found)] == ["a", "c"]
+    assert [one.id for one in candidates([finding("x", CERTAIN), *found])] == ["x"]
+    assert len(candidates([finding("a", 0.6)] * 9)) == MOST_CANDIDATES
+    assert candidates([]) == []

@@ -87,7 +87,7 @@ def test_every_fixture_shows_what_its_text_shows(text: str, monkeypatch: pytest.
 @pytest.mark.parametrize("text", fixtures())
 def test_a_fixture_shows_the_same_wherever_the_log_is_cut(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = expected(text)
-    monkeypatch.setattr(scanner, "FAR", 8000)
+    monkeypatch.setattr(scanner, "CONTEXT", 8000)
     later = b"\nstep 1 of 10" * 700
     for size in (random.Random(text).randrange(50, 2000), 1 << 20):
         monkeypatch.setattr(scanner, "BLOCK", size)
@@ -129,12 +129,12 @@ def test_lines_are_counted(log: bytes, lines: int) -> None:
 def test_any_cut_gives_the_same_lines(parts: list[str], end: str, size: int) -> None:
     data = end.join(parts).encode()
     wanted = [number for number, part in enumerate(parts, 1) if "boom" in part]
-    block, far = scanner.BLOCK, scanner.FAR
-    scanner.BLOCK, scanner.FAR = size, 100
+    block, far = scanner.BLOCK, scanner.CONTEXT
+    scanner.BLOCK, scanner.CONTEXT = size, 100
     try:
         found = look(cut(data, size), r"boom \d+").sightings
     finally:
-        scanner.BLOCK, scanner.FAR = block, far
+        scanner.BLOCK, scanner.CONTEXT = block, far
     assert sum(one.count for one in found) == len(wanted)
     assert [line.number for one in found for line in one.lines] == wanted[:5]
 
@@ -143,12 +143,12 @@ def test_any_cut_gives_the_same_lines(parts: list[str], end: str, size: int) -> 
 @settings(max_examples=60, deadline=None)
 def test_a_match_in_a_line_without_end_is_seen_once(before: int, after: int, size: int) -> None:
     data = b"." * before + b"boom 12 and more" + b"." * after
-    block, far = scanner.BLOCK, scanner.FAR
-    scanner.BLOCK, scanner.FAR = size, 2500
+    block, far = scanner.BLOCK, scanner.CONTEXT
+    scanner.BLOCK, scanner.CONTEXT = size, 2500
     try:
         (found,) = look(cut(data, size), r"boom \d+ and more").sightings
     finally:
-        scanner.BLOCK, scanner.FAR = block, far
+        scanner.BLOCK, scanner.CONTEXT = block, far
     assert (found.count, found.lines[0].number) == (1, 1)
 
 

@@ -1,0 +1,56 @@
+"""`make bench-diagnose`: how often a diagnosis is right, how fast a log is read, and what hostile texts cost.
+
+Exit code 1 when a bar is missed. `--cases FILE` adds cases in the form of `questions.jsonl`; `--megabytes` sets the
+size of the log for the speed, `--quick` leaves the log of 2 GB and the signatures' own repeats at a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import diagnosed
+import scanning
+
+from kb import catalog, root
+from kb.diagnose.matcher import Matcher
+from kb.fixtures import healthy_logs
+from kb.index import open_index
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=Path, action="append", default=[])
+    parser.add_argument("--megabytes", type=int, default=scanning.SPEED_BYTES >> 20)
+    parser.add_argument("--quick", action="store_true")
+    failed: list[str] = []
+    for line in _report(parser.parse_args(), failed):
+        print(line, flush=True)
+    for miss in failed:
+        print(f"missed: {miss}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _report(options: argparse.Namespace, failed: list[str]) -> Iterator[str]:
+    roots = root.configured(())
+    healthy = healthy_logs(roots)
+    with tempfile.TemporaryDirectory() as name, open_index(roots, lambda _: None) as index:
+        matcher = Matcher(index.signatures)
+        samples = {one.pattern: one.sample for entry in catalog.load(roots) for one in entry.meta.signatures}
+        files = [diagnosed.QUESTIONS, *options.cases]
+        yield from diagnosed.accuracy(index, matcher, roots, files, failed)
+        yield ""
+        yield from diagnosed.healthy(index, matcher, healthy, failed)
+        yield ""
+        yield from scanning.speed(Path(name), matcher, healthy, options.megabytes << 20, failed)
+        share = 10 if options.quick else 1
+        yield from scanning.memory(Path(name), healthy, scanning.MEMORY_BYTES // share, failed)
+        yield ""
+        yield from scanning.hostile(matcher, healthy, samples, scanning.HOSTILE_BYTES // share)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Reading logs: megabytes a second beside ripgrep with the same patterns, memory, and texts made to be slow."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+
+from measured import run
+from training_log import pieces
+
+from kb.diagnose.matcher import Matcher
+from kb.diagnose.scan import scan
+from kb.diagnose.source import Stream, sources
+from kb.fixtures import HealthyLog
+from kb.lint.pump import pumped
+from kb.signature import spans_lines
+
+KB = str(Path(sys.executable).with_name("kb"))
+RG = str(Path(sys.executable).with_name("rg"))
+ROUNDS = 3
+SPEED_BYTES = 200 << 20
+MEMORY_BYTES = 2 << 30
+HOSTILE_BYTES = 10 << 20
+NOT_IN_RG = ("(?=", "(?!", "(?<=", "(?<!", "(?P=", "\\1", "\\2", "\\n)", "\\n.")  # or only with -U, for newlines
+Rows = Iterator[str]
+
+
+def ordinary(size: int, healthy: tuple[HealthyLog, ...]) -> Iterator[bytes]:
+    return pieces(size, healthy, seed=7)
+
+
+def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: int, failed: list[str]) -> Rows:
+    """The rows of one log; rounds are interleaved, so that all meet the same noise."""
+    log = home / "train.log"
+    with log.open("wb") as file:
+        file.writelines(ordinary(size, healthy))
+    megabytes = log.stat().st_size / 1e6
+    every = [one.text for one in matcher.patterns if not any(part in one.text for part in NOT_IN_RG)]
+    lines_only = [text for text in every if not spans_lines(text)]
+    ways: dict[str, Callable[[], object]] = {
+        "`kb diagnose`, in process": lambda: scan(sources([str(log)]).found, matcher),
+        "`kb diagnose`, the whole process": lambda: run([KB, "diagnose", str(log)], home),
+        f"`rg -c`, {len(every)} patterns": _rg(home / "every.txt", every, log),
+        f"`rg -c`, without those over several lines, {len(lines_only)}": _rg(home / "lines.txt", lines_only, log),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - began)
+    rates = {name: megabytes / median(taken) for name, taken in seconds.items()}
+    ours = rates["`kb diagnose`, the whole process"]
+    yield f"| {megabytes:.0f} MB, median of {ROUNDS} | MB/s | kb beside it |"
+    yield "|---|---|---|"
+    for name, rate in rates.items():
+        yield f"| {name} | {rate:.1f} | {ours / rate:.2f} |"
+    fairest = max(rate for name, rate in rates.items() if "rg" in name)
+    if ours < 0.2 * fairest:
+        failed.append(f"{ours:.0f} MB/s is less than a fifth of {fairest:.0f} MB/s")
+
+
+def _rg(file: Path, patterns: Iterable[str], log: Path, *options: str) -> Callable[[], object]:
+    file.write_text("\n".join(dict.fromkeys(patterns)) + "\n", encoding="utf-8")
+    argv = [
+        RG,
+        "-c",
+        "--no-config",
+        "--dfa-size-limit=1G",
+        "--regex-size-limit=1G",
+        *options,
+        "-f",
+        str(file),
+        str(log),
+    ]
+
+    def search() -> None:
+        ended = subprocess.run(argv, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+    return search
+
+
+def memory(home: Path, healthy: tuple[HealthyLog, ...], size: int, failed: list[str]) -> Rows:
+    """Peak of the process while it reads a log from a pipe: nothing that large has to lie on the disk."""
+    pipe = home / "pipe"
+    os.mkfifo(pipe)
+    writer = os.fork()
+    if not writer:
+        with pipe.open("wb") as file:
+            file.writelines(ordinary(size, healthy))
+        os._exit(0)
+    cost = run([KB, "diagnose", str(pipe)], home)
+    os.waitpid(writer, 0)
+    yield f"| peak memory, {size / 1e9:.1f} GB from a pipe | {cost.peak_mib:.0f} MiB | {size / 1e6 / cost.wall_s:.0f} MB/s |"
+    if cost.code != 0 or cost.peak_mib >= 200:
+        failed.append(f"memory {cost.peak_mib:.0f} MiB, exit code {cost.code}")
+
+
+def hostile(matcher: Matcher, healthy: tuple[HealthyLog, ...], samples: dict[str, str], size: int) -> Rows:
+    """Seconds for texts made to be slow, beside the same size of an ordinary log."""
+    rng = random.Random(3)
+    texts: dict[str, Iterable[bytes]] = {
+        "an ordinary log": ordinary(size, healthy),
+        "no newline": [b"x" * size],
+        "no newline, failures": _repeated(b"error: NCCL WARN timed out 7 ", size),
+        "carriage returns only": _repeated(b"\r 10%|# | 1/10 [00:01<00:09]", size),
+        "a flood of one literal": _repeated(b"out of memory ", size),
+        "one literal a line": _repeated(b"CUDA out of memory. Tried to allocate 1.25 GiB\n", size),
+        "different failures": (b"Error %d: failed with %x\n" % (n, rng.getrandbits(40)) for n in range(size // 32)),
+        "boxes": _repeated("│ /a/b.py:33 in forward │\n╰──╯\nError: out of\nmemory\n".encode(), size),
+        "random bytes": (rng.randbytes(1 << 20) for _ in range(size >> 20)),
+        "NULs": [b"text\n" + bytes(size)],
+    }
+    seconds = {name: _seconds(text, matcher) for name, text in texts.items()}
+    own = {
+        one.text: _seconds(_repeated(max(pumped(one.text, samples[one.text]), key=len).encode(), size), matcher)
+        for one in matcher.patterns
+    }
+    base = seconds["an ordinary log"]
+    yield f"| {size / 1e6:.0f} MB | seconds | beside an ordinary log |"
+    yield "|---|---|---|"
+    for name, taken in seconds.items():
+        yield f"| {name} | {taken:.2f} | {taken / base:.1f} |"
+    worst = max(own, key=lambda text: own[text])
+    yield f"| each signature's own repeats, median of {len(own)} | {median(own.values()):.2f} | {median(own.values()) / base:.1f} |"
+    cell = worst.replace("|", "\\|")
+    yield f"| the slowest of them, `{cell[:60]}` | {own[worst]:.2f} | {own[worst] / base:.1f} |"
+
+
+def _repeated(text: bytes, size: int) -> Iterator[bytes]:
+    block = text * (1 + (1 << 20) // len(text))
+    for _ in range(max(1, size // len(block))):
+        yield block
+
+
+def _seconds(text: Iterable[bytes], matcher: Matcher) -> float:
+    held = list(text)
+    began = time.perf_counter()
+    scan([Stream("hostile", iter(held))], matcher)
+    return time.perf_counter() - began
