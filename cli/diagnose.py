@@ -18,8 +18,9 @@ from .output import JsonFlag, RootOption, emit, notice, style
 from .search import wrapped
 
 if TYPE_CHECKING:
-    from kb.diagnose.diagnosis import Diagnosis, Finding
+    from kb.diagnose.diagnosis import Diagnosis
     from kb.diagnose.evidence import Line
+    from kb.diagnose.finding import Finding
 
 SHOWN = 3  # entries
 SHOWN_LINES = 3
@@ -180,9 +181,12 @@ def _print_ranks(diagnosis: Diagnosis) -> None:
     from kb.collective import name_ranks
 
     who = diagnosis.ranks
-    if who.failed is not None or who.first:
-        said = f"rank {who.failed} failed first" if who.failed is not None else "which rank failed first is not told"
-        print(f"   first    {said}" + (f": {_cited(who.first)}" if who.first else ""))
+    cited = _cited(who.first) if who.first else ""
+    said = f"rank {who.failed} failed first" if who.failed is not None else ""
+    if cited and not said and len(who.known) > 1:
+        said = "one of those that failed, which was first is not told"
+    if said or cited:
+        print(f"   first    {': '.join(filter(None, (said, cited)))}")
     if who.absent:
         print(f"   absent   {name_ranks(who.absent)}: did not wait where the others waited")
     for line in diagnosis.observations[:SHOWN_LINES]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import hashlib
+import io
 import json
 import marshal
 import os
@@ -20,10 +21,10 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
-from heapq import merge
+from heapq import merge, nlargest
 from itertools import accumulate, groupby
 from math import log
 from operator import itemgetter
@@ -187,7 +188,7 @@ class Index:
     `numbers` maps them to entry ids, withdrawn entries left out: they are kept, but answer nothing.
     """
 
-    def __init__(self, opened: index.FileIndex, side: Side, later: Callable[[], Side]) -> None:
+    def __init__(self, opened: index.FileIndex, side: Side, later: IO[bytes]) -> None:
         self._reader = opened.reader()
         self._count = int(self._reader.doc_count_all())
         self._norms = self._length_norms()
@@ -207,6 +208,7 @@ class Index:
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
+        self._later.close()
 
     def __len__(self) -> int:
         return int(self._reader.doc_count())
@@ -224,7 +226,7 @@ class Index:
         """How much a term tells entries apart: 1 when all have it, growing with the log of how few do."""
         return 1 + log(self._count / (self._frequency(term) + 1))
 
-    def scores(self, terms: tuple[str, ...], among: Set[int] | None = None) -> dict[int, float]:
+    def scores(self, terms: tuple[str, ...], among: frozenset[int] | None = None) -> dict[int, float]:
         """BM25 of every document that has the term, or the terms one after the other; of those `among` them only.
 
         Okapi BM25 (Robertson and Zaragoza 2009), with weights of fields added up before they saturate (BM25F).
@@ -237,17 +239,23 @@ class Index:
         elif among is None:
             found = zip(*self._postings(terms[0])[:2], strict=True)
         else:
-            weights = self._weights(terms[0])
-            found = ((number, weights[number]) for number in among if weights[number])
+            numbers, weights, *_ = self._postings(terms[0])
+            found = ((number, weights[bisect_left(numbers, number)]) for number in among.intersection(numbers))
         norms = self._norms
         factor = sum(map(self.idf, terms)) * (K1 + 1)
         return {number: factor * weight / (weight + norms[number]) for number, weight in found}
+
+    @lru_cache(1024)  # noqa: B019
+    def champions(self, terms: tuple[str, ...], count: int) -> Mapping[int, float]:
+        """The highest of `scores`."""
+        found = self.scores(terms)
+        return dict(nlargest(count, found.items(), itemgetter(1))) if len(found) > count else found
 
     @lru_cache(1 << 14)  # noqa: B019  # an Index lives as long as its process or request handler
     def _frequency(self, term: str) -> int:
         return int(self._reader.doc_frequency(BODY, term))
 
-    @lru_cache(512)  # noqa: B019
+    @lru_cache(2048)  # noqa: B019
     def _postings(self, term: str) -> _Postings:
         """Kept for the next question: the common terms, whose lists are the long ones, come again.
 
@@ -267,23 +275,15 @@ class Index:
         return _Postings(numbers, weights, array("I", accumulate(sizes, initial=0)), bytes(places))
 
     @lru_cache(256)  # noqa: B019
-    def _weights(self, term: str) -> array[float]:
-        """Of every document, 0 where it has not the term: quick to look a few documents up in."""
-        weights = array("f", bytes(4 * self._count))
-        for number, weight in zip(*self._postings(term)[:2], strict=True):
-            weights[number] = weight
-        return weights
-
-    @lru_cache(256)  # noqa: B019
     def _phrase(self, terms: tuple[str, ...]) -> list[tuple[int, float]]:
-        return self._phrase_among(terms, set(self._postings(terms[0]).numbers))
+        return self._phrase_among(terms, frozenset(self._postings(terms[0]).numbers))
 
-    def _phrase_among(self, terms: tuple[str, ...], among: Set[int]) -> list[tuple[int, float]]:
+    def _phrase_among(self, terms: tuple[str, ...], among: frozenset[int]) -> list[tuple[int, float]]:
         """Documents in which the terms follow each other, weighted as the rarest of them is there."""
         postings = [self._postings(term) for term in terms]
         shared = among
         for one in sorted(postings, key=lambda one: len(one.numbers)):
-            shared = shared & set(one.numbers)
+            shared = shared.intersection(one.numbers)
         found = []
         for number in sorted(shared):
             held = [one.places_in(number) for one in postings]
@@ -315,7 +315,8 @@ class Index:
     @cached_property
     def _side(self) -> Side:
         """Tables that only some searches read."""
-        return self._later()
+        found: Side = json.load(self._later)
+        return found
 
     def signatures_in(self, text: str) -> list[dict[str, Any]]:
         """The signatures that may match a text: it has one of their literals, or they have none."""
@@ -388,7 +389,8 @@ def _open(directory: Path, wanted: str) -> Index | None:
         generation = directory / Path(pointer["generation"]).name
         side = json.loads((generation / "side.json").read_text())
         storage = FileStorage(str(generation), supports_mmap=True)
-        opened = Index(index.FileIndex(storage), side, lambda: json.loads((generation / "later.json").read_text()))
+        # Opened now and read when it is wanted: by then another process may have put a new generation in its place.
+        opened = Index(index.FileIndex(storage), side, (generation / "later.json").open("rb"))
         if len(opened) != side["documents"]:
             return None
         for number in range(min(len(opened), 1)):  # read one: a torn segment shows only then
@@ -456,7 +458,7 @@ def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: N
 def _build_in_memory(roots: tuple[Root, ...], wanted: str, notice: Notice) -> Index:
     storage = RamStorage()
     side, later = _write(storage, roots, wanted, notice)
-    return Index(index.FileIndex(storage), side, lambda: later)
+    return Index(index.FileIndex(storage), side, io.BytesIO(json.dumps(later).encode()))
 
 
 def _write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Notice) -> tuple[Side, Side]:

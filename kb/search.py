@@ -27,7 +27,9 @@ LEAST_COVERAGE = 0.7  # what is left of the score of an entry that covers nothin
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
-MOST_CANDIDATES = 500  # entries
+MOST_CANDIDATES = 500  # entries; so many are always scored
+MOST_CHAMPIONS = 1000
+ENOUGH = 2000
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 EVERYTHING = Filter()
 
@@ -66,8 +68,9 @@ def search(
     come first and those that do not come last. Raises `UsageError` for a filter that no entry can pass.
     """
     wanted, did_you_mean = corrected(index, text, concepts(text, index.has, index.synonyms))
-    scoring = _scoring(index, wanted, text)
-    admitted = scoring.totals.keys() & (only.admitted(index.facets) if only else index.numbers.keys())
+    passing = frozenset(only.admitted(index.facets)) if only else None
+    scoring = _scoring(index, wanted, text, passing)
+    admitted = scoring.totals.keys() & (index.numbers.keys() if passing is None else passing)
     judged = {} if installed is None else _judged(index, admitted, installed)
     shown = min(limit, MOST_HITS)
     ranked = _best(scoring.totals, admitted, len(admitted) if judged else shown)
@@ -88,8 +91,8 @@ def likeness(index: Index, text: str) -> dict[str, float]:
     return {entry: totals[number] / most for number, entry in index.numbers.items() if number in totals}
 
 
-def _scoring(index: Index, asked: list[Concept], text: str) -> _Scoring:
-    scored = _informative(index, asked)
+def _scoring(index: Index, asked: list[Concept], text: str, passing: frozenset[int] | None) -> _Scoring:
+    scored = _informative(index, asked, passing)
     coverage = _coverage(scored)
     totals = _totals(scored, coverage)
     signatures = _signatures(index, text[:LONGEST_TEXT])
@@ -99,15 +102,10 @@ def _scoring(index: Index, asked: list[Concept], text: str) -> _Scoring:
     return _Scoring(scored, coverage, signatures, lifts, totals)
 
 
-def _score(index: Index, concept: Concept, among: Set[int] | None) -> _Scored:
+def _score(index: Index, concept: Concept, among: frozenset[int] | None) -> _Scored:
     """Every document's best alternative of one concept; of some documents only when they are named."""
     parts = tuple((alternative, index.scores(alternative.terms, among)) for alternative in concept.alternatives)
-    best: dict[int, float] = {}
-    for alternative, found in parts:
-        for number, score in found.items():
-            weighted = score * alternative.weight
-            if weighted > best.get(number, 0.0):
-                best[number] = weighted
+    best = _best_alternative(parts)
     return _Scored(concept, _idf(index, concept) if best else 0.0, best, parts)
 
 
@@ -120,26 +118,49 @@ def _idf(index: Index, concept: Concept) -> float:
     return 0.0
 
 
-def _informative(index: Index, asked: Iterable[Concept]) -> list[_Scored]:
+def _best_alternative(parts: Iterable[tuple[Alternative, Mapping[int, float]]]) -> dict[int, float]:
+    best: dict[int, float] = {}
+    for alternative, found in parts:
+        for number, score in found.items():
+            weighted = score * alternative.weight
+            if weighted > best.get(number, 0.0):
+                best[number] = weighted
+    return best
+
+
+def _informative(index: Index, asked: Iterable[Concept], passing: frozenset[int] | None = None) -> list[_Scored]:
     """The concepts that tell entries apart, rarest first: of a long log, the rarest ones the index knows.
 
-    In an index of more than `MOST_CANDIDATES` entries the rarer concepts may find that many; the commoner ones then
-    count for the best of those alone. What is left out has only common words of the question, or has a rare
-    one less often than five hundred others: it could hardly have come among the first.
+    An index of more than `MOST_CANDIDATES` entries is scored for its candidates, or for the entries that pass a filter.
     """
+    rarest_first = sorted(asked, key=lambda one: -_idf(index, one))[:MOST_TRIED]
+    among = None
+    if len(index) > MOST_CANDIDATES:
+        among = _candidates(index, rarest_first) if passing is None else passing
     scored: list[_Scored] = []
-    sums: dict[int, float] = {}
-    among: Set[int] | None = None
-    for concept in sorted(asked, key=lambda one: -_idf(index, one))[:MOST_TRIED]:
+    for concept in rarest_first:
         one = _score(index, concept, among)
         if one.scores:
             scored.append(one)
-            _add(sums, one.scores)
         if len(scored) == MOST_CONCEPTS:
             break
-        if among is None and len(sums) > MOST_CANDIDATES:
-            among = frozenset(_best(sums, sums, MOST_CANDIDATES))
     return scored
+
+
+def _candidates(index: Index, rarest_first: list[Concept]) -> frozenset[int]:
+    """The entries that are worth scoring in a large index: the best by the rarest concepts of the question.
+
+    Concepts are looked up until `ENOUGH` entries are found, of each alternative at most the `MOST_CHAMPIONS` that have
+    it most. An entry is passed over when its part in the rare words is small, or nothing but common ones: it could
+    hardly have come among the first. Those that are scored get what they would get in a full scoring.
+    """
+    sums: dict[int, float] = {}
+    for concept in rarest_first:
+        parts = ((one, index.champions(one.terms, MOST_CHAMPIONS)) for one in concept.alternatives)
+        _add(sums, _best_alternative(parts))
+        if len(sums) > ENOUGH:
+            break
+    return frozenset(_best(sums, sums, MOST_CANDIDATES))
 
 
 def _best(scores: Mapping[int, float], numbers: Collection[int], count: int) -> list[int]:

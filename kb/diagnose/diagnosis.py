@@ -9,6 +9,7 @@ from typing import Any
 from kb.diagnose.culprit import Culprits, culprits
 from kb.diagnose.evidence import Failure, Line, Scan, Sighting
 from kb.diagnose.failing import is_interruption, is_log
+from kb.diagnose.finding import Finding
 from kb.diagnose.nextstep import NextStep, next_step
 from kb.diagnose.ranking import Candidate, rank
 from kb.index import Index
@@ -24,36 +25,6 @@ CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
 TRACEBACK = "Traceback (most recent call last)"
 
 ALIKE = 0.4  # likeness that counts for a page in which nothing failed and that no job printed: a question, in effect
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An entry that explains the evidence, or a part of it.
-
-    `role`: root (a signature of the cause was printed), cascade (what it leads to was printed), last (the log stops
-    at a line that this incident stops at) or similar (the wording is alike, no signature matched). `confidence` is
-    the share of such first answers that were right when it was measured. `against` are sentences.
-    """
-
-    id: str
-    title: str
-    title_zh: str
-    cause: str
-    cause_zh: str
-    status: str
-    origin: str
-    probe: str | None
-    role: str
-    confidence: float
-    count: int
-    ranks: tuple[int, ...]
-    evidence: tuple[Line, ...]
-    caused_by: tuple[str, ...]
-    against: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` gives it."""
-        return {**asdict(self), "evidence": [line.to_json() for line in self.evidence]}
 
 
 @dataclass(frozen=True, slots=True)

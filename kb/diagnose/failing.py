@@ -73,7 +73,7 @@ INTERRUPTED = re.compile(
 # What jobs print and people do not write: dates and times, levels, ranks, warnings with their place, progress.
 LOGGED = re.compile(
     r"""\d{4}-\d\d-\d\d | \b\d\d:\d\d:\d\d\b | \[?\b(?:INFO|DEBUG|WARNING|WARN|ERROR)\b | \[(?:rank|default)\d
-      | Warning:\s | \d%\| | (?i:\b(?:step|epoch|iter(?:ation)?|loss|rank|worker|iteration|done|finished|completed)s?\b)""",
+      | Warning:\s | \d%\| | (?i:\b(?:step|epoch|iter(?:ation)?|loss|rank|worker|done|finished|completed)s?\b)""",
     re.VERBOSE,
 )
 

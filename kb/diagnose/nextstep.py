@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kb.collective import name_ranks
 from kb.diagnose.culprit import Culprits
-
-if TYPE_CHECKING:
-    from kb.diagnose.diagnosis import Finding
+from kb.diagnose.finding import Finding
 
 CERTAIN = 0.8  # from here on a finding is to be proved, not told apart
 LIKELY = 0.35  # below, an entry is no candidate

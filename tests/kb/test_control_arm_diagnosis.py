@@ -22,9 +22,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Path
     """The folder that `kb verify --keep-logs` leaves."""
     pytest.importorskip("torch", exc_type=ImportError)
     folder = tmp_path_factory.mktemp("kept")
-    homes = {name: str(folder / "home") for name in ("HOME", "XDG_DATA_HOME")}
+    home = str(folder / "home")
     ended = run_kb(
-        "verify", *ARMS, "--keep-logs", folder, cwd=folder, KB_ROOTS="", XDG_CACHE_HOME=str(built_in_index), **homes
+        "verify",
+        *ARMS,
+        f"--keep-logs={folder}",
+        cwd=folder,
+        KB_ROOTS="",
+        HOME=home,
+        XDG_DATA_HOME=home,
+        XDG_CACHE_HOME=str(built_in_index),
     )
     assert ended.code == 0, ended.out
     return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kb.diagnose.culprit import Culprits
-from kb.diagnose.diagnosis import Finding
+from kb.diagnose.finding import Finding
 from kb.diagnose.nextstep import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step
 
 NOBODY = Culprits(None, None, (), ())

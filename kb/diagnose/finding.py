@@ -1,0 +1,38 @@
+"""One entry in the answer of a diagnosis."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kb.diagnose.evidence import Line
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An entry that explains the evidence, or a part of it.
+
+    `role`: root (a signature of the cause was printed), cascade (what it leads to was printed), last (the log stops
+    at a line that this incident stops at) or similar (the wording is alike, no signature matched). `confidence` is
+    the share of such first answers that were right when it was measured. `against` are sentences.
+    """
+
+    id: str
+    title: str
+    title_zh: str
+    cause: str
+    cause_zh: str
+    status: str
+    origin: str
+    probe: str | None
+    role: str
+    confidence: float
+    count: int
+    ranks: tuple[int, ...]
+    evidence: tuple[Line, ...]
+    caused_by: tuple[str, ...]
+    against: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kb diagnose --json` gives it."""
+        return {**asdict(self), "evidence": [line.to_json() for line in self.evidence]}
