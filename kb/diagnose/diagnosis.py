@@ -24,6 +24,7 @@ CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
 
 TRACEBACK = "Traceback (most recent call last)"
 
+LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
 ALIKE = 0.4  # likeness that counts for a page in which nothing failed and that no job printed: a question, in effect
 
 
@@ -59,7 +60,7 @@ class Diagnosis:
 def diagnose(index: Index, scan: Scan) -> Diagnosis:
     """Pure but for reading the index. A healthy log has no findings and nothing seen; that is not unexplained."""
     like = _likeness(index, scan)
-    most = max(like.values(), default=0.0) or 1.0
+    most = max([LEAST_ALIKE, *like.values()])
     relative = {entry: value / most for entry, value in like.items()}
     sightings = scan.sightings if _ended_silently(scan) else [_no_end(one) for one in scan.sightings]
     candidates = rank(sightings, relative, index.causes, index.masks)
@@ -132,6 +133,7 @@ def _confidence(one: Candidate, lead: float) -> float:
 
 def _finding(one: Candidate, confidence: float, document: Mapping[str, Any], against: tuple[str, ...]) -> Finding:
     evident = [sighting for sighting in one.sightings if sighting.role != "context"] or list(one.sightings)
+    evident.sort(key=lambda sighting: ROLES.index(sighting.role))
     return Finding(
         **{name: document[name] for name in SHOWN},
         role=one.role,
@@ -144,6 +146,7 @@ def _finding(one: Candidate, confidence: float, document: Mapping[str, Any], aga
     )
 
 
+ROLES = ("root", "last", "cascade", "context")
 SHOWN = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "probe")
 
 

@@ -25,7 +25,7 @@ MOST_FINDINGS = 10
 LEAST_LIKE = 0.35  # likeness that makes an entry without a signature a finding at all
 
 Edge = tuple[str, str]
-Place = tuple[str, int, str]
+Place = tuple[str, int | str, str]
 Claims = dict[Place, set[str]]
 
 
@@ -77,7 +77,7 @@ def _claims(by_entry: Mapping[str, list[Sighting]]) -> Claims:
 
 def _place(sighting: Sighting) -> Place:
     line = sighting.lines[0]
-    return line.source, line.number, sighting.role
+    return line.source, line.number or line.text, sighting.role
 
 
 def _candidate(entry: str, seen: list[Sighting], likeness: float, claims: Claims) -> Candidate | None:
@@ -88,7 +88,7 @@ def _candidate(entry: str, seen: list[Sighting], likeness: float, claims: Claims
     ]
     if not strengths:
         return None
-    strength, role, place = max(strengths)
+    strength, role, place = max(strengths, key=lambda one: one[:2])
     further = sorted((FURTHER[sighting.role] for sighting in seen), reverse=True)
     further.remove(FURTHER[role])
     score = strength + sum(further[:MOST_FURTHER]) + LIKENESS * likeness

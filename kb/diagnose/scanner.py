@@ -87,7 +87,7 @@ class Scanner:
             self._look(Spot(data, found, self._rank, self._written), matcher.owning(found.literals))
         for found in every(data, at, limit) if matcher.without_literal else ():
             self._look(Spot(data, found, self._rank, self._written), frozenset(matcher.without_literal))
-        for pattern, count in self._trials.skipped():
+        for pattern, count in self._trials.passed():
             self._tally.more(pattern, count)
         self._report(data, at, limit)
         newlines = data.count(b"\n", at, limit)
@@ -151,23 +151,26 @@ class Scanner:
 
     def _look_in_box(self, spot: Spot) -> None:
         """What rich drew: a frame as Python prints it, and the message below the box as one line."""
-        bare = unboxed(spot.origin.text)
+        line, bare = self._line(spot), unboxed(spot.origin.text)
         if bare != spot.origin.text:
-            self._read(bare, self._line(spot), (), "")
+            self._read(bare, line, spot)
         if len(spot.message) > 1:
-            line = self._line(spot)
             text = " ".join(spot.message)
-            joined = Line(line.source, line.number + 1, text[:LONGEST_SHOWN], line.rank, line.time)
-            self._read(text, joined, spot.message, spot.windows(FAR)[-1].before)
+            below = Line(line.source, line.number + 1, text[:LONGEST_SHOWN], line.rank, line.time)
+            self._read(text, below, spot, spot.message)
 
-    def _read(self, text: str, line: Line, parts: Sequence[str], before: str) -> None:
+    def _read(self, text: str, line: Line, spot: Spot, parts: Sequence[str] = ()) -> None:
         """Match a text that stands nowhere like this, but for what its parts have alone."""
         alone = {number for part in parts for number in self._matcher.may_match(part)}
         for number in self._matcher.may_match(text):
             pattern = self._matcher.patterns[number]
-            is_new = number not in (alone if pattern.reach else self._seen)
-            match = pattern.compiled.search(before + text if pattern.reach else text) if is_new else None
+            if number in (alone if pattern.reach else self._seen) or not self._trials.may_try(number):
+                continue
+            if pattern.reach and self._trials.may_look_around(number):
+                text = spot.windows(pattern.reach)[-1].before + text
+            match = pattern.compiled.search(text)
             if match and not any(map(pattern.compiled.search, parts)):
+                self._trials.matched(number)
                 self._tally.saw(pattern, match.group(), line)
 
     def _line(self, spot: Spot) -> Line:

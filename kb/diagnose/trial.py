@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kb.diagnose.matcher import Matcher, Pattern
@@ -28,7 +29,9 @@ class Trials:
         self._matched = [0] * len(matcher.patterns)
         self._windows = [0] * len(matcher.patterns)
         self._is_full = [False] * len(matcher.owners)
-        self._skipped = [0] * len(matcher.owners)
+        self._occurred = [0] * len(matcher.owners)  # since it is full
+        self._turns = [0] * len(matcher.patterns)  # since it matched often enough
+        self._passed: Counter[int] = Counter()
         self._allowed = MOST_WINDOWS * BLOCKS
         self._failures = MOST_FAILURES
 
@@ -44,16 +47,19 @@ class Trials:
         """Whether this occurrence of a literal is only counted: all its patterns matched often enough."""
         if not self._is_full[literal]:
             return False
-        self._skipped[literal] += 1
-        return self._skipped[literal] % SAMPLED != 0
+        self._occurred[literal] += 1
+        if self._occurred[literal] % SAMPLED == 0:
+            return False
+        for number in self._matcher.owners[literal]:
+            self._passed[number] += 1
+        return True
 
-    def skipped(self) -> Iterator[tuple[Pattern, int]]:
-        """How many matches that stands for, since the last call, by how many of the others were matches."""
-        for literal, count in enumerate(self._skipped):
-            self._skipped[literal] = 0
-            for number in self._matcher.owners[literal] if count else ():
-                share = self._matched[number] / self._tried[number]
-                yield self._matcher.patterns[number], round(share * (count - count // SAMPLED))
+    def passed(self) -> Iterator[tuple[Pattern, int]]:
+        """How many matches were only counted since the last call, by the share of matches among the tries."""
+        for number, count in self._passed.items():
+            share = self._matched[number] / self._tried[number]
+            yield self._matcher.patterns[number], round(count * share)
+        self._passed.clear()
 
     def may_fail(self) -> bool:
         """Whether one more line that may report a failure is looked at."""
@@ -61,8 +67,16 @@ class Trials:
         return self._failures >= 0
 
     def may_try(self, number: int) -> bool:
+        """Whether a pattern is tried once more: it is not set aside, and did not match often enough."""
+        if self._matched[number] >= ENOUGH:
+            self._turns[number] += 1
+            if self._turns[number] % SAMPLED:
+                self._passed[number] += 1
+                return False
+        if self._spent and self._spent.get(number, 0.0) >= PATIENCE_S:
+            return False
         self._tried[number] += 1
-        return not self._spent or self._spent.get(number, 0.0) < PATIENCE_S
+        return True
 
     def may_look_around(self, number: int) -> bool:
         self._windows[number] += 1
@@ -76,9 +90,6 @@ class Trials:
     def matched(self, number: int) -> None:
         self._matched[number] += 1
         if self._matched[number] == ENOUGH:
-            self._fill(number)
-
-    def _fill(self, number: int) -> None:
-        for literal, owners in enumerate(self._matcher.owners):
-            if number in owners:
-                self._is_full[literal] = all(one >= 0 and self._matched[one] >= ENOUGH for one in owners)
+            for literal, owners in enumerate(self._matcher.owners):
+                if number in owners:
+                    self._is_full[literal] = all(one >= 0 and self._matched[one] >= ENOUGH for one in owners)
