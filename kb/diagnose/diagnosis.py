@@ -8,20 +8,20 @@ from typing import Any
 
 from kb.diagnose.culprit import Culprits, culprits
 from kb.diagnose.evidence import Failure, Line, Scan, Sighting
-from kb.diagnose.failing import is_interruption, is_log
+from kb.diagnose.failing import is_interruption, is_launcher, is_log, is_raised
 from kb.diagnose.finding import Finding
-from kb.diagnose.nextstep import NextStep, next_step
+from kb.diagnose.nextstep import LIKELY, NextStep, next_step
 from kb.diagnose.ranking import Candidate, rank
 from kb.index import Index
 from kb.search import likeness
 
 MOST_SEEN = 20
-EXPLAINED = 0.35  # confidence from which the first finding counts as an explanation
 
 # Share of right first answers, measured (docs/benchmarks.md): without a rival, and how much a close rival takes away.
 CONFIDENCE = {"root": (0.95, 0.25), "last": (0.65, 0.3), "cascade": (0.7, 0.25), "similar": (0.5, 0.3)}
 CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
 
+TRACEBACK_LINES = 40  # its last line stands below its first, perhaps by as much
 TRACEBACK = "Traceback (most recent call last)"
 
 LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
@@ -67,7 +67,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     who = culprits(scan, candidates)
     findings = _findings(candidates, documents, who)
-    is_explained = bool(findings) and findings[0].confidence >= EXPLAINED
+    is_explained = bool(findings) and findings[0].confidence >= LIKELY and not _is_elsewhere(findings[0], who)
     has_failed = bool(scan.failures or scan.observations or findings)
     return Diagnosis(
         findings=findings,
@@ -81,6 +81,12 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         bytes=scan.bytes,
         problems=scan.problems,
     )
+
+
+def _is_elsewhere(best: Finding, who: Culprits) -> bool:
+    """Whether a rank raised what nobody knows, and all that is known is what the launcher said of its end."""
+    is_launched = bool(best.evidence) and all(is_launcher(line.text) for line in best.evidence)
+    return is_launched and who.first is not None and is_raised(who.first.text)
 
 
 def _ended_silently(scan: Scan) -> bool:
@@ -97,7 +103,8 @@ def salient(scan: Scan) -> str:
     if scan.text:
         return scan.text
     lines = [line.text for sighting in scan.sightings for line in sighting.lines[:1]]
-    return "\n".join(dict.fromkeys([*lines, *(failure.line.text for failure in scan.failures)]))
+    failed = [failure.line.text for failure in scan.failures]
+    return "\n".join(text for text in dict.fromkeys([*lines, *failed]) if not is_launcher(text))
 
 
 def _likeness(index: Index, scan: Scan) -> dict[str, float]:
@@ -120,9 +127,10 @@ def _findings(
     found: list[Finding] = []
     ceiling = 1.0
     for position, one in enumerate(candidates):
-        rival = candidates[position + 1].score if position + 1 < len(candidates) else 0.0
+        rival = next((other.score for other in candidates[position + 1 :] if one.id not in other.caused_by), 0.0)
+        effects = {other.id for other in candidates if one.id in other.caused_by}
         ceiling = min(ceiling, _confidence(one, one.score - rival))
-        found.append(_finding(one, ceiling, documents[one.id], _against(one, who)))
+        found.append(_finding(one, ceiling, documents[one.id], _against(one, who, effects)))
     return tuple(found)
 
 
@@ -150,7 +158,7 @@ ROLES = ("root", "last", "cascade", "context")
 SHOWN = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "probe")
 
 
-def _against(one: Candidate, who: Culprits) -> tuple[str, ...]:
+def _against(one: Candidate, who: Culprits, effects: set[str]) -> tuple[str, ...]:
     """What a careful reader would object."""
     said = []
     if one.role == "similar":
@@ -161,8 +169,8 @@ def _against(one: Candidate, who: Culprits) -> tuple[str, ...]:
         said.append("what was printed is what waiting or surviving ranks print; the cause itself is not in these logs")
     if one.caused_by:
         said.append(f"it follows from {', '.join(one.caused_by)}, which was seen as well")
-    if one.shared_with:
-        said.append(f"the same lines fit {', '.join(one.shared_with)}")
+    if shared := [other for other in one.shared_with if other not in effects]:
+        said.append(f"the same lines fit {', '.join(shared)}")
     first = who.first
     if first and one.role != "similar" and not any(_is_before(line, first) for line in one.lines):
         said.append(f"something else failed before: {first.source}:{first.number}")
@@ -172,5 +180,5 @@ def _against(one: Candidate, who: Culprits) -> tuple[str, ...]:
 def _is_before(line: Line, first: Line) -> bool:
     """Not later than the first failure, as far as the two can be compared."""
     if line.source == first.source:
-        return line.number <= first.number + 40  # a traceback's last line stands below its first
+        return line.number <= first.number + TRACEBACK_LINES
     return line.time is None or first.time is None or line.time <= first.time + 1

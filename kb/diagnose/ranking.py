@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kb.diagnose.evidence import Line, Sighting
+from kb.diagnose.failing import is_launcher
 
 STRENGTH = {"root": 1.0, "cascade": 0.45, "last": 0.4}
 FURTHER = {"root": 0.2, "cascade": 0.08, "last": 0.2, "context": 0.12}
 MOST_FURTHER = 3
 SHARING = 0.5
 UNDER_ROOT, UNDER_CASCADE = 0.5, 0.8
+AT_MOST = 0.95  # of its cause's score
+LAUNCHED = 0.4  # weight of what a launcher prints of any rank that ended
 LIKENESS = 0.5
 MOST_FINDINGS = 10
 LEAST_LIKE = 0.35  # likeness that makes an entry without a signature a finding at all
@@ -57,13 +60,20 @@ def rank(
     maybe = (_candidate(entry, some, likeness.get(entry, 0.0), claims) for entry, some in by_entry.items())
     found = [one for one in maybe if one is not None]
     seen = {one.id: one.role for one in found}
-    found = [_placed(one, seen, causes, masks) for one in found]
+    found = _below([_placed(one, seen, causes, masks) for one in found])
     alike = [
         Candidate(entry, "similar", LIKENESS * like, like, tuple(by_entry.get(entry, ())))
         for entry, like in likeness.items()
         if entry not in seen and like >= LEAST_LIKE
     ]
     return tuple(sorted([*found, *alike], key=lambda one: (-one.score, one.id))[:MOST_FINDINGS])
+
+
+def _below(found: list[Candidate]) -> list[Candidate]:
+    """No consequence above the best of its causes."""
+    scores = {one.id: one.score for one in found}
+    most = {one.id: AT_MOST * max((scores[by] for by in one.caused_by), default=one.score / AT_MOST) for one in found}
+    return [replace(one, score=min(one.score, most[one.id])) for one in found]
 
 
 def _claims(by_entry: Mapping[str, list[Sighting]]) -> Claims:
@@ -82,18 +92,23 @@ def _place(sighting: Sighting) -> Place:
 
 def _candidate(entry: str, seen: list[Sighting], likeness: float, claims: Claims) -> Candidate | None:
     strengths = [
-        (STRENGTH[sighting.role] / len(claims[_place(sighting)]) ** SHARING, sighting.role, _place(sighting))
+        (_strength(sighting) / len(claims[_place(sighting)]) ** SHARING, sighting.role, _place(sighting))
         for sighting in seen
         if sighting.role in STRENGTH
     ]
     if not strengths:
         return None
     strength, role, place = max(strengths, key=lambda one: one[:2])
-    further = sorted((FURTHER[sighting.role] for sighting in seen), reverse=True)
-    further.remove(FURTHER[role])
+    others = (one for one in seen if _place(one) != place and not is_launcher(one.lines[0].text))
+    further = sorted((FURTHER[one.role] for one in others), reverse=True)
     score = strength + sum(further[:MOST_FURTHER]) + LIKENESS * likeness
     shared_with = tuple(sorted(claims[place] - {entry}))
     return Candidate(entry, role, score, likeness, tuple(seen), shared_with=shared_with)
+
+
+def _strength(sighting: Sighting) -> float:
+    weight = LAUNCHED if sighting.role == "cascade" and is_launcher(sighting.lines[0].text) else 1.0
+    return STRENGTH[sighting.role] * weight
 
 
 def _placed(one: Candidate, seen: Mapping[str, str], causes: Sequence[Edge], masks: Sequence[Edge]) -> Candidate:

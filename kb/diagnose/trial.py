@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kb.diagnose.matcher import Matcher, Pattern
 
 ENOUGH = 2000  # matches of a pattern in one log; of further literals most are only counted
-SAMPLED = 64  # one in so many is still looked at: it may come from another rank
+SAMPLED = 16  # one in so many is still looked at: it may come from another rank
 MOST_WINDOWS = 50  # tries of one pattern on the lines around a line; then one in so many blocks
 BLOCKS = 16
 AT_THE_END = 20  # further ones for the end of a log, where it failed

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kb import root
-from kb.diagnose.diagnosis import CONFIDENCE, EXPLAINED, Diagnosis, diagnose
+from kb.diagnose.diagnosis import CONFIDENCE, Diagnosis, diagnose
 from kb.diagnose.matcher import Matcher
-from kb.diagnose.nextstep import CERTAIN
+from kb.diagnose.nextstep import CERTAIN, LIKELY
 from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.index import open_index
@@ -94,7 +94,7 @@ def test_the_kernels_log_and_the_launchers_are_read_together(answer: Answer) -> 
 def test_a_failure_that_no_entry_knows_is_unexplained_and_shown(answer: Answer) -> None:
     found = answer("step 1\n[rank2]: acme.sharding.ShardError: shard 17 of 32 has 4096 rows\n")
     assert found.unexplained
-    assert all(one.confidence < EXPLAINED for one in found.findings)
+    assert all(one.confidence < LIKELY for one in found.findings)
     assert [(one.line.number, one.line.rank) for one in found.seen] == [(2, 2)]
     assert (found.ranks.failed, found.next_step) == (2, None)
 

@@ -1,0 +1,184 @@
+"""Logs that are none, or were made to harm: an answer in constant memory, a sentence about what was not read."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import CHECKOUT
+
+from kb import catalog
+from kb.diagnose.evidence import Scan
+from kb.diagnose.matcher import Matcher
+from kb.diagnose.scan import scan
+from kb.diagnose.source import Stream, sources
+from kb.lint.pump import pumped
+from kb.root import built_in
+from kb.signature import literals
+
+SIGNATURES = [one for entry in catalog.load((built_in(),)) for one in entry.meta.signatures]
+MATCHER = Matcher(
+    {"id": str(number), "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
+    for number, one in enumerate(SIGNATURES)
+)
+MEBIBYTE = 1 << 20
+OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 0 has a total capacity of 79 GiB\n"
+
+
+def read(*paths: Path) -> Scan:
+    return scan(sources([str(path) for path in paths]).found, MATCHER)
+
+
+def stream(data: bytes) -> Scan:
+    return scan([Stream("body", iter([data]))], MATCHER)
+
+
+def shows_oom(found: Scan) -> bool:
+    return any(one.role == "root" and "out of memory" in one.match for one in found.sightings)
+
+
+@given(st.binary(max_size=5000))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_read(data: bytes) -> None:
+    stream(data)
+
+
+@given(st.lists(st.sampled_from([*(literal for one in SIGNATURES for literal in literals(one.pattern)), "\n", "\r", "[rank1]: ", "│", "╰─", "\x1b[1m", "\x1b", "\0"]), max_size=60), st.binary(max_size=40))  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_any_literals_in_any_order_are_read(parts: list[str], noise: bytes) -> None:
+    found = scan([Stream("body", iter([b"text\n", "".join(parts).encode(), noise, b"\n", OOM]))], MATCHER)
+    assert found.problems or shows_oom(found)
+
+
+def test_random_bytes_in_a_file_are_named_and_not_read(tmp_path: Path) -> None:
+    (tmp_path / "noise.log").write_bytes(random.Random(1).randbytes(MEBIBYTE))
+    found = read(tmp_path / "noise.log")
+    assert not found.sightings
+    assert "noise.log" in found.problems[0]
+
+
+def test_random_bytes_behind_a_page_of_text_do_no_harm() -> None:
+    assert shows_oom(stream(b"step 1\n" * 10_000 + random.Random(2).randbytes(MEBIBYTE) + b"\n" + OOM))
+
+
+def test_of_a_truncated_archive_what_there_is_is_read(tmp_path: Path) -> None:
+    whole = gzip.compress(OOM + random.Random(3).randbytes(MEBIBYTE).hex().encode())
+    (tmp_path / "train.log.gz").write_bytes(whole[: len(whole) // 2])
+    found = read(tmp_path / "train.log.gz")
+    assert shows_oom(found)
+    assert "ends too early" in found.problems[0]
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_would_execute_is_refused(tmp_path: Path) -> None:
+    harmful = {"pg_config": {}, "entries": [Harmful(tmp_path / "done")], "version": "2.4"}
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(harmful, protocol=2))
+    found = read(tmp_path / "nccl_trace_rank_0")
+    assert not (tmp_path / "done").exists()
+    assert "nccl_trace_rank_0" in found.problems[0]
+
+
+def test_a_pipe_is_read_until_its_writer_ends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    def write() -> None:
+        with (tmp_path / "pipe").open("wb") as file:
+            for _ in range(100):
+                file.write(b"step\n" * 1000)
+            file.write(OOM)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    found = read(tmp_path / "pipe")
+    writer.join(60)
+    assert shows_oom(found)
+    assert found.lines == 100_001
+
+
+def test_a_log_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(b"step\n" * MEBIBYTE + OOM)
+
+    def grow(_: int) -> None:
+        with log.open("ab") as file:
+            file.write(b"later\n" * 10_000)
+
+    found = scan(sources([str(log)]).found, MATCHER, grow)
+    assert shows_oom(found)
+    assert found.lines == MEBIBYTE + 1
+
+
+LONG = {
+    "one character": b"x",
+    "a literal": b"out of memory ",
+    "many literals": b"NCCL WARN out of memory timed out exitcode failed CUDA error ",
+    "a progress bar": b"\r 10%|# | 1/10 [00:01<00:09]",
+    "colours without end": b"\x1b[",
+    "brackets": b"[" * 50,
+    "boxes": "│ ╰ ".encode(),
+    "Chinese": "超时".encode(),
+}
+
+
+@pytest.mark.parametrize("unit", LONG.values(), ids=LONG.keys())
+def test_ten_megabytes_without_a_newline_are_read_to_their_end(unit: bytes) -> None:
+    found = stream(unit * (10 * MEBIBYTE // len(unit)) + b" " * 5000 + OOM)
+    assert found.lines == 1
+    assert unit in (b"\x1b[", b"out of memory ") or shows_oom(found)
+
+
+def test_nul_bytes_around_a_log_hide_nothing(tmp_path: Path) -> None:
+    for name, data in {"before": bytes(MEBIBYTE) + OOM, "behind": OOM + bytes(MEBIBYTE)}.items():
+        (tmp_path / name).write_bytes(data)
+        found = read(tmp_path / name)
+        assert shows_oom(found) or found.problems, name
+
+
+def test_a_folder_of_many_files_is_read(tmp_path: Path) -> None:
+    for number in range(1500):
+        (tmp_path / f"rank_{number}.log").write_bytes(b"step 1\n" + OOM * (number == 1203))
+    found = read(tmp_path)
+    assert shows_oom(found)
+    assert {rank for one in found.sightings if one.role == "root" for rank in one.ranks} == {1203}
+    assert found.sources == 1500
+
+
+@pytest.mark.parametrize("number", range(0, len(SIGNATURES), 12))
+def test_no_signature_is_slow_on_its_own_repeats(number: int) -> None:
+    one = SIGNATURES[number]
+    unit = max(pumped(one.pattern, one.sample), key=len).replace("\0", "\1").encode()  # with NULs it would be binary
+    found = stream(unit * (1 + MEBIBYTE // len(unit)) + b"\n" + OOM)
+    assert shows_oom(found)
+    assert not found.problems
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        f"sys.path.insert(0, {str(CHECKOUT / 'tests' / 'faults')!r}); sys.path.insert(0, {str(CHECKOUT / 'tests')!r})\n"
+        "from test_hostile_logs import MATCHER, OOM, Stream, scan\n"
+        "def peak(megabytes):\n"
+        "    block = (b'[rank1]: out of memory, failed with timed out\\n' + b'step 1\\n' * 20) * 1000\n"
+        "    scan([Stream('body', (block for _ in range(megabytes * 5)))], MATCHER)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "small = peak(8); large = peak(64)\n"
+        "print(small, large); sys.exit(large > small + (8 << 10))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
