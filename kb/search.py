@@ -26,6 +26,7 @@ from kb.spelling import corrected
 LEAST_COVERAGE = 0.7  # what is left of the score of an entry that covers nothing but one common word
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
+RELEVANT = 0.5  # of the best score: what has less is no answer to prefer because it applies
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
 MOST_CANDIDATES = 500  # entries; so many are always scored
 MOST_CHAMPIONS = 1000
@@ -64,8 +65,8 @@ def search(
 ) -> Answer:
     """The entries that answer a question or a pasted log. No hit is an answer, not an error.
 
-    A filter takes hits away and changes no score. With the versions that are `installed`, entries that apply to them
-    come first and those that do not come last. Raises `UsageError` for a filter that no entry can pass.
+    A filter takes hits away and changes no score. With the versions that are `installed`, of the hits that score at
+    least half as much as the best those that apply come first and those that do not come last. Raises `UsageError` for a filter that no entry can pass.
     """
     wanted, did_you_mean = corrected(index, text, concepts(text, index.has, index.synonyms))
     passing = frozenset(only.admitted(index.facets)) if only else None
@@ -74,7 +75,9 @@ def search(
     judged = {} if installed is None else _judged(index, admitted, installed)
     shown = min(limit, MOST_HITS)
     ranked = _best(scoring.totals, admitted, len(admitted) if judged else shown)
-    ranked = sorted(ranked, key=lambda number: _standing(judged, number))[:shown]
+    least = RELEVANT * max(scoring.totals.values(), default=0.0)
+    relevant = [number for number in ranked if scoring.totals[number] >= least]
+    ranked = [*sorted(relevant, key=lambda number: _standing(judged, number)), *ranked[len(relevant) :]][:shown]
     hits = [_hit(index.document(number), number, scoring) for number in ranked]
     if judged:
         hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=True)]

@@ -140,7 +140,7 @@ LONG = {
 def test_ten_megabytes_without_a_newline_are_read_to_their_end(unit: bytes) -> None:
     found = stream(unit * (10 * MEBIBYTE // len(unit)) + b" " * 5000 + OOM)
     assert found.lines == 1
-    assert unit in (b"\x1b[", b"out of memory ") or shows_oom(found)
+    assert shows_oom(found)
 
 
 def test_nul_bytes_around_a_log_hide_nothing(tmp_path: Path) -> None:
