@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup demo test lint docs bench bench-search confusion healthy gpu-check clean
+.PHONY: setup demo test lint docs bench bench-search bench-diagnose confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,9 @@ bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.
 
 bench-search: setup ## search beside FTS5, tantivy and bm25s, also with 10,000 entries; ARGS=--small without those
 	$(BIN)/python tests/bench/search_engines.py $(ARGS)
+
+bench-diagnose: setup ## diagnoses of real logs, MB/s beside ripgrep, hostile texts; ARGS="--cases FILE" adds cases
+	$(BIN)/python tests/bench/diagnose_logs.py $(ARGS)
 
 confusion: setup ## run every control arm and diagnose what it left; draws docs/confusion.svg
 	$(BIN)/python tests/bench/confusion.py

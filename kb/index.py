@@ -245,7 +245,7 @@ class Index:
         factor = sum(map(self.idf, terms)) * (K1 + 1)
         return {number: factor * weight / (weight + norms[number]) for number, weight in found}
 
-    @lru_cache(1024)  # noqa: B019
+    @lru_cache(4096)  # noqa: B019
     def champions(self, terms: tuple[str, ...], count: int) -> Mapping[int, float]:
         """The highest of `scores`."""
         found = self.scores(terms)

@@ -54,6 +54,7 @@ def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
 def _read_log(source: Source | Stream, stream: BinaryIO, matcher: Matcher, tally: Tally, progress: Progress) -> None:
     scanner = Scanner(matcher, tally, source.name, rank_of(source.name), source.modified)
     while piece := stream.read(PIECE):
+        tally.printed(rank_of(source.name))
         scanner.feed(piece)
         progress(len(piece))
     scanner.close()
@@ -76,7 +77,7 @@ def _read_structured(
             dumps.append(flightdump.read(data, source.name))
         elif found is Kind.ERROR_FILE:
             for line in errorfile.read(data, source.name, rank_of(source.name)):
-                derive(line, matcher, tally)
+                _match(line, matcher, tally)
         else:
             for line in ras.read(data, source.name):
                 derive(line, matcher, tally)
@@ -85,8 +86,12 @@ def _read_structured(
 
 
 def derive(line: Line, matcher: Matcher, tally: Tally) -> None:
-    """Match a line that was derived, not read."""
+    """Match a sentence that no input has in these words, and show it with the answer."""
     tally.observations.append(line)
+    _match(line, matcher, tally)
+
+
+def _match(line: Line, matcher: Matcher, tally: Tally) -> None:
     for pattern, match in matcher.matches(line.text):
         tally.saw(pattern, match.group(), line)
     tally.failed(line)

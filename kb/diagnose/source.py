@@ -13,7 +13,6 @@ import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from kb.diagnose.folder import Identity, Listing, identity, listed, shown
 from kb.diagnose.reading import HEAD, Report, read_file, read_pieces, read_stdin, reason
@@ -22,8 +21,6 @@ from kb.errors import UsageError
 
 MOST_FILES = 5_000  # of one folder that are read
 MOST_ENTRIES = 100_000  # of one folder that are looked at
-CHUNK = 1 << 20  # bytes
-OVERLAP = 4096  # bytes that two pieces of one overlong line share: no literal or match of this length is cut apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +78,6 @@ def sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: in
         else:
             found.setdefault(identity(status), _named(path, status))
     return Sources(tuple(found.values()), tuple(problems))
-
-
-def chunks(stream: BinaryIO, size: int = CHUNK, overlap: int = OVERLAP) -> Iterator[bytes]:
-    """The stream in pieces of at most `size` bytes (more than twice the overlap) that end with a line.
-
-    A line ends with a newline, or with a carriage return where `size` bytes hold no newline. A longer line comes in
-    pieces: one that does not end with either is followed by one that begins with its last `overlap` bytes.
-    """
-    kept, shared = b"", 0  # `shared`: bytes at the front of `kept` that the last piece had already
-    while block := stream.read(size - len(kept)):
-        kept += block
-        if len(kept) < size:
-            continue
-        cut = kept.rfind(b"\n") + 1 or kept.rfind(b"\r") + 1
-        yield kept[:cut] if cut else kept
-        kept, shared = (kept[cut:], 0) if cut else (kept[-overlap:], overlap)
-    if len(kept) > shared:
-        yield kept
 
 
 def _status(path: str) -> os.stat_result:

@@ -37,6 +37,10 @@ class _Seen:
             self.ranks.add(line.rank)
 
 
+def _is_earlier(line: Line, other: Line) -> bool:
+    return line.time is not None and other.time is not None and line.time < other.time
+
+
 class Tally:
     """Collects; a flood of equal lines, of one rank or of many, becomes one sighting or failure with a count."""
 
@@ -47,6 +51,7 @@ class Tally:
         self._sightings: dict[tuple[str, str, str], _Seen] = {}
         self._failures: dict[str, _Seen] = {}
         self._ranks: set[bytes] = set()
+        self._files: set[int] = set()
         self._reading = Reading()
         self._excerpt = bytearray()
 
@@ -65,7 +70,10 @@ class Tally:
             return False
         key = DIGITS.sub("0", CHANGING.sub(" ", line.text)).strip(" .:-")
         if key in self._failures or len(self._failures) < MOST_FAILURES:
-            self._failures.setdefault(key, _Seen()).add(line, 1)
+            seen = self._failures.setdefault(key, _Seen())
+            seen.add(line, 1)
+            if _is_earlier(line, seen.lines[0]):  # of another file, read later
+                seen.lines[0] = line
         return True
 
     def told(self, line: Line, text: str) -> None:
@@ -86,12 +94,17 @@ class Tally:
                 if pattern.role == "context" and (match := pattern.compiled.search(line.text)):
                     self.saw(replace(pattern, role="last"), match.group(), line)
 
+    def printed(self, rank: int | None) -> None:
+        """A file of this rank holds something, whether a line of it says so or not."""
+        if rank is not None:
+            self._files.add(rank)
+
     def saw_ranks(self, data: bytes, start: int, end: int) -> None:
         self._ranks.update(RANKS.findall(data, start, end))
 
     def scan(self) -> Scan:
         """All of it, in the order of first appearance."""
-        named = {int(one) for one in self._ranks}
+        named = {int(one) for one in self._ranks} | self._files
         told = {rank for seen in self._sightings.values() for rank in seen.ranks}
         return Scan(
             sightings=tuple(

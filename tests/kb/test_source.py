@@ -13,11 +13,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kb.diagnose.reading import HEAD
-from kb.diagnose.source import Source, Sources, chunks, sources
+from kb.diagnose.source import Source, Sources, sources
 from kb.errors import UsageError
 
 if sys.version_info >= (3, 14):
@@ -104,11 +102,11 @@ def test_a_decompression_bomb_is_a_stream_of_small_pieces(tmp_path: Path) -> Non
     (tmp_path / "bomb").write_bytes(gzip.compress(b"A" * (64 << 20)) * 4)
     code = (
         "import resource, sys\n"
-        "from kb.diagnose.source import chunks, sources\n"
+        "from kb.diagnose.source import sources\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20),) * 2)\n"
         "(source,) = sources([sys.argv[1]]).found\n"
-        "print(sum(len(chunk) - 4096 for chunk in chunks(source.open())) + 4096)\n"
+        "print(sum(map(len, iter(lambda stream=source.open(): stream.read(1 << 20), b''))))\n"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "bomb")], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.strip()) == (0, str(256 << 20)), ended.stderr
@@ -302,19 +300,3 @@ def test_a_name_that_is_no_utf_8_can_be_printed(tmp_path: Path) -> None:
     source = only(tmp_path)
     assert source.name.encode("utf-8").endswith("bad\ufffd.log".encode())
     assert read(source) == (b"x\n", [])
-
-
-def test_lines_come_whole_and_long_ones_overlap() -> None:
-    pieces = list(chunks(io.BytesIO(b"a\nbb\nccc\r100%\rlonglonglonglong\nend"), size=10, overlap=3))
-    assert pieces == [b"a\nbb\n", b"ccc\r100%\r", b"longlonglo", b"glonglong\n", b"end"]
-
-
-@given(st.lists(st.sampled_from([b"a", b"b", b"\n", b"\r", b"\r\n", b"xyz" * 9]), max_size=60), st.integers(7, 40))
-def test_chunks_without_their_overlaps_are_the_input(parts: list[bytes], size: int) -> None:
-    data, overlap, joined = b"".join(parts), 3, b""
-    for piece in chunks(io.BytesIO(data), size, overlap):
-        assert 0 < len(piece) <= size
-        is_continued = bool(joined) and joined[-1:] not in (b"\n", b"\r")
-        assert not is_continued or piece[:overlap] == joined[-overlap:]
-        joined += piece[overlap:] if is_continued else piece
-    assert joined == data

@@ -1,0 +1,38 @@
+"""Fuzzing by hand of all that `kb diagnose` reads: any input ends in a scan, none in an exception.
+
+pip install atheris   # into an environment of its own, with what kb needs
+python tests/fuzz/fuzz_logs.py -max_total_time=300 CORPUS
+"""
+
+from __future__ import annotations
+
+import sys
+
+import atheris  # type: ignore[import-untyped, unused-ignore]  # not in the development environment: it has few wheels
+
+with atheris.instrument_imports(include=["kb.diagnose", "kb.signature"]):
+    from kb.diagnose.matcher import Matcher
+    from kb.diagnose.scan import scan
+    from kb.diagnose.source import Stream
+
+from kb import catalog
+from kb.root import built_in
+from kb.signature import literals
+
+NAMES = ("train.log", "rank_1.log", "nccl_trace_rank_0", "error.json", "1.stacks")
+MATCHER = Matcher(
+    {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
+    for entry in catalog.load((built_in(),))
+    for one in entry.meta.signatures
+)
+
+
+def read(data: bytes) -> None:
+    """The first byte chooses the name, the second how the rest is cut."""
+    name, size, rest = NAMES[data[0] % len(NAMES)] if data else "", 1 + (data[1] if data[1:] else 0), data[2:]
+    scan([Stream(name, (rest[at : at + size] for at in range(0, len(rest), size)))], MATCHER)
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, read)
+    atheris.Fuzz()
