@@ -124,7 +124,8 @@ class Scanner:
                 if self._trials.may_fail() and self._tally.failed(self._line(spot)):
                     self._seen.add(number)
             elif number == Matcher.BOXED:
-                self._look_in_box(spot)
+                if self._trials.may_unbox():
+                    self._look_in_box(spot)
             else:
                 self._has_report = True
 

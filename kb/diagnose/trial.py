@@ -17,6 +17,8 @@ PATIENCE_S = 2.0  # for the slow tries of one pattern on one log
 FORGIVEN_S = 0.05  # of these with every block: the machine may be slow, not the pattern
 MOST_FAILURES = 20_000  # lines reporting a failure that are looked at; then some of each block
 FURTHER_FAILURES = 200
+MOST_BOXED = 10_000  # lines of rich's boxes, likewise
+FURTHER_BOXED = 200
 
 
 class Trials:
@@ -34,10 +36,12 @@ class Trials:
         self._passed: Counter[int] = Counter()
         self._allowed = MOST_WINDOWS * BLOCKS
         self._failures = MOST_FAILURES
+        self._boxed = MOST_BOXED
 
     def next_block(self) -> None:
         self._allowed += 1
         self._failures = max(self._failures, FURTHER_FAILURES)
+        self._boxed = max(self._boxed, FURTHER_BOXED)
         self._spent = {number: seconds - FORGIVEN_S * (seconds < PATIENCE_S) for number, seconds in self._spent.items()}
 
     def last_block(self) -> None:
@@ -65,6 +69,11 @@ class Trials:
         """Whether one more line that may report a failure is looked at."""
         self._failures -= 1
         return self._failures >= 0
+
+    def may_unbox(self) -> bool:
+        """Whether one more line of a box is looked at."""
+        self._boxed -= 1
+        return self._boxed >= 0
 
     def may_try(self, number: int) -> bool:
         """Whether a pattern is tried once more: it is not set aside, and did not match often enough."""
