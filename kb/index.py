@@ -1,185 +1,46 @@
-"""The search index: a disposable cache of the content roots, and the only module that knows Whoosh.
+"""The search index: a disposable cache of the content roots.
 
 Opening a Whoosh index runs pickles, so it lives in a directory of mode 0700 that we built ourselves and is
 never downloaded. It is built into a fresh directory and swapped in by renaming a pointer; a reader holds
 one generation. Stale, foreign, torn or unreadable: it is built again, and when the cache cannot be written
-at all, in memory. Postings are scored here; `Searcher` and `QueryParser` are not used (decision 0003). They are
-read block by block: a call for each posting, as matchers offer it, is what made ten thousand entries slow.
+at all, in memory. Only this module, `kb.postings` and `kb.indexing` know Whoosh; postings are scored here, its
+`Searcher` and `QueryParser` are not used (decision 0003).
 """
 
 from __future__ import annotations
 
 import fcntl
-import gc
 import hashlib
 import io
 import json
-import marshal
 import os
 import stat
 import time
-from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
-from heapq import merge, nlargest
-from itertools import accumulate, groupby
+from heapq import nlargest
 from math import log
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
-from whoosh import fields, index, writing
-from whoosh.codec import whoosh3
-from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
+from whoosh import index
+from whoosh.filedb.filestore import FileStorage, RamStorage
 
-from kb import __version__, analysis
+from kb import __version__
 from kb.errors import IndexUnavailable
 from kb.places import cache_home
+from kb.postings import BODY, Postings, adjacent, read
 from kb.root import Root
 
 FORMAT = "13"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
-BODY = "body"
-GRAM = 5  # characters
-BLOCK = 512  # postings that Whoosh keeps, and reads, together
-MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
-FACETS = ("tags", "frameworks", "status", "applies_to", "fixed_in")
 K1, B = 8.0, 0.75  # saturation, late because one headline weighs 3; how much a long entry is discounted
 GLOSSARY = Path(__file__).with_name("glossary.toml")
 Notice = Callable[[str], None]
 Side = dict[str, Any]
-_Term = tuple["array[int]", "array[float]", list[bytes]]  # its postings: documents, weights, places
-
-
-class _Postings(NamedTuple):
-    """Documents of a term or phrase in ascending order, the weight it has in each, and where a term stands there.
-
-    The places of document `at` are the 32-bit numbers from byte `starts[at]` to byte `starts[at + 1]`.
-    """
-
-    numbers: array[int]
-    weights: array[float]
-    starts: array[int]
-    places: bytes
-
-    def places_in(self, number: int) -> tuple[float, array[int]]:
-        """(weight, places) in a document that has the term."""
-        at = bisect_left(self.numbers, number)
-        return self.weights[at], array("I", self.places[self.starts[at] : self.starts[at + 1]])
-
-
-class _Body(fields.TEXT):  # type: ignore[misc]  # Whoosh is untyped
-    """Whoosh's view of `analysis.terms`. A value is a list of (weight, text); a place is four bytes, no pickle."""
-
-    def index(self, value: list[tuple[float, str]], **_: object) -> Iterator[tuple[bytes, int, float, bytes]]:
-        """(term, how often, weights added up, places) of each term of a document."""
-        places: dict[str, list[int]] = defaultdict(list)
-        weights: dict[str, float] = defaultdict(float)
-        offset = 0
-        for weight, text in value:
-            last = 0
-            for term, position, *_rest in analysis.terms(text):
-                places[term].append(offset + position)
-                weights[term] += weight
-                last = position + 1
-            offset += last + 10  # no phrase reaches over the border of two parts
-        for term, at in places.items():
-            yield term.encode(), len(at), weights[term], array("I", at).tobytes()
-
-
-class _Pool:
-    """Postings on their way into the index, by term. Whoosh's own pool pickles and compares each of them twice.
-
-    Every `MOST_HELD` they go to a temporary file, sorted by term; `iter_postings` merges those.
-    """
-
-    def __init__(self) -> None:
-        self._terms: dict[bytes, _Term] = {}
-        self._held = 0
-        self._runs: list[IO[bytes]] = []
-
-    def add(self, posting: tuple[str, bytes, int, float, bytes]) -> None:
-        _, term, number, weight, places = posting
-        found = self._terms.get(term)
-        if found is None:
-            found = self._terms[term] = (array("I"), array("f"), [])
-        found[0].append(number)
-        found[1].append(weight)
-        found[2].append(places)
-        self._held += 1
-        if self._held >= MOST_HELD:
-            self._spill()
-
-    def iter_postings(self) -> Iterator[tuple[bytes, _Term]]:
-        """Terms in order, each with all of its postings, in the order of the documents."""
-        held = ((term, self._terms.pop(term)) for term in sorted(self._terms))
-        merged = merge(*map(_read_run, self._runs), held, key=itemgetter(0))
-        for term, parts in groupby(merged, key=itemgetter(0)):
-            (_, (numbers, weights, places)), *others = parts
-            for _, more in others:
-                numbers.extend(more[0])
-                weights.extend(more[1])
-                places.extend(more[2])
-            yield term, (numbers, weights, places)
-
-    def cleanup(self) -> None:
-        for file in self._runs:
-            file.close()
-
-    def _spill(self) -> None:
-        import tempfile
-
-        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by cleanup
-        self._runs.append(file)
-        for term in sorted(self._terms):
-            numbers, weights, places = self._terms[term]
-            marshal.dump((term, numbers.tobytes(), weights.tobytes(), places), file)
-        file.seek(0)
-        self._terms, self._held = {}, 0
-
-
-def _read_run(file: IO[bytes]) -> Iterator[tuple[bytes, _Term]]:
-    with suppress(EOFError):
-        while True:
-            term, numbers, weights, places = marshal.load(file)  # noqa: S302  # we wrote it a moment ago
-            yield term, (array("I", numbers), array("f", weights), places)
-
-
-class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
-    """Writes the postings of a term as blocks: weights and places as one piece of bytes, quick to read.
-
-    The attributes of its writer are private; 2.7.4 is pinned exactly.
-    """
-
-    def add_postings(self, schema: fields.Schema, _: object, terms: Iterable[tuple[bytes, _Term]]) -> None:
-        self.start_field(BODY, schema[BODY])
-        for term, (numbers, weights, places) in terms:
-            self.start_term(term)
-            self._postwriter._compression = 3 if len(numbers) > 8 else 0  # most terms are rare, and not worth its time
-            for at in range(0, len(numbers), BLOCK):
-                if at:
-                    self._postwriter._write_block()
-                some = places[at : at + BLOCK]
-                sizes = array("I", map(len, some))
-                self._postwriter._ids = numbers[at : at + BLOCK]
-                self._postwriter._weights = array("f", [1.0]) * len(some)
-                self._postwriter._values = [weights[at : at + BLOCK].tobytes() + sizes.tobytes() + b"".join(some)]
-            self.finish_term()
-        self.finish_field()
-
-
-class _Codec(whoosh3.W3Codec):  # type: ignore[misc]
-    length_stats = False  # per block, for scorers that we do not use
-
-    def field_writer(self, storage: Storage, segment: object) -> _FieldWriter:
-        return _FieldWriter(self, storage, segment)
-
-
-def _schema() -> fields.Schema:
-    return fields.Schema(**{BODY: _Body(), "document": fields.STORED})
 
 
 class Index:
@@ -256,23 +117,9 @@ class Index:
         return int(self._reader.doc_frequency(BODY, term))
 
     @lru_cache(2048)  # noqa: B019
-    def _postings(self, term: str) -> _Postings:
-        """Kept for the next question: the common terms, whose lists are the long ones, come again.
-
-        Read by block, from attributes of the matcher that have no public names; 2.7.4 is pinned exactly.
-        """
-        numbers, weights, sizes, places = array("I"), array("f"), array("I"), bytearray()
-        matcher = self._reader.postings(BODY, term)
-        while matcher.is_active():
-            matcher._read_data()
-            steps, _, (data,) = matcher._data
-            end = len(steps) * weights.itemsize
-            numbers.extend(accumulate(steps))
-            weights.frombytes(data[:end])
-            sizes.frombytes(data[end : 2 * end])
-            places += data[2 * end :]
-            matcher._next_block()
-        return _Postings(numbers, weights, array("I", accumulate(sizes, initial=0)), bytes(places))
+    def _postings(self, term: str) -> Postings:
+        """Kept for the next question: the common terms, whose lists are the long ones, come again."""
+        return read(self._reader, term)
 
     @lru_cache(256)  # noqa: B019
     def _phrase(self, terms: tuple[str, ...]) -> list[tuple[int, float]]:
@@ -287,7 +134,7 @@ class Index:
         found = []
         for number in sorted(shared):
             held = [one.places_in(number) for one in postings]
-            ends = _adjacent([places for _, places in held])
+            ends = adjacent([places for _, places in held])
             if ends:
                 found.append((number, min(weight / len(places) for weight, places in held) * ends))
         return found
@@ -326,14 +173,6 @@ class Index:
 
     def documents(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return ((number, self.document(number)) for number in self._reader.all_doc_ids())
-
-
-def _adjacent(places: list[array[int]]) -> int:
-    """How often terms with these places follow each other, with at most one word between two of them."""
-    ends = set(places[0])
-    for later in places[1:]:
-        ends = {place for place in later if place - 1 in ends or place - 2 in ends}
-    return len(ends)
 
 
 def _may_match(literals: list[str], text: str) -> bool:
@@ -435,9 +274,11 @@ def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: N
     import shutil
     import tempfile
 
+    from kb.indexing import write
+
     generation = Path(tempfile.mkdtemp(prefix="generation-", dir=directory))
     try:
-        side, later = _write(FileStorage(str(generation)), roots, wanted, notice)
+        side, later = write(FileStorage(str(generation)), roots, wanted, notice)
         (generation / "side.json").write_text(json.dumps(side))
         (generation / "later.json").write_text(json.dumps(later))
         pointer = directory / "current.json.part"
@@ -456,65 +297,8 @@ def _build_into(directory: Path, roots: tuple[Root, ...], wanted: str, notice: N
 
 
 def _build_in_memory(roots: tuple[Root, ...], wanted: str, notice: Notice) -> Index:
+    from kb.indexing import write
+
     storage = RamStorage()
-    side, later = _write(storage, roots, wanted, notice)
+    side, later = write(storage, roots, wanted, notice)
     return Index(index.FileIndex(storage), side, io.BytesIO(json.dumps(later).encode()))
-
-
-def _write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Notice) -> tuple[Side, Side]:
-    """Write every current entry; returns what is kept beside the index: for any search, and for some."""
-    from kb import document  # only a build reads Markdown: a search starts without its parsers
-
-    ids: list[str] = []
-    facets: list[dict[str, Any]] = []
-    words: Counter[str] = Counter()
-    with _rare_garbage_collection():
-        documents, side = document.collect(roots, notice)
-        with _writing(storage) as writer:
-            for stored, parts in documents:
-                writer.add_document(**{BODY: parts, "document": json.dumps(stored, ensure_ascii=False)})
-                ids.append("" if stored["status"] == "withdrawn" else stored["id"])
-                facets.append({name: stored[name] for name in FACETS})
-                words.update(document.plain_words(parts))
-    grams = _grams([one["literals"] for one in side["signatures"]])
-    later = {"surfaces": document.surfaces(words), "facets": facets}
-    return {**side, "stamp": wanted, "documents": len(ids), "ids": ids, "grams": grams}, later
-
-
-@contextmanager
-def _writing(storage: Storage) -> Iterator[writing.SegmentWriter]:
-    """A writer of one segment, committed at the end, or on any error given up."""
-    writer = storage.create_index(_schema()).writer(codec=_Codec())
-    writer.pool = _Pool()
-    try:
-        yield writer
-        writer.commit(optimize=True)
-    except BaseException:
-        writer.cancel()
-        raise
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """A build makes millions of objects and few circles; looking for those takes a quarter of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 10, 10)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
-    """Some characters of each literal, those that the fewest literals have, to the numbers of their signatures."""
-    counts = Counter(gram for texts in literals for text in texts for gram in set(_grams_of(text)))
-    table: dict[str, list[int]] = {}
-    for number, texts in enumerate(literals):
-        for gram in {min(_grams_of(text), key=lambda one: counts[one]) for text in texts} or {""}:
-            table.setdefault(gram, []).append(number)
-    return table
-
-
-def _grams_of(text: str) -> list[str]:
-    """Its pieces of `GRAM` characters; the whole of a shorter text."""
-    return [text[at : at + GRAM] for at in range(max(1, len(text) - GRAM + 1))]

@@ -9,7 +9,7 @@ import generated
 import hostile
 import pytest
 
-from kb import analysis, catalog, document, index, search
+from kb import analysis, catalog, document, index, indexing, postings, search
 from kb.index import Index, open_index
 from kb.root import Root, built_in
 from kb.signature import find
@@ -29,8 +29,8 @@ def large(roots: tuple[Root, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     """Built with blocks and runs so small that every term of some use takes several of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("large")))
-        patch.setattr(index, "BLOCK", 16)
-        patch.setattr(index, "MOST_HELD", 20_000)
+        patch.setattr(postings, "BLOCK", 16)
+        patch.setattr(indexing, "MOST_HELD", 20_000)
         with open_index(roots) as opened:
             yield opened
 
