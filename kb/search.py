@@ -87,7 +87,7 @@ def search(
 
 
 def likeness(index: Index, text: str) -> dict[str, float]:
-    """How much of what a text says each entry says too, 0 to 1: its text score as a share of the most it could be."""
+    """How much of what a text says each entry says too, from 0 to about 1: its text score beside the usual most."""
     scored = _informative(index, concepts(text, index.has, index.synonyms))
     most = sum(one.idf for one in scored) * MOST_PER_IDF or 1.0
     totals = _totals(scored, _coverage(scored))
