@@ -90,7 +90,7 @@ def _elements(parsed: Any, *, is_dotall: bool | None = None) -> Iterator[tuple[A
             yield _constants.IN, [(_constants.NEGATE, None)] + [(_constants.LITERAL, ord("\n"))] * (not is_dotall)
         elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.IN):
             yield op, value
-        for part in _parts(op, value):
+        for part in parts(op, value):
             yield from _elements(part, is_dotall=is_dotall)
 
 
@@ -110,8 +110,8 @@ def _is_member(member: tuple[Any, Any], character: str) -> bool:
     return bool(kind is _constants.LITERAL and chr(value) == character)
 
 
-def _parts(op: Any, value: Any) -> list[Any]:
-    """What lies inside an element that consumes text."""
+def parts(op: Any, value: Any) -> list[Any]:
+    """The patterns inside an element of a parsed one: one, one a branch, or none."""
     if op in REPEATS:
         return [value[2]]
     if op is _constants.SUBPATTERN:

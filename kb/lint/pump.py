@@ -18,7 +18,7 @@ from typing import Any
 
 from kb.errors import LaunchError
 from kb.lint.automaton import characters
-from kb.signature import REPEATS
+from kb.signature import REPEATS, parts
 
 STOPWATCH = Path(__file__).with_name("stopwatch.py")
 LIMIT_S = 2.0  # CPU seconds for all texts of one pattern; an ordinary one takes a thousandth of it
@@ -68,20 +68,9 @@ def _repeats(parsed: Any, before: str) -> Iterator[tuple[str, str, int]]:
     for op, value in parsed:
         if op in REPEATS:
             yield before, _example(value[2], 1), min(max(value[0] - 1, 1), TURNS[1])
-        for part in _parts(op, value):
+        for part in parts(op, value):
             yield from _repeats(part, before)
         before += _example([(op, value)], 0)
-
-
-def _parts(op: Any, value: Any) -> list[Any]:
-    """What lies inside an element of a pattern."""
-    if op in REPEATS:
-        return [value[2]]
-    if op is _constants.SUBPATTERN:
-        return [value[3]]
-    if op is _constants.BRANCH:
-        return list(value[1])
-    return [value] if op is _constants.ATOMIC_GROUP else []
 
 
 def _example(parsed: Any, least: int) -> str:
@@ -90,8 +79,8 @@ def _example(parsed: Any, least: int) -> str:
     for op, value in parsed:
         if op in REPEATS:
             text += _example(value[2], least) * max(least, min(value[0], 50))
-        elif parts := _parts(op, value):
-            text += _example(parts[0], least)
+        elif inner := parts(op, value):
+            text += _example(inner[0], least)
         elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN):
             text += max(characters(op, value) & {"a", "0", " "}, default="") or min(characters(op, value), default="")
     return text
