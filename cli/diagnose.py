@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +23,6 @@ SHOWN = 3  # entries
 SHOWN_LINES = 3
 SHOWN_SEEN = 8
 WIDEST_LINE = 160
-TURN_BYTES = 16 << 20  # between two turns of the progress line
 
 
 def diagnose(
@@ -56,6 +52,8 @@ def diagnose(
     from kb.diagnose.scan import scan
     from kb.diagnose.source import sources
 
+    from .progress import ReadingLine
+
     if python and not verify:
         raise UsageError("--python says where probes run", "add --verify")
     chosen = root.configured(tuple(roots or ()))
@@ -80,30 +78,6 @@ def diagnose(
     if verify:
         return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None)
     return 0 if diagnosis.findings and not diagnosis.unexplained else 1
-
-
-class ReadingLine:
-    """How much was read, on a terminal; silence anywhere else."""
-
-    def __init__(self) -> None:
-        self._bytes = self._shown = 0
-        self._began = time.monotonic()
-        self._is_shown = sys.stderr.isatty()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-
-    def read(self, count: int) -> None:
-        self._bytes += count
-        if self._is_shown and self._bytes - self._shown > TURN_BYTES:
-            self._shown = self._bytes
-            rate = self._bytes / 1e6 / max(1e-3, time.monotonic() - self._began)
-            sys.stderr.write(f"\r\x1b[Kread {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")
-            sys.stderr.flush()
 
 
 def _print(diagnosis: Diagnosis, limit: int) -> None:
