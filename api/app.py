@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from fastapi import FastAPI
 
-from kb import __version__, root
+from kb import __version__
 from kb.errors import KbError
-from kb.root import Root
-from kb.store import Store
+from kb.store.database import Database
 
-from . import diagnose, entries, health, problems, search
+from . import admin, context, diagnose, entries, feedback, gaps, health, metrics, problems, reports, search
 from .content import Content
+from .pages import routes as pages
+from .settings import Settings
+
+PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, pages)
 
 
-def create_app(roots: Sequence[Root] | None = None, store_path: Path | None = None) -> FastAPI:
-    """An API over some content roots (default: the configured ones) and a store of reports (default: the user's).
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The service, by default as the environment sets it up.
 
     The index is opened once, while the server already answers /healthz, and stays as it was: what changes in the
-    roots afterwards, even a rebuilt index, shows after a restart. /docs is left out, since its page loads scripts
-    from other hosts; /openapi.json is there. Raises `UsageError` for a root that is none.
+    roots afterwards, even a rebuilt index, shows after a restart or a reindex. /docs is left out, since its page loads
+    scripts from other hosts; /openapi.json is there. Raises `UsageError` for a root that is none.
     """
-    chosen = root.configured() if roots is None else tuple(roots)
+    chosen = settings or Settings.from_environment()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         searching = ThreadPoolExecutor(1, "kb-search")
-        app.state.loading = loading = searching.submit(Content.load, chosen, searching)
+        app.state.loading = loading = searching.submit(Content.load, chosen.roots, searching)
         loading.add_done_callback(_log_failure)
         try:
             yield
@@ -48,9 +50,10 @@ def create_app(roots: Sequence[Root] | None = None, store_path: Path | None = No
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.store = Store.open(store_path)
+    app.state.settings = chosen
+    app.state.database = Database.open(chosen.database)  # type: ignore[arg-type]  # a URL, once it takes one
     problems.install(app)
-    for part in (search, diagnose, entries, health):
+    for part in PARTS:
         app.include_router(part.router)
     return app
 

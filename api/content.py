@@ -23,7 +23,7 @@ from kb.hit import Answer
 from kb.index import Index, open_index
 from kb.root import Root
 from kb.search import EVERYTHING, search
-from kb.store import Store
+from kb.store.database import Database
 
 from .problems import log
 
@@ -93,10 +93,10 @@ def loaded(request: Request) -> Content:
     return loading.result()
 
 
-def store(request: Request) -> Store:
-    found: Store = request.app.state.store
+def database(request: Request) -> Database:
+    found: Database = request.app.state.database
     return found
 
 
 Loaded = Annotated[Content, Depends(loaded)]
-Reports = Annotated[Store, Depends(store)]
+Kept = Annotated[Database, Depends(database)]

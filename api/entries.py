@@ -9,10 +9,10 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from kb.entry import Status
-from kb.store import compare_wording
+from kb.store.reports import compare_wording, history
 
 from .accept import preferred
-from .content import Loaded, Reports
+from .content import Kept, Loaded
 from .problems import documented
 from .schemas import ID, EntryDocument, EntryList, ReportList
 
@@ -82,12 +82,12 @@ async def get_entry(
 )
 def list_reports(
     content: Loaded,
-    store: Reports,
+    database: Kept,
     entry_id: EntryId,
     limit: Annotated[int, Query(ge=1, le=1000, description="At most this many reports.")] = 20,
 ) -> Response:
     """Newest first. Reports of an entry that is gone are still here; an entry never verified has none."""
-    documents = store.history(entry_id, limit)
+    documents = history(database, entry_id, limit)
     if not documents:
         content.catalog.get(entry_id)
     return JSONResponse({"id": entry_id, "reports": compare_wording(documents, content.digests)})

@@ -23,14 +23,15 @@ def history(
     "earlier wording": the entry has been edited since, so the report judged another text than today's.
     """
     from kb import catalog
-    from kb.store import Store, compare_wording
+    from kb.store import reports as kept
+    from kb.store.database import Database
 
     found = catalog.load(root.configured(tuple(roots or ())))
-    with Store.open() as store:
-        documents = store.history(entry_id, limit)
+    with Database.open() as database:
+        documents = kept.history(database, entry_id, limit)
     if entry_id and not documents:
         found.get(entry_id)
-    reports = compare_wording(documents, {entry.id: entry.digest for entry in found})
+    reports = kept.compare_wording(documents, {entry.id: entry.digest for entry in found})
     if as_json:
         emit("history", reports=reports)
     elif reports:

@@ -18,7 +18,7 @@ from .output import RootOption, notice
 if TYPE_CHECKING:
     import uvicorn
 
-APPLICATION = "kb.api.app:create_app"
+APPLICATION, SETTINGS = "kb.api.app:create_app", "kb.api.settings:Settings"
 LONGEST_REQUEST = 128 << 10  # bytes of a request line: the longest query in Chinese is 72 kB when it is quoted
 GRACE_S = 5
 
@@ -46,7 +46,7 @@ def _server(roots: tuple[Root, ...]) -> uvicorn.Server:
     try:
         import uvicorn
 
-        app = resolve_name(APPLICATION)(roots)
+        app = resolve_name(APPLICATION)(resolve_name(SETTINGS)(roots=roots))
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "uvicorn"):
             raise

@@ -188,11 +188,12 @@ def _terminable() -> Iterator[None]:
 
 def _save(reports: tuple[Report, ...]) -> None:
     """Into the store; a store that cannot be written costs the record, never the verdict."""
-    from kb.store import Store
+    from kb.store import reports as kept
+    from kb.store.database import Database
 
     try:
-        with Store.open() as store:
-            store.save([report.to_json() for report in reports])
+        with Database.open() as database:
+            kept.save(database, [report.to_json() for report in reports])
     except StoreUnavailable as error:
         notice(f"this report is not kept: {error.message}")
 

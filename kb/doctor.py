@@ -77,12 +77,13 @@ def search_index(roots: tuple[Root, ...]) -> Finding:
 
 
 def store() -> Finding:
-    from kb.store import Store
+    from kb.store import reports
+    from kb.store.database import Database
 
     try:
-        with Store.open() as opened:
-            opened.save([])
-            return Finding("store", True, f"writable, {opened.path}")
+        with Database.open() as database:
+            reports.save(database, [])
+            return Finding("store", True, f"writable, {database.path}")
     except KbError as error:
         return Finding("store", False, error.message, error.hint)
 

@@ -13,7 +13,7 @@
     └── StoreUnavailable        5   the store of reports can neither be read nor written
 
 Foreign exceptions are turned into one of these at the border where they occur: YAML and pydantic in
-`kb.markdown`, Whoosh in `kb.index`, SQLAlchemy in `kb.store`, OSError where a process is started.
+`kb.markdown`, Whoosh in `kb.index`, SQLAlchemy in `kb.store.database`, OSError where a process is started.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import httpx
 import pytest
@@ -67,7 +68,8 @@ def store_path(tmp_path: Path) -> Path:
 @pytest.fixture
 def app(entries: ContentRoot, store_path: Path) -> FastAPI:
     create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # nothing imports a shell
-    return create_app([root.at(entries.path)], store_path)
+    settings: Any = resolve_name("kb.api.settings:Settings")
+    return create_app(settings(roots=(root.at(entries.path),), database=store_path))
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from support import ContentRoot, Kb
 
-from kb.store import Store
+from kb.store.database import Database
+from kb.store.reports import history, save
 
 pytest_plugins = ["served"]
 
@@ -96,7 +97,7 @@ def test_reports_come_newest_first_with_their_wording_judged(client: httpx.Clien
     digest = client.get("/v1/entries/slow-disk").json()["digest"]
     now = report("slow-disk", digest, "2026-03-02T00:00:00+00:00")
     earlier = report("slow-disk", "another", "2026-03-01T00:00:00+00:00")
-    Store.open(store_path).save([now, earlier, report("broken-thing", "", "2026-03-03T00:00:00+00:00")])
+    save(Database.open(store_path), [now, earlier, report("broken-thing", "", "2026-03-03T00:00:00+00:00")])
     found = client.get("/v1/entries/slow-disk/reports").json()
     assert found == {
         "id": "slow-disk",
@@ -111,7 +112,7 @@ def test_an_entry_never_verified_has_no_reports_and_no_store_is_made(client: htt
 
 
 def test_reports_outlive_their_entry(client: httpx.Client, store_path: Path) -> None:
-    Store.open(store_path).save([report("gone", "x", "2026-03-01T00:00:00+00:00")])
+    save(Database.open(store_path), [report("gone", "x", "2026-03-01T00:00:00+00:00")])
     (found,) = client.get("/v1/entries/gone/reports").json()["reports"]
     assert found["earlier_wording"] is None
 
@@ -127,7 +128,7 @@ def test_the_report_of_the_command_arrives(
 ) -> None:
     entries.incident("breaks-here")
     printed = kb("verify", "breaks-here", "--json", XDG_DATA_HOME=str(store_path.parent)).json
-    saved = Store.open(store_path.parent / "kb" / "reports.db").history("breaks-here")
-    Store.open(store_path).save(saved)
+    saved = history(Database.open(store_path.parent / "kb" / "reports.db"), "breaks-here")
+    save(Database.open(store_path), saved)
     (found,) = client.get("/v1/entries/breaks-here/reports").json()["reports"]
     assert {**found, "schema": "kb.verify.v1", "ok": True} == {**printed, "earlier_wording": None}

@@ -9,7 +9,8 @@ import pytest
 from support import ContentRoot, Kb
 
 from kb import catalog, root
-from kb.store import Store, default_path
+from kb.store.database import Database, default_path
+from kb.store.reports import save
 
 
 def report(entry_id: str, day: int, digest: str = "", verdict: str = "verified") -> dict[str, Any]:
@@ -31,12 +32,13 @@ def kept(content: ContentRoot) -> ContentRoot:
     content.entry("broken-thing")
     content.entry("slow-disk")
     digest = catalog.load([root.at(content.path)]).get("broken-thing").digest
-    Store.open().save(
+    save(
+        Database.open(),
         [
             report("broken-thing", 1, "of another text", "not-reproduced"),
             report("broken-thing", 2, digest),
             report("gone", 3),
-        ]
+        ],
     )
     return content
 

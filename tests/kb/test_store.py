@@ -16,37 +16,40 @@ from typing import Any
 import pytest
 from support import GENEROUS_S, end
 
-from kb import store
 from kb.errors import StoreUnavailable
 from kb.report import Report
-from kb.store import Store, compare_wording, journal_mode
+from kb.store import database
+from kb.store.database import Database, journal_mode
+from kb.store.reports import compare_wording, history, save
 from kb.verdict import Judgement, Verdict
 
 WRITER = """
 import json, sys
 from pathlib import Path
-from kb.store import Store
+from kb.store.database import Database
+from kb.store.reports import save
 
 batch = json.loads(Path(sys.argv[2]).read_text())
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(int(sys.argv[4])):
     name = f"{sys.argv[3]}-{number}"
-    Store.open(Path(sys.argv[1])).save([{**one, "batch": name} for one in batch])
+    save(Database.open(Path(sys.argv[1])), [{**one, "batch": name} for one in batch])
     print(name, flush=True)
 """
 FILLER = """
 import json, resource, sys
 from pathlib import Path
 from kb.errors import StoreUnavailable
-from kb.store import Store
+from kb.store.database import Database
+from kb.store.reports import save
 
 document = json.loads(Path(sys.argv[2]).read_text())[0]
 resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
 kept = 0
 try:
     for kept in range(1000):
-        Store.open(Path(sys.argv[1])).save([document])
+        save(Database.open(Path(sys.argv[1])), [document])
 except StoreUnavailable as error:
     print(json.dumps([kept, error.message, error.hint]))
 """
@@ -89,64 +92,64 @@ def query(path: Path, sql: str) -> list[Any]:
 
 
 def test_a_report_comes_back_as_it_was_saved(path: Path) -> None:
-    with Store.open(path) as opened:
-        opened.save([report()])
-        assert opened.history() == [json.loads(json.dumps(report()))]
+    with Database.open(path) as opened:
+        save(opened, [report()])
+        assert history(opened) == [json.loads(json.dumps(report()))]
 
 
 def test_history_is_newest_first_by_time_then_by_arrival(path: Path) -> None:
-    opened = Store.open(path)
-    opened.save([report("b", 30), report("c", 50)])
-    opened.save([report("a", 10), report("d", 50)])
-    assert [one["id"] for one in opened.history()] == ["d", "c", "b", "a"]
-    assert [one["id"] for one in opened.history(limit=2)] == ["d", "c"]
+    opened = Database.open(path)
+    save(opened, [report("b", 30), report("c", 50)])
+    save(opened, [report("a", 10), report("d", 50)])
+    assert [one["id"] for one in history(opened)] == ["d", "c", "b", "a"]
+    assert [one["id"] for one in history(opened, limit=2)] == ["d", "c"]
 
 
 def test_history_of_one_entry_holds_no_other(path: Path) -> None:
-    opened = Store.open(path)
-    opened.save([report("a", 1), report("b", 2), report("a", 3, Verdict.EXPOSED)])
-    assert [(one["id"], one["verdict"]) for one in opened.history("a")] == [("a", "exposed"), ("a", "verified")]
-    assert opened.history("c") == []
+    opened = Database.open(path)
+    save(opened, [report("a", 1), report("b", 2), report("a", 3, Verdict.EXPOSED)])
+    assert [(one["id"], one["verdict"]) for one in history(opened, "a")] == [("a", "exposed"), ("a", "verified")]
+    assert history(opened, "c") == []
 
 
 def test_columns_tell_time_in_utc(path: Path) -> None:
-    Store.open(path).save([report(minute=30)])
+    save(Database.open(path), [report(minute=30)])
     assert query(path, "SELECT entry_id, verdict, fidelity, started_at FROM report") == [
         ("the-entry", "verified", "check", "2026-03-01 00:30:00.000000")
     ]
 
 
 def test_reading_a_store_that_does_not_exist_makes_none(path: Path) -> None:
-    assert Store.open(path).history() == []
+    assert history(Database.open(path)) == []
     assert not path.parent.exists()
 
 
 def test_the_store_of_a_user_is_theirs_alone(home: Path) -> None:
     directory = home / "data" / "kb"
     directory.mkdir(parents=True, mode=0o755)
-    with Store.open() as opened:
-        opened.save([])
+    with Database.open() as opened:
+        save(opened, [])
         assert opened.path.parent == directory
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
 def test_a_new_directory_is_private(path: Path) -> None:
-    Store.open(path).save([report()])
+    save(Database.open(path), [report()])
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_a_writer_that_never_ends_is_named_after_a_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "BUSY_S", 0.1)
-    opened = Store.open(path)
-    opened.save([report()])
+    monkeypatch.setattr(database, "BUSY_S", 0.1)
+    opened = Database.open(path)
+    save(opened, [report()])
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreUnavailable, match="locked") as caught:
-        opened.save([report()])
+        save(opened, [report()])
     writer.close()
     assert "try again" in caught.value.hint
-    opened.save([report()])
-    assert len(opened.history()) == 2
+    save(opened, [report()])
+    assert len(history(opened)) == 2
 
 
 def another_program(path: Path) -> None:
@@ -157,14 +160,14 @@ def another_program(path: Path) -> None:
 
 
 def torn(path: Path) -> None:
-    Store.open(path).save([report(f"entry-{number}") for number in range(40)])
+    save(Database.open(path), [report(f"entry-{number}") for number in range(40)])
     data = bytearray(path.read_bytes())
     data[4096:12288] = b"\x5a" * 8192
     path.write_bytes(data)
 
 
 def newer(path: Path) -> None:
-    Store.open(path).save([report()])
+    save(Database.open(path), [report()])
     query(path, "PRAGMA user_version=2")
 
 
@@ -184,7 +187,7 @@ def test_a_file_that_cannot_be_used_is_named_and_left_alone(path: Path, make: An
     path.parent.mkdir()
     make(path)
     before = path.read_bytes() if path.is_file() else None
-    for use in (lambda: Store.open(path).save([report()]), lambda: Store.open(path).history()):
+    for use in (lambda: save(Database.open(path), [report()]), lambda: history(Database.open(path))):
         with pytest.raises(StoreUnavailable, match=said) as caught:
             use()
         assert str(path) in caught.value.message
@@ -196,28 +199,28 @@ def test_a_file_that_cannot_be_used_is_named_and_left_alone(path: Path, make: An
 def test_an_empty_file_as_a_kill_leaves_it_is_taken_for_a_new_store(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
-    assert Store.open(path).history() == []
-    Store.open(path).save([report()])
-    assert len(Store.open(path).history()) == 1
+    assert history(Database.open(path)) == []
+    save(Database.open(path), [report()])
+    assert len(history(Database.open(path))) == 1
 
 
 @pytest.mark.parametrize("blocked", ["/proc/kb/reports.db", "a-file/reports.db"])
 def test_a_place_that_cannot_be_written_says_what_to_set(tmp_path: Path, blocked: str) -> None:
     (tmp_path / "a-file").touch()
-    opened = Store.open(tmp_path / blocked)
+    opened = Database.open(tmp_path / blocked)
     with pytest.raises(StoreUnavailable, match="cannot be written") as caught:
-        opened.save([])
+        save(opened, [])
     assert "XDG_DATA_HOME" in caught.value.hint
-    assert opened.history() == []
+    assert history(opened) == []
 
 
 def test_messages_hold_neither_sql_nor_values(path: Path) -> None:
     path.parent.mkdir()
     another_program(path)
-    query(path, f"PRAGMA application_id={store.APPLICATION}")
-    query(path, f"PRAGMA user_version={store.SCHEMA}")
+    query(path, f"PRAGMA application_id={database.APPLICATION}")
+    query(path, f"PRAGMA user_version={database.SCHEMA}")
     with pytest.raises(StoreUnavailable) as caught:
-        Store.open(path).save([report()])
+        save(Database.open(path), [report()])
     assert "INSERT" not in caught.value.message
     assert "DROP TABLE" not in caught.value.message
 
@@ -228,9 +231,9 @@ def test_a_full_disk_loses_nothing_that_was_kept(path: Path, batch: Path) -> Non
     assert kept > 0
     assert "cannot be written" in message
     assert "space" in hint
-    opened = Store.open(path)
-    assert len(opened.history(limit=2000)) == kept
-    opened.save([report()])
+    opened = Database.open(path)
+    assert len(history(opened, limit=2000)) == kept
+    save(opened, [report()])
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
@@ -263,7 +266,7 @@ def close(process: subprocess.Popen[Any]) -> None:
 
 
 def batches(path: Path) -> Counter[str]:
-    return Counter(one["batch"] for one in Store.open(path).history(limit=10**6))
+    return Counter(one["batch"] for one in history(Database.open(path), limit=10**6))
 
 
 def test_processes_that_save_their_first_report_at_once_all_succeed(path: Path, batch: Path) -> None:
@@ -292,18 +295,18 @@ def test_killed_in_the_middle_of_a_save_it_leaves_an_intact_store(path: Path, ba
     assert acknowledged <= found.keys()
     assert set(found.values()) == {3}, "a batch is there whole or not at all"
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
-    Store.open(path).save([report()])
+    save(Database.open(path), [report()])
 
 
 def test_threads_may_share_one_store(path: Path) -> None:
-    opened = Store.open(path)
+    opened = Database.open(path)
     failures: list[Exception] = []
 
     def work() -> None:
         try:
             for minute in range(10):
-                opened.save([report(minute=minute)])
-                assert opened.history()
+                save(opened, [report(minute=minute)])
+                assert history(opened)
         except Exception as error:
             failures.append(error)
 
@@ -313,7 +316,7 @@ def test_threads_may_share_one_store(path: Path) -> None:
     for thread in threads:
         thread.join(GENEROUS_S)
     assert failures == []
-    assert len(opened.history(limit=100)) == 60
+    assert len(history(opened, limit=100)) == 60
 
 
 def test_an_edited_entry_marks_its_reports_and_an_absent_one_does_not() -> None:
@@ -333,6 +336,6 @@ def test_wal_is_used_except_where_its_shared_memory_is_not_shared() -> None:
 
 
 def test_the_journal_of_a_local_store_is_wal(tmp_path: Path, path: Path) -> None:
-    Store.open(path).save([report()])
+    save(Database.open(path), [report()])
     expected = journal_mode(path.resolve(), Path("/proc/mounts").read_text()).lower()
     assert query(path, "PRAGMA journal_mode") == [(expected,)]

@@ -1,4 +1,4 @@
-"""The store of reports: one SQLite file that `kb verify` writes and that `kb history` and the API read.
+"""The database behind the store: one SQLite file that `kb verify` writes and that `kb history` and the API read.
 
 A save is one transaction, so that a killed process leaves all of its reports or none. A file that is not
 ours, is damaged, or comes from a newer kb is refused and never written to.
@@ -6,19 +6,19 @@ ours, is damaged, or comes from a newer kb is refused and never written to.
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from sqlalchemy import JSON, URL, Column, Connection, DateTime, Engine, NullPool, create_engine
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from sqlmodel import Field, Session, SQLModel, col, select
+from sqlmodel import Session, SQLModel
 
 from kb.errors import StoreUnavailable
 from kb.places import data_home
+from kb.store import tables  # noqa: F401 - declares them
 
 APPLICATION = 0x6B625250  # "kbRP" in the header of the file tells it from another program's database
 SCHEMA = 1
@@ -32,31 +32,14 @@ HINTS = {
 ELSEWHERE = "set XDG_DATA_HOME to a directory that you can write to and that has space left"
 
 
-class StoredReport(SQLModel, table=True):
-    """One report. The columns serve questions; `document` is the report as `kb verify --json` printed it."""
-
-    __tablename__ = "report"
-
-    id: int | None = Field(default=None, primary_key=True)
-    entry_id: str = Field(index=True)
-    verdict: str
-    fidelity: str
-    started_at: datetime.datetime = Field(sa_column=Column(DateTime, nullable=False))  # UTC; SQLite keeps no offset
-    duration_s: float
-    entry_digest: str
-    probe_digest: str
-    kb_version: str
-    document: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
-
-
 def default_path() -> Path:
     """Where the reports of this user are kept."""
     return data_home() / "reports.db"
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Reports of earlier verifications. Every method raises `StoreUnavailable` and nothing else.
+class Database:
+    """Where kb keeps things. Every method raises `StoreUnavailable` and nothing else.
 
     Opening touches no file: the first save makes it, and reading one that does not exist finds nothing.
     Safe to share between threads; any number of processes may use one file.
@@ -83,41 +66,29 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def save(self, documents: Sequence[Mapping[str, Any]]) -> None:
-        """Keep reports (`Report.to_json()`): all of them, or on an error none. Saving nothing proves that it works."""
-        rows = [_row(document) for document in documents]
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A transaction: what is added in it is kept as a whole, or on an error not at all."""
         with _border(self.path, "written"):
             _make_directory(self.path.parent)
             with Session(self._engine) as session:
                 connection = _begin(session, "IMMEDIATE")
                 if _admit(connection, self.path):
                     _create(connection)
-                session.add_all(rows)
+                yield session
                 session.commit()
                 _set_journal(session.connection(), self.path)
 
-    def history(self, entry_id: str | None = None, limit: int = 20) -> list[dict[str, Any]]:
-        """The newest reports, newest first, of one entry or of all; at most `limit`."""
-        newest = select(StoredReport).order_by(col(StoredReport.started_at).desc(), col(StoredReport.id).desc())
-        if entry_id is not None:
-            newest = newest.where(StoredReport.entry_id == entry_id)
+    @contextmanager
+    def reading(self) -> Iterator[Session | None]:
+        """A transaction that only reads; None when nothing was ever kept: reading makes no file."""
         with _border(self.path, "read"):
             if not self.path.exists():
-                return []
+                yield None
+                return
             with Session(self._engine) as session:
                 is_empty = _admit(_begin(session, "DEFERRED"), self.path)
-                return [] if is_empty else [row.document for row in session.exec(newest.limit(limit))]
-
-
-def compare_wording(documents: Sequence[dict[str, Any]], digests: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The reports, each with `earlier_wording`: was another wording of the entry judged than the current one?
-
-    `digests` are those of the entries now, by id. None: the entry is not among them, nobody can tell.
-    """
-    return [
-        {**one, "earlier_wording": one["entry_digest"] != digests[one["id"]] if one["id"] in digests else None}
-        for one in documents
-    ]
+                yield None if is_empty else session
 
 
 def journal_mode(path: Path, mounts: str) -> str:
@@ -175,21 +146,6 @@ def _create(connection: Connection) -> None:
 
 def _pragma(connection: Connection, name: str) -> int:
     return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
-
-
-def _row(document: Mapping[str, Any]) -> StoredReport:
-    started = datetime.datetime.fromisoformat(document["started_at"]).astimezone(datetime.UTC)
-    return StoredReport(
-        entry_id=document["id"],
-        verdict=document["verdict"],
-        fidelity=document["fidelity"],
-        started_at=started.replace(tzinfo=None),
-        duration_s=document["duration_s"],
-        entry_digest=document["entry_digest"],
-        probe_digest=document["probe_digest"],
-        kb_version=document["kb_version"],
-        document=dict(document),
-    )
 
 
 @contextmanager

@@ -1,0 +1,50 @@
+"""How a service is set up: by arguments in `kb serve` and tests, by `KB_*` variables under another ASGI server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from kb import root
+from kb.errors import UsageError
+from kb.root import Root
+
+
+class Anonymous(StrEnum):
+    """Who may read without a key."""
+
+    LOOPBACK = "loopback"  # a client on this machine that no proxy speaks for
+    NOBODY = "nobody"
+    EVERYBODY = "everybody"  # `kb serve --insecure`
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One service. `database` is a URL or the path of a SQLite file; None is the user's own.
+
+    `rate` limits what one key may ask, in the notation of the package limits (`600/minute`); "" limits nothing.
+    """
+
+    roots: tuple[Root, ...]
+    database: str | Path | None = None
+    anonymous: Anonymous = Anonymous.LOOPBACK
+    rate: str = "600/minute"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """`KB_ROOTS`, `KB_DATABASE_URL`, `KB_ANONYMOUS`, `KB_RATE`. Raises `UsageError` for what makes no sense."""
+        try:
+            anonymous = Anonymous(environment.get("KB_ANONYMOUS", Anonymous.LOOPBACK))
+        except ValueError:
+            hint = f"one of {', '.join(Anonymous)}"
+            raise UsageError(f"KB_ANONYMOUS={environment['KB_ANONYMOUS']!r} says nothing", hint) from None
+        return cls(
+            roots=root.configured(),
+            database=environment.get("KB_DATABASE_URL") or None,
+            anonymous=anonymous,
+            rate=environment.get("KB_RATE", "600/minute"),
+        )
