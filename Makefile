@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup demo test lint docs bench bench-search bench-diagnose confusion healthy gpu-check clean
+.PHONY: setup system demo test lint audit docs bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -19,14 +19,21 @@ demo: setup ## the main job: find an incident, then prove its fix on this machin
 	$(BIN)/kb search "$(DEMO)"
 	$(BIN)/kb verify checkpoint-save-allgather-timeout
 
-test: setup ## all tests; TESTS=tests/kb/test_index.py for some
-	$(BIN)/python -m pytest $(TESTS)
+system: ## the programs that some tests run (PostgreSQL, Chromium, nginx, ...), from Debian's packages; needs root
+	.ci/system
+
+test: setup ## all tests, on up to four cores; TESTS=tests/kb/test_index.py for some, one after the other
+	$(BIN)/python -m pytest $(or $(TESTS),-n auto --maxprocesses 4 --dist loadfile)
 
 lint: setup ## form of code and content
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kb api cli probes tests docs/site
+	$(BIN)/mypy kb api cli probes tests docs/site .ci/audit.py
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml kb api cli
 	$(BIN)/kb lint
+
+audit: setup ## known vulnerabilities of what is installed, where a service of advisories can be reached
+	$(BIN)/python .ci/audit.py
 
 docs: setup ## the site: a page per entry, the graph of causes; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -39,6 +46,9 @@ bench-search: setup ## search beside FTS5, tantivy and bm25s, also with 10,000 e
 
 bench-diagnose: setup ## diagnoses of real logs, MB/s beside ripgrep, hostile texts; ARGS="--cases FILE" adds cases
 	$(BIN)/python tests/bench/diagnose_logs.py $(ARGS)
+
+bench-service: setup ## the service under load, beside an endpoint that does nothing; takes some minutes
+	$(BIN)/python tests/bench/service.py $(ARGS)
 
 confusion: setup ## run every control arm and diagnose what it left; draws docs/confusion.svg
 	$(BIN)/python tests/bench/confusion.py

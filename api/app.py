@@ -3,44 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.gzip import GZipMiddleware
 
 from kb import __version__
-from kb.errors import KbError
 from kb.store.database import Database
 
-from . import admin, context, diagnose, entries, feedback, gaps, health, metrics, problems, reports, search
-from .content import Content
+from . import (
+    admin,
+    context,
+    description,
+    diagnose,
+    entries,
+    feedback,
+    gaps,
+    health,
+    mcp_route,
+    metrics,
+    problems,
+    reports,
+    search,
+)
+from .access import Gate
+from .answers import Answers
+from .front import Front
+from .metrics import Metrics
 from .pages import routes as pages
+from .pages.error_page import error_page
+from .pages.error_page import error_page
+from .rollout import Rollout
 from .settings import Settings
+from .snapshot import Snapshot
+from .unanswered import Unanswered
 
-PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, pages)
+PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, mcp_route, pages)
+WORTH_PACKING = 1000  # bytes
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
     """The service, by default as the environment sets it up.
 
-    The index is opened once, while the server already answers /healthz, and stays as it was: what changes in the
-    roots afterwards, even a rebuilt index, shows after a restart or a reindex. /docs is left out, since its page loads
-    scripts from other hosts; /openapi.json is there. Raises `UsageError` for a root that is none.
+    It answers /healthz at once and questions when the index is open. What changes in the roots afterwards, even a
+    rebuilt index, shows after a restart or a reindex. /docs is left out, since its page loads scripts from other hosts;
+    /openapi.json is there. Raises `UsageError` for a root that is none.
     """
     chosen = settings or Settings.from_environment()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        searching = ThreadPoolExecutor(1, "kb-search")
-        app.state.loading = loading = searching.submit(Content.load, chosen.roots, searching)
-        loading.add_done_callback(_log_failure)
-        try:
-            yield
-        finally:
-            searching.shutdown(cancel_futures=True)
-            if not loading.cancelled() and not loading.exception():
-                loading.result().close()
-
     app = FastAPI(
         title="kb",
         version=__version__,
@@ -48,18 +57,39 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=lifespan,
+        lifespan=_lifespan,
     )
     app.state.settings = chosen
-    app.state.database = Database.open(chosen.database)  # type: ignore[arg-type]  # a URL, once it takes one
+    app.state.database = Database.open(chosen.database)
+    app.state.snapshot = Snapshot(app.state.database)
+    app.state.metrics = Metrics()
+    app.state.answers = Answers()
+    app.state.unanswered = Unanswered(app.state.database)
+    app.state.gate = Gate(chosen, app.state.snapshot)
+    app.state.error_page = error_page
+    app.state.error_page = error_page
     problems.install(app)
+    # Nothing that is secret and nothing of a request stands beside something secret in an answer: see BREACH.
+    app.add_middleware(GZipMiddleware, minimum_size=WORTH_PACKING, compresslevel=5)
+    app.add_middleware(Front, gate=app.state.gate, metrics=app.state.metrics)
     for part in PARTS:
         app.include_router(part.router)
+    description.install(app, [part.router for part in PARTS])
     return app
 
 
-def _log_failure(loading: Future[Content]) -> None:
-    error = None if loading.cancelled() else loading.exception()
-    if error:
-        traceback = None if isinstance(error, KbError) else error
-        problems.log.error("the content cannot be served: %s", error, exc_info=traceback)
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    snapshot, counts = app.state.snapshot, app.state.metrics
+    rollout = Rollout(app.state, app.state.settings.roots, snapshot, counts.serve)
+
+    def seen() -> None:
+        rollout.follow()
+        counts.see(snapshot)
+
+    with app.state.database, snapshot.kept_fresh(seen), app.state.unanswered.counted():
+        try:
+            async with mcp_route.running(app):
+                yield
+        finally:
+            rollout.close()

@@ -12,13 +12,14 @@ from typing import Annotated, Any, Self
 from fastapi import Depends, Request
 
 from kb import catalog
-from kb.catalog import Catalog
+from kb.catalog import Catalog, file_digest
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.evidence import Scan
 from kb.diagnose.matcher import Matcher
 from kb.errors import IndexUnavailable
 from kb.filter import Filter
-from kb.hardware import add_standing, proofs, standing
+from kb.graph import Graph, graph
+from kb.hardware import Proof, add_standing, proofs, standing
 from kb.hit import Answer
 from kb.index import Index, open_index
 from kb.root import Root
@@ -30,9 +31,9 @@ from .problems import log
 MOST_DIAGNOSES = 4  # logs that are read at the same time; further ones wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Content:
-    """One state of the content roots, in memory. A change on disk shows after a restart, never half.
+    """One state of the content roots, in memory. A change on disk shows after a restart or a reindex, never half.
 
     `searching` has one thread, which alone touches the index: the readers of Whoosh share a file cursor, and two
     threads in one searcher get wrong answers or errors. Questions wait in order, so none is passed over.
@@ -42,7 +43,10 @@ class Content:
     catalog: Catalog
     summaries: tuple[dict[str, Any], ...]
     texts: Mapping[str, str]
+    probe_digests: Mapping[str, str]
     hardware: Mapping[str, str]
+    proofs: Mapping[str, tuple[Proof, ...]]
+    links: Graph
     searching: ThreadPoolExecutor
     matcher: Matcher
     scanning: ThreadPoolExecutor
@@ -59,10 +63,25 @@ class Content:
         hardware = {
             entry.id: standing(found.probe_file(entry), known.get(entry.id, ()), entry.digest) for entry in found
         }
+        probe_digests = {entry.id: file_digest(found.probe_file(entry)) for entry in found}
         texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in found}
         scanning = ThreadPoolExecutor(MOST_DIAGNOSES, "kb-scan")
         matcher, diagnosing = Matcher(index.signatures), asyncio.Semaphore(MOST_DIAGNOSES)
-        return cls(index, found, tuple(summaries), texts, hardware, searching, matcher, scanning, diagnosing)
+        links = graph(found.current())
+        return cls(
+            index=index,
+            catalog=found,
+            summaries=tuple(summaries),
+            texts=texts,
+            probe_digests=probe_digests,
+            hardware=hardware,
+            proofs=known,
+            links=links,
+            searching=searching,
+            matcher=matcher,
+            scanning=scanning,
+            diagnosing=diagnosing,
+        )
 
     def close(self) -> None:
         self.scanning.shutdown(cancel_futures=True)

@@ -61,6 +61,7 @@ async def diagnose(request: Request, content: Loaded) -> DiagnosisDocument:
     if not found.bytes:
         raise UsageError("the body is empty", "send the log as it is: curl --data-binary @train.log")
     answer = await content.diagnose(found)
+    request.app.state.unanswered.note_diagnosis(answer)
     return DiagnosisDocument.model_validate(answer.to_json())
 
 

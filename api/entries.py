@@ -1,27 +1,35 @@
-"""GET /v1/entries, one entry as JSON or as its Markdown file, and the reports of its verifications."""
+"""GET /v1/entries, and one entry as JSON, as its Markdown file or as its page."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query
+from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from kb.entry import Status
-from kb.store.reports import compare_wording, history
+from kb.entry import Entry, Status
 
+from . import paging
 from .accept import preferred
-from .content import Kept, Loaded
+from .content import Content, Loaded
+from .pages.entry_page import render_entry
+from .pages.page import language
+from .paging import Cursor
 from .problems import documented
-from .schemas import ID, EntryDocument, EntryList, ReportList
+from .representation import CACHING, represent
+from .schemas import ID, EntryDocument, EntryList
 
-JSON, MARKDOWN = "application/json", "text/markdown"
-VARY = {"Vary": "Accept"}
+JSON, MARKDOWN, HTML = "application/json", "text/markdown", "text/html"
+VARY = {"Vary": "Accept, Accept-Language"}
+LISTING = "entries"
+TEXT = {"schema": {"type": "string"}}
 
 router = APIRouter(prefix="/v1/entries", tags=["entries"])
 
-EntryId = Annotated[str, Path(alias="id", description="The id of an entry.", examples=[ID])]
+IfNoneMatch = Annotated[
+    str, Header(description="The ETag of what you have: 304 without a body when it is what you would get.")
+]
 
 
 @router.get(
@@ -29,7 +37,7 @@ EntryId = Annotated[str, Path(alias="id", description="The id of an entry.", exa
     operation_id="listEntries",
     summary="List the entries",
     response_model=EntryList,
-    responses=documented(422, 503),
+    responses={**CACHING, **documented(422, 503)},
 )
 async def list_entries(
     content: Loaded,
@@ -38,16 +46,23 @@ async def list_entries(
     ] = None,
     framework: Annotated[str, Query(description="Only entries about this package or framework.")] = "",
     status: Annotated[Status | None, Query(description="Only entries of this status; default: not withdrawn.")] = None,
-) -> dict[str, object]:
+    limit: Annotated[int, Query(ge=1, le=500, description="At most this many entries.")] = 100,
+    cursor: Cursor = None,
+    if_none_match: IfNoneMatch = "",
+) -> Response:
     """Every entry that is not withdrawn, by id, or those that fit all filters."""
+    after = paging.position(LISTING, cursor) or ""
     found = [
         one
         for one in content.summaries
-        if set(tag or ()) <= set(one["tags"])
+        if one["id"] > after
+        and set(tag or ()) <= set(one["tags"])
         and (not framework or framework.lower() in (*one["tags"], *one["frameworks"]))
         and (one["status"] == status if status else one["status"] != Status.WITHDRAWN)
     ]
-    return {"entries": found}
+    shown, following = paging.page(LISTING, found, limit, lambda one: one["id"])
+    body = EntryList.model_validate({"entries": shown, "next": following}).model_dump_json().encode()
+    return represent(body, JSON, if_none_match)
 
 
 @router.get(
@@ -56,38 +71,29 @@ async def list_entries(
     summary="Read an entry",
     response_model=EntryDocument,
     responses={
-        200: {"content": {MARKDOWN: {"schema": {"type": "string"}, "example": "# …"}}},
+        200: {**CACHING[200], "content": {MARKDOWN: {**TEXT, "example": "# …"}, HTML: TEXT}},
+        304: CACHING[304],
         **documented(404, 406, 422, 503),
     },
 )
 async def get_entry(
-    content: Loaded, entry_id: EntryId, accept: Annotated[str, Header(include_in_schema=False)] = "*/*"
-) -> Response:
-    """The entry as JSON, or under `Accept: text/markdown` the file as it is written."""
-    entry = content.catalog.get(entry_id)
-    kind = preferred(accept, (JSON, MARKDOWN))
-    if kind is None:
-        raise HTTPException(406, f"an entry is {JSON} or {MARKDOWN}", VARY)
-    if kind == MARKDOWN:
-        return Response(content.texts[entry.id], media_type=MARKDOWN, headers=VARY)
-    return JSONResponse({**entry.to_json(), "hardware": content.hardware[entry.id] or None}, headers=VARY)
-
-
-@router.get(
-    "/{id}/reports",
-    operation_id="listReports",
-    summary="Read what verifications of an entry proved on this machine",
-    response_model=ReportList,
-    responses=documented(404, 422, 503),
-)
-def list_reports(
+    request: Request,
     content: Loaded,
-    database: Kept,
-    entry_id: EntryId,
-    limit: Annotated[int, Query(ge=1, le=1000, description="At most this many reports.")] = 20,
+    entry_id: Annotated[str, Path(alias="id", description="The id of an entry.", examples=[ID])],
+    accept: Annotated[str, Header(include_in_schema=False)] = "*/*",
+    if_none_match: IfNoneMatch = "",
 ) -> Response:
-    """Newest first. Reports of an entry that is gone are still here; an entry never verified has none."""
-    documents = history(database, entry_id, limit)
-    if not documents:
-        content.catalog.get(entry_id)
-    return JSONResponse({"id": entry_id, "reports": compare_wording(documents, content.digests)})
+    """The entry as JSON; under `Accept: text/markdown` the file as it is written, under `text/html` its page."""
+    entry = content.catalog.get(entry_id)
+    kind = preferred(accept, (JSON, MARKDOWN, HTML))
+    if kind is None:
+        raise HTTPException(406, f"an entry is {JSON}, {MARKDOWN} or {HTML}", VARY)
+    return represent(_form(request, content, entry, kind), kind, if_none_match, VARY)
+
+
+def _form(request: Request, content: Content, entry: Entry, kind: str) -> bytes:
+    if kind == MARKDOWN:
+        return content.texts[entry.id].encode()
+    if kind == HTML:
+        return bytes(render_entry(request, content, entry, language(request)).body)
+    return bytes(JSONResponse({**entry.to_json(), "hardware": content.hardware[entry.id] or None}).body)

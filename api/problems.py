@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from kb.errors import IndexUnavailable, KbError, StoreUnavailable, UnknownEntry, UsageError
+from kb.errors import (
+    IndexUnavailable,
+    KbError,
+    KeyNeeded,
+    NotAllowed,
+    StoreUnavailable,
+    TooManyRequests,
+    UnknownEntry,
+    UsageError,
+)
+
+from .accept import preferred
 
 MEDIA_TYPE = "application/problem+json"
-STATUS = {UnknownEntry: 404, UsageError: 422, IndexUnavailable: 503, StoreUnavailable: 503, KbError: 500}
+STATUS = {
+    UnknownEntry: 404,
+    UsageError: 422,
+    KeyNeeded: 401,
+    NotAllowed: 403,
+    TooManyRequests: 429,
+    IndexUnavailable: 503,
+    StoreUnavailable: 503,
+    KbError: 500,
+}
+SHOWN = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # their messages are for the client
 RETRY_S = "1"
 UNAVAILABLE = "this part of the service does not work at the moment; the log of the server says why"
+INTERNAL = "something went wrong here; the log of the server says what"
+MACHINES = ("/v1", "/mcp", "/healthz", "/readyz", "/metrics", "/openapi.json")  # get no pages
 
 log = logging.getLogger("kb.api")
+ErrorPage = Callable[[Request, int, str, str, str], Response]  # request, status, title, detail, hint
 
 
 class Problem(BaseModel):
@@ -47,27 +72,46 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(KbError, _kb_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(Exception, _internal_error)
+    """Answer with problems what routes raise; what nobody expects is left to `respond` in the front."""
+
+    async def answer(request: Request, error: Exception) -> Response:  # not async, it would run in another thread
+        return respond(request, error)
+
+    for kind in (KbError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
 
 
-def _kb_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, KbError)
+def respond(request: Request, error: Exception) -> Response:
+    """The answer to any error: a problem document, or a page for a browser that is not asking the API."""
+    if isinstance(error, KbError):
+        return _kb_error(request, error)
+    if isinstance(error, HTTPException):
+        return _http_error(request, error)
+    if isinstance(error, RequestValidationError):
+        return _invalid_request(request, error)
+    if isinstance(error, ClientDisconnect):
+        return _problem(request, 400, "", "the client left before its body had arrived")
+    log.error("%s %s", _id(request), type(error).__name__, exc_info=error)
+    return _problem(request, 500, "", INTERNAL)
+
+
+def _kb_error(request: Request, error: KbError) -> Response:
     status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
     detail, hint = error.message, error.hint
-    if isinstance(error, IndexUnavailable):
-        return _problem(request, status, error.kind, detail, {"Retry-After": RETRY_S}, hint=hint)
-    if status >= 500:  # the message may name files of this machine
-        log.error("%s: %s", request.url.path, error.message)
+    if not isinstance(error, SHOWN):  # the message may name files of this machine
+        log.error("%s %s", _id(request), error.message)
         detail, hint = UNAVAILABLE, ""
     nearest = list(error.nearest) if isinstance(error, UnknownEntry) else []
-    return _problem(request, status, error.kind, detail, hint=hint, nearest=nearest)
+    return _problem(request, status, error.kind, detail, _headers(error, status), hint=hint, nearest=nearest)
 
 
-def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+def _headers(error: KbError, status: int) -> dict[str, str]:
+    if isinstance(error, TooManyRequests):
+        return {"Retry-After": f"{error.retry_s:.0f}"}
+    return {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": RETRY_S}}.get(status, {})
+
+
+def _http_error(request: Request, error: HTTPException) -> Response:
     detail = {
         404: f"nothing is at {request.url.path}",
         405: f"{request.method} does not work at {request.url.path}",
@@ -75,8 +119,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     return _problem(request, error.status_code, "", detail, error.headers)
 
 
-def _invalid_request(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+def _invalid_request(request: Request, error: RequestValidationError) -> Response:
     errors = [
         {"parameter": str(one["loc"][-1]), "detail": str(one["msg"]).removeprefix("Value error, ")}
         for one in error.errors()
@@ -85,20 +128,31 @@ def _invalid_request(request: Request, error: Exception) -> JSONResponse:
     return _problem(request, 422, "invalid-request", detail, errors=errors)
 
 
-def _internal_error(request: Request, _: Exception) -> JSONResponse:
-    """The traceback is in the log of the server, where Starlette sends the exception on to."""
-    return _problem(request, 500, "", "something went wrong here; the log of the server says what")
-
-
 def _problem(
     request: Request, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None, **more: Any
-) -> JSONResponse:
+) -> Response:
+    title = HTTPStatus(status).phrase
+    page: ErrorPage | None = getattr(request.app.state, "error_page", None)
+    if page and _wants_page(request):
+        response = page(request, status, title, detail, more.get("hint", ""))
+        response.headers.update(headers or {})
+        return response
     problem = {
         "type": f"urn:kb:problem:{kind}" if kind else "about:blank",
-        "title": HTTPStatus(status).phrase,
+        "title": title,
         "status": status,
         "detail": detail,
         "instance": quote(request.url.path),
         **{name: value for name, value in more.items() if value},
     }
     return JSONResponse(problem, status, headers, MEDIA_TYPE)
+
+
+def _wants_page(request: Request) -> bool:
+    if request.url.path.startswith(MACHINES):
+        return False
+    return preferred(request.headers.get("accept", "*/*"), (MEDIA_TYPE, "text/html")) == "text/html"
+
+
+def _id(request: Request) -> str:
+    return str(request.scope.get("state", {}).get("id", ""))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, WrapSerializer
+from pydantic import BaseModel, ConfigDict, Field, WrapSerializer
 
 from kb.entry import FrontMatter
 from kb.hit import Hit, asked
+from kb.shared_report import LINE, EntryId, Word
 
 ID = "checkpoint-save-allgather-timeout"
 TITLE = "All-gather times out while a sharded model is saved"
@@ -71,19 +72,14 @@ HIT: dict[str, Any] = {
     "snippet": "ALLGATHER timeout save",
     "why": WHY,
 }
-REPORT: dict[str, Any] = {
-    "id": ID,
-    "title": TITLE,
-    "verdict": "verified",
-    "reason": "the control arm failed with the entry's signature, the treatment arm completed",
-    "fidelity": "cpu",
-    "started_at": "2026-03-01T08:30:00+00:00",
-    "duration_s": 9.4,
-    "entry_digest": "5f0c…",
-    "probe_digest": "91ab…",
-    "kb_version": "0.1.0",
-    "earlier_wording": False,
+FEEDBACK: dict[str, Any] = {
+    "entry": ID,
+    "helped": True,
+    "gpu": "NVIDIA H100 80GB HBM3",
+    "torch": "2.7.0",
+    "comment": "",
 }
+COUNT: dict[str, Any] = {"entry": ID, "gpu": "NVIDIA H100 80GB HBM3", "helped": 4, "not_helped": 1}
 
 
 # Without the members that were not asked for. A lambda: the annotation of a function would be the schema of the hit.
@@ -93,15 +89,20 @@ AskedHit = Annotated[Hit, WrapSerializer(lambda hit, dump: asked(dump(hit)))]
 class SearchResult(BaseModel):
     """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
 
-    A hit has `why` only when that was asked for, and never `applicability`: the versions here are not the reader's.
+    A hit has `why` only when that was asked for, `verified_on` when its fix was verified on hardware like that which
+    the question names, and never `applicability`: the versions here are not the reader's. `answered` is false when even
+    the best hit has but some words in common with the question: then say that nothing is known of it.
     """
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None}]}
+        json_schema_extra={
+            "examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None, "answered": True}]
+        }
     )
     query: str
     hits: tuple[AskedHit, ...]
     did_you_mean: str | None
+    answered: bool
 
 
 class Summary(BaseModel):
@@ -121,10 +122,11 @@ class Summary(BaseModel):
 
 
 class EntryList(BaseModel):
-    """Entries by id."""
+    """Entries by id; `next` is the cursor to the rest, null at the end."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"entries": [SUMMARY]}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"entries": [SUMMARY], "next": None}]})
     entries: list[Summary]
+    next: str | None
 
 
 class EntryDocument(FrontMatter):
@@ -141,32 +143,32 @@ class EntryDocument(FrontMatter):
     hardware: str | None
 
 
-class ReportDocument(BaseModel):
-    """The record of one verification, as `kb verify --json` printed it; more members than are named here.
+class FeedbackDocument(BaseModel):
+    """Whether an entry helped, on which GPU and torch. Unknown members are refused."""
 
-    `earlier_wording`: another wording of the entry was judged than the one served here.
-    """
-
-    model_config = ConfigDict(extra="allow")
-    id: str
-    title: str
-    verdict: str
-    reason: str
-    fidelity: str
-    started_at: str
-    duration_s: float
-    entry_digest: str
-    probe_digest: str
-    kb_version: str
-    earlier_wording: bool | None
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [FEEDBACK]})
+    entry: EntryId
+    helped: Annotated[bool, Field(strict=True)]
+    gpu: Word = ""
+    torch: Word = ""
+    comment: str = Field("", max_length=LINE, description="What helped, or what did not.")
 
 
-class ReportList(BaseModel):
-    """Reports of one entry, newest first."""
+class FeedbackCount(BaseModel):
+    """How often an entry helped on one kind of GPU; `gpu` is empty where nobody said."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"id": ID, "reports": [REPORT]}]})
-    id: str
-    reports: list[ReportDocument]
+    entry: str
+    gpu: str
+    helped: int
+    not_helped: int
+
+
+class FeedbackPage(BaseModel):
+    """Counts by entry; `next` is the cursor to the rest, null at the end."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"feedback": [COUNT], "next": None}]})
+    feedback: tuple[FeedbackCount, ...]
+    next: str | None
 
 
 class Health(BaseModel):

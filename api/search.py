@@ -1,48 +1,27 @@
-"""GET /v1/search: the entries that answer a question or a pasted log line."""
+"""GET and POST /v1/search: the entries that answer a question or a pasted log line."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
-from fastapi import APIRouter, Query
-from pydantic import AfterValidator
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
 
-from kb.filter import Filter
-from kb.query import LONGEST_TEXT
-from kb.search import MOST_HITS
+from kb.hit import Answer
 
+from .answers import LastAnswers, Sent, answer
 from .content import Loaded
 from .problems import documented
+from .questions import SearchQuestion
+from .representation import CACHING, represent
 from .schemas import SearchResult
+from .unanswered import count
+
+JSON = "application/json"
+LONGEST_ECHO = 1000  # characters of a question that its answer repeats
 
 router = APIRouter(prefix="/v1", tags=["search"])
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("the query is empty")
-    return text
-
-
-Question = Annotated[
-    str,
-    Query(
-        max_length=LONGEST_TEXT,
-        description="Words or an error, English or Chinese; no operators.",
-        examples=["ALLGATHER timeout save"],
-    ),
-    AfterValidator(_not_blank),
-]
-Limit = Annotated[int, Query(ge=1, le=MOST_HITS, description="At most this many hits.")]
-Tags = Annotated[list[str] | None, Query(description="Only entries with this tag; repeated: with all of them.")]
-Frameworks = Annotated[
-    list[str] | None, Query(description="Only entries about this package or framework; repeated: about any of them.")
-]
-Statuses = Annotated[
-    list[str] | None,
-    Query(description="Only entries of this status: confirmed, reported, disputed; repeated: of any of them."),
-]
-Why = Annotated[bool, Query(description="Say of each hit what its score is made of.")]
 
 
 @router.get(
@@ -50,20 +29,50 @@ Why = Annotated[bool, Query(description="Say of each hit what its score is made 
     operation_id="search",
     summary="Find the entry for a failure",
     response_model=SearchResult,
-    responses=documented(422, 503),
+    responses={**CACHING, **documented(422, 503)},
 )
 async def search(
-    content: Loaded,
-    q: Question,
-    limit: Limit = 5,
-    tag: Tags = None,
-    framework: Frameworks = None,
-    status: Statuses = None,
-    why: Why = False,
-) -> SearchResult:
+    request: Request, content: Loaded, answers: LastAnswers, question: Annotated[SearchQuestion, Query()]
+) -> Response:
     """Paste an error or describe it. Every hit says which words matched; no hit is an empty list, not an error.
 
-    A filter takes hits away and changes no score; one that no entry can pass is an error that names the nearest.
+    A filter takes hits away and changes no score; one that no entry can pass is an error that names the nearest. With
+    `gpu` or `torch` those of the good hits come first whose fix was verified on such hardware, and say so. A question
+    that is not `answered` is counted among the gaps, without names and secrets.
     """
-    answer = await content.search(q, limit, Filter.of(tag, framework, status), explain=why)
-    return SearchResult(query=q[:1000], hits=answer.hits, did_you_mean=answer.did_you_mean or None)
+    body = await _sent(request, content, answers, question)
+    return represent(body, JSON, request.headers.get("if-none-match", ""))
+
+
+@router.post(
+    "/search",
+    operation_id="searchText",
+    summary="Find the entry for a long text",
+    response_model=SearchResult,
+    responses=documented(422, 503),
+)
+async def search_text(request: Request, content: Loaded, answers: LastAnswers, question: SearchQuestion) -> Response:
+    """The answer of `search`, to a question in a body: for a text that is too long for an address."""
+    return Response(await _sent(request, content, answers, question), media_type=JSON)
+
+
+async def _sent(request: Request, content: Loaded, answers: LastAnswers, question: SearchQuestion) -> bytes:
+    snapshot = request.app.state.snapshot
+    key = f"search {snapshot.reports if question.here else 0} {question.model_dump_json()}"
+    sent = answers.get(content, key)
+    if sent is None:
+        sent = _body(await answer(content, snapshot, question))
+        answers.put(content, key, sent)
+    count(request, "" if question.only else question.q, sent)
+    return sent.body
+
+
+def _body(found: Answer) -> Sent:
+    document = {
+        "query": found.query[:LONGEST_ECHO],
+        "hits": [hit.to_json() for hit in found.hits],
+        "did_you_mean": found.did_you_mean or None,
+        "answered": found.answered,
+    }
+    body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    return Sent(body, found.answered, found.hits[0].id if found.hits else "")

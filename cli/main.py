@@ -39,6 +39,8 @@ COMMANDS = {
     "env": ("env", "Show this machine."),
     "history": ("history", "Show earlier verifications."),
     "serve": ("serve", "Serve search and entries over HTTP."),
+    "key": ("key", "Make, list and revoke API keys of a service."),
+    "mcp": ("mcp", "Serve the tools for a language model over stdio."),
     "graph": ("graph", "Show what leads to an incident, and to what it leads."),
     "redact": ("redact", "Hide secrets, people and machines in a log."),
     "new": ("new", "Write the files of a new incident."),
@@ -62,7 +64,11 @@ def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
     built.callback()(kb)
     for name in names:
         module, short_help = COMMANDS[name]
-        built.command(name, short_help=short_help)(getattr(import_module(f".{module}", __package__), module))
+        found = getattr(import_module(f".{module}", __package__), module)
+        if isinstance(found, typer.Typer):
+            built.add_typer(found, name=name, short_help=short_help)
+        else:
+            built.command(name, short_help=short_help)(found)
     return built
 
 

@@ -65,7 +65,14 @@ def search(
         answer = find(index, text, limit, only=only, installed=installed, explain=why)
     if as_json:
         hits = [hit.to_json() for hit in answer.hits]
-        emit("search", query=text[:1000], hits=hits, did_you_mean=answer.did_you_mean or None, problems=index.problems)
+        emit(
+            "search",
+            query=text[:1000],
+            hits=hits,
+            did_you_mean=answer.did_you_mean or None,
+            answered=answer.answered,
+            problems=index.problems,
+        )
     else:
         _print(answer, in_chinese=bool(CHINESE.search(text)))
     return 0 if answer.hits else 1

@@ -1,17 +1,24 @@
-"""`kb serve`: the REST API on this machine."""
+"""`kb serve`: the service on this machine."""
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from ipaddress import ip_address
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kb import root
-from kb.errors import UsageError
-from kb.root import Root
+from kb.errors import StoreUnavailable, UsageError
 
 from .output import RootOption, notice
 
@@ -19,59 +26,26 @@ if TYPE_CHECKING:
     import uvicorn
 
 APPLICATION, SETTINGS = "kb.api.app:create_app", "kb.api.settings:Settings"
-LONGEST_REQUEST = 128 << 10  # bytes of a request line: the longest query in Chinese is 72 kB when it is quoted
+CONNECTION, LOGGING = "kb.api.connection:Connection", "kb.api.logs:configuration"
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pythonjsonlogger", "jinja2", "nh3")  # of gpu-kb[server]
+LONGEST_REQUEST = 128 << 10  # bytes of a head: the longest query in Chinese is 72 kB when it is quoted
 GRACE_S = 5
+UNREAD_S = 30  # how long a client may leave an answer unread before the kernel gives it up
+SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def serve(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Beyond loopback anyone there can read.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Beyond loopback everybody needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that answer; one that dies is replaced.")] = 1,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let everybody who reaches it read without a key.")] = False,
     roots: RootOption = None,
 ) -> int:
-    """Serve search, entries and reports as JSON until Ctrl-C. Needs gpu-kb[server]."""
-    server = _server(root.configured(tuple(roots or ())))
+    """Serve pages, REST and MCP until Ctrl-C. Needs gpu-kb[server]."""
     with _listen(host, port) as listener:
         address, number = listener.getsockname()[:2]
-        if not ip_address(address.partition("%")[0]).is_loopback:
-            notice(f"warning: whoever reaches {address} can read every entry and report; there is no authentication")
+        config = _config(address, insecure=insecure, roots=root.configured(tuple(roots or ())))
         notice(f"serving on http://{f'[{address}]' if ':' in address else address}:{number} (Ctrl-C ends it)")
-        server.run(sockets=[listener])
+        _allow_many_connections()
+        _run(config, listener, workers)
     return 0
-
-
-def _server(roots: tuple[Root, ...]) -> uvicorn.Server:
-    """The app by its name, since no shell imports another one. Raises `UsageError` without the extra."""
-    try:
-        import uvicorn
-
-        app = resolve_name(APPLICATION)(resolve_name(SETTINGS)(roots=roots))
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "uvicorn"):
-            raise
-        raise UsageError(
-            f"`kb serve` needs {error.name}, which is not installed here", "pip install 'gpu-kb[server]'"
-        ) from None
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,  # a query may be a pasted log with names in it
-            h11_max_incomplete_event_size=LONGEST_REQUEST,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `UsageError` for an address that cannot be taken."""
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        message = f"cannot listen on {host}, port {port}: {error.strerror or error}"
-        raise UsageError(message, "choose another with --port, or --port 0") from None
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which this one does not;
-    # without it every answer waits 40 ms for an acknowledgement.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,3 +82,11 @@ def nearest(word: str, words: Iterable[str]) -> tuple[str, ...]:
     words = list(words)
     close = difflib.get_close_matches(word.lower().replace("_", "-"), words, n=3, cutoff=0.5)
     return tuple(close) or tuple(w for w in words if word.lower() in w)[:3]
+
+
+def file_digest(path: Path | None) -> str:
+    """sha256 of a file, as reports carry it of probes; "" when there is none or it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""

@@ -83,7 +83,7 @@ def store() -> Finding:
     try:
         with Database.open() as database:
             reports.save(database, [])
-            return Finding("store", True, f"writable, {database.path}")
+            return Finding("store", True, f"writable, {database.name}")
     except KbError as error:
         return Finding("store", False, error.message, error.hint)
 

@@ -10,7 +10,10 @@
     ├── LaunchError             5   the harness itself could not start or watch an arm
     ├── DeadlineExceeded      124   the overall `--timeout` of a command ran out
     ├── IndexUnavailable        5   the search index can neither be read nor built
-    └── StoreUnavailable        5   the store of reports can neither be read nor written
+    ├── StoreUnavailable        5   the store of reports can neither be read nor written
+    ├── KeyNeeded               2   the service does not know who asks: no key, or one that it does not accept
+    ├── NotAllowed              2   the service knows who asks, and they may not do this
+    └── TooManyRequests         5   who asks has asked too often; carries the seconds to wait
 
 Foreign exceptions are turned into one of these at the border where they occur: YAML and pydantic in
 `kb.markdown`, Whoosh in `kb.index`, SQLAlchemy in `kb.store.database`, OSError where a process is started.
@@ -96,3 +99,23 @@ class IndexUnavailable(KbError):
 
 class StoreUnavailable(KbError):
     """The store of reports can neither be read nor written."""
+
+
+class KeyNeeded(KbError):
+    """The service does not know who asks: there is no key, or it is unknown, wrong or revoked. It never says which."""
+
+    exit_code = 2
+
+
+class NotAllowed(KbError):
+    """The service knows who asks, and the scope of their key or the page they come from does not allow this."""
+
+    exit_code = 2
+
+
+class TooManyRequests(KbError):
+    """Who asks has asked more often than they may; in `retry_s` seconds the next request is answered."""
+
+    def __init__(self, retry_s: float) -> None:
+        super().__init__("too many requests", f"ask again in {retry_s:.0f} s")
+        self.retry_s = retry_s

@@ -141,5 +141,5 @@ class _Pool:
 def _read_run(file: IO[bytes]) -> Iterator[tuple[bytes, Term]]:
     with suppress(EOFError):
         while True:
-            term, numbers, weights, places = marshal.load(file)  # noqa: S302  # we wrote it a moment ago
+            term, numbers, weights, places = marshal.load(file)  # noqa: S302  # we wrote it a moment ago  # nosec B302
             yield term, (array("I", numbers), array("f", weights), places)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kb.applies import Applicability, State, Versions, applicability
 from kb.explanation import Explanation, Factor, phrase
 from kb.filter import Filter
-from kb.hit import Answer, Hit, snippet
+from kb.hit import Answer, Hit, is_good, snippet
 from kb.index import Index
 from kb.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept, concepts
 from kb.signature import find
@@ -44,9 +44,12 @@ class _Scored(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """What a question gives each document, in parts and in total. `signatures` are (role, pattern) per entry id."""
+    """What a question gives each document, in parts and in total. `signatures` are (role, pattern) per entry id;
+    `unknown` is how many of its concepts no document has.
+    """
 
     concepts: list[_Scored]
+    unknown: int
     coverage: dict[int, float]
     signatures: dict[str, tuple[str, str]]
     lifts: dict[int, float]
@@ -83,7 +86,7 @@ def search(
         hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
         hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
-    return Answer(text, tuple(hits), did_you_mean)
+    return Answer(text, tuple(hits), did_you_mean, _is_answered(index, scoring, admitted))
 
 
 def likeness(index: Index, text: str) -> dict[str, float]:
@@ -102,7 +105,18 @@ def _scoring(index: Index, asked: list[Concept], text: str, passing: frozenset[i
     lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
     for number, lift in lifts.items():
         totals[number] = totals.get(number, 0.0) + lift
-    return _Scoring(scored, coverage, signatures, lifts, totals)
+    unknown = min(len(asked), MOST_CONCEPTS) - len(scored)
+    return _Scoring(scored, unknown, coverage, signatures, lifts, totals)
+
+
+def _is_answered(index: Index, scoring: _Scoring, admitted: Collection[int]) -> bool:
+    best = next(iter(_best(scoring.totals, admitted, 1)), None)
+    if best is None or best in scoring.lifts:
+        return best is not None
+    rarest = index.idf("")
+    asked = sum(one.idf for one in scoring.concepts) + max(0, scoring.unknown) * rarest
+    covered = sum(one.idf for one in scoring.concepts if best in one.scores)
+    return is_good(scoring.totals[best] / (rarest * MOST_PER_IDF), covered / asked)
 
 
 def _score(index: Index, concept: Concept, among: frozenset[int] | None) -> _Scored:

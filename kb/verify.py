@@ -7,15 +7,14 @@ command that called it does.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Protocol
 
+from kb.catalog import file_digest
 from kb.check import run_check
 from kb.counts import judge_repeats, majority
 from kb.entry import Role
@@ -114,7 +113,7 @@ class _Worker:
             title=plan.entry.meta.title,
             judgement=Judgement(Verdict.INCONCLUSIVE, "nothing ran"),
             entry_digest=plan.entry.digest,
-            probe_digest=_digest(plan.probe_file),
+            probe_digest=file_digest(plan.probe_file),
             started_at=started,
             duration_s=0.0,
             environment=self.environment,
@@ -235,10 +234,3 @@ def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...]) -
     if finding.state == "clear":
         return Judgement(Verdict.CLEAR, "the check found nothing", told)
     return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (told, reasons))))
-
-
-def _digest(path: Path | None) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
-    except OSError:
-        return ""

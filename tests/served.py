@@ -46,7 +46,8 @@ class InProcess(httpx.BaseTransport):
         if not isinstance(request.stream, httpx.AsyncByteStream):  # a body that is made while it is sent
             request.stream = Pieces(request.stream)
         answer = await transport.handle_async_request(request)
-        return httpx.Response(answer.status_code, headers=answer.headers, content=await answer.aread())
+        packed = b"".join([piece async for piece in answer.aiter_raw()])
+        return httpx.Response(answer.status_code, headers=answer.headers, content=packed)
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def serve(app: FastAPI) -> Iterator[httpx.Client]:
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(app.router.lifespan_context(app)),
-        httpx.Client(transport=InProcess(app, portal), base_url="http://kb.test") as client,
+        httpx.Client(transport=InProcess(app, portal), base_url="http://localhost") as client,
     ):
         yield client
 

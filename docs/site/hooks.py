@@ -6,26 +6,17 @@ contents and its search, and what stands under them as HTML.
 
 from __future__ import annotations
 
-import re
-import sys
 from html import escape
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-import picture
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from kb import catalog, hardware, root
+from kb import catalog, hardware, picture, root
 from kb.catalog import Catalog
 from kb.entry import SECTIONS, Entry
 from kb.graph import Graph, graph
-from kb.markdown import markdown_parser
-
-MARK = re.compile(r"\[(source|thread|claimed) (\d+)\]")
-BARE_MARK = re.compile(r"\[(probe|inferred)\]")
-CODE = re.compile(r"<code>([a-z0-9]+(?:-[a-z0-9]+)+)</code>")
+from kb.rendering import rendered
 
 WIDE = "---\nhide: [navigation, toc]\n---\n"
 
@@ -38,6 +29,8 @@ STYLE = """\
 .graph path { fill: none; stroke: var(--md-default-fg-color--light); }
 .graph path.masks { stroke-dasharray: 4 3; }
 .graph marker path { fill: var(--md-default-fg-color--light); stroke: none; }
+.look-alike { margin: 0; }
+.look-alike figcaption { color: var(--md-default-fg-color--light); font-size: 80%; text-align: left; }
 .grade { color: var(--md-default-fg-color--light); font-size: 80%; }
 """
 
@@ -62,18 +55,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[hardware.Proof, ...]) -> str:
+    def address(one: str) -> str:
+        return f"../{one}/" if one in found.entries else ""
+
     meta = entry.meta
     facts = [f"`{entry.id}`", meta.status.value, meta.severity.value, *(f"#{tag}" for tag in meta.tags)]
     parts = [
         f"---\ntitle: {_yaml(meta.title)}\nhide: [navigation]\n---\n",
         f"# {meta.title}\n\n{' · '.join(facts)}\n",
         html(f"<p>{escape(meta.title_zh)} · <a href='#_1'>中文</a></p>"),
-        html(picture.neighbourhood(links, entry.id, lambda one: f"../{one}/")),
+        html(picture.neighbourhood(links, entry.id, address)),
     ]
     for heading in SECTIONS:
         if heading == "中文":
             parts += ["## Verdicts\n", verdicts(entry, found, known)]
-        parts += [f"## {heading}\n", html(rendered(entry.section(heading), found))]
+        parts += [f"## {heading}\n", html(rendered(entry.section(heading), address))]
     parts += ["## References\n", html(references(entry))]
     return "\n".join(parts)
 
@@ -86,19 +82,6 @@ def verdicts(entry: Entry, found: Catalog, known: tuple[hardware.Proof, ...]) ->
         return f"{told}\n{standing}\n" if standing else told
     rows = [f"| {one.machine} | {one.verdict} | {one.day} |" for one in known]
     return f"{told}\n| machine | verdict | day |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
-
-
-def rendered(text: str, found: Catalog) -> str:
-    """A section as HTML: marks lead to their references, ids of entries to their pages."""
-    made: str = markdown_parser().render(text)
-    made = MARK.sub(r'<a class="grade" href="#ref-\2">[\1 \2]</a>', made)
-    made = BARE_MARK.sub(r'<span class="grade">[\1]</span>', made)
-
-    def link(match: re.Match[str]) -> str:
-        is_entry = match[1] in found.entries
-        return f'<a href="../{match[1]}/">{match[0]}</a>' if is_entry else match[0]
-
-    return CODE.sub(link, made)
 
 
 def references(entry: Entry) -> str:

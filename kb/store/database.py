@@ -1,64 +1,55 @@
-"""The database behind the store: one SQLite file that `kb verify` writes and that `kb history` and the API read.
+"""The store: one SQLite file that `kb verify` writes and `kb history` reads, or what the replicas of a service share.
 
-A save is one transaction, so that a killed process leaves all of its reports or none. A file that is not
-ours, is damaged, or comes from a newer kb is refused and never written to.
+A write is one transaction, so that a killed process leaves all of it or none, and so is the migration that may come
+before it. A database that is not ours, is damaged, or comes from a newer kb is refused and never written to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from sqlmodel import Session, SQLModel
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlmodel import Session
 
-from kb.errors import StoreUnavailable
-from kb.places import data_home
-from kb.store import tables  # noqa: F401 - declares them
+from kb.errors import StoreUnavailable, UsageError
+from kb.store.place import Place
+from kb.store.postgresql import PostgresqlDatabase
+from kb.store.schema import SCHEMA, upgrade
+from kb.store.sqlite import SqliteFile, default_path
 
-APPLICATION = 0x6B625250  # "kbRP" in the header of the file tells it from another program's database
-SCHEMA = 1
-BUSY_S = 10.0  # how long a writer waits for another one; a save takes milliseconds
-NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "panfs", "weka", "9p", "fuse")
-HINTS = {
-    "SQLITE_BUSY": "another process holds it; try again",
-    "SQLITE_CORRUPT": "it is left as it is: move it away and a new one is begun",
-    "SQLITE_NOTADB": "it is left as it is: move it away and a new one is begun",
-}
-ELSEWHERE = "set XDG_DATA_HOME to a directory that you can write to and that has space left"
-
-
-def default_path() -> Path:
-    """Where the reports of this user are kept."""
-    return data_home() / "reports.db"
+FORMS = "postgresql://user:password@host/database, sqlite:////absolute/path, or the path of a file"
 
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """Where kb keeps things. Every method raises `StoreUnavailable` and nothing else.
+    """Where kb keeps things. Every method but `open` raises `StoreUnavailable` and nothing else.
 
-    Opening touches no file: the first save makes it, and reading one that does not exist finds nothing.
-    Safe to share between threads; any number of processes may use one file.
+    Opening touches nothing: the first write makes a file and its tables, and reading where nothing was ever kept
+    finds nothing. Safe to share between threads; any number of processes may use one database.
     """
 
-    path: Path
-    _engine: Engine = field(repr=False)
+    place: Place
 
     @classmethod
-    def open(cls, path: Path | None = None) -> Self:
-        """The store in a file, by default the user's own."""
-        path = (path or default_path()).absolute()
-        url = URL.create("sqlite", database=str(path))
-        # isolation_level None: the driver begins no transaction of its own, `_begin` does.
-        arguments = {"timeout": BUSY_S, "isolation_level": None}
-        return cls(path, create_engine(url, poolclass=NullPool, connect_args=arguments))
+    def open(cls, where: str | Path | None = None) -> Self:
+        """The store in a file or behind a URL, by default the user's own file.
+
+        Raises `UsageError` for a URL of another kind, and for PostgreSQL without its driver.
+        """
+        return cls(_place(where or default_path()))
+
+    @property
+    def name(self) -> str:
+        """For messages: the path of the file, or the URL without user and password."""
+        return self.place.name
 
     def close(self) -> None:
-        self._engine.dispose()
+        self.place.engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -69,91 +60,79 @@ class Database:
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A transaction: what is added in it is kept as a whole, or on an error not at all."""
-        with _border(self.path, "written"):
-            _make_directory(self.path.parent)
-            with Session(self._engine) as session:
-                connection = _begin(session, "IMMEDIATE")
-                if _admit(connection, self.path):
-                    _create(connection)
+        with self._border("written"):
+            self.place.make_room()
+            with Session(self.place.engine, expire_on_commit=False) as session:
+                self._begin_writing(session)
                 yield session
                 session.commit()
-                _set_journal(session.connection(), self.path)
+                self.place.settle(session.connection())
 
     @contextmanager
     def reading(self) -> Iterator[Session | None]:
-        """A transaction that only reads; None when nothing was ever kept: reading makes no file."""
-        with _border(self.path, "read"):
-            if not self.path.exists():
+        """A transaction that only reads; None when nothing was ever kept: reading makes nothing."""
+        with self._border("read"):
+            if not self.place.exists():
                 yield None
                 return
-            with Session(self._engine) as session:
-                is_empty = _admit(_begin(session, "DEFERRED"), self.path)
-                yield None if is_empty else session
+            with Session(self.place.engine) as session:
+                yield session if self._begin_reading(session) else None
 
+    def prepare(self) -> None:
+        """Bring the schema up to date. Any number of processes may do so at once."""
+        with self.writing():
+            pass
 
-def journal_mode(path: Path, mounts: str) -> str:
-    """WAL, but not on a network filesystem: there its shared memory is not shared (sqlite.org/wal.html).
+    def ping(self) -> None:
+        """Raises when it cannot be reached."""
+        with self.reading():
+            pass
 
-    `mounts` is the text of /proc/mounts.
-    """
-    kinds = {Path(words[1]): words[2] for words in map(str.split, mounts.splitlines()) if len(words) > 2}
-    kind = next((kinds[parent] for parent in path.parents if parent in kinds), "")
-    return "DELETE" if kind.startswith(NETWORK) else "WAL"
+    def _begin_writing(self, session: Session) -> None:
+        connection = session.connection()
+        if self._known(self.place.begin(connection, is_writing=True)) == SCHEMA:
+            return
+        found = self._known(self.place.hold(connection))  # by now another process may have done it
+        if found < SCHEMA:
+            upgrade(connection, found)
+            self.place.mark(connection, SCHEMA)
 
+    def _begin_reading(self, session: Session) -> int:
+        """The number of the schema, which is today's, or 0 in an empty database."""
+        found = self._known(self.place.begin(session.connection(), is_writing=False))
+        if not 0 < found < SCHEMA:
+            return found
+        session.rollback()
+        self.prepare()
+        return self.place.begin(session.connection(), is_writing=False)
 
-def _mounts() -> str:
-    file = Path("/proc/mounts")
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _make_directory(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory == default_path().parent:
-        directory.chmod(0o700)
-
-
-def _begin(session: Session, kind: str) -> Connection:
-    """A transaction in which the header and the rows are of one moment; IMMEDIATE takes the write lock first."""
-    connection = session.connection()
-    connection.exec_driver_sql(f"BEGIN {kind}")
-    return connection
-
-
-def _admit(connection: Connection, path: Path) -> bool:
-    """Refuse a database that is not ours or is newer than we are; True when it is still empty."""
-    owner, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
-    if owner == APPLICATION:
-        if version > SCHEMA:
-            message = f"{path} was written by a newer kb: its schema is {version}, this one knows {SCHEMA}"
+    def _known(self, schema: int) -> int:
+        if schema > SCHEMA:
+            message = f"{self.name} was written by a newer kb: its schema is {schema}, this one knows {SCHEMA}"
             raise StoreUnavailable(message, "update kb: pip install --upgrade gpu-kb")
-        return False
-    if owner or version or connection.exec_driver_sql("SELECT count(*) FROM sqlite_master").scalar():
-        raise StoreUnavailable(f"{path} is the database of another program", HINTS["SQLITE_NOTADB"])
-    return True
+        return schema
+
+    @contextmanager
+    def _border(self, verb: str) -> Iterator[None]:
+        """Foreign errors become `StoreUnavailable`; the SQL and its values stay out of the message."""
+        try:
+            yield
+        except (SQLAlchemyError, OSError, ValueError) as error:  # ValueError: a document that is no JSON
+            cause = getattr(error, "orig", None) or error
+            said = (str(cause).splitlines() or [type(cause).__name__])[0]
+            raise StoreUnavailable(f"the store {self.name} cannot be {verb}: {said}", self.place.hint(cause)) from error
 
 
-def _set_journal(connection: Connection, path: Path) -> None:
-    """After a save, so that only a file of ours is switched. When two meet, one switches; that is enough."""
-    with suppress(OperationalError, OSError):
-        connection.exec_driver_sql(f"PRAGMA journal_mode={journal_mode(path.resolve(), _mounts())}")
-
-
-def _create(connection: Connection) -> None:
-    SQLModel.metadata.create_all(connection, tables=[SQLModel.metadata.tables["report"]])
-    connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION}")
-    connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA}")
-
-
-def _pragma(connection: Connection, name: str) -> int:
-    return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
-
-
-@contextmanager
-def _border(path: Path, verb: str) -> Iterator[None]:
-    """Foreign errors become `StoreUnavailable`; the SQL and its values stay out of the message."""
+def _place(where: str | Path) -> Place:
+    if "://" not in str(where):
+        return SqliteFile.at(Path(where))
     try:
-        yield
-    except (SQLAlchemyError, OSError, ValueError) as error:  # ValueError: a document that is no JSON
-        cause = getattr(error, "orig", None) or error
-        hint = HINTS.get(getattr(cause, "sqlite_errorname", ""), ELSEWHERE)
-        raise StoreUnavailable(f"the store of reports {path} cannot be {verb}: {cause}", hint) from error
+        url = make_url(str(where).replace("postgres://", "postgresql://", 1))
+    except (ArgumentError, ValueError):
+        raise UsageError("the URL of the database cannot be read", FORMS) from None
+    kind = url.get_backend_name()
+    if kind == "postgresql":
+        return PostgresqlDatabase.at(url)
+    if kind == "sqlite" and url.database and url.database != ":memory:":
+        return SqliteFile.at(Path(url.database))
+    raise UsageError(f"a database of this kind cannot be used: {kind}", FORMS)

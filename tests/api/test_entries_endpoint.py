@@ -1,18 +1,19 @@
-"""The entries and their reports over HTTP."""
+"""The entries over HTTP: lists in pages, one entry in three forms, and nothing sent twice."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from support import ContentRoot, Kb
 
-from kb.store.database import Database
-from kb.store.reports import history, save
-
 pytest_plugins = ["served"]
+
+Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
 
 
 def ids(client: httpx.Client, **filters: Any) -> list[str]:
@@ -39,9 +40,7 @@ def test_an_entry_is_that_of_the_command_but_for_files_of_this_machine(client: h
     printed = kb("show", "slow-disk", "--json").json
     for name in ("schema", "ok", "probe_file"):
         del printed[name]
-    response = client.get("/v1/entries/slow-disk")
-    assert response.json() == printed
-    assert response.headers["vary"] == "Accept"
+    assert client.get("/v1/entries/slow-disk").json() == printed
 
 
 @pytest.mark.parametrize(
@@ -53,15 +52,15 @@ def test_an_entry_is_that_of_the_command_but_for_files_of_this_machine(client: h
         ("text/markdown;q=0.5, application/json", "application/json"),
         ("application/json;q=0.1, text/markdown;q=0.2", "text/markdown; charset=utf-8"),
         ("application/json;q=0, */*", "text/markdown; charset=utf-8"),
-        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", "application/json"),
+        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", "text/html; charset=utf-8"),
         ("TEXT/MARKDOWN; q=high", "text/markdown; charset=utf-8"),
         ("", "application/json"),
     ],
 )
-def test_accept_chooses_between_json_and_the_file(client: httpx.Client, accept: str, kind: str) -> None:
+def test_accept_chooses_between_json_the_file_and_the_page(client: httpx.Client, accept: str, kind: str) -> None:
     response = client.get("/v1/entries/slow-disk", headers={"Accept": accept})
     assert (response.status_code, response.headers["content-type"]) == (200, kind)
-    assert response.headers["vary"] == "Accept"
+    assert "Accept" in response.headers["vary"].split(", ")
 
 
 def test_markdown_is_the_file_as_it_is_written(client: httpx.Client, entries: ContentRoot) -> None:
@@ -69,66 +68,67 @@ def test_markdown_is_the_file_as_it_is_written(client: httpx.Client, entries: Co
     assert response.content == (entries.path / "entries" / "slow-disk.md").read_bytes()
 
 
-@pytest.mark.parametrize("accept", ["image/png", "application/json;q=0, text/markdown;q=0", "text/html"])
+def test_the_page_has_the_title_and_is_in_the_language_of_the_reader(client: httpx.Client) -> None:
+    pages = {
+        language: client.get("/v1/entries/slow-disk", headers={"Accept": "text/html", "Accept-Language": language})
+        for language in ("en", "zh-CN")
+    }
+    assert "The disk is slow" in pages["en"].text
+    assert "不要弄坏" in pages["zh-CN"].text
+    assert pages["en"].headers["etag"] != pages["zh-CN"].headers["etag"]
+
+
+@pytest.mark.parametrize("accept", ["image/png", "application/json;q=0, text/*;q=0"])
 def test_another_kind_is_not_acceptable(client: httpx.Client, accept: str) -> None:
     response = client.get("/v1/entries/slow-disk", headers={"Accept": accept})
     assert response.status_code == 406
-    assert response.headers["vary"] == "Accept"
+    assert "Accept" in response.headers["vary"]
     assert "text/markdown" in response.json()["detail"]
 
 
-def report(entry_id: str, digest: str, started_at: str) -> dict[str, Any]:
-    return {
-        "id": entry_id,
-        "title": "A title",
-        "verdict": "verified",
-        "reason": "because",
-        "fidelity": "cpu",
-        "started_at": started_at,
-        "duration_s": 1.0,
-        "entry_digest": digest,
-        "probe_digest": "",
-        "kb_version": "0.1.0",
-        "arms": {"control": {"kind": "raised"}},
-    }
+@pytest.mark.parametrize("path", ["/v1/entries", "/v1/entries/slow-disk"])
+def test_what_the_client_has_is_not_sent_again(client: httpx.Client, path: str) -> None:
+    first = client.get(path)
+    tag = first.headers["etag"]
+    assert tag.startswith('"')
+    for sent in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        again = client.get(path, headers={"If-None-Match": sent})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+    for sent in ('"other"', tag.strip('"'), ""):
+        assert client.get(path, headers={"If-None-Match": sent}).content == first.content
+    assert first.headers["cache-control"] == "private, max-age=0, must-revalidate"
 
 
-def test_reports_come_newest_first_with_their_wording_judged(client: httpx.Client, store_path: Path) -> None:
-    digest = client.get("/v1/entries/slow-disk").json()["digest"]
-    now = report("slow-disk", digest, "2026-03-02T00:00:00+00:00")
-    earlier = report("slow-disk", "another", "2026-03-01T00:00:00+00:00")
-    save(Database.open(store_path), [now, earlier, report("broken-thing", "", "2026-03-03T00:00:00+00:00")])
-    found = client.get("/v1/entries/slow-disk/reports").json()
-    assert found == {
-        "id": "slow-disk",
-        "reports": [{**now, "earlier_wording": False}, {**earlier, "earlier_wording": True}],
-    }
-    assert len(client.get("/v1/entries/slow-disk/reports", params={"limit": 1}).json()["reports"]) == 1
+def test_each_form_has_a_tag_of_its_own(client: httpx.Client) -> None:
+    kinds = ("application/json", "text/markdown", "text/html")
+    tags = {client.get("/v1/entries/slow-disk", headers={"Accept": kind}).headers["etag"] for kind in kinds}
+    assert len(tags) == 3
 
 
-def test_an_entry_never_verified_has_no_reports_and_no_store_is_made(client: httpx.Client, store_path: Path) -> None:
-    assert client.get("/v1/entries/slow-disk/reports").json() == {"id": "slow-disk", "reports": []}
-    assert not store_path.parent.exists()
+def test_the_tag_changes_with_the_entry(app: FastAPI, serve: Serve, entries: ContentRoot) -> None:
+    tags = []
+    for title in ("One title", "Another title"):
+        entries.entry("slow-disk", title=title)
+        with serve(app) as client:
+            app.state.loading.result(60)
+            tags.append(client.get("/v1/entries/slow-disk").headers["etag"])
+    assert tags[0] != tags[1]
 
 
-def test_reports_outlive_their_entry(client: httpx.Client, store_path: Path) -> None:
-    save(Database.open(store_path), [report("gone", "x", "2026-03-01T00:00:00+00:00")])
-    (found,) = client.get("/v1/entries/gone/reports").json()["reports"]
-    assert found["earlier_wording"] is None
+def test_a_list_comes_in_pages_that_join_to_the_whole(client: httpx.Client, entries: ContentRoot) -> None:
+    first = client.get("/v1/entries", params={"limit": 1}).json()
+    second = client.get("/v1/entries", params={"limit": 1, "cursor": first["next"]}).json()
+    assert [one["id"] for one in first["entries"] + second["entries"]] == ["broken-thing", "slow-disk"]
+    assert second["next"] is None
 
 
-def test_reports_of_an_unknown_entry_are_not_found(client: httpx.Client) -> None:
-    response = client.get("/v1/entries/slow-dsk/reports")
-    assert response.status_code == 404
-    assert response.json()["nearest"][0] == "slow-disk"
+def test_pages_keep_to_the_filters(client: httpx.Client) -> None:
+    first = client.get("/v1/entries", params={"limit": 1, "tag": "storage"}).json()
+    assert ([one["id"] for one in first["entries"]], first["next"]) == (["slow-disk"], None)
 
 
-def test_the_report_of_the_command_arrives(
-    client: httpx.Client, store_path: Path, entries: ContentRoot, kb: Kb
-) -> None:
-    entries.incident("breaks-here")
-    printed = kb("verify", "breaks-here", "--json", XDG_DATA_HOME=str(store_path.parent)).json
-    saved = history(Database.open(store_path.parent / "kb" / "reports.db"), "breaks-here")
-    save(Database.open(store_path), saved)
-    (found,) = client.get("/v1/entries/breaks-here/reports").json()["reports"]
-    assert {**found, "schema": "kb.verify.v1", "ok": True} == {**printed, "earlier_wording": None}
+@pytest.mark.parametrize("cursor", ["", "x", "not a cursor", "AAAAAAAAc2xvdw", "é", "a" * 401, "%00"])
+def test_a_cursor_that_was_never_given_out_is_refused(client: httpx.Client, cursor: str) -> None:
+    response = client.get("/v1/entries", params={"cursor": cursor})
+    assert response.status_code == 422
+    assert "cursor" in response.json()["detail"]

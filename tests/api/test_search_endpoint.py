@@ -77,7 +77,7 @@ def test_clients_at_the_same_time_get_the_answers_of_one_alone(client: httpx.Cli
         async def ask(asked: str) -> tuple[str, object]:
             return asked, (await http.get("/v1/search", params={"q": asked})).json()
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kb.test") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             return await asyncio.gather(*(ask(asked) for asked in questions * 10))
 
     interval = sys.getswitchinterval()

@@ -9,8 +9,9 @@ import pytest
 from support import ContentRoot, Kb
 
 from kb import catalog, root
-from kb.store.database import Database, default_path
+from kb.store.database import Database
 from kb.store.reports import save
+from kb.store.sqlite import default_path
 
 
 def report(entry_id: str, day: int, digest: str = "", verdict: str = "verified") -> dict[str, Any]:

@@ -26,8 +26,10 @@ def neighbourhood(graph: Graph, entry_id: str, url: Callable[[str], str]) -> str
 
 
 def whole(graph: Graph, url: Callable[[str], str]) -> str:
-    """Every entry that has a link, each just to the left of what it brings about, as far as circles allow."""
+    """Every entry that has a link, each left of what it brings about as far as circles allow; "" without links."""
     ids = sorted({one for edge in graph.causes for one in edge})
+    if not ids:
+        return ""
     steps = _steps_to_the_end(ids, graph.causes)
     columns: list[list[str]] = []
     height: dict[str, float] = {}
@@ -102,7 +104,8 @@ def _svg(
     drawn = [_drawn(one, box, url(one), one == here) for one, box in boxes.items()]
     return (
         '<div class="graph">'
-        f'<svg role="img" aria-label="graph of causes" width="{width:.0f}" height="{height:.0f}">'
+        # A group, since an image would hide its links from a screen reader.
+        f'<svg role="group" aria-label="graph of causes" width="{width:.0f}" height="{height:.0f}">'
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0 8 4 0 8z"/></marker></defs>{"".join(lines)}{"".join(drawn)}</svg></div>'
     )

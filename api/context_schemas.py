@@ -1,0 +1,51 @@
+"""The document of a context: claims with where they are from and how they are known, described for OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TEXT = "Gradient clipping spreads it further: it multiplies all gradients by `max_norm / norm`, and the norm is NaN."
+URL = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
+GRADE = "seen in the probe"
+CLAIM: dict[str, Any] = {
+    "entry": "nan-loss",
+    "section": "Root cause",
+    "grade": GRADE,
+    "status": "confirmed",
+    "text": TEXT,
+    "references": [URL],
+}
+CONTEXT = f"{TEXT} [nan-loss § Root cause, {GRADE}; read in source: {URL}]"
+
+
+class ClaimDocument(BaseModel):
+    """One thing that an entry says, in Markdown."""
+
+    entry: str = Field(description="The id of the entry.")
+    section: str = Field(description="Its heading there; of Chinese claims that of the part.")
+    grade: str = Field(
+        description="How it is known: `seen in the probe`, `read in source`, `read in thread`, `claimed` by somebody, "
+        "`inferred`; `stated` by the entry, without saying how."
+    )
+    status: str = Field(description="Of the entry as a whole: confirmed by its probe, reported or disputed.")
+    text: str = Field(description="With its code, if it has some, and without its marks.")
+    references: tuple[str, ...] = Field(description="Where it can be checked.")
+
+
+class ContextDocument(BaseModel):
+    """`context` is the block for the model, `claims` the same piece by piece.
+
+    `truncated`: more claims were found than had room. No claims: no entry answers the question.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"query": "loss is nan", "context": CONTEXT, "claims": [CLAIM], "truncated": True}]
+        }
+    )
+    query: str
+    context: str
+    claims: tuple[ClaimDocument, ...]
+    truncated: bool

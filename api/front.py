@@ -1,0 +1,174 @@
+"""What every request passes: a number, who asks, limits of its body, headers that browsers obey, log and counts.
+
+One ASGI middleware around everything, since each layer costs as much as a small search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .access import Gate, Headers
+from .metrics import Metrics
+from .problems import respond
+
+LOGS = 32 << 20
+MOST_BYTES = {"/v1/diagnose": LOGS, "/diagnose": LOGS, "/mcp": 4 << 20, "/v1/reports": 64 << 10}
+MOST_BYTES_ELSEWHERE = 256 << 10
+BODY_S = 120.0  # in which a body has to arrive
+CLIENT_LEFT = 499  # in the log, as nginx has it
+METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "style-src 'self'",
+        "script-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+SECURITY = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=(), payment=(), usb=()"),
+]
+NOT_KEPT = (b"cache-control", b"no-store")
+
+log = logging.getLogger("kb.requests")
+
+
+class Front:
+    """The middleware. It needs `gate` and `metrics` of the application."""
+
+    def __init__(self, app: ASGIApp, gate: Gate, metrics: Metrics) -> None:
+        self._app = app
+        self._gate = gate
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        started = time.perf_counter()
+        headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+        state["id"], state["caller"] = _request_id(headers), None
+        answer = _Answer(send, state["id"])
+        try:
+            await self._let_in(scope, headers, receive, answer)
+        except Exception as error:
+            if answer.status:  # half of it is sent: the connection has to break, or the rest would be missed by nobody
+                raise
+            await respond(Request(scope, receive), error)(scope, receive, answer.send)
+        finally:
+            self._note(scope, answer, time.perf_counter() - started)
+
+    async def _let_in(self, scope: Scope, headers: Headers, receive: Receive, answer: _Answer) -> None:
+        if b"content-length" in headers or b"transfer-encoding" in headers:
+            receive = _Body(receive, _most_bytes(scope["path"]), headers).receive
+        scope["state"]["caller"] = await self._gate.admit(scope, headers)
+        await self._app(scope, receive, answer.send)
+
+    def _note(self, scope: Scope, answer: _Answer, seconds: float) -> None:
+        """One line and one count. Neither the query nor the body nor a key is in it, nor a path that a client made up."""
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        route, caller, status = _template(scope), scope["state"]["caller"], answer.status or CLIENT_LEFT
+        self._metrics.observe(route, method, status, seconds)
+        if log.isEnabledFor(logging.INFO):
+            fields: dict[str, Any] = {
+                "request_id": answer.request_id,
+                "method": method,
+                "route": route,
+                "status": status,
+                "duration_ms": round(seconds * 1000, 2),
+                "bytes": answer.bytes,
+                "caller": caller.id if caller else "",
+            }
+            log.info("%s %s %d", method, route, status, extra=fields)
+
+
+class _Answer:
+    """Sends an answer on, with the headers that every answer has, and remembers what was sent."""
+
+    __slots__ = ("_send", "bytes", "request_id", "status")
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+        self.bytes = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = message["headers"] = [*message.get("headers", ()), *SECURITY]
+            headers.append((b"x-request-id", self.request_id.encode()))
+            if not any(name == b"cache-control" for name, _ in headers):
+                headers.append(NOT_KEPT)
+        elif message["type"] == "http.response.body":
+            self.bytes += len(message.get("body", b""))
+        await self._send(message)
+
+
+class _Body:
+    """Hands a body on while it is neither too large nor too slow. Raises `HTTPException` (413, 408)."""
+
+    def __init__(self, receive: Receive, most: int, headers: Headers) -> None:
+        self._receive = receive
+        self._most = most
+        self._end = time.monotonic() + BODY_S
+        self._left = most
+        self._is_whole = False
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # who waits on waits for the client to leave
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"}) from None
+        self._is_whole = message["type"] != "http.request" or not message.get("more_body")
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise self._too_large()
+        return message
+
+    def _too_large(self) -> HTTPException:
+        """The rest of the body is not read: the connection ends."""
+        size = f"{self._most >> 20} MB" if self._most >> 20 else f"{self._most >> 10} kB"
+        more = "; `kb diagnose` reads files of any size" if self._most == LOGS else ""
+        return HTTPException(413, f"the body is larger than {size}{more}", {"Connection": "close"})
+
+
+def _request_id(headers: Headers) -> str:
+    """That of the client or proxy where it has a sane form, so that its log and ours can be joined."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _most_bytes(path: str) -> int:
+    return MOST_BYTES.get(path, MOST_BYTES_ELSEWHERE)
+
+
+def _template(scope: Scope) -> str:
+    """/v1/entries/{id}; what is mounted by its folder; `-` for what is nowhere."""
+    route = scope.get("route")
+    path = getattr(route, "path_format", "") or getattr(route, "path", "")
+    return path or "-"

@@ -1,0 +1,87 @@
+"""The lines that a diagnosis rests on, each with the lines around it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kb.diagnose.evidence import LONGEST_SHOWN, Line
+from kb.diagnose.prefix import plain
+
+from .upload import Log
+
+AROUND = 2  # lines on either side
+LONGEST_READ = 4096  # bytes of a line; what comes after is passed over
+
+Texts = Mapping[tuple[str, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a log; `number` counts from 1, 0 for a sentence of ours."""
+
+    number: int
+    text: str
+    rank: int | None
+    is_cited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Lines of one log that follow each other."""
+
+    source: str
+    rows: tuple[Row, ...]
+
+
+def texts(logs: Iterable[Log], lines: Iterable[Line]) -> Texts:
+    """The cited lines and their neighbours by log and number, read again from the logs as far as is needed."""
+    wanted: dict[str, set[int]] = defaultdict(set)
+    for line in lines:
+        if line.number:
+            wanted[line.source].update(range(line.number - AROUND, line.number + AROUND + 1))
+    return {
+        (log.name, number): text for log in logs if log.name in wanted for number, text in _read(log, wanted[log.name])
+    }
+
+
+def _read(log: Log, wanted: set[int]) -> Iterator[tuple[int, str]]:
+    last, number, told = max(wanted), 1, 0
+    with log.stream().open() as stream:
+        while number <= last and (piece := stream.readline(LONGEST_READ)):
+            if number in wanted and told != number:
+                told = number
+                yield number, plain(piece).decode("utf-8", "replace").rstrip()[:LONGEST_SHOWN]
+            number += piece.endswith(b"\n")
+
+
+def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
+    """Lines near each other make one excerpt."""
+    made: list[Excerpt] = []
+    for line in sorted(lines, key=lambda line: (line.source, line.number)):
+        rows = tuple(_rows(line, texts))
+        last = made[-1] if made else None
+        if last and line.number and last.source == line.source and last.rows[-1].number >= rows[0].number - 1:
+            made[-1] = Excerpt(line.source, _joined(last.rows, rows))
+        else:
+            made.append(Excerpt(line.source, rows))
+    return made
+
+
+def _rows(line: Line, texts: Texts) -> Iterator[Row]:
+    for number in range(line.number - AROUND, line.number):
+        if (line.source, number) in texts:
+            yield Row(number, texts[line.source, number], None, False)
+    whole = texts.get((line.source, line.number), "")
+    yield Row(line.number, whole if line.text in whole else line.text, line.rank, True)
+    for number in range(line.number + 1, line.number + AROUND + 1):
+        if (line.source, number) in texts:
+            yield Row(number, texts[line.source, number], None, False)
+
+
+def _joined(first: tuple[Row, ...], second: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Both, each line once: as cited where one of them cites it."""
+    by_number = {row.number: row for row in (*first, *second)}
+    by_number.update((row.number, row) for row in first if row.is_cited)
+    return tuple(by_number[number] for number in sorted(by_number))

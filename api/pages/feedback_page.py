@@ -1,0 +1,40 @@
+"""The form below an entry: did it help?"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Form, Request
+from fastapi.responses import RedirectResponse
+from pydantic import ValidationError
+
+from kb.errors import UsageError
+
+from ..access import Reader
+from ..content import Kept, Loaded
+from ..feedback import post_feedback
+from ..schemas import FeedbackDocument
+from .page import address
+
+router = APIRouter()
+
+
+@router.post("/entries/{entry_id}/feedback")
+def feedback_page(
+    request: Request,
+    content: Loaded,
+    database: Kept,
+    caller: Reader,
+    entry_id: str,
+    helped: Annotated[Literal["yes", "no"], Form()],
+    gpu: Annotated[str, Form()] = "",
+    comment: Annotated[str, Form()] = "",
+    lang: Annotated[str, Form()] = "",
+) -> RedirectResponse:
+    """Keeps it as POST /v1/feedback does, and leads back to the entry."""
+    try:
+        given = FeedbackDocument(entry=entry_id, helped=helped == "yes", gpu=gpu, comment=comment)
+    except ValidationError as error:
+        raise UsageError(f"{error.errors()[0]['loc'][-1]}: {error.errors()[0]['msg']}") from None
+    post_feedback(request, content, database, caller, given)
+    return RedirectResponse(address(f"/entries/{entry_id}", lang=lang, told=helped) + "#feedback", 303)

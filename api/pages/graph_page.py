@@ -1,0 +1,27 @@
+"""`/graph`: which incident leads to which, all of them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from kb import picture
+
+from ..content import Loaded
+from .page import page
+
+router = APIRouter()
+
+
+@router.get("/graph")
+async def graph_page(request: Request, content: Loaded) -> HTMLResponse:
+    links = content.links
+    linked = {one for edge in links.causes for one in edge}
+    return page(
+        request,
+        "graph.html",
+        picture=picture.whole(links, lambda one: f"/entries/{one}"),
+        causes=[(cause, links.consequences_of(cause)) for cause in sorted({cause for cause, _ in links.causes})],
+        alone=sorted(set(links.titles) - linked),
+        titles=links.titles,
+    )

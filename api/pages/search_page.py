@@ -1,0 +1,130 @@
+"""`/`: what this is and what it holds, or the entries that answer a question."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, ValidationError
+
+from kb.entry import Status
+from kb.errors import UsageError
+from kb.filter import STATUSES, Filter
+from kb.hit import Answer
+from kb.query import LONGEST_TEXT
+
+from ..answers import Sent, answer
+from ..content import Content, Loaded
+from ..questions import SearchQuestion
+from ..unanswered import count
+from .highlight import highlighted
+from .page import language, page
+
+SHOWN = 10
+LEAST_GROUP = 3  # entries that make a heading of a tag
+OTHERS = "others"
+EXAMPLES = (
+    "ALLGATHER timeout save",
+    "loss becomes nan after a few hundred steps",
+    "CUDA out of memory only on rank 0",
+    "保存检查点时卡住",
+    "RuntimeError: CUDA error: no kernel image is available for execution on the device",
+)
+
+router = APIRouter()
+
+
+class Asked(BaseModel):
+    """What the form of the page holds. Empty members say nothing."""
+
+    q: str = ""
+    tag: list[str] = []
+    status: str = ""
+    gpu: str = ""
+    torch: str = ""
+    lang: str = ""
+
+    @property
+    def only(self) -> Filter:
+        return Filter.of(self.tag, None, filter(None, [self.status]))
+
+    @property
+    def question(self) -> SearchQuestion:
+        """Raises `ValidationError` for what is too long."""
+        return SearchQuestion(
+            q=self.q[:LONGEST_TEXT],
+            limit=SHOWN,
+            tag=self.tag,
+            framework=None,
+            status=[self.status] if self.status else None,
+            gpu=self.gpu,
+            torch=self.torch,
+            why=False,
+        )
+
+
+@router.get("/")
+async def search_page(request: Request, content: Loaded, asked: Annotated[Asked, Query()]) -> HTMLResponse:
+    asked.tag = [tag for tag in asked.tag if tag]
+    asked.lang = language(request)
+    shown: dict[str, Any] = {"asked": asked, "lang": asked.lang, "statuses": sorted(STATUSES), "problem": None}
+    try:
+        if asked.q.strip():
+            return page(request, "search.html", **shown, **await _answered(request, content, asked.question))
+        return page(request, "home.html", **shown, **_everything(content, asked.only))
+    except ValidationError as error:
+        return _refused(request, shown, UsageError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"))
+    except UsageError as problem:  # a filter that nothing can pass
+        return _refused(request, shown, problem)
+
+
+def _refused(request: Request, shown: dict[str, Any], problem: UsageError) -> HTMLResponse:
+    return page(request, "search.html", 422, **{**shown, "problem": problem}, answer=None, hits=[])
+
+
+async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
+    found = await answer(content, request.app.state.snapshot, question)
+    if request.headers.get("sec-fetch-dest", "document") == "document":  # not a question that is still being typed
+        best = found.hits[0].id if found.hits else ""
+        count(request, "" if question.only else question.q, Sent(b"", found.answered, best))
+    return {"answer": found, "hits": hits(found)}
+
+
+def hits(answer: Answer) -> list[dict[str, Any]]:
+    """As the page shows them: with the words that matched marked in the snippet."""
+    return [{"hit": hit, "snippet": highlighted(hit.snippet, hit.matched)} for hit in answer.hits]
+
+
+def _everything(content: Content, only: Filter) -> dict[str, Any]:
+    """The entries that pass, without a question. Raises `UsageError` for a filter that nothing can pass."""
+    current = [one for one in content.summaries if one["status"] != Status.WITHDRAWN]
+    passing = only.admitted(dict(enumerate(current)))
+    listed = [current[number] for number in sorted(passing)]
+    return {
+        "total": len(current),
+        "listed": listed,
+        "popular": popular(current),
+        "groups": groups(listed),
+        "examples": EXAMPLES,
+    }
+
+
+def popular(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Tags with how many entries have each, most first; the rare ones are found by words."""
+    counts = Counter(tag for one in summaries for tag in one["tags"])
+    return [(tag, count) for tag, count in counts.most_common() if count >= LEAST_GROUP]
+
+
+def groups(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Entries under the tag that they name first; where few do, under the tag of theirs that most name first."""
+    summaries = list(summaries)
+    first = Counter(one["tags"][0] for one in summaries)
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in summaries:
+        own = one["tags"][0]
+        heading = own if first[own] >= LEAST_GROUP else max(one["tags"], key=lambda tag: first[tag])
+        found[heading if first[heading] >= LEAST_GROUP else OTHERS].append(one)
+    return sorted(found.items(), key=lambda item: (item[0] == OTHERS, -len(item[1]), item[0]))

@@ -1,0 +1,45 @@
+"""`/sign-in` and `/sign-out`: a browser that carries a key."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Form, Request
+from fastapi.responses import RedirectResponse, Response
+
+from kb.errors import KeyNeeded
+
+from ..access import sign_in, sign_out
+from .page import page
+
+router = APIRouter()
+
+
+@router.get("/sign-in")
+async def sign_in_form(request: Request, to: str = "/") -> Response:
+    return page(request, "sign_in.html", to=_local(to), problem=None)
+
+
+@router.post("/sign-in")
+async def sign_in_page(
+    request: Request, key: Annotated[str, Form()] = "", to: Annotated[str, Form()] = "/"
+) -> Response:
+    response = RedirectResponse(_local(to), 303)
+    try:
+        await sign_in(response, request, key)
+    except KeyNeeded as problem:
+        return page(request, "sign_in.html", 401, to=_local(to), problem=problem)
+    return response
+
+
+@router.post("/sign-out")
+async def sign_out_page() -> Response:
+    response = RedirectResponse("/sign-in", 303)
+    sign_out(response)
+    return response
+
+
+def _local(to: str) -> str:
+    """A path of this service: nobody is led to another site."""
+    is_local = to.startswith("/") and not to.startswith(("//", "/\\")) and to.isprintable()
+    return to if is_local else "/"

@@ -1,0 +1,75 @@
+"""The logs that a form sends, in memory: nothing of them is written to disk, logged or sent on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+from fastapi import HTTPException, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from kb.diagnose.source import Stream
+from kb.errors import UsageError
+
+from ..diagnose import MOST_BYTES
+
+MOST_FILES = 64  # the logs of so many ranks at once
+LONGEST_NAME = 200
+PASTED = "pasted text"
+HINT = "choose a log, or paste a part of one"
+
+
+class InMemory(MultiPartParser):
+    """Starlette's parser, which keeps on disk what is larger than this. The front refuses a body of that size."""
+
+    spool_max_size = 2 * MOST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One file as it was sent, perhaps compressed. `name` is what its sender calls it, and opens nothing here."""
+
+    name: str
+    data: bytes
+
+    def stream(self) -> Stream:
+        return Stream(self.name, iter((self.data,)))
+
+
+async def received(request: Request) -> list[Log]:
+    """What a form holds. Raises `UsageError` when that is nothing, `HTTPException` for what cannot be read."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise UsageError("this is no form with a log", HINT)
+    parser = InMemory(request.headers, request.stream(), max_files=MOST_FILES, max_fields=8, max_part_size=MOST_BYTES)
+    try:
+        form = await parser.parse()
+    except ClientDisconnect:
+        raise HTTPException(400, "the client left before its log had arrived") from None
+    except MultiPartException as error:
+        raise HTTPException(400, f"the form cannot be read: {error.message}") from None
+    try:
+        found = [log async for log in _logs(form)]
+    finally:
+        await form.close()
+    if not found:
+        raise UsageError("there is no log in this form", HINT)
+    return list(_named_apart(found))
+
+
+async def _logs(form: FormData) -> AsyncIterator[Log]:
+    for value in form.getlist("log"):
+        if isinstance(value, UploadFile) and (data := await value.read()):
+            yield Log((value.filename or "log")[:LONGEST_NAME], data)
+    for value in form.getlist("text"):
+        if isinstance(value, str) and value.strip():
+            yield Log(PASTED, value.encode(errors="replace"))
+
+
+def _named_apart(logs: list[Log]) -> Iterator[Log]:
+    """Evidence names its log: no two may be called alike."""
+    taken: dict[str, int] = {}
+    for log in logs:
+        taken[log.name] = number = taken.get(log.name, 0) + 1
+        yield log if number == 1 else Log(f"{log.name} ({number})", log.data)

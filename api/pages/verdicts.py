@@ -1,0 +1,53 @@
+"""What was verified where: reports and the records of machines, as the rows of one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kb.hardware import Proof
+from kb.store.reports import Standing
+
+MARKS = {"verified": "good", "fix-ineffective": "bad", "inverted": "bad", "other-failure": "bad"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Reports of one kind of machine that say the same. `day` is that of the last; `count` says how many there are."""
+
+    gpu: str
+    driver: str
+    torch: str
+    verdict: str
+    fidelity: str
+    count: int
+    day: str
+    is_earlier: bool  # another wording of the entry was judged
+
+    @property
+    def mark(self) -> str:
+        """How the verdict is coloured: good, bad, or neither."""
+        return MARKS.get(self.verdict, "neutral")
+
+
+def rows(entry_id: str, digest: str, standings: Iterable[Standing], proofs: Iterable[Proof]) -> list[Row]:
+    """Of one entry: the current wording first, then by GPU, driver and torch, newest first."""
+    found = [
+        Row(
+            one.gpu,
+            one.driver,
+            one.torch,
+            one.verdict,
+            one.fidelity,
+            one.count,
+            str(one.last)[:10],
+            one.entry_digest != digest,
+        )
+        for one in standings
+        if one.entry_id == entry_id
+    ]
+    found += [
+        Row(one.machine, "", "", one.verdict, "hardware", 1, one.day, one.entry_digest != digest) for one in proofs
+    ]
+    found.sort(key=lambda row: row.day, reverse=True)
+    return sorted(found, key=lambda row: (row.is_earlier, row.gpu == "", row.gpu, row.driver, row.torch))

@@ -1,0 +1,16 @@
+"""Run by Alembic, on the connection and in the transaction that `kb.store.schema` hands over."""
+
+from __future__ import annotations
+
+from alembic import context
+from sqlmodel import SQLModel
+
+from kb.store import tables  # noqa: F401 - declares them
+from kb.store.schema import TABLE
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=SQLModel.metadata,
+    version_table=TABLE,
+)
+context.run_migrations()

@@ -1,0 +1,86 @@
+"""A store in a PostgreSQL database, which several hosts share. Nothing here waits without a limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from sqlalchemy import URL, Connection, Engine, create_engine
+
+from kb.errors import UsageError
+from kb.store.schema import TABLE
+
+LOCK = 0x6B625250  # key of the advisory lock under which one process at a time changes the schema
+MIGRATION_MS = 600_000  # a migration may have to rewrite a large table
+CONNECTION: dict[str, Any] = {  # what the URL says itself overrules these
+    "connect_timeout": 3,  # seconds, for each address of the host
+    "tcp_user_timeout": 5000,  # ms until a host that does not confirm what we send counts as gone
+    "keepalives_idle": 5,  # seconds; the same for a host that we wait for
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "options": "-c statement_timeout=10s -c lock_timeout=5s -c idle_in_transaction_session_timeout=30s",
+    "application_name": "kb",
+}
+POOL: dict[str, Any] = {"pool_size": 5, "max_overflow": 5, "pool_timeout": 5.0, "pool_pre_ping": True}
+HINTS = {
+    "42501": "its user needs the right to make tables: GRANT CREATE, USAGE ON SCHEMA public TO ...",
+    "42P07": "give kb a database of its own",
+    "53100": "the disk of its server is full",
+    "55P03": "another transaction holds what is needed; try again",
+    "57014": "it took too long; try again",
+}  # by SQLSTATE (postgresql.org/docs/current/errcodes-appendix.html)
+UNREACHABLE = "is the server of KB_DATABASE_URL up, and may this user use the database?"
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresqlDatabase:
+    """A database on a server, used by kb alone. The number of its schema is in a table of Alembic's."""
+
+    name: str
+    engine: Engine = field(repr=False)
+
+    @classmethod
+    def at(cls, url: URL) -> Self:
+        """Raises `UsageError` when the driver is not installed."""
+        place = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
+        arguments = {name: value for name, value in CONNECTION.items() if name not in url.query}
+        try:
+            engine = create_engine(url.set(drivername="postgresql+psycopg"), connect_args=arguments, **POOL)
+        except ModuleNotFoundError:
+            raise UsageError(
+                "PostgreSQL needs psycopg, which is not installed here", "pip install 'gpu-kb[server]'"
+            ) from None
+        return cls(place.render_as_string(), engine)
+
+    def exists(self) -> bool:
+        return True
+
+    def make_room(self) -> None:
+        """Its administrator made the database."""
+
+    def begin(self, connection: Connection, *, is_writing: bool) -> int:
+        """The driver begins it."""
+        if not is_writing:
+            connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+        return _schema(connection)
+
+    def hold(self, connection: Connection) -> int:
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout={MIGRATION_MS}")
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout={MIGRATION_MS}")
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK})")
+        return _schema(connection)
+
+    def mark(self, connection: Connection, schema: int) -> None:
+        """Alembic has it in its table."""
+
+    def settle(self, connection: Connection) -> None:
+        """Nothing is left to do."""
+
+    def hint(self, cause: BaseException) -> str:
+        return HINTS.get(str(getattr(cause, "sqlstate", "")), UNREACHABLE)
+
+
+def _schema(connection: Connection) -> int:
+    if connection.exec_driver_sql(f"SELECT to_regclass('{TABLE}')").scalar() is None:
+        return 0
+    return int(connection.exec_driver_sql(f"SELECT version_num FROM {TABLE}").scalar() or 0)  # noqa: S608 - a constant

@@ -1,0 +1,180 @@
+"""`kb mcp` as a process: what is on its standard output, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
+
+HELLO = {
+    "protocolVersion": "2025-11-25",
+    "capabilities": {},
+    "clientInfo": {"name": "a test", "version": "1"},
+}
+WAITS = """\
+import os, time
+from pathlib import Path
+from kb.probe import Finding, Probe
+
+
+def check():
+    Path({mark!r}).write_text(str(os.getpid()))
+    time.sleep(600)
+    return Finding("clear", ["it waited"])
+
+
+probe = Probe(check=check)
+"""
+
+
+class Raw:
+    """A `kb mcp` that is spoken to line by line."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def say(self, line: bytes) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next message; fails when it is none."""
+        assert self.process.stdout
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, method: str, **params: Any) -> None:
+        self.say(json.dumps({"jsonrpc": "2.0", "id": method, "method": method, "params": params}).encode())
+
+    def greet(self) -> None:
+        self.ask("initialize", **HELLO)
+        assert self.hear()["result"]["serverInfo"]["name"] == "kb"
+        self.say(b'{"jsonrpc": "2.0", "method": "notifications/initialized"}')
+
+    def rest(self) -> tuple[int, bytes, bytes]:
+        """(exit code, the rest of stdout, stderr) once it has ended."""
+        out, err = self.process.communicate(timeout=GENEROUS_S)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def started(*args: str | Path) -> Iterator[Raw]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([str(KB), "mcp", *map(str, args)], stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        yield Raw(process)
+    finally:
+        end(process)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            assert stream
+            if not stream.closed:
+                stream.close()
+
+
+def test_nothing_but_the_protocol_is_on_standard_output_and_it_ends_with_its_input() -> None:
+    with started() as server:
+        server.greet()
+        server.say(b"this is no JSON")
+        server.ask("tools/call", name="search_incidents", arguments={"query": "ALLGATHER timeout save"})
+        server.ask("no/such/method")
+        answers = {one["id"]: one for one in (server.hear(), server.hear()) if "id" in one}
+        assert answers["tools/call"]["result"]["structuredContent"]["hits"]
+        assert answers["no/such/method"]["error"]["code"] == -32601
+        assert server.rest()[:2] == (0, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_without_a_traceback(number: signal.Signals) -> None:
+    with started() as server:
+        server.greet()
+        server.process.send_signal(number)
+        assert server.rest() == (-number, b"", b"")
+
+
+@pytest.fixture
+def slow(content: ContentRoot, tmp_path: Path) -> Path:
+    """Where a check that takes ten minutes writes its process id."""
+    mark = tmp_path / "pid"
+    content.raw_probe("waits", WAITS.format(mark=str(mark)))
+    return mark
+
+
+@contextmanager
+def checking(slow: Path) -> Iterator[tuple[Raw, int]]:
+    """A server that looks at this machine, and the process of the check that takes its time."""
+    with started() as server:
+        server.greet()
+        server.ask("tools/call", name="check_environment", arguments={})
+        wait_for(lambda: slow.exists() and slow.read_text(), "the check to begin")
+        yield server, int(slow.read_text())
+
+
+def test_a_client_that_vanishes_ends_what_runs_for_it(slow: Path) -> None:
+    with checking(slow) as (server, check):
+        assert server.process.stdout
+        assert server.process.stdin
+        server.process.stdout.close()
+        server.process.stdin.close()
+        assert server.process.wait(GENEROUS_S) == 0
+        wait_for(lambda: not is_running(check), "the check to be ended")
+        assert server.process.stderr
+        assert server.process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_what_runs_as_well(slow: Path, number: signal.Signals) -> None:
+    with checking(slow) as (server, check):
+        server.process.send_signal(number)
+        assert server.process.wait(GENEROUS_S) == -number
+        wait_for(lambda: not is_running(check), "the check to be ended")
+
+
+def test_a_call_that_is_cancelled_ends_what_runs_and_the_next_one_is_answered(slow: Path) -> None:
+    with checking(slow) as (server, check):
+        server.say(
+            json.dumps(
+                {
+                    "jsonrpc": "2.0",
+                    "method": "notifications/cancelled",
+                    "params": {"requestId": "tools/call", "reason": "the person left"},
+                }
+            ).encode()
+        )
+        wait_for(lambda: not is_running(check), "the check to be ended")
+        server.ask("ping")
+        while (answer := server.hear())["id"] != "ping":
+            assert answer["id"] == "tools/call"
+        assert answer["result"] == {}
+
+
+def test_a_root_that_is_none_is_a_usage_error(kb: Kb, tmp_path: Path) -> None:
+    ended = kb("mcp", "--root", tmp_path)
+    assert (ended.code, ended.out) == (2, "")
+    assert "not a content root" in ended.err
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "mcp"])
+def test_without_the_extra_it_names_it(missing: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from kb.cli.main import run; sys.exit(run(['mcp']))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert ended.returncode == 2
+    assert f"`kb mcp` needs {missing}" in ended.stderr
+    assert "pip install 'gpu-kb[server]'" in ended.stderr
+
+
+def test_the_sdk_leaves_the_log_of_the_process_alone() -> None:
+    code = (
+        "import logging; from pkgutil import resolve_name; "
+        "server, tools = resolve_name('kb.api.mcp:Server'), resolve_name('kb.api.tools:Tools'); server(tools(None)); "
+        "assert (logging.getLogger().handlers, logging.getLogger().level) == ([], logging.WARNING)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "KB_ROOTS": ""})

@@ -1,0 +1,175 @@
+"""`make bench-service`: the service under load, one process on loopback, beside an endpoint that does nothing.
+
+Prints the tables of docs/benchmarks.md and ends with 1 when a bar is missed. `--requests` says how many the row of
+memory takes. The bars are ratios within this run; other work on the machine spoils the last table first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import quantiles
+from urllib.parse import quote_plus
+
+import load
+import training_log
+
+from kb.fixtures import healthy_logs
+from kb.root import built_in
+
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
+ROUND_S, ROUNDS = 10.0, 3
+WARM_UP, REQUESTS = 40_000, 200_000
+UPLOADERS, BODY, SEARCHES = 8, 10 << 20, 500
+SHARE, TAIL, GROWTH, WAIT_MS = 0.5, 10.0, 0.05, 250.0  # the bars
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    options = parser.parse_args()
+    missed: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        for line in (
+            *_throughput(home, missed),
+            "",
+            *_memory(home, options.requests, missed),
+            "",
+            *_beside(home, missed),
+        ):
+            print(line, flush=True)
+    for bar in missed:
+        print(f"missed: {bar}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _throughput(home: Path, missed: list[str]) -> Iterator[str]:
+    """Rounds of each in turn, so that all meet the same noise; the median round of each counts."""
+    asked = _paths(home)
+    with load.kb(home) as (port, _), load.constant(home, _one_answer(port, asked)) as other:
+        load.wrk(port, asked, 5)
+        measured = [
+            (
+                load.wrk(other, asked, ROUND_S),
+                load.wrk(port, asked, ROUND_S),
+                load.wrk(port, asked, ROUND_S, first=1_000_000 * number),
+            )
+            for number in range(1, ROUNDS + 1)
+        ]
+    least, again, new = (
+        sorted(rounds, key=lambda one: one.rate)[ROUNDS // 2] for rounds in zip(*measured, strict=True)
+    )
+    yield f"| {load.CONNECTIONS} connections | requests/s | share | p50, ms | p99, ms | p99 beside p50 | errors |"
+    yield "|---|---|---|---|---|---|---|"
+    yield _row("a constant document from FastAPI", least, least)
+    yield _row("`GET /v1/search`, 300 questions in turn", again, least)
+    yield _row("`GET /v1/search`, each question new", new, least)
+    if again.rate < SHARE * least.rate:
+        missed.append(f"{again.rate / least.rate:.2f} of the constant document, at least {SHARE}")
+    missed += [f"p99 is {one.p99_ms / one.p50_ms:.1f} p50" for one in (again, new) if one.p99_ms > TAIL * one.p50_ms]
+    missed += [f"{one.errors} errors" for one in (least, again, new) if one.errors]
+
+
+def _row(name: str, one: load.Load, least: load.Load) -> str:
+    tail = one.p99_ms / one.p50_ms
+    return (
+        f"| {name} | {one.rate:.0f} | {one.rate / least.rate:.2f} | {one.p50_ms:.1f} | {one.p99_ms:.1f} "
+        f"| {tail:.1f} | {one.errors} |"
+    )
+
+
+def _memory(home: Path, requests: int, missed: list[str]) -> Iterator[str]:
+    """Every tenth second all questions are new: what is kept of answers is full when the warm-up ends."""
+    asked, done, warm, sizes = _paths(home), 0, 0.0, []
+    with load.kb(home) as (port, pid):
+        while done < WARM_UP + requests:
+            one = load.wrk(port, asked, 9)
+            new = load.wrk(port, asked, 1, first=1_000_000 + done)
+            done += one.requests + new.requests
+            sizes.append(load.memory_mib(pid))
+            warm = warm or (sizes[-1] if done >= WARM_UP else 0.0)
+    growth = sizes[-1] / warm - 1
+    yield "| memory of the service | measured | bar |"
+    yield "|---|---|---|"
+    yield f"| after {WARM_UP:,} requests | {warm:.0f} MiB | |"
+    yield f"| growth in {done - WARM_UP:,} more | {growth * 100:.1f} % | {GROWTH * 100:.0f} % |"
+    if growth > GROWTH:
+        missed.append(f"memory grew by {growth * 100:.1f} %")
+
+
+def _beside(home: Path, missed: list[str]) -> Iterator[str]:
+    """Searches of one client while eight others send logs without a pause."""
+    log = b"".join(training_log.pieces(BODY, healthy_logs((built_in(),))))
+    asked, until = _paths(home).read_text().splitlines(), time.time() + 3600
+    with load.kb(home) as (port, _), ProcessPoolExecutor(UPLOADERS) as pool:
+        quiet = _searches(port, asked)
+        stop = home / "stop"
+        sending = [pool.submit(_upload, port, log, stop, until) for _ in range(UPLOADERS)]
+        time.sleep(2)
+        busy = _searches(port, asked)
+        stop.touch()
+        logs = sum(one.result() for one in sending)
+    yield f"| {SEARCHES} searches, one after the other | p50, ms | p99, ms | bar |"
+    yield "|---|---|---|---|"
+    yield f"| alone | {quiet[0]:.1f} | {quiet[1]:.1f} | |"
+    yield f"| beside {UPLOADERS} clients that send logs of 10 MB ({logs} were read) | {busy[0]:.1f} | {busy[1]:.1f} | {WAIT_MS:.0f} ms |"
+    if busy[1] > WAIT_MS:
+        missed.append(f"a search waits {busy[1]:.0f} ms beside uploads")
+
+
+def _searches(port: int, paths: list[str]) -> tuple[float, float]:
+    """(p50, p99) in milliseconds, each over a connection of its own, as somebody asks who was not there before."""
+    found = []
+    for number in range(SEARCHES):
+        started = time.perf_counter()
+        status, _ = _ask(port, "GET", f"{paths[number % len(paths)]}+{number}")
+        assert status == 200
+        found.append((time.perf_counter() - started) * 1000)
+    cuts = quantiles(found, n=100)
+    return cuts[49], cuts[98]
+
+
+def _upload(port: int, log: bytes, stop: Path, until: float) -> int:
+    """How many logs were answered until the file is there."""
+    done = 0
+    while not stop.exists() and time.time() < until:
+        status, _ = _ask(port, "POST", "/v1/diagnose", log)
+        assert status == 200
+        done += 1
+    return done
+
+
+def _ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def _one_answer(port: int, asked: Path) -> bytes:
+    """The answer whose size is the median of all."""
+    answers = [_ask(port, "GET", path)[1] for path in asked.read_text().splitlines()]
+    return sorted(answers, key=len)[len(answers) // 2]
+
+
+def _paths(home: Path) -> Path:
+    """A file of what is asked, a path per line."""
+    questions = [json.loads(line)["query"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    path = home / "paths"
+    path.write_text("".join(f"/v1/search?q={quote_plus(question)}\n" for question in questions))
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

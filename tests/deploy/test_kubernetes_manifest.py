@@ -1,0 +1,98 @@
+"""deploy/kubernetes.yaml: its parts fit each other, the image and the service. No cluster is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import yaml
+from support import CHECKOUT
+
+from kb.errors import UsageError
+
+DEPLOY = CHECKOUT / "deploy"
+Object = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, Object]:
+    """By kind."""
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    found = {one["kind"]: one for one in documents}
+    assert len(found) == len(documents)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pod(objects: dict[str, Object]) -> Object:
+    found: Object = objects["Deployment"]["spec"]["template"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def container(pod: Object) -> Object:
+    (found,) = pod["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_every_selector_finds_the_pods(objects: dict[str, Object], pod: Object) -> None:
+    labels = pod["metadata"]["labels"]
+    assert objects["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert objects["Service"]["spec"]["selector"] == labels
+    assert objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"] == labels
+
+
+def test_ports_are_those_of_the_image(objects: dict[str, Object], container: Object) -> None:
+    (port,), (served,) = container["ports"], objects["Service"]["spec"]["ports"]
+    assert f"EXPOSE {port['containerPort']}\n" in (DEPLOY / "Containerfile").read_text()
+    assert container["args"][-2:] == ["--port", str(port["containerPort"])]
+    probed = [container[name]["httpGet"]["port"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {served["targetPort"], *probed} == {port["name"]}
+
+
+def test_probes_ask_what_the_service_has_and_a_database_that_is_away_restarts_nothing(container: Object) -> None:
+    paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert paths == {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+    app = resolve_name("kb.api.app:create_app")(resolve_name("kb.api.settings:Settings")(roots=()))
+    assert set(paths.values()) <= set(app.openapi()["paths"])
+
+
+def test_the_settings_are_ones_that_the_service_reads(objects: dict[str, Object], container: Object) -> None:
+    given = {**objects["ConfigMap"]["data"], **objects["Secret"]["stringData"]}
+    assert {next(iter(one.values()))["name"] for one in container["envFrom"]} == {"kb"}
+    settings = resolve_name("kb.api.settings:Settings").from_environment(given)
+    assert settings.anonymous == "nobody"
+    assert settings.database == given["KB_DATABASE_URL"]
+    assert settings.rate == given["KB_RATE"]
+    with pytest.raises(UsageError):
+        resolve_name("kb.api.settings:Settings").from_environment({**given, "KB_ANONYMOUS": "whoever"})
+
+
+def test_it_runs_as_the_user_of_the_image_with_no_rights(pod: Object, container: Object) -> None:
+    security, own = pod["spec"]["securityContext"], container["securityContext"]
+    user = f"{security['runAsUser']}:{security['runAsGroup']}"
+    assert f"USER {user}\n" in (DEPLOY / "Containerfile").read_text()
+    assert security["runAsNonRoot"]
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_every_folder_that_is_written_is_mounted(pod: Object, container: Object) -> None:
+    mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    assert sorted(mounted) == sorted(one["name"] for one in pod["spec"]["volumes"])
+    assert {Path("/var/cache/kb"), Path("/tmp")} == set(map(Path, mounted.values()))
+
+
+def test_one_replica_answers_whatever_is_rolled_out_or_drained(objects: dict[str, Object], container: Object) -> None:
+    deployment = objects["Deployment"]["spec"]
+    assert deployment["replicas"] > objects["PodDisruptionBudget"]["spec"]["minAvailable"] >= 1
+    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    assert "memory" in container["resources"]["limits"]
