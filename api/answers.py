@@ -11,19 +11,19 @@ from fastapi import Depends, Request
 
 from kb.hit import Answer
 from kb.preference import prefer
-from kb.search import MOST_HITS
 
 from .content import Content
 from .questions import SearchQuestion
 from .snapshot import Snapshot
 
+MOST_RIVALS = 20  # hits that may change places; hardly a question has as many that score half of the best
 MOST = 1024
 MOST_BYTES = 16 << 20
 
 
 async def answer(content: Content, snapshot: Snapshot, question: SearchQuestion) -> Answer:
     """The hits in the order of the question's preference. Raises `UsageError` for a filter that no entry can pass."""
-    limit = MOST_HITS if question.here else question.limit
+    limit = max(question.limit, MOST_RIVALS) if question.here else question.limit
     found = await content.search(question.q, limit, question.only, explain=question.why)
     if not question.here:
         return found

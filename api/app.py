@@ -32,7 +32,6 @@ from .front import Front
 from .metrics import Metrics
 from .pages import routes as pages
 from .pages.error_page import error_page
-from .pages.error_page import error_page
 from .rollout import Rollout
 from .settings import Settings
 from .snapshot import Snapshot
@@ -66,7 +65,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.answers = Answers()
     app.state.unanswered = Unanswered(app.state.database)
     app.state.gate = Gate(chosen, app.state.snapshot)
-    app.state.error_page = error_page
     app.state.error_page = error_page
     problems.install(app)
     # Nothing that is secret and nothing of a request stands beside something secret in an answer: see BREACH.

@@ -117,5 +117,13 @@ def database(request: Request) -> Database:
     return found
 
 
-Loaded = Annotated[Content, Depends(loaded)]
-Kept = Annotated[Database, Depends(database)]
+async def _loaded(request: Request) -> Content:  # not async, it would run in another thread
+    return loaded(request)
+
+
+async def _database(request: Request) -> Database:
+    return database(request)
+
+
+Loaded = Annotated[Content, Depends(_loaded)]
+Kept = Annotated[Database, Depends(_database)]

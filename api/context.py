@@ -67,7 +67,7 @@ async def _sent(content: Content, question: ContextQuestion, kind: str) -> Sent:
     entries = [content.catalog.get(hit.id) for hit in good]
     built = context(entries, question.max_chars, in_chinese=question.lang == "zh")
     body = built.text if kind == TEXT else json.dumps(_document(question, built), ensure_ascii=False)
-    return Sent(body.encode(), found.answered, found.hits[0].id if found.hits else "")
+    return Sent(body.encode(), found.answered, found.best)
 
 
 def _document(question: ContextQuestion, built: Context) -> dict[str, object]:

@@ -9,18 +9,20 @@ from queue import Full, Queue
 from fastapi import APIRouter, HTTPException, Request
 from starlette.requests import ClientDisconnect
 
+from kb.diagnose.evidence import Scan
 from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.errors import UsageError
 
-from .content import Loaded
+from .content import Content, Loaded
 from .diagnosis_schemas import DiagnosisDocument
 from .problems import documented
 
-MOST_BYTES = 32 << 20
+MOST_BYTES = 32 << 20  # of a body; the front sees to it
+AHEAD = 64 << 10  # bytes of a log that have to be here before a thread begins to read it
 MOST_WAITING = 16  # pieces that have arrived and are not read yet
-PATIENCE_S = 120.0  # for a body to arrive
 MEDIA_TYPES = ("text/plain", "application/octet-stream", "application/gzip", "application/zstd", "application/json")
+BYTES = {"type": "string", "format": "binary"}
 
 router = APIRouter(prefix="/v1", tags=["diagnose"])
 
@@ -34,66 +36,78 @@ router = APIRouter(prefix="/v1", tags=["diagnose"])
     openapi_extra={
         "requestBody": {
             "required": True,
-            "description": "A log, a flight-recorder dump, stacks or an error file; also gzip or zstd. Up to 32 MB.",
-            "content": {media: {"schema": {"type": "string", "format": "binary"}} for media in MEDIA_TYPES},
+            "description": "A log, a flight-recorder dump, stacks or an error file; also gzip or zstd. "
+            f"Up to {MOST_BYTES >> 20} MB.",
+            "content": {media: {"schema": {} if "json" in media else BYTES} for media in MEDIA_TYPES},
         }
     },
 )
 async def diagnose(request: Request, content: Loaded) -> DiagnosisDocument:
     """The answer of `kb diagnose --json`. Nothing of the body is written to disk, logged or sent on."""
-    if int(request.headers.get("content-length", "0") or 0) > MOST_BYTES:
-        raise _too_large()
-    body = _Body()
-    async with content.diagnosing:
-        scanning = asyncio.get_running_loop().run_in_executor(
-            content.scanning, scan, [Stream("body", body.pieces())], content.matcher
-        )
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await body.fill(request.stream())
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {PATIENCE_S:g} s") from None
-        except ClientDisconnect:
-            raise HTTPException(400, "the client left before its body had arrived") from None
-        finally:
-            await body.end()
-        found = await scanning
-    if not found.bytes:
+    try:
+        found = await _scanned(_Body(request.stream()), content)
+    except ClientDisconnect:
+        raise HTTPException(400, "the client left before its body had arrived") from None
+    if not found.bytes and not found.problems:
         raise UsageError("the body is empty", "send the log as it is: curl --data-binary @train.log")
     answer = await content.diagnose(found)
     request.app.state.unanswered.note_diagnosis(answer)
     return DiagnosisDocument.model_validate(answer.to_json())
 
 
+async def _scanned(body: _Body, content: Content) -> Scan:
+    await body.begin()
+    async with content.diagnosing:
+        reading = asyncio.get_running_loop().run_in_executor(
+            content.scanning, scan, [Stream("body", body.pieces())], content.matcher
+        )
+        reading.add_done_callback(body.leave_unread)
+        try:
+            await body.rest()
+        finally:
+            await body.end()
+        return await reading
+
+
 class _Body:
-    """Carries the pieces of a body from the event loop to the thread that reads them, a few at a time."""
+    """Carries a body from the event loop to the thread that reads it, a few pieces at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: AsyncIterator[bytes]) -> None:
+        self._stream = stream
+        self._first: list[bytes] = []
         self._waiting: Queue[bytes] = Queue(MOST_WAITING)
+        self._is_read = True
 
-    async def fill(self, stream: AsyncIterator[bytes]) -> None:
+    async def begin(self) -> None:
+        """Wait for the first pieces: who sends one byte a second takes no thread from others."""
         size = 0
-        async for piece in stream:
+        async for piece in self._stream:
+            self._first.append(piece)
             size += len(piece)
-            if size > MOST_BYTES:
-                raise _too_large()
+            if size >= AHEAD:
+                break
+
+    async def rest(self) -> None:
+        async for piece in self._stream:
             if piece:
                 await self._put(piece)
 
     async def end(self) -> None:
         await self._put(b"")
 
+    def leave_unread(self, _: object) -> None:
+        """The reader has seen enough, for instance that it is no text: the rest is taken and dropped."""
+        self._is_read = False
+
     async def _put(self, piece: bytes) -> None:
-        while True:
+        while self._is_read:
             try:
-                return self._waiting.put_nowait(piece)
+                self._waiting.put_nowait(piece)
+                return
             except Full:  # the reader is at work: it takes one soon
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.01)
 
     def pieces(self) -> Iterator[bytes]:
+        yield b"".join(self._first)
         while piece := self._waiting.get():
             yield piece
-
-
-def _too_large() -> HTTPException:
-    return HTTPException(413, f"the body is larger than {MOST_BYTES >> 20} MB; `kb diagnose` reads files of any size")

@@ -28,7 +28,7 @@ TEXT = {"schema": {"type": "string"}}
 router = APIRouter(prefix="/v1/entries", tags=["entries"])
 
 IfNoneMatch = Annotated[
-    str, Header(description="The ETag of what you have: 304 without a body when it is what you would get.")
+    str | None, Header(description="The ETag of what you have: 304 without a body when it is what you would get.")
 ]
 
 
@@ -48,7 +48,7 @@ async def list_entries(
     status: Annotated[Status | None, Query(description="Only entries of this status; default: not withdrawn.")] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many entries.")] = 100,
     cursor: Cursor = None,
-    if_none_match: IfNoneMatch = "",
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """Every entry that is not withdrawn, by id, or those that fit all filters."""
     after = paging.position(LISTING, cursor) or ""
@@ -62,7 +62,7 @@ async def list_entries(
     ]
     shown, following = paging.page(LISTING, found, limit, lambda one: one["id"])
     body = EntryList.model_validate({"entries": shown, "next": following}).model_dump_json().encode()
-    return represent(body, JSON, if_none_match)
+    return represent(body, JSON, if_none_match or "")
 
 
 @router.get(
@@ -81,14 +81,14 @@ async def get_entry(
     content: Loaded,
     entry_id: Annotated[str, Path(alias="id", description="The id of an entry.", examples=[ID])],
     accept: Annotated[str, Header(include_in_schema=False)] = "*/*",
-    if_none_match: IfNoneMatch = "",
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """The entry as JSON; under `Accept: text/markdown` the file as it is written, under `text/html` its page."""
     entry = content.catalog.get(entry_id)
     kind = preferred(accept, (JSON, MARKDOWN, HTML))
     if kind is None:
         raise HTTPException(406, f"an entry is {JSON}, {MARKDOWN} or {HTML}", VARY)
-    return represent(_form(request, content, entry, kind), kind, if_none_match, VARY)
+    return represent(_form(request, content, entry, kind), kind, if_none_match or "", VARY)
 
 
 def _form(request: Request, content: Content, entry: Entry, kind: str) -> bytes:

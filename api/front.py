@@ -17,14 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access import Gate, Headers
+from .diagnose import MOST_BYTES as LOGS
 from .metrics import Metrics
 from .problems import respond
 
-LOGS = 32 << 20
 MOST_BYTES = {"/v1/diagnose": LOGS, "/diagnose": LOGS, "/mcp": 4 << 20, "/v1/reports": 64 << 10}
 MOST_BYTES_ELSEWHERE = 256 << 10
 BODY_S = 120.0  # in which a body has to arrive
 CLIENT_LEFT = 499  # in the log, as nginx has it
+WATCHING = frozenset({"/healthz", "/readyz", "/metrics"})  # asked every few seconds by machines
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
 POLICY = "; ".join(
@@ -84,11 +85,12 @@ class Front:
         await self._app(scope, receive, answer.send)
 
     def _note(self, scope: Scope, answer: _Answer, seconds: float) -> None:
-        """One line and one count. Neither the query nor the body nor a key is in it, nor a path that a client made up."""
+        """One line and one count. Neither the query nor the body nor a key is in it, nor a path of a client."""
         method = scope["method"] if scope["method"] in METHODS else "other"
         route, caller, status = _template(scope), scope["state"]["caller"], answer.status or CLIENT_LEFT
         self._metrics.observe(route, method, status, seconds)
-        if log.isEnabledFor(logging.INFO):
+        level = logging.DEBUG if route in WATCHING and status < 500 else logging.INFO
+        if log.isEnabledFor(level):
             fields: dict[str, Any] = {
                 "request_id": answer.request_id,
                 "method": method,
@@ -98,7 +100,7 @@ class Front:
                 "bytes": answer.bytes,
                 "caller": caller.id if caller else "",
             }
-            log.info("%s %s %d", method, route, status, extra=fields)
+            log.log(level, "%s %s %d", method, route, status, extra=fields)
 
 
 class _Answer:

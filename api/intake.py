@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
 
 from kb.shared_report import SharedReport
 
@@ -16,8 +15,6 @@ async def arriving(request: Request) -> SharedReport:
         raise HTTPException(415, "a report is application/json")
     try:
         return SharedReport.model_validate_json(await request.body())
-    except ClientDisconnect:
-        raise HTTPException(400, "the client left before its body had arrived") from None
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found]) from None

@@ -30,8 +30,9 @@ from kb.root import Root
 
 from .consent import verify_fix
 from .content import Content
+from .machine import Machine
 from .plain import plain
-from .tools import Machine, Tools
+from .tools import Tools
 from .triage import INSTRUCTIONS, triage
 
 MARKDOWN = "text/markdown"
@@ -125,7 +126,9 @@ def _tool(tools: Tools, function: Callable[..., Awaitable[Any]], title: str, ann
 
 def _misfits(error: ValidationError) -> str:
     """Which arguments do not fit, without what was sent: that may be a log."""
-    misfits = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    misfits = (
+        f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
+    )
     return f"{'; '.join(misfits)}; hint: the schema of the tool says what it takes"
 
 
@@ -142,9 +145,10 @@ def _logging_left_alone() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def over_http(content: Callable[[], Awaitable[Content]]) -> AsyncIterator[ASGIApp]:
-    """What answers the requests under /mcp, while it is open. Never runs a probe and never looks at this machine."""
-    server = Server(Tools(content))
+async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
+    """What answers the requests under /mcp, while it is open. It has no machine to look at, and runs no probe."""
+    assert tools.machine is None
+    server = Server(tools)
     server.streamable_http_app(
         stateless_http=True,
         json_response=True,

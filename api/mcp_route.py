@@ -10,10 +10,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pkgutil import resolve_name
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kb.diagnose.diagnosis import Diagnosis
+from kb.hit import Answer
 
 from .content import Content, loaded
+from .tools import Tools
+from .unanswered import count
 
 SERVER = f"{__package__}.mcp:over_http"
 
@@ -24,7 +30,7 @@ class McpService:
     """The server behind /mcp, in a task of its own from the first request on until the application ends."""
 
     def __init__(self, app: FastAPI) -> None:
-        self._app = app
+        self._request = Request({"type": "http", "app": app})  # what the parts of the service take, for any question
         self._task: asyncio.Task[None] | None = None
         self._started: asyncio.Future[ASGIApp] | None = None
 
@@ -43,14 +49,22 @@ class McpService:
     async def _run(self, started: asyncio.Future[ASGIApp]) -> None:
         try:
             over_http = await asyncio.to_thread(resolve_name, SERVER)
-            async with over_http(self._content) as answer:
-                started.set_result(answer)
+            async with over_http(Tools(self._content, ear=self)) as handle:
+                started.set_result(handle)
                 await asyncio.Event().wait()
         except Exception as error:
+            if started.done():
+                raise
             started.set_exception(error)
 
     async def _content(self) -> Content:
-        return loaded(Request({"type": "http", "app": self._app}))
+        return loaded(self._request)
+
+    def searched(self, text: str, found: Answer) -> None:
+        count(self._request, text, found)
+
+    def diagnosed(self, found: Diagnosis) -> None:
+        self._request.app.state.unanswered.note_diagnosis(found)
 
 
 @asynccontextmanager
@@ -64,18 +78,26 @@ async def running(app: FastAPI) -> AsyncIterator[None]:
 
 
 class _Handed(Response):
-    """An answer that another ASGI application gives."""
+    """The answer that another ASGI application gives to a request whose body has arrived."""
 
-    def __init__(self, answer: ASGIApp) -> None:
+    def __init__(self, handle: ASGIApp, body: bytes) -> None:
         super().__init__()
-        self._answer = answer
+        self._handle = handle
+        self._arrived: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send)
+        async def again() -> Message:
+            return self._arrived.pop() if self._arrived else await receive()
+
+        await self._handle(scope, again, send)
 
 
 @router.post("/mcp")
 async def mcp(request: Request) -> Response:
     """One message. There are no sessions, so nothing but POST is answered."""
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise HTTPException(400, "the client left before its body had arrived") from None
     service: McpService = request.app.state.mcp
-    return _Handed(await service.started())
+    return _Handed(await service.started(), body)

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from kb.errors import (
     IndexUnavailable,
@@ -40,6 +41,7 @@ STATUS = {
     KbError: 500,
 }
 SHOWN = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # their messages are for the client
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 RETRY_S = "1"
 UNAVAILABLE = "this part of the service does not work at the moment; the log of the server says why"
 INTERNAL = "something went wrong here; the log of the server says what"
@@ -116,7 +118,17 @@ def _http_error(request: Request, error: HTTPException) -> Response:
         404: f"nothing is at {request.url.path}",
         405: f"{request.method} does not work at {request.url.path}",
     }.get(error.status_code, str(error.detail))
-    return _problem(request, error.status_code, "", detail, error.headers)
+    headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return _problem(request, error.status_code, "", detail, headers)
+
+
+def _allowed(request: Request) -> str:
+    """Every method of the address: routes with one address do not know of each other."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    routes = request.app.router.routes
+    return ", ".join(
+        method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
+    )
 
 
 def _invalid_request(request: Request, error: RequestValidationError) -> Response:

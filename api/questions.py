@@ -24,7 +24,7 @@ def _not_blank(text: str) -> str:
     return text
 
 
-Text = Annotated[str, Field(max_length=LONGEST_TEXT), AfterValidator(_not_blank)]
+Text = Annotated[str, Field(max_length=LONGEST_TEXT, json_schema_extra={"pattern": r"\S"}), AfterValidator(_not_blank)]
 
 
 class SearchQuestion(BaseModel):
@@ -59,6 +59,12 @@ class SearchQuestion(BaseModel):
     @property
     def here(self) -> Hardware:
         return Hardware(self.gpu, self.torch)
+
+
+class SearchText(SearchQuestion):
+    """A question in a body, where a number is a number: no text stands for one."""
+
+    model_config = ConfigDict(strict=True)
 
 
 class ContextQuestion(BaseModel):

@@ -13,7 +13,7 @@ from kb.hit import Answer
 from .answers import LastAnswers, Sent, answer
 from .content import Loaded
 from .problems import documented
-from .questions import SearchQuestion
+from .questions import SearchQuestion, SearchText
 from .representation import CACHING, represent
 from .schemas import SearchResult
 from .unanswered import count
@@ -51,7 +51,7 @@ async def search(
     response_model=SearchResult,
     responses=documented(422, 503),
 )
-async def search_text(request: Request, content: Loaded, answers: LastAnswers, question: SearchQuestion) -> Response:
+async def search_text(request: Request, content: Loaded, answers: LastAnswers, question: SearchText) -> Response:
     """The answer of `search`, to a question in a body: for a text that is too long for an address."""
     return Response(await _sent(request, content, answers, question), media_type=JSON)
 
@@ -75,4 +75,4 @@ def _body(found: Answer) -> Sent:
         "answered": found.answered,
     }
     body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    return Sent(body, found.answered, found.hits[0].id if found.hits else "")
+    return Sent(body, found.answered, found.best)

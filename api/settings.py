@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -26,7 +26,7 @@ class Anonymous(StrEnum):
 class Settings:
     """One service. `database` is a URL or the path of a SQLite file; None is the user's own.
 
-    `rate` limits what one key may ask, in the notation of the package limits (`600/minute`); "" limits nothing.
+    `rate` limits what one key may ask, `600/minute` for instance; "" limits nothing.
     """
 
     roots: tuple[Root, ...]
@@ -35,7 +35,9 @@ class Settings:
     rate: str = "600/minute"
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+    def from_environment(
+        cls, environment: Mapping[str, str] = os.environ, *, roots: tuple[Root, ...] | None = None
+    ) -> Self:
         """`KB_ROOTS`, `KB_DATABASE_URL`, `KB_ANONYMOUS`, `KB_RATE`. Raises `UsageError` for what makes no sense."""
         try:
             anonymous = Anonymous(environment.get("KB_ANONYMOUS", Anonymous.LOOPBACK))
@@ -43,8 +45,12 @@ class Settings:
             hint = f"one of {', '.join(Anonymous)}"
             raise UsageError(f"KB_ANONYMOUS={environment['KB_ANONYMOUS']!r} says nothing", hint) from None
         return cls(
-            roots=root.configured(),
+            roots=root.configured() if roots is None else roots,
             database=environment.get("KB_DATABASE_URL") or None,
             anonymous=anonymous,
             rate=environment.get("KB_RATE", "600/minute"),
         )
+
+    def allowing(self, anonymous: Anonymous) -> Self:
+        """The same for other people."""
+        return replace(self, anonymous=anonymous)

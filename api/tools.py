@@ -8,44 +8,45 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
-from kb.catalog import Catalog
+from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
 from kb.filter import Filter
-from kb.query import LONGEST_TEXT
+from kb.hit import Answer
 from kb.search import MOST_HITS
 
 from .content import Content
 from .diagnosis_schemas import DiagnosisDocument
 from .environment import CheckAnswer, EnvironmentDocument, judge
+from .machine import Machine
 from .problems import UNAVAILABLE, log
+from .questions import Text, Values
 from .schemas import EntryDocument, SearchResult
 
 MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
+LONGEST_ECHO = 1000  # characters of a question that its answer repeats
 CHINESE = "中文"
 PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
 
 Found = TypeVar("Found")
 Query = Annotated[
-    str,
+    Text,
     Field(
-        min_length=1,
-        max_length=LONGEST_TEXT,
-        description="An error line as it was printed, or the symptom in a few words; English or Chinese; no operators.",
+        description="An error line as it was printed, or the symptom in a few words; English or Chinese; no operators."
     ),
 ]
 Limit = Annotated[int, Field(ge=1, le=MOST_HITS, description="At most this many hits.")]
-Tags = Annotated[list[str] | None, Field(description="Only incidents with all of these tags, such as fsdp.")]
+Tags = Annotated[Values, Field(description="Only incidents with all of these tags, such as fsdp.")]
 Frameworks = Annotated[
-    list[str] | None, Field(description="Only incidents about one of these packages, such as torch, deepspeed.")
+    Values, Field(description="Only incidents about one of these packages, such as torch, deepspeed.")
 ]
 Statuses = Annotated[
-    list[str] | None, Field(description="Only incidents of one of these statuses: confirmed, reported, disputed.")
+    Values, Field(description="Only incidents of one of these statuses: confirmed, reported, disputed.")
 ]
 EntryId = Annotated[str, Field(max_length=200, description="The id of an incident, as the other tools give it.")]
 Language = Annotated[
@@ -64,22 +65,13 @@ Packages = Annotated[
 GpuName = Annotated[str, Field(max_length=200, description="The model of the GPUs, such as H100; default: not known.")]
 
 
-class Machine(Protocol):
-    """The machine that a server on stdio runs on. Every method blocks; `stop` ends what runs, from another thread."""
+class Ear(Protocol):
+    """Hears what was asked, so that a service counts it."""
 
-    def versions(self) -> Mapping[str, str | None]:
-        """Package to version in the training environment. Raises `InterpreterError`."""
+    def searched(self, text: str, found: Answer) -> None:
+        """`text` is "" for a question with filters, which may have no answer for their sake."""
 
-    def gpu(self) -> str:
-        """The name of its first GPU; "" when there is none, or it does not answer."""
-
-    def checks(self, found: Catalog) -> list[dict[str, Any]]:
-        """What the read-only checks of all entries say. Raises `LaunchError`."""
-
-    def verify(self, found: Catalog, entry_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
-        """The report of a verification. Raises `KbError`."""
-
-    def stop(self) -> None: ...
+    def diagnosed(self, found: Diagnosis) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +80,7 @@ class Tools:
 
     content: Callable[[], Awaitable[Content]]
     machine: Machine | None = None
+    ear: Ear | None = None
 
     async def search_incidents(
         self,
@@ -100,15 +93,20 @@ class Tools:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
         Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first, each
-        with its cause in one sentence and the words that matched; none is an answer, too. Read an incident with
-        get_incident before you advise a fix, and cite its id and the section you rely on.
+        with its cause in one sentence and the words that matched. `answered` is false when even the best has but some
+        words in common with the question: then say that nothing is known of it. Read an incident with get_incident
+        before you advise a fix, and cite its id and the section you rely on.
         """
-        if not query.strip():
-            raise UsageError("the query is empty", "send an error line or a symptom")
-        content = await self.content()
-        answer = await content.search(query, limit, Filter.of(tags, frameworks, statuses))
-        respelled = answer.did_you_mean or None
-        return SearchResult(query=query[:1000], hits=answer.hits, did_you_mean=respelled, answered=answer.answered)
+        content, only = await self.content(), Filter.of(tags, frameworks, statuses)
+        found = await content.search(query, limit, only)
+        if self.ear:
+            self.ear.searched("" if only else query, found)
+        return SearchResult(
+            query=query[:LONGEST_ECHO],
+            hits=found.hits,
+            did_you_mean=found.did_you_mean or None,
+            answered=found.answered,
+        )
 
     async def get_incident(self, id: EntryId, language: Language = None) -> EntryDocument:  # noqa: A002  # its name there
         """Read one incident: symptom, cause, how to tell it from look-alikes, fix with its cost, known cases.
@@ -141,8 +139,10 @@ class Tools:
             found = await asyncio.get_running_loop().run_in_executor(
                 content.scanning, scan, [Stream("body", iter([data]))], content.matcher
             )
-        answer = await content.diagnose(found)
-        return DiagnosisDocument.model_validate(answer.to_json())
+        diagnosis = await content.diagnose(found)
+        if self.ear:
+            self.ear.diagnosed(diagnosis)
+        return DiagnosisDocument.model_validate(diagnosis.to_json())
 
     async def check_environment(self, packages: Packages = None, gpu: GpuName = "") -> EnvironmentDocument:
         """Say which known incidents can happen with these versions, which cannot, and why.

@@ -13,6 +13,7 @@ from fastapi import Request
 
 from kb.diagnose.diagnosis import Diagnosis
 from kb.errors import StoreUnavailable
+from kb.hit import Answer
 from kb.query import VOLATILE
 from kb.redact import redact
 from kb.store import gaps
@@ -60,7 +61,8 @@ class Unanswered:
         def work() -> None:
             while not stopping.wait(EVERY_S):
                 self.write()
-            self.write()
+            while self.write():
+                pass
 
         thread = Thread(target=work, name="kb-unanswered", daemon=True)
         thread.start()
@@ -70,30 +72,33 @@ class Unanswered:
             stopping.set()
             thread.join()
 
-    def write(self) -> None:
-        """Write what waits, or keep it for the next time. Raises nothing."""
+    def write(self) -> bool:
+        """Write a batch of what waits, or keep it for the next time; whether one was written. Raises nothing."""
+        try:
+            self._collect()
+            gaps.add(self._database, self._batch)
+        except StoreUnavailable:  # the snapshot says so in the log
+            return False
+        except Exception:  # one that cannot be written must not stop the others
+            log.exception("%d questions without an answer could not be counted", len(self._batch))
+        written, self._batch = bool(self._batch), []
+        return written
+
+    def _collect(self) -> None:
         with suppress(Empty):
             while len(self._batch) < MOST_AT_ONCE:
                 kind, text, best = self._waiting.get_nowait()
                 self._batch.append((kind, _tidy(text), best))
-        try:
-            if self._batch:
-                gaps.add(self._database, self._batch)
-        except StoreUnavailable:  # the snapshot says so in the log
-            return
-        except Exception:  # one that cannot be written must not stop the others
-            log.exception("%d questions without an answer could not be counted", len(self._batch))
-        self._batch = []
 
 
 def _tidy(text: str) -> str:
     """In one line, without names and secrets, cut."""
-    return " ".join(redact(text).split())[:LONGEST_KEPT]
+    return " ".join(redact(text).split())[:LONGEST_KEPT].rstrip()
 
 
-def count(request: Request, text: str, sent: Sent) -> None:
-    """Count an answer, and the question as a gap when it is no good one. "" for a question that is none: filtered."""
+def count(request: Request, text: str, found: Answer | Sent) -> None:
+    """Count an answer; when it is no good one the question is a gap. `text` is "" where a filter may be the reason."""
     state = request.app.state
-    state.metrics.searches.labels("good" if sent.answered else "none").inc()
-    if text and not sent.answered:
-        state.unanswered.note("search", text, sent.best)
+    state.metrics.searches.labels("good" if found.answered else "none").inc()
+    if text and not found.answered:
+        state.unanswered.note("search", text, found.best)

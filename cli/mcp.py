@@ -53,9 +53,10 @@ def _server() -> Callable[..., None]:
     try:
         found: Callable[..., None] = resolve_name(SERVER)
     except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "mcp"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("fastapi", "mcp"):
             raise
         raise UsageError(
-            f"`kb mcp` needs {error.name}, which is not installed here", "pip install 'gpu-kb[server]'"
+            f"`kb mcp` needs {missing}, which is not installed here", "pip install 'gpu-kb[server]'"
         ) from None
     return found

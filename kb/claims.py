@@ -24,7 +24,7 @@ STRENGTH = (Grade.INFERRED, Grade.CLAIMED, PROBE, Grade.SOURCE, Grade.THREAD)  #
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one mark says: how it is known, and the address where it can be checked or ""."""
+    """What one mark says: how something is known, and the address where that can be checked, or ""."""
 
     grade: str
     url: str
@@ -100,7 +100,7 @@ def claims(entry: Entry, headings: Iterable[str]) -> Iterator[Claim]:
     """The claims under some headings, or under some parts of the Chinese section, in the order of the headings."""
     for heading in headings:
         for text, marks in marked(_text(entry, heading)):
-            evidence = tuple(_evidence(entry, mark) for mark in marks)
+            evidence = tuple(dict.fromkeys(_evidence(entry, mark) for mark in marks))
             yield Claim(entry.id, heading, entry.meta.status.value, text, evidence)
 
 

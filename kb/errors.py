@@ -3,7 +3,8 @@
     KbError                     5   message for a tired person, hint of what to do next
     ├── UsageError              2   the command line, a query or a request is wrong
     │   ├── UnknownEntry        2   no entry has this id; the nearest ids are in the hint
-    │   └── BadParameter        2   a `--set` that the probe does not take, or of the wrong type
+    │   ├── BadParameter        2   a `--set` that the probe does not take, or of the wrong type
+    │   └── KeyReused           2   an idempotency key came again with another report
     ├── ContentError            2   an entry or a content root cannot be used; carries file, line, rule
     ├── ProbeError              5   a probe file cannot be loaded or breaks its contract
     ├── InterpreterError        2   `--python` names nothing that can run a probe
@@ -58,6 +59,10 @@ class UnknownEntry(UsageError):
 
 class BadParameter(UsageError):
     """A `--set key=value` that no chosen probe takes, or whose value has the wrong type."""
+
+
+class KeyReused(UsageError):
+    """An idempotency key came again with another report. The first one is kept."""
 
 
 class ContentError(KbError):

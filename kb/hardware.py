@@ -25,12 +25,19 @@ KEPT = ("id", "verdict", "reason", "experiment", "fidelity", "entry_digest", "pr
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One verdict of GPU arms on one machine. `machine` is, for instance, `2 x NVIDIA H100, torch 2.13.0+cu130`."""
+    """One verdict of GPU arms on one machine: `2 x NVIDIA H100`, its driver, its torch."""
 
-    machine: str
+    gpus: str
+    driver: str
+    torch: str
     verdict: str
     day: str
     entry_digest: str
+
+    @property
+    def machine(self) -> str:
+        """In words: `2 x NVIDIA H100, driver 570.86.15, torch 2.13.0+cu130`."""
+        return _words(self.gpus, self.driver, self.torch)
 
 
 def has_gpu_arms(probe: Path | None) -> bool:
@@ -47,9 +54,9 @@ def proofs(roots: Iterable[Root]) -> dict[str, tuple[Proof, ...]]:
     for path in (path for root in roots for path in root.verified_files()):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            machine = describe(document["machine"])
+            where = _columns(document["machine"])
             for one in document["reports"]:
-                proof = Proof(machine, one["verdict"], one["started_at"][:10], one["entry_digest"])
+                proof = Proof(*where, one["verdict"], one["started_at"][:10], one["entry_digest"])
                 found.setdefault(one["id"], []).append(proof)
         except (OSError, ValueError, KeyError, TypeError) as error:
             hint = "`make gpu-check` writes such files"
@@ -108,8 +115,16 @@ def record(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def describe(machine: Mapping[str, Any]) -> str:
     """The machine in words."""
+    return _words(*_columns(machine))
+
+
+def _words(gpus: str, driver: str, torch: str) -> str:
+    return f"{gpus}, driver {driver}, torch {torch}"
+
+
+def _columns(machine: Mapping[str, Any]) -> tuple[str, str, str]:
     gpus = ", ".join(f"{count} x {name}" for name, count in Counter(machine["gpus"]).items())
-    return f"{gpus}, driver {machine['driver']}, torch {machine['torch']}"
+    return gpus, str(machine["driver"]), str(machine["torch"])
 
 
 def file_name(machine: Mapping[str, Any]) -> str:

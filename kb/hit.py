@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kb.applies import Applicability
@@ -55,7 +55,9 @@ class Hit:
 
     def to_json(self) -> dict[str, Any]:
         """The hit as `kb search --json` gives it."""
-        return asked(asdict(self))
+        document = {field.name: getattr(self, field.name) for field in fields(self)}  # asdict would copy every tuple
+        added = {name: asdict(value) for name in IF_ASKED if (value := document[name]) is not None}
+        return asked({**document, **added})
 
 
 def asked(hit: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +76,11 @@ class Answer:
     hits: tuple[Hit, ...]
     did_you_mean: str
     answered: bool
+
+    @property
+    def best(self) -> str:
+        """The id of the entry that comes nearest; "" when none does."""
+        return self.hits[0].id if self.hits else ""
 
 
 def is_good(rare_words: float, share: float) -> bool:

@@ -2,6 +2,7 @@
 
 A text reaches up to the marks that end it, as its author wrote it. What no mark ends is a text of its own where its
 paragraph or list item ends. A lead-in goes with the text that it leads to, a block of code with the text before it.
+Headings are left out.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
@@ -104,7 +105,8 @@ def _parser() -> MarkdownIt:
 def _pieces(markdown: str) -> Iterator[_Piece]:
     depth, number, is_new = 0, "", True
     rows: list[list[str]] = []
-    for token in _parser().parse(markdown):
+    tokens = _parser().parse(markdown)
+    for before, token in pairwise([*tokens[:1], *tokens]):
         if token.type in ("list_item_open", "list_item_close"):
             depth += token.nesting
             is_new, number = True, f"{token.info}. " if token.info else ""
@@ -118,7 +120,7 @@ def _pieces(markdown: str) -> Iterator[_Piece]:
             rows = []
         elif token.type == "inline" and rows:
             rows[-1].append(token.content)
-        elif token.type == "inline":
+        elif token.type == "inline" and before.type != "heading_open":
             yield _Piece(number + " ".join(token.content.split()), False, is_new or not depth)
             is_new, number = False, ""
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import anyio
+import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import Client
 from mcp.client.session import ElicitationFnT
 from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, TextContent
 from support import GENEROUS_S, KB
 
@@ -64,11 +66,28 @@ class Model:
 
 
 @contextmanager
-def connected(server: Any, mode: str = "auto", consent: ElicitationFnT | None = None) -> Iterator[Model]:
-    """`server` is a URL or a transport; `mode` "legacy" speaks as clients did before 2026; `consent` answers for the person."""
-    client = Client(server, mode=mode, elicitation_callback=consent, read_timeout_seconds=GENEROUS_S)
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(client):
-        yield Model(client, portal)
+def connected(client: AbstractAsyncContextManager[Client]) -> Iterator[Model]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(client) as opened:
+        yield Model(opened, portal)
+
+
+@contextmanager
+def over_http(url: str, key: str = "", mode: str = "auto", consent: ElicitationFnT | None = None) -> Iterator[Model]:
+    """A client of /mcp of a service. `mode` "legacy" speaks as clients did before 2026; `consent` is the person's."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Client]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=GENEROUS_S, trust_env=False) as http,
+            Client(
+                streamable_http_client(f"{url}/mcp", http_client=http), mode=mode, elicitation_callback=consent
+            ) as client,
+        ):
+            yield client
+
+    with connected(opened()) as model:
+        yield model
 
 
 @contextmanager
@@ -81,5 +100,7 @@ def over_stdio(
 ) -> Iterator[Model]:
     """A client of a `kb mcp` of its own."""
     server = StdioServerParameters(command=str(KB), args=["mcp", *map(str, args)], env=dict(env or os.environ))
-    with connected(stdio_client(server, stderr or sys.__stderr__ or sys.stderr), mode, consent) as model:
+    transport = stdio_client(server, stderr or sys.__stderr__ or sys.stderr)
+    client = Client(transport, mode=mode, elicitation_callback=consent, read_timeout_seconds=GENEROUS_S)
+    with connected(client) as model:
         yield model

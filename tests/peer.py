@@ -111,7 +111,10 @@ class Request(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.key = self.headers.get("Idempotency-Key", "")
-        self.body = self.rfile.read(int(self.headers["Content-Length"]))
+        length = int(self.headers["Content-Length"])
+        self.body = self.rfile.read(length)
+        if len(self.body) < length:  # its sender is gone
+            return
         with self.server.lock:
             behave = self.server.behaviours.pop(0) if self.server.behaviours else take
             self.server.requests.append(self)
@@ -173,6 +176,12 @@ def torn(request: Request) -> None:
 
 def hang(request: Request) -> None:
     request.server.leave.wait(GENEROUS_S)
+
+
+def keep_and_hang(request: Request) -> None:
+    """The report is kept, and its sender waits for the answer."""
+    request.keep()
+    hang(request)
 
 
 def trickle(request: Request) -> None:

@@ -16,7 +16,7 @@ from kb.filter import STATUSES, Filter
 from kb.hit import Answer
 from kb.query import LONGEST_TEXT
 
-from ..answers import Sent, answer
+from ..answers import answer
 from ..content import Content, Loaded
 from ..questions import SearchQuestion
 from ..unanswered import count
@@ -88,8 +88,7 @@ def _refused(request: Request, shown: dict[str, Any], problem: UsageError) -> HT
 async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
     found = await answer(content, request.app.state.snapshot, question)
     if request.headers.get("sec-fetch-dest", "document") == "document":  # not a question that is still being typed
-        best = found.hits[0].id if found.hits else ""
-        count(request, "" if question.only else question.q, Sent(b"", found.answered, best))
+        count(request, "" if question.only else question.q, found)
     return {"answer": found, "hits": hits(found)}
 
 

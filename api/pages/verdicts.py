@@ -47,7 +47,8 @@ def rows(entry_id: str, digest: str, standings: Iterable[Standing], proofs: Iter
         if one.entry_id == entry_id
     ]
     found += [
-        Row(one.machine, "", "", one.verdict, "hardware", 1, one.day, one.entry_digest != digest) for one in proofs
+        Row(one.gpus, one.driver, one.torch, one.verdict, "hardware", 1, one.day, one.entry_digest != digest)
+        for one in proofs
     ]
     found.sort(key=lambda row: row.day, reverse=True)
     return sorted(found, key=lambda row: (row.is_earlier, row.gpu == "", row.gpu, row.driver, row.torch))

@@ -26,16 +26,11 @@ class Audited:
     outcome: str
 
 
-def add(
-    where: Database | Session, actor: str, action: str, subject: str, request_id: str = "", outcome: str = "ok"
-) -> None:
-    """Write it down, in the transaction of a session or in one of its own. Nothing is written without an actor."""
-    if isinstance(where, Database):
-        with where.writing() as session:
-            add(session, actor, action, subject, request_id, outcome)
-    elif actor:
+def add(session: Session, actor: str, action: str, subject: str, request_id: str = "", outcome: str = "ok") -> None:
+    """Write it down in the transaction of a session. Without an actor nobody asked, and nothing is written."""
+    if actor:
         row = AuditRow(at=now(), actor=actor, action=action, subject=subject, request_id=request_id, outcome=outcome)
-        where.add(row)
+        session.add(row)
 
 
 def page(database: Database, limit: int = 50, before: int | None = None) -> list[Audited]:

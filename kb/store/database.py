@@ -66,7 +66,7 @@ class Database:
                 self._begin_writing(session)
                 yield session
                 session.commit()
-                self.place.settle(session.connection())
+                self.place.settle()
 
     @contextmanager
     def reading(self) -> Iterator[Session | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, or_
+from sqlalchemy import ColumnElement, and_, delete, func, or_
 from sqlmodel import Session, col, select
 
 from kb.errors import UsageError
@@ -41,11 +41,12 @@ def add(database: Database, questions: Iterable[tuple[str, str, str]]) -> None:
     """Count (kind, text, best). Beyond `MOST` gaps the rarest go, of those the oldest first."""
     # In one order, lest two processes wait for each other.
     named = sorted((digest(kind, text), kind, text, best) for kind, text, best in questions)
+    if not named:
+        return
     with database.writing() as session:
         for name, kind, text, best in named:
             _count(session, name, kind, text, best)
-        kept = select(GapRow.digest).order_by(*_most_frequent()).limit(MOST)
-        session.execute(delete(GapRow).where(col(GapRow.digest).not_in(kept)))
+        _make_room(session)
 
 
 def page(database: Database, limit: int = 50, after: str | None = None) -> list[Gap]:
@@ -74,6 +75,13 @@ def _count(session: Session, name: str, kind: str, text: str, best: str) -> None
     row = insert(session, GapRow, digest=name, kind=kind, text=text, best=best, count=1, first_at=at, last_at=at)
     again = {"count": GapRow.count + 1, "best": best, "last_at": at}
     session.execute(row.on_conflict_do_update(index_elements=["digest"], set_=again))
+
+
+def _make_room(session: Session) -> None:
+    excess = session.exec(select(func.count()).select_from(GapRow)).one() - MOST
+    if excess > 0:
+        rarest = select(GapRow.digest).order_by(col(GapRow.count), col(GapRow.last_at), col(GapRow.digest).desc())
+        session.execute(delete(GapRow).where(col(GapRow.digest).in_(rarest.limit(excess))))
 
 
 def _most_frequent() -> tuple[Any, ...]:

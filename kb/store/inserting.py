@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlmodel import Session, SQLModel
 
-Insert = sqlite.Insert | postgresql.Insert
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql
 
 
-def insert(session: Session, table: type[SQLModel], **values: Any) -> Insert:
+def insert(session: Session, table: type[SQLModel], **values: Any) -> sqlite.Insert | postgresql.Insert:
     """An INSERT of one row, in the dialect of the session."""
-    if session.get_bind().dialect.name == "postgresql":
-        return postgresql.insert(table).values(**values)
-    return sqlite.insert(table).values(**values)
+    if session.get_bind().dialect.name == "sqlite":
+        return sqlite.insert(table).values(**values)
+    from sqlalchemy.dialects import postgresql  # 20 ms, which a `kb history` need not wait
+
+    return postgresql.insert(table).values(**values)

@@ -102,6 +102,8 @@ def everything(database: Database) -> list[StoredKey]:
 
 def touch(database: Database, uses: Mapping[str, Moment]) -> None:
     """Write down when keys were used last, by id. A time before the known one changes nothing."""
+    if not uses:
+        return
     with database.writing() as session:
         for key_id, at in sorted(uses.items()):  # in one order, lest two processes wait for each other
             is_later = or_(col(KeyRow.last_used_at).is_(None), col(KeyRow.last_used_at) < at)

@@ -34,8 +34,8 @@ class Place(Protocol):
     def mark(self, connection: Connection, schema: int) -> None:
         """Say in the database that it is kb's and has this schema, as far as its migrations do not."""
 
-    def settle(self, connection: Connection) -> None:
-        """After a commit."""
+    def settle(self) -> None:
+        """After a commit. Raises nothing: what was written is kept."""
 
     def hint(self, cause: BaseException) -> str:
         """What to do about an error of the driver."""

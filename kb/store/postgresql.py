@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from sqlalchemy import URL, Connection, Engine, create_engine
+from sqlalchemy import URL, Connection, Engine, column, create_engine, select, table
 
 from kb.errors import UsageError
 from kb.store.schema import TABLE
@@ -73,7 +73,7 @@ class PostgresqlDatabase:
     def mark(self, connection: Connection, schema: int) -> None:
         """Alembic has it in its table."""
 
-    def settle(self, connection: Connection) -> None:
+    def settle(self) -> None:
         """Nothing is left to do."""
 
     def hint(self, cause: BaseException) -> str:
@@ -83,4 +83,4 @@ class PostgresqlDatabase:
 def _schema(connection: Connection) -> int:
     if connection.exec_driver_sql(f"SELECT to_regclass('{TABLE}')").scalar() is None:
         return 0
-    return int(connection.exec_driver_sql(f"SELECT version_num FROM {TABLE}").scalar() or 0)  # noqa: S608 - a constant
+    return int(connection.scalar(select(column("version_num")).select_from(table(TABLE))) or 0)

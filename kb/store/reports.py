@@ -11,17 +11,13 @@ import sqlalchemy
 from sqlalchemy import ColumnElement, func, or_
 from sqlmodel import Session, col, select
 
-from kb.errors import UsageError
+from kb.errors import KeyReused
 from kb.store import audit
 from kb.store.database import Database
 from kb.store.inserting import insert
 from kb.store.tables import Moment, ReportRow, bounded, now
 
 AS_THEY_ARE = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
-
-
-class KeyReused(UsageError):
-    """An idempotency key came again with another report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +132,13 @@ def page(
         asked = asked.where(col(ReportRow.id) < bounded(before))
     with database.reading() as session:
         return [_kept(row) for row in session.exec(asked)] if session else []
+
+
+def count(database: Database) -> int:
+    """How many shared reports there are."""
+    with database.reading() as session:
+        asked = select(func.count()).select_from(ReportRow).where(_is_shared())
+        return session.exec(asked).one() if session else 0
 
 
 def standing(database: Database) -> list[Standing]:

@@ -77,10 +77,11 @@ class SqliteFile:
         connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION}")
         connection.exec_driver_sql(f"PRAGMA user_version={schema}")
 
-    def settle(self, connection: Connection) -> None:
+    def settle(self) -> None:
         """Set the journal: only now, so that only a file of ours is switched. Of two that meet, one does."""
-        with suppress(OperationalError, OSError):
-            connection.exec_driver_sql(f"PRAGMA journal_mode={journal_mode(self.path.resolve(), _mounts())}")
+        mode = journal_mode(self.path.resolve(), _mounts())
+        with suppress(OperationalError, OSError), self.engine.connect() as connection:
+            connection.exec_driver_sql(f"PRAGMA journal_mode={mode}")
 
     def hint(self, cause: BaseException) -> str:
         return HINTS.get(getattr(cause, "sqlite_errorname", ""), ELSEWHERE)

@@ -17,22 +17,12 @@ from support import GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
 
 HELLO = {
     "protocolVersion": "2025-11-25",
-    "capabilities": {},
+    "capabilities": {"elicitation": {}},
     "clientInfo": {"name": "a test", "version": "1"},
 }
 WAITS = """\
-import os, time
-from pathlib import Path
-from kb.probe import Finding, Probe
-
-
-def check():
     Path({mark!r}).write_text(str(os.getpid()))
     time.sleep(600)
-    return Finding("clear", ["it waited"])
-
-
-probe = Probe(check=check)
 """
 
 
@@ -55,10 +45,16 @@ class Raw:
     def ask(self, method: str, **params: Any) -> None:
         self.say(json.dumps({"jsonrpc": "2.0", "id": method, "method": method, "params": params}).encode())
 
+    def tell(self, method: str, **params: Any) -> None:
+        self.say(json.dumps({"jsonrpc": "2.0", "method": method, "params": params}).encode())
+
+    def answer(self, question: Any, result: Any) -> None:
+        self.say(json.dumps({"jsonrpc": "2.0", "id": question["id"], "result": result}).encode())
+
     def greet(self) -> None:
         self.ask("initialize", **HELLO)
         assert self.hear()["result"]["serverInfo"]["name"] == "kb"
-        self.say(b'{"jsonrpc": "2.0", "method": "notifications/initialized"}')
+        self.tell("notifications/initialized")
 
     def rest(self) -> tuple[int, bytes, bytes]:
         """(exit code, the rest of stdout, stderr) once it has ended."""
@@ -101,55 +97,49 @@ def test_a_signal_ends_it_without_a_traceback(number: signal.Signals) -> None:
 
 
 @pytest.fixture
-def slow(content: ContentRoot, tmp_path: Path) -> Path:
-    """Where a check that takes ten minutes writes its process id."""
-    mark = tmp_path / "pid"
-    content.raw_probe("waits", WAITS.format(mark=str(mark)))
-    return mark
+def mark(content: ContentRoot, tmp_path: Path) -> Path:
+    """Where the job of a probe that takes ten minutes writes its process id."""
+    path = tmp_path / "pid"
+    content.incident("waits", WAITS.format(mark=str(path)), probe='make(hung("sleep"), deadline_s=600)')
+    return path
 
 
 @contextmanager
-def checking(slow: Path) -> Iterator[tuple[Raw, int]]:
-    """A server that looks at this machine, and the process of the check that takes its time."""
-    with started() as server:
+def verifying(mark: Path) -> Iterator[tuple[Raw, int]]:
+    """A server that verifies with consent, and the process of the job that takes its time."""
+    with started("--allow-verify") as server:
         server.greet()
-        server.ask("tools/call", name="check_environment", arguments={})
-        wait_for(lambda: slow.exists() and slow.read_text(), "the check to begin")
-        yield server, int(slow.read_text())
+        server.ask("tools/call", name="verify_fix", arguments={"id": "waits"})
+        question = server.hear()
+        assert question["method"] == "elicitation/create"
+        server.answer(question, {"action": "accept", "content": {"run": True}})
+        wait_for(lambda: mark.exists() and mark.read_text(), "the job to begin")
+        yield server, int(mark.read_text())
 
 
-def test_a_client_that_vanishes_ends_what_runs_for_it(slow: Path) -> None:
-    with checking(slow) as (server, check):
-        assert server.process.stdout
-        assert server.process.stdin
-        server.process.stdout.close()
-        server.process.stdin.close()
+def test_a_client_that_vanishes_ends_what_runs_for_it(mark: Path) -> None:
+    with verifying(mark) as (server, job):
+        for stream in (server.process.stdout, server.process.stdin):
+            assert stream
+            stream.close()
         assert server.process.wait(GENEROUS_S) == 0
-        wait_for(lambda: not is_running(check), "the check to be ended")
+        wait_for(lambda: not is_running(job), "the job to be ended")
         assert server.process.stderr
-        assert server.process.stderr.read() == b""
+        assert b"Traceback" not in server.process.stderr.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_what_runs_as_well(slow: Path, number: signal.Signals) -> None:
-    with checking(slow) as (server, check):
+def test_a_signal_ends_what_runs_as_well(mark: Path, number: signal.Signals) -> None:
+    with verifying(mark) as (server, job):
         server.process.send_signal(number)
         assert server.process.wait(GENEROUS_S) == -number
-        wait_for(lambda: not is_running(check), "the check to be ended")
+        wait_for(lambda: not is_running(job), "the job to be ended")
 
 
-def test_a_call_that_is_cancelled_ends_what_runs_and_the_next_one_is_answered(slow: Path) -> None:
-    with checking(slow) as (server, check):
-        server.say(
-            json.dumps(
-                {
-                    "jsonrpc": "2.0",
-                    "method": "notifications/cancelled",
-                    "params": {"requestId": "tools/call", "reason": "the person left"},
-                }
-            ).encode()
-        )
-        wait_for(lambda: not is_running(check), "the check to be ended")
+def test_a_call_that_is_cancelled_ends_what_runs_and_the_next_one_is_answered(mark: Path) -> None:
+    with verifying(mark) as (server, job):
+        server.tell("notifications/cancelled", requestId="tools/call", reason="the person left")
+        wait_for(lambda: not is_running(job), "the job to be ended")
         server.ask("ping")
         while (answer := server.hear())["id"] != "ping":
             assert answer["id"] == "tools/call"
