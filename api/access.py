@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -159,6 +160,7 @@ def _host_of(headers: Headers) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
+@lru_cache(256)  # reading an address takes longer than all else here
 def _is_loopback(host: str) -> bool:
     try:
         return host.lower() == "localhost" or ip_address(host).is_loopback

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.middleware.gzip import GZipMiddleware
 
 from kb import __version__
 from kb.store.database import Database
@@ -38,7 +39,7 @@ from .snapshot import Snapshot
 from .unanswered import Unanswered
 
 PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, mcp_route, pages)
-WORTH_PACKING = 1000  # bytes
+TURN_S = 0.0005  # of a thread that reads a log, before the event loop goes on; at Python's 5 ms, searches wait
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -67,8 +68,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.gate = Gate(chosen, app.state.snapshot)
     app.state.error_page = error_page
     problems.install(app)
-    # Nothing that is secret and nothing of a request stands beside something secret in an answer: see BREACH.
-    app.add_middleware(GZipMiddleware, minimum_size=WORTH_PACKING, compresslevel=5)
     app.add_middleware(Front, gate=app.state.gate, metrics=app.state.metrics)
     for part in PARTS:
         app.include_router(part.router)
@@ -78,6 +77,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    sys.setswitchinterval(TURN_S)
     snapshot, counts = app.state.snapshot, app.state.metrics
     rollout = Rollout(app.state, app.state.settings.roots, snapshot, counts.serve)
 
@@ -87,6 +87,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
     with app.state.database, snapshot.kept_fresh(seen), app.state.unanswered.counted():
         try:
+            if not app.state.settings.listens_early:
+                await asyncio.wait([asyncio.wrap_future(app.state.loading)])
             async with mcp_route.running(app):
                 yield
         finally:

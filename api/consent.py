@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field
 
 from kb.errors import KbError
 
-from .tools import EntryId, Tools
+from .arguments import EntryId
+from .tools import Tools
 
 Settings = Annotated[
     dict[str, str] | None, Field(description="Parameters of the probe, as `kb verify --set KEY=VALUE` takes them.")

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access import Gate, Headers
@@ -23,6 +24,7 @@ from .problems import respond
 
 MOST_BYTES = {"/v1/diagnose": LOGS, "/diagnose": LOGS, "/mcp": 4 << 20, "/v1/reports": 64 << 10}
 MOST_BYTES_ELSEWHERE = 256 << 10
+WORTH_PACKING = 1000  # bytes. An answer to a secret would not be packed (BREACH); there is none.
 BODY_S = 120.0  # in which a body has to arrive
 CLIENT_LEFT = 499  # in the log, as nginx has it
 WATCHING = frozenset({"/healthz", "/readyz", "/metrics"})  # asked every few seconds by machines
@@ -58,6 +60,7 @@ class Front:
 
     def __init__(self, app: ASGIApp, gate: Gate, metrics: Metrics) -> None:
         self._app = app
+        self._packing = GZipMiddleware(app, minimum_size=WORTH_PACKING, compresslevel=5)
         self._gate = gate
         self._metrics = metrics
 
@@ -82,7 +85,8 @@ class Front:
         if b"content-length" in headers or b"transfer-encoding" in headers:
             receive = _Body(receive, _most_bytes(scope["path"]), headers).receive
         scope["state"]["caller"] = await self._gate.admit(scope, headers)
-        await self._app(scope, receive, answer.send)
+        takes_packed = b"gzip" in headers.get(b"accept-encoding", b"")
+        await (self._packing if takes_packed else self._app)(scope, receive, answer.send)
 
     def _note(self, scope: Scope, answer: _Answer, seconds: float) -> None:
         """One line and one count. Neither the query nor the body nor a key is in it, nor a path of a client."""

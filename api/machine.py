@@ -9,7 +9,10 @@ from kb.catalog import Catalog
 
 
 class Machine(Protocol):
-    """The machine that a server on stdio runs on. Every method blocks; `stop` ends what runs, from another thread."""
+    """The machine that a server on stdio runs on. Its methods block, and are called one at a time.
+
+    `stop` is called meanwhile, from another thread: it ends what runs, and whoever waits for it gets a `LaunchError`.
+    """
 
     def versions(self) -> Mapping[str, str | None]:
         """Package to version in the training environment. Raises `InterpreterError`."""

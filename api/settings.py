@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from kb import root
 from kb.errors import UsageError
@@ -27,12 +27,15 @@ class Settings:
     """One service. `database` is a URL or the path of a SQLite file; None is the user's own.
 
     `rate` limits what one key may ask, `600/minute` for instance; "" limits nothing.
+    `listens_early`: answer "one moment" while the content is read, instead of nothing. Not so for one of several
+    workers at an address: the others have better answers.
     """
 
     roots: tuple[Root, ...]
     database: str | Path | None = None
     anonymous: Anonymous = Anonymous.LOOPBACK
     rate: str = "600/minute"
+    listens_early: bool = True
 
     @classmethod
     def from_environment(
@@ -51,6 +54,6 @@ class Settings:
             rate=environment.get("KB_RATE", "600/minute"),
         )
 
-    def allowing(self, anonymous: Anonymous) -> Self:
-        """The same for other people."""
-        return replace(self, anonymous=anonymous)
+    def but(self, **changed: Any) -> Self:
+        """The same with other values."""
+        return replace(self, **changed)

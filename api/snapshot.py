@@ -77,12 +77,14 @@ class Snapshot:
         self._uses[key_id] = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
 
     async def look_again(self) -> None:
-        """Read the database now, for a key that is newer than the snapshot. Callers share a look; looks are few."""
+        """Read the database, for a key that is newer than the snapshot. Callers share a look, and looks are few."""
         if self._looking is None or self._looking.done():
-            if self._clock() - self._tried_at < LOOK_S:
-                return
-            self._looking = asyncio.ensure_future(asyncio.to_thread(self.refresh))
+            self._looking = asyncio.ensure_future(self._look())
         await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        await asyncio.sleep(self._tried_at + LOOK_S - self._clock())
+        await asyncio.to_thread(self.refresh)
 
     @contextmanager
     def kept_fresh(self, seen: Callable[[], None]) -> Iterator[None]:

@@ -1,16 +1,17 @@
 """What a language model can ask for: the functions behind the MCP tools, which read and change nothing.
 
-What their docstrings and the descriptions of their parameters say is all that a model knows of them.
+What their docstrings and the descriptions of their arguments say is all that a model knows of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
 
-from pydantic import Field
+from anyio import CancelScope
 
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.scan import scan
@@ -18,51 +19,22 @@ from kb.diagnose.source import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
 from kb.filter import Filter
 from kb.hit import Answer
-from kb.search import MOST_HITS
 
+from .arguments import EntryId, Frameworks, GpuName, Language, Limit, Log, Packages, Query, Statuses, Tags
 from .content import Content
 from .diagnosis_schemas import DiagnosisDocument
 from .environment import CheckAnswer, EnvironmentDocument, judge
 from .machine import Machine
 from .problems import UNAVAILABLE, log
-from .questions import Text, Values
 from .schemas import EntryDocument, SearchResult
 
 MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
 LONGEST_ECHO = 1000  # characters of a question that its answer repeats
+STOPPING_S = 0.1
 CHINESE = "中文"
 PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
 
 Found = TypeVar("Found")
-Query = Annotated[
-    Text,
-    Field(
-        description="An error line as it was printed, or the symptom in a few words; English or Chinese; no operators."
-    ),
-]
-Limit = Annotated[int, Field(ge=1, le=MOST_HITS, description="At most this many hits.")]
-Tags = Annotated[Values, Field(description="Only incidents with all of these tags, such as fsdp.")]
-Frameworks = Annotated[
-    Values, Field(description="Only incidents about one of these packages, such as torch, deepspeed.")
-]
-Statuses = Annotated[
-    Values, Field(description="Only incidents of one of these statuses: confirmed, reported, disputed.")
-]
-EntryId = Annotated[str, Field(max_length=200, description="The id of an incident, as the other tools give it.")]
-Language = Annotated[
-    Literal["en", "zh"] | None, Field(description="Only the sections in English, or the one in Chinese; default: all.")
-]
-Log = Annotated[str, Field(description="The log as it was printed, all ranks together if there are more; up to 2 MB.")]
-Name = Annotated[str, Field(max_length=100)]
-Packages = Annotated[
-    dict[Name, Name | None] | None,
-    Field(
-        max_length=2000,
-        description="Versions by package, as `pip list` prints them; also python, cuda and nccl. Null is a version "
-        "that cannot be read.",
-    ),
-]
-GpuName = Annotated[str, Field(max_length=200, description="The model of the GPUs, such as H100; default: not known.")]
 
 
 class Ear(Protocol):
@@ -76,11 +48,15 @@ class Ear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools over one content, which may still be on its way. `machine` only where that is the caller's own."""
+    """The tools over one content, which may still be on its way. `machine` only where that is the caller's own.
+
+    `turn`: one thing at a time on that machine.
+    """
 
     content: Callable[[], Awaitable[Content]]
     machine: Machine | None = None
     ear: Ear | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def search_incidents(
         self,
@@ -171,13 +147,24 @@ class Tools:
         return f"{error.message}; hint: {error.hint}" if error.hint else error.message
 
     async def on_machine(self, work: Callable[[], Found]) -> Found:
-        """Do it in a thread. Who stops waiting, as a client that leaves, stops the work."""
+        """Do it in a thread, when what others asked for is done. Whoever stops waiting, as one that leaves, ends it."""
+        async with self.turn:
+            doing = asyncio.ensure_future(asyncio.to_thread(work))
+            try:
+                return await asyncio.shield(doing)
+            except asyncio.CancelledError:
+                with CancelScope(shield=True):
+                    await self._stopped(doing)
+                raise
+
+    async def _stopped(self, doing: asyncio.Future[Any]) -> None:
+        """Wait for the end of what is told to stop: again and again, since it may be about to start something."""
         assert self.machine is not None
-        try:
-            return await asyncio.to_thread(work)
-        except asyncio.CancelledError:
+        while not doing.done():
             self.machine.stop()
-            raise
+            await asyncio.wait([doing], timeout=STOPPING_S)
+        with suppress(Exception):  # nobody waits for it any more
+            doing.result()
 
 
 def _in(language: Literal["en", "zh"] | None, sections: Mapping[str, str]) -> dict[str, str]:

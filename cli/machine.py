@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock, Timer
+from threading import Timer
 from typing import Any
 
 from kb import environment
@@ -25,11 +25,10 @@ VERIFY_S = 900.0  # the longest probe takes a third of it
 
 
 class ThisMachine:
-    """Answers for one machine, one thing at a time. `python` is the interpreter of the training environment."""
+    """A `kb.api.machine.Machine`. `python` is the interpreter of the training environment."""
 
     def __init__(self, python: Path) -> None:
         self._python = python
-        self._one_at_a_time = Lock()
         self._launcher: Launcher | None = None
 
     def versions(self) -> Mapping[str, str | None]:
@@ -60,13 +59,12 @@ class ThisMachine:
         return done.reports[0].to_json()
 
     def stop(self) -> None:
-        """End what runs; whoever waits for it gets a `LaunchError`."""
         if launcher := self._launcher:
             launcher.close()
 
     @contextmanager
     def _launching(self) -> Iterator[Launcher]:
-        with self._one_at_a_time, Launcher(self._python) as launcher:
+        with Launcher(self._python) as launcher:
             self._launcher = launcher
             try:
                 yield launcher

@@ -63,11 +63,11 @@ def _settings(address: str, extra: tuple[Any, ...], *, insecure: bool) -> Any:
     made = resolve_name(SETTINGS).from_environment(roots=root.configured(extra))
     if insecure or made.anonymous is everybody:
         notice(f"warning: INSECURE: whoever reaches {address} can read every entry and report without a key")
-        return made.allowing(everybody)
+        return made.but(anonymous=everybody)
     if ip_address(address.partition("%")[0]).is_loopback:
         return made
     _demand_key(made.database, address)
-    return made.allowing(nobody)
+    return made.but(anonymous=nobody)
 
 
 def _demand_key(where: Any, address: str) -> None:
@@ -92,7 +92,7 @@ def _config(settings: Any, workers: int) -> uvicorn.Config:
     from .server_log import configuration
 
     return uvicorn.Config(
-        partial(resolve_name(APPLICATION), settings),
+        partial(resolve_name(APPLICATION), settings.but(listens_early=workers == 1)),
         factory=True,
         http=resolve_name(CONNECTION),
         ws="none",

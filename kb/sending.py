@@ -9,11 +9,13 @@ from threading import Thread
 
 from kb.errors import KbError
 from kb.outbox import Outbox, Queued
-from kb.service import Answer, Ending, Service
+from kb.response import Ending, Response
+from kb.service import Service
 
 BUDGET_S = 20.0  # for all of a sending: a verification must not wait for a service
 TRY_S = 10.0  # for a connection and for each wait on an answer: a busy store takes seconds
 GRACE_S = 1.0  # for the last try to end by itself
+MOST_PROBLEMS = 5  # that a delivery tells of, the last ones: a thousand reports may have as many
 TRIES = 3  # of one report while the service asks to come again
 
 
@@ -48,33 +50,33 @@ class _Courier:
         with self._outbox.claim(queued) as is_ours:
             if not is_ours:
                 return True
-            answer = self._answer(queued)
-            self._settle(queued, answer)
-        return answer.ending not in (Ending.BUSY, Ending.CLOSED)
+            response = self._response(queued)
+            self._settle(queued, response)
+        return response.ending not in (Ending.BUSY, Ending.CLOSED)
 
-    def _answer(self, queued: Queued) -> Answer:
-        answer = self._try(queued)
+    def _response(self, queued: Queued) -> Response:
+        response = self._try(queued)
         for _ in range(TRIES - 1):
-            if answer.ending is not Ending.BUSY or time.monotonic() + answer.wait_s >= self._end:
+            if response.ending is not Ending.BUSY or time.monotonic() + response.wait_s >= self._end:
                 break
-            time.sleep(answer.wait_s)
-            answer = self._try(queued)
-        return answer
+            time.sleep(response.wait_s)
+            response = self._try(queued)
+        return response
 
-    def _try(self, queued: Queued) -> Answer:
+    def _try(self, queued: Queued) -> Response:
         left = max(0.1, self._end - time.monotonic())
         return self._service.post(queued.key, queued.body, min(TRY_S, left))
 
-    def _settle(self, queued: Queued, answer: Answer) -> None:
-        if answer.ending is Ending.TAKEN:
+    def _settle(self, queued: Queued, response: Response) -> None:
+        if response.ending is Ending.TAKEN:
             self.sent += 1
             self._outbox.remove(queued)
-        elif answer.ending is Ending.REFUSED:
+        elif response.ending is Ending.REFUSED:
             self.refused += 1
-            path = self._outbox.refuse(queued, answer.problem)
-            self.problems[f"{answer.problem} (the report is kept in {path.parent})"] = None
+            path = self._outbox.refuse(queued, response.problem)
+            self.problems[f"{response.problem} (the report is kept in {path.parent})"] = None
         else:
-            self.problems[answer.problem] = None
+            self.problems[response.problem] = None
 
 
 def send(outbox: Outbox, service: Service, budget_s: float = BUDGET_S) -> Delivery:
@@ -90,7 +92,7 @@ def send(outbox: Outbox, service: Service, budget_s: float = BUDGET_S) -> Delive
         queued = len(outbox.waiting(service.url))
     except KbError as error:
         problems = (error.message,)
-    return Delivery(courier.sent, queued, courier.refused, (*courier.problems, *problems))
+    return Delivery(courier.sent, queued, courier.refused, (*courier.problems, *problems)[-MOST_PROBLEMS:])
 
 
 def _begin(courier: _Courier) -> Future[None]:

@@ -1,7 +1,4 @@
-"""A real Chromium in front of a real `kb serve`: fixtures for tests of the pages.
-
-A test file says `pytest_plugins = ["chromium"]`.
-"""
+"""A real Chromium, and what must not happen in it; a real `kb serve` with something to show."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Dialog, Error, Page, Request, ViewportSize, sync_playwright
 from programs import program
 from replicas import Place, Replica, started
 from shown import fill
@@ -29,8 +25,8 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PHONE = {"width": 390, "height": 844}
-DESKTOP = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1280, "height": 900}
 
 
 @contextmanager
@@ -45,47 +41,46 @@ def launched() -> Iterator[Browser]:
             browser.close()
 
 
+class Watch:
+    """Notes what must not happen in a page: errors on its console, dialogs, requests to another host."""
+
+    def __init__(self, page: Page, expected: str = "") -> None:
+        self._expected = expected
+        self.troubles: list[str] = []
+        page.on("pageerror", self._error)
+        page.on("dialog", self._dialog)
+        page.on("console", self._console)
+        page.on("request", self._request)
+
+    def _error(self, error: Error) -> None:
+        self.troubles.append(f"error: {error}")
+
+    def _dialog(self, dialog: Dialog) -> None:
+        self.troubles.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _console(self, said: ConsoleMessage) -> None:
+        is_expected = bool(self._expected) and self._expected in said.text
+        if said.type in ("error", "warning") and not is_expected:
+            self.troubles.append(f"console: {said.text}")
+
+    def _request(self, request: Request) -> None:
+        if urlsplit(request.url).hostname not in ("127.0.0.1", None):
+            self.troubles.append(f"request: {request.url}")
+
+
 @contextmanager
-def visit(browser: Browser, url: str, *, expected: str = "", **context: Any) -> Iterator[Page]:
-    """A page in a profile of its own. At its end nothing may have gone wrong in it: see `watch`."""
-    troubles: list[str] = []
+def visit(browser: Browser, url: str, expected: str = "", **context: Any) -> Iterator[Page]:
+    """A page in a profile of its own. At its end nothing may have gone wrong in it but what is `expected`."""
     made = browser.new_context(**{"viewport": DESKTOP, **context})
     try:
         page = made.new_page()
-        watch(page, troubles, expected)
+        watch = Watch(page, expected)
         page.goto(url)
         yield page
-        assert troubles == []
+        assert watch.troubles == []
     finally:
         made.close()
-
-
-def watch(page: Page, troubles: list[str], expected: str = "") -> None:
-    """Note errors on the console but those with the text that is expected, dialogs, and requests to other hosts."""
-    page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (troubles.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on(
-        "console",
-        lambda said: (
-            troubles.append(f"console: {said.text}")
-            if said.type in ("error", "warning") and not (expected and expected in said.text)
-            else None
-        ),
-    )
-    page.on(
-        "request",
-        lambda request: (
-            troubles.append(f"request: {request.url}")
-            if urlsplit(request.url).hostname not in ("127.0.0.1", None)
-            else None
-        ),
-    )
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
 
 
 @contextmanager
@@ -94,11 +89,4 @@ def filled_service(path: Path, cache: Path, *args: str) -> Iterator[Replica]:
     shutil.copytree(cache, path / "cache")
     fill(Database.open(path / "service.db"))
     with started(Place(path, path / "cache"), *args) as replica:
-        yield replica
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path, chromium: Browser) -> Iterator[Replica]:
-    """Asks for Chromium first: without it no service is started for nothing."""
-    with filled_service(tmp_path_factory.mktemp("service"), built_in_index) as replica:
         yield replica

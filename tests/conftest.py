@@ -27,7 +27,17 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     """A home of this test's own: cache and data of the person who runs the tests stay untouched."""
     path = tmp_path_factory.mktemp("home")
     shutil.copytree(built_in_index, path / "cache")
-    for name in ("KB_ROOTS", "KB_DEBUG", "RANK", "SLURM_PROCID", "PYTHONPATH", "FORCE_COLOR"):
+    for name in (
+        "KB_ROOTS",
+        "KB_DEBUG",
+        "KB_REPORT_URL",
+        "KB_API_KEY",
+        "KB_DATABASE_URL",
+        "RANK",
+        "SLURM_PROCID",
+        "PYTHONPATH",
+        "FORCE_COLOR",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))

@@ -45,7 +45,7 @@ sys.addaudithook(act)
 outbox = Outbox(directory)
 if reports:
     outbox.add(url, reports)
-delivery = send(outbox, Service.at(url, os.environ.get("KB_API_KEY", "")), float(os.environ.get("BUDGET_S", "20")))
+delivery = send(outbox, Service.at(url, os.environ.get("KB_API_KEY", "")), 120)
 print(json.dumps({**asdict(delivery), "actions": count}))
 """
 

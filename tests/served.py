@@ -42,7 +42,8 @@ class InProcess(httpx.BaseTransport):
         return self.portal.call(self._answer, request)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        address = request.extensions.get("client", "127.0.0.1")
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(address, 50000))
         if not isinstance(request.stream, httpx.AsyncByteStream):  # a body that is made while it is sent
             request.stream = Pieces(request.stream)
         answer = await transport.handle_async_request(request)
@@ -67,10 +68,20 @@ def store_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def app(entries: ContentRoot, store_path: Path) -> FastAPI:
+def make_app(entries: ContentRoot, store_path: Path) -> Callable[..., FastAPI]:
+    """Makes an application over the entries and the store, with other settings than the usual ones."""
     create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # nothing imports a shell
     settings: Any = resolve_name("kb.api.settings:Settings")
-    return create_app(settings(roots=(root.at(entries.path),), database=store_path))
+
+    def make(**chosen: Any) -> FastAPI:
+        return create_app(settings(**{"roots": (root.at(entries.path),), "database": store_path, **chosen}))
+
+    return make
+
+
+@pytest.fixture
+def app(make_app: Callable[..., FastAPI]) -> FastAPI:
+    return make_app()
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
+from datetime import datetime, timedelta
 from typing import Any
 
-import sqlalchemy
-from sqlmodel import col
+from sqlmodel import col, select
 
 from kb import catalog, root
 from kb.store import gaps, reports
@@ -17,9 +16,11 @@ from kb.store.tables import GapRow, ReportRow
 
 ENTRY = "checkpoint-save-allgather-timeout"
 QUESTION = "ALLGATHER timeout save"
-DAY = datetime.datetime(2026, 11, 3, 9, 30)  # noqa: DTZ001  # the store keeps UTC without saying so
+DAY = datetime(2026, 11, 3, 9, 30)  # UTC, as the store has it
 
-VERDICTS = (  # GPUs, driver, torch, verdict, fidelity, is the wording the one of now, how often
+VERDICTS: tuple[
+    tuple[list[str], str | None, str, str, str, bool, int], ...
+] = (  # GPUs, driver, torch, verdict, fidelity, is the wording the one of now, how often
     (["NVIDIA H100 80GB HBM3"] * 2, "570.86.15", "2.7.1+cu128", "verified", "hardware", True, 12),
     (["NVIDIA H100 80GB HBM3"] * 8, "550.54.15", "2.5.1+cu124", "verified", "hardware", True, 5),
     (["NVIDIA A100-SXM4-80GB"] * 4, "550.54.15", "2.6.0+cu124", "verified", "hardware", True, 7),
@@ -69,7 +70,7 @@ def report(
 def _set_times(database: Database) -> None:
     """Pictures are the same every day."""
     with database.writing() as session:
-        for number, row in enumerate(session.exec(sqlalchemy.select(ReportRow).order_by(col(ReportRow.id)))):  # type: ignore[call-overload]
-            row[0].received_at = DAY - datetime.timedelta(days=number)
-        for number, row in enumerate(session.exec(sqlalchemy.select(GapRow).order_by(col(GapRow.count).desc()))):  # type: ignore[call-overload]
-            row[0].first_at, row[0].last_at = DAY - datetime.timedelta(days=30 + number), DAY + datetime.timedelta(days=number)
+        for number, report in enumerate(session.exec(select(ReportRow).order_by(col(ReportRow.id)))):
+            report.received_at = DAY - timedelta(days=number)
+        for number, gap in enumerate(session.exec(select(GapRow).order_by(col(GapRow.count).desc()))):
+            gap.first_at, gap.last_at = DAY - timedelta(days=30 + number), DAY - timedelta(days=number)

@@ -46,6 +46,7 @@ async def diagnose_page(request: Request, content: Loaded) -> HTMLResponse:
             answer, near = await _diagnosed(content, logs)
     except UsageError as problem:
         return _page(request, 422, problem=problem)
+    request.app.state.unanswered.note_diagnosis(answer)
     return _page(request, answer=answer, **_view(content, answer, near, language(request)))
 
 

@@ -79,9 +79,8 @@ class SqliteFile:
 
     def settle(self) -> None:
         """Set the journal: only now, so that only a file of ours is switched. Of two that meet, one does."""
-        mode = journal_mode(self.path.resolve(), _mounts())
         with suppress(OperationalError, OSError), self.engine.connect() as connection:
-            connection.exec_driver_sql(f"PRAGMA journal_mode={mode}")
+            connection.exec_driver_sql(f"PRAGMA journal_mode={journal_mode(self.path.resolve(), _mounts())}")
 
     def hint(self, cause: BaseException) -> str:
         return HINTS.get(getattr(cause, "sqlite_errorname", ""), ELSEWHERE)

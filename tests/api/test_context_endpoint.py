@@ -21,7 +21,7 @@ def entries(entries: ContentRoot) -> ContentRoot:
     return entries
 
 
-def get(client: httpx.Client, q: str = ASKED, accept: str = "*/*", **more: object) -> httpx.Response:
+def get(client: httpx.Client, q: str = ASKED, accept: str = "*/*", **more: str | int) -> httpx.Response:
     return client.get("/v1/context", params={"q": q, **more}, headers={"Accept": accept})
 
 
@@ -103,8 +103,10 @@ def test_a_withdrawn_entry_makes_no_claims(client: httpx.Client) -> None:
         ({"q": ASKED, "lang": "fr"}, "lang"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(client: httpx.Client, parameters: dict[str, object], name: str) -> None:
-    refused = client.get("/v1/context", params=parameters)  # type: ignore[arg-type]
+def test_what_makes_no_sense_is_refused_by_name(
+    client: httpx.Client, parameters: dict[str, str | int], name: str
+) -> None:
+    refused = client.get("/v1/context", params=parameters)
     assert refused.status_code == 422
     assert [one["parameter"] for one in refused.json()["errors"]] == [name]
 

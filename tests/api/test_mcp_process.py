@@ -42,14 +42,30 @@ class Raw:
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
-    def ask(self, method: str, **params: Any) -> None:
-        self.say(json.dumps({"jsonrpc": "2.0", "id": method, "method": method, "params": params}).encode())
+    def ask(self, method: str, name: str = "", /, **params: Any) -> None:
+        """A request; its id is its method, or the name it is given."""
+        message = {"jsonrpc": "2.0", "id": name or method, "method": method, "params": params}
+        self.say(json.dumps(message).encode())
 
     def tell(self, method: str, **params: Any) -> None:
         self.say(json.dumps({"jsonrpc": "2.0", "method": method, "params": params}).encode())
 
-    def answer(self, question: Any, result: Any) -> None:
-        self.say(json.dumps({"jsonrpc": "2.0", "id": question["id"], "result": result}).encode())
+    def consent(self) -> None:
+        """Say yes to the question that comes next."""
+        question = self.hear()
+        assert question["method"] == "elicitation/create"
+        answer = {"action": "accept", "content": {"run": True}}
+        self.say(json.dumps({"jsonrpc": "2.0", "id": question["id"], "result": answer}).encode())
+
+    def cancel(self, name: str) -> None:
+        self.tell("notifications/cancelled", requestId=name, reason="the person left")
+
+    def pong(self) -> bool:
+        """Whether a ping is answered, whatever else is heard before."""
+        self.ask("ping")
+        while (answer := self.hear())["id"] != "ping":
+            pass
+        return bool(answer["result"] == {})
 
     def greet(self) -> None:
         self.ask("initialize", **HELLO)
@@ -110,9 +126,7 @@ def verifying(mark: Path) -> Iterator[tuple[Raw, int]]:
     with started("--allow-verify") as server:
         server.greet()
         server.ask("tools/call", name="verify_fix", arguments={"id": "waits"})
-        question = server.hear()
-        assert question["method"] == "elicitation/create"
-        server.answer(question, {"action": "accept", "content": {"run": True}})
+        server.consent()
         wait_for(lambda: mark.exists() and mark.read_text(), "the job to begin")
         yield server, int(mark.read_text())
 
@@ -138,12 +152,24 @@ def test_a_signal_ends_what_runs_as_well(mark: Path, number: signal.Signals) -> 
 
 def test_a_call_that_is_cancelled_ends_what_runs_and_the_next_one_is_answered(mark: Path) -> None:
     with verifying(mark) as (server, job):
-        server.tell("notifications/cancelled", requestId="tools/call", reason="the person left")
+        server.cancel("tools/call")
         wait_for(lambda: not is_running(job), "the job to be ended")
-        server.ask("ping")
-        while (answer := server.hear())["id"] != "ping":
-            assert answer["id"] == "tools/call"
-        assert answer["result"] == {}
+        assert server.pong()
+
+
+def test_a_call_that_is_cancelled_before_its_turn_disturbs_nobody_and_never_runs(mark: Path) -> None:
+    with verifying(mark) as (server, job):
+        server.ask("tools/call", "second", name="verify_fix", arguments={"id": "waits"})
+        server.consent()
+        server.cancel("second")
+        assert server.pong()
+        assert is_running(job)
+        server.cancel("tools/call")
+        wait_for(lambda: not is_running(job), "the job to be ended")
+        assert server.process.stdin
+        server.process.stdin.close()
+        assert server.process.wait(GENEROUS_S) == 0
+        assert mark.read_text() == str(job)
 
 
 def test_a_root_that_is_none_is_a_usage_error(kb: Kb, tmp_path: Path) -> None:

@@ -46,12 +46,10 @@ def test_an_unknown_entry_names_the_nearest(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
         "/v1",
         "/v1/entries/",
         "/docs",
         "/redoc",
-        "/metrics",
         "/v1/search/",
         "/v1/entries/../../../etc/passwd",
         "/v1/entries/..%2F..%2Fetc%2Fpasswd",
@@ -66,9 +64,7 @@ def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
-@pytest.mark.parametrize(
-    "path", ["/v1/search", "/v1/entries", "/v1/entries/slow-disk", "/v1/entries/x/reports", "/healthz"]
-)
+@pytest.mark.parametrize("path", ["/v1/entries", "/v1/entries/slow-disk", "/v1/entries/x/reports", "/healthz"])
 def test_nothing_but_get_is_allowed(client: httpx.Client, method: str, path: str) -> None:
     response = client.request(method, path)
     assert response.status_code == 405
@@ -157,3 +153,64 @@ def test_a_root_that_is_none_is_refused_at_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("KB_ROOTS", str(tmp_path / "absent"))
     with pytest.raises(UsageError, match="not a content root"):
         resolve_name("kb.api.app:create_app")()
+
+
+BOMBS = {
+    "nested brackets": b"[" * 100_000,
+    "nested objects": b'{"q":' * 40_000,
+    "a huge number": b'{"q": "x", "limit": ' + b"9" * 100_000 + b"}",
+    "a huge exponent": b'{"q": "x", "limit": 1e999999}',
+    "no JSON": b"\xff\xfe\x00",
+    "half a surrogate": b'{"q": "\\ud800"}',
+    "not a number": b'{"q": "x", "limit": NaN}',
+    "a name twice": b'{"q": "thing", "q": 7}',
+    "an empty body": b"",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/search", "/v1/feedback"])
+@pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
+def test_a_body_that_is_a_bomb_is_the_fault_of_the_client(client: httpx.Client, path: str, body: bytes) -> None:
+    response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 422)
+    problem(response, response.status_code)
+
+
+@pytest.mark.parametrize(
+    "query", ["q=%00", "q=%ED%A0%80", "q=%ff%fe", "q=%F4%90%80%80", "q=x&tag=%00", "q=x&limit=%00"]
+)
+def test_no_characters_of_a_query_are_an_error_of_ours(client: httpx.Client, query: str) -> None:
+    assert client.get(f"/v1/search?{query}").status_code in (200, 422)
+
+
+@pytest.mark.parametrize(
+    "path", ["/%00", "/v1/entries/%ff", "/v1/entries/%ED%A0%80", "/static/%00", "/entries/%00", "/%E2%80%AE"]
+)
+@pytest.mark.parametrize("accept", ["application/json", "text/html"])
+def test_no_characters_of_a_path_are_an_error_of_ours(client: httpx.Client, path: str, accept: str) -> None:
+    assert client.get(path, headers={"Accept": accept}).status_code in (404, 422)
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+def test_a_browser_gets_a_page_where_it_is_not_asking_the_api(client: httpx.Client) -> None:
+    response = client.get("/no/such/page", headers={"Accept": BROWSER})
+    assert response.status_code == 404
+    assert response.headers["content-type"].startswith("text/html")
+    assert "nothing is at /no/such/page" in response.text
+    assert "content-security-policy" in response.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "accept"), [("/v1/nothing", BROWSER), ("/no/such/page", "*/*"), ("/no/such/page", "application/json")]
+)
+def test_programs_get_problems(client: httpx.Client, path: str, accept: str) -> None:
+    problem(client.get(path, headers={"Accept": accept}), 404)
+
+
+def test_a_browser_without_a_key_gets_a_page_that_says_so(client: httpx.Client) -> None:
+    response = client.get("/", headers={"Accept": BROWSER, "X-Forwarded-For": "192.0.2.7"})
+    assert response.status_code == 401
+    assert response.headers["content-type"].startswith("text/html")
+    assert response.headers["www-authenticate"] == "Bearer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(CHECKOUT / "tests"))
@@ -18,7 +19,7 @@ FOLDER = CHECKOUT / "docs" / "pages"
 PORT = "8790"  # it is in the pictures
 LOG = CHECKOUT / "tests" / "browser" / "save.log"
 DESKTOP = {"width": 1100, "height": 680}  # in which a picture stays small
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "light": {"viewport": DESKTOP, "color_scheme": "light"},
     "dark": {"viewport": DESKTOP, "color_scheme": "dark"},
     "phone": {"viewport": PHONE, "color_scheme": "light"},

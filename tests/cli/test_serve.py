@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
-import http.client
-import json
+import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import pytest
-from support import KB, ContentRoot, Kb, end, wait_for
+from serving import serving
+from support import ContentRoot, Kb, is_running, wait_for
 
 from kb.query import LONGEST_TEXT
-
-
-class Server:
-    """A running `kb serve`; `lines` is what it has said on stderr."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.lines = [self._line()]
-        while "serving on" not in self.lines[-1]:
-            self.lines.append(self._line())
-        url = urlsplit(self.lines[-1].removeprefix("kb: serving on ").split()[0])
-        assert url.hostname
-        assert url.port
-        self.host, self.port = url.hostname, url.port
-
-    def _line(self) -> str:
-        assert self.process.stderr
-        line = self.process.stderr.readline().decode()
-        assert line, "it ended before it served"
-        return line.strip()
-
-    def get(self, path: str) -> tuple[int, Any]:
-        """(status, JSON document)."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
-
-    def stop(self, number: signal.Signals) -> tuple[int, str]:
-        """(exit code, the rest of stderr) after a signal."""
-        self.process.send_signal(number)
-        assert self.process.stderr
-        return self.process.wait(60), self.process.stderr.read().decode()
-
-
-@contextmanager
-def serving(*args: str | Path) -> Iterator[Server]:
-    process = subprocess.Popen(
-        [str(KB), "serve", "--port", "0", *map(str, args)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    try:
-        server = Server(process)
-        wait_for(lambda: server.get("/readyz")[0] == 200, "the server to be ready")
-        yield server
-    finally:
-        end(process)
-        if process.stderr:
-            process.stderr.close()
+from kb.store import keys
+from kb.store.database import Database
+from kb.store.keys import Scope
 
 
 @pytest.fixture
@@ -122,19 +72,107 @@ def test_a_signal_ends_it_without_a_traceback_although_a_client_is_half_way(numb
     with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"GET /v1/search?q=")
         assert server.get("/healthz")[0] == 200
-        ended, said = server.stop(number)
-        assert (ended, [line for line in said.splitlines() if not line.startswith("building the search index")]) == (
-            code,
-            [],
-        )
+        assert server.stop(number) == code
+        assert "Traceback" not in server.said
+        assert {line["level"] for line in server.logged} <= {"INFO"}
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
-def test_beyond_loopback_it_says_who_can_read() -> None:
+def test_beyond_loopback_it_does_not_serve_before_there_is_a_key(kb: Kb, tmp_path: Path) -> None:
+    ended = kb("serve", "--host", "0.0.0.0", "--port", "0")
+    assert ended.code == 2
+    assert "kb key new" in ended.err
+    where = tmp_path / "service.db"
+    with Database.open(where) as store:
+        key, _ = keys.new(store, "test", Scope.READ)
+        keys.revoke(store, key.id)
+    assert kb("serve", "--host", "0.0.0.0", "--port", "0", KB_DATABASE_URL=str(where)).code == 2
+
+
+def test_beyond_loopback_only_keys_get_answers_even_on_this_machine() -> None:
+    with Database.open() as store:
+        _, text = keys.new(store, "test", Scope.READ)
     with serving("--host", "0.0.0.0") as server:
-        assert "no authentication" in server.lines[0]
-        assert f"http://0.0.0.0:{server.port}" in server.lines[1]
+        assert server.lines == [f"kb: serving on http://0.0.0.0:{server.port} (Ctrl-C ends it)"]
+        assert server.get("/v1/entries")[0] == 401
+        assert server.get("/v1/entries", Authorization=f"Bearer {text}")[0] == 200
+
+
+def test_insecure_is_said_aloud_and_lets_everybody_read() -> None:
+    with serving("--host", "0.0.0.0", "--insecure") as server:
+        assert "INSECURE" in server.lines[0]
+        assert "without a key" in server.lines[0]
+        assert server.get("/v1/entries", Host="kb.example.org", X_Forwarded_For="192.0.2.1")[0] == 200
+
+
+def test_the_environment_says_who_may_read_as_the_options_do() -> None:
+    with serving(KB_ANONYMOUS="nobody") as server:
+        assert server.get("/v1/entries")[0] == 401
+    with serving(KB_ANONYMOUS="everybody") as server:
+        assert "INSECURE" in server.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("KB_ANONYMOUS", "friends"), ("KB_RATE", "often"), ("KB_DATABASE_URL", "mysql://h/db")]
+)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_setting_that_makes_no_sense_is_a_usage_error(kb: Kb, name: str, value: str, workers: str) -> None:
+    ended = kb("serve", "--port", "0", "--workers", workers, **{name: value})
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+
+
+def test_it_logs_json_lines_without_what_was_asked() -> None:
+    with serving() as server:
+        server.get("/v1/search?q=secret-question", X_Request_ID="request-of-a-test")
+        wait_for(lambda: server.logged, "the line")
+        (line,) = [line for line in server.logged if line["request_id"] == "request-of-a-test"]
+        assert "secret" not in server.said
+    assert {name: line[name] for name in ("level", "method", "route", "status", "caller")} == {
+        "level": "INFO",
+        "method": "GET",
+        "route": "/v1/search",
+        "status": 200,
+        "caller": "anonymous",
+    }
+    assert line["time"].endswith("+00:00")
+    assert line["duration_ms"] > 0
+
+
+def test_a_server_takes_as_many_connections_as_the_machine_allows() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as server:
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (most, most)
+
+
+def children(pid: int) -> set[int]:
+    """Workers: what multiprocessing starts beside them, the resource tracker, is none."""
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {one for one in found if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_several_workers_answer_alike_and_end_together(private: Path, number: signal.Signals, code: int) -> None:
+    with serving("--root", private, "--workers", "2") as server:
+        workers = children(server.process.pid)
+        assert len(workers) == 2
+        for _ in range(20):
+            assert server.get(f"/v1/search?q={quote('only our team')}")[1]["hits"][0]["id"] == "only-ours"
+        wait_for(
+            lambda: b'route="/v1/search",status="200"} 20.0' in server.ask("GET", "/metrics")[2],
+            "the counts of both together",
+        )
+        assert server.stop(number) == code
+        assert not any(map(is_running, workers))
+        assert "Traceback" not in server.said
+
+
+def test_no_worker_outlives_its_supervisor() -> None:
+    with serving("--workers", "2") as server:
+        workers = children(server.process.pid)
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(is_running, workers)), "the workers to end")
 
 
 def test_it_listens_on_loopback_alone_unless_told_otherwise() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from peer import Peer, hang, listening, says
+from replicas import Place, started
 from support import GENEROUS_S, KB, ContentRoot, Ended, Kb, end, wait_for
 
 from kb.shared_report import SharedReport
@@ -60,6 +61,24 @@ def test_the_report_arrives_in_its_shared_form_with_the_key(kb: Kb, peer: Peer) 
     assert (sent.id, sent.verdict, sent.fidelity) == ("breaks", "verified", "cpu")
     assert request.headers["Authorization"] == f"Bearer {SECRET}"
     assert not waiting()
+
+
+def test_a_service_of_the_team_has_it_and_shows_it(
+    kb: Kb, content: ContentRoot, tmp_path: Path, built_in_index: Path
+) -> None:
+    content.incident("breaks")
+    (tmp_path / "service").mkdir()
+    place = Place(tmp_path / "service", built_in_index, {"KB_ROOTS": str(content.path)})
+    key = place.key("report")
+    with started(place) as replica:
+        ended = kb("verify", "breaks", "--json", "--report", replica.url, KB_API_KEY=key)
+        assert ended.json["reported"]["sent"] == 1, ended.err
+        status, found = replica.get("/v1/entries/breaks/reports")
+    assert status == 200
+    (shown,) = found["reports"]
+    assert (shown["verdict"], shown["earlier_wording"]) == ("verified", False)
+    assert shown["entry_digest"] == ended.json["entry_digest"]
+    assert shown["machine"]["python"] == ended.json["environment"]["python"]["version"]
 
 
 def test_what_names_people_and_machines_stays_here(kb: Kb, content: ContentRoot, peer: Peer) -> None:
@@ -121,7 +140,7 @@ def test_without_a_verification_a_report_that_still_waits_is_exit_1(kb: Kb, peer
     assert (ended.json["reports"], ended.json["reported"]["queued"]) == ([], 1)
 
 
-@pytest.mark.parametrize(("status", "word"), [(401, "does not know the key"), (403, "may report")])
+@pytest.mark.parametrize(("status", "word"), [(401, "a key that it knows"), (403, "may report")])
 def test_a_key_that_is_not_accepted_keeps_the_report_and_names_the_variable(
     kb: Kb, peer: Peer, status: int, word: str
 ) -> None:

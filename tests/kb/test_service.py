@@ -10,7 +10,8 @@ import pytest
 from peer import Behaviour, Peer, drop, drop_unread, garbage, hang, listening, says, take, torn
 
 from kb.errors import UsageError
-from kb.service import Answer, Ending, Service
+from kb.response import Ending, Response
+from kb.service import Service
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def peer() -> Iterator[Peer]:
         yield peer
 
 
-def post(peer: Peer, *behaviours: Behaviour, api_key: str = "", timeout_s: float = 60) -> Answer:
+def post(peer: Peer, *behaviours: Behaviour, api_key: str = "", timeout_s: float = 60) -> Response:
     peer.behaviours += behaviours
     return Service.at(peer.url, api_key).post("key-1", b'{"id": "the-entry"}', timeout_s)
 
@@ -34,7 +35,7 @@ def test_what_is_no_address_is_refused_before_anything_is_sent(url: str) -> None
         Service.at(url)
 
 
-@pytest.mark.parametrize("url", ["https://me:secret@kb.example.org", "https://kb.example.org?key=secret"])
+@pytest.mark.parametrize("url", ["https://me:secret@kb.example", "https://me:secret@kb:x", "https://kb?key=secret"])
 def test_secrets_in_an_address_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         Service.at(url)
@@ -81,7 +82,7 @@ def test_without_a_key_none_is_sent(peer: Peer) -> None:
 
 
 def test_a_new_report_and_a_repeated_one_are_taken(peer: Peer) -> None:
-    assert post(peer) == post(peer) == Answer(Ending.TAKEN)
+    assert post(peer) == post(peer) == Response(Ending.TAKEN)
     assert len(peer.kept) == 1
 
 
@@ -99,7 +100,7 @@ ANSWERS = {
     "another service": (says(404, "<h1>", "text/html"), Ending.CLOSED, "takes reports", "404 Not Found"),
     "an older service": (says(405, "GET only"), Ending.CLOSED, "takes reports", "405"),
     "a proxy that wants a password": (says(407), Ending.CLOSED, "takes reports", "407"),
-    "a missing key": (says(401), Ending.CLOSED, "wants a key", "set KB_API_KEY"),
+    "a missing key": (says(401), Ending.CLOSED, "wants a key that it knows", "set KB_API_KEY"),
     "nothing at all": (drop_unread, Ending.FAILED, "gave no answer", ""),
     "a lost answer": (drop, Ending.FAILED, "gave no answer", ""),
     "half an answer": (torn, Ending.FAILED, "201 Created", "no kb service"),
@@ -156,7 +157,7 @@ def test_a_name_that_nobody_knows_is_closed() -> None:
 
 def test_an_answer_that_never_comes_times_out(peer: Peer) -> None:
     answer = post(peer, hang, timeout_s=0.2)
-    assert answer == Answer(Ending.FAILED, f"{peer.url} gave no answer: timed out")
+    assert answer == Response(Ending.FAILED, f"{peer.url} gave no answer: timed out")
 
 
 def test_what_a_service_says_cannot_move_the_terminal(peer: Peer) -> None:

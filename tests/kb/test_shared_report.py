@@ -111,6 +111,29 @@ def test_this_user_and_this_host_are_hidden_by_name(monkeypatch: pytest.MonkeyPa
     assert "login07" not in told
 
 
+def test_a_machine_that_is_called_like_its_gpus_hides_them_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "h100")
+    told = shared(document(reason="it ran on h100"))
+    assert told.reason == "it ran on <host-1>"
+    assert told.machine.gpus == ("NVIDIA H100 80GB HBM3",) * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA A100-SXM4-80GB",
+        "Tesla V100-SXM2-32GB",
+        "NVIDIA GH200 480GB",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "H800",
+    ],
+)
+def test_names_of_gpus_are_no_names_of_machines(name: str) -> None:
+    gpus = [{"name": name, "driver_version": "535.183.06"}]
+    machine = shared(document(environment={"gpus": gpus, "python": {"version": "3.12.3"}})).machine
+    assert (machine.gpus, machine.driver, machine.python) == ((name,), "535.183.06", "3.12.3")
+
+
 def test_a_name_that_the_end_gives_away_is_hidden_at_the_beginning() -> None:
     assert "dave77" not in text_of(title="of dave77", next_step="look in /home/dave77")
 

@@ -1,0 +1,108 @@
+"""docs/api.md, followed to the letter: its requests run, in their order, and are answered as it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from replicas import Place, started
+from support import CHECKOUT, GENEROUS_S, wait_for
+
+PAGE = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```\n(?:\n```(json|text)\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Commands, and what stands below them on the page: of `kind` json, text or nothing."""
+
+    commands: str
+    kind: str
+    shown: str
+
+
+EXAMPLES = [
+    Example(commands, kind, shown) for language, commands, kind, shown in FENCED.findall(PAGE) if language == "bash"
+]
+REQUESTS = [one for one in EXAMPLES if "curl " in one.commands]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Iterator[list[str]]:
+    """What each request of the page prints, in a folder of its own against a service of its own."""
+    folder = tmp_path_factory.mktemp("reader")
+    place = Place(tmp_path_factory.mktemp("service"), built_in_index)
+    key = place.key("admin")
+    with started(place) as replica:
+        environment = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": key, "NO_PROXY": "*"}
+        yield [answer(one, folder, environment) for one in REQUESTS]
+
+
+def answer(example: Example, folder: Path, environment: dict[str, str]) -> str:
+    """What the commands print; gaps are counted some seconds after a question, as the page says."""
+    found: list[str] = []
+
+    def is_there() -> bool:
+        found.append(run(example.commands, folder, environment))
+        return "/v1/gaps" not in example.commands or is_shown(example, found[-1])
+
+    wait_for(is_there, "a question to be counted")
+    return found[-1]
+
+
+def run(commands: str, folder: Path, environment: dict[str, str]) -> str:
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=GENEROUS_S,
+    )
+    assert ended.returncode == 0, f"{commands}\n{ended.stderr}"
+    return ended.stdout
+
+
+def is_like(shown: object, real: object) -> bool:
+    """Whether a document is what the page shows of it: it may have more, and `…` stands for the rest of a text."""
+    if isinstance(shown, dict):
+        return isinstance(real, dict) and all(name in real and is_like(one, real[name]) for name, one in shown.items())
+    if isinstance(shown, list):
+        return isinstance(real, list) and len(real) >= len(shown) and all(map(is_like, shown, real))
+    if isinstance(shown, str) and shown.endswith("…"):
+        return isinstance(real, str) and real.startswith(shown[:-1])
+    return shown == real
+
+
+def is_shown(example: Example, answer: str) -> bool:
+    """Whether the answer is what the page shows of it; where it shows nothing, whether it is one."""
+    if example.kind == "json":
+        return is_like(json.loads(example.shown), json.loads(answer))
+    if example.kind == "text":
+        return answer.startswith(example.shown.partition("…")[0].rstrip("\n"))
+    return bool(answer) and "urn:kb:problem" not in answer
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)), ids=lambda number: f"request-{number}")
+def test_a_request_of_the_page_is_answered_as_it_shows(answers: list[str], number: int) -> None:
+    assert is_shown(REQUESTS[number], answers[number]), f"{REQUESTS[number].commands}\n{answers[number]}"
+
+
+def test_a_wrong_example_would_be_noticed() -> None:
+    assert is_like({"a": [{"b": "begins…"}]}, {"a": [{"b": "begins so"}, 2], "c": 3})
+    others: tuple[object, ...] = ({"a": []}, {"a": [{"b": "ends"}]}, {"a": [{}]}, {}, [], None)
+    for other in others:
+        assert not is_like({"a": [{"b": "begins…"}]}, other)
+
+
+def test_every_address_of_the_api_is_on_the_page(answers: list[str]) -> None:
+    for path in ("search", "context", "diagnose", "entries", "reports", "feedback", "gaps", "admin/reindex"):
+        assert f"/v1/{path}" in PAGE
+    for path in ("/healthz", "/readyz", "/metrics", "/mcp", "/sign-in", "/openapi.json"):
+        assert path in PAGE

@@ -1,0 +1,97 @@
+"""The page that takes a log: what it shows of it, and that it keeps nothing."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import tempfile
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from reader import PAGE, text_of
+from support import wait_for
+
+from kb.store import gaps
+
+pytest_plugins = ["served"]
+
+LOG = b"epoch 1\nepoch 2\nabout to break\nthe thing broke: code 42\nepoch 3\nepoch 4\nepoch 5\n"
+
+
+def post(client: httpx.Client, status: int = 200, **parts: Any) -> str:
+    answer = client.post("/diagnose", headers=PAGE, **parts)
+    assert answer.status_code == status, answer.text
+    return answer.text
+
+
+def test_a_log_is_answered_with_the_line_and_two_on_either_side(client: httpx.Client) -> None:
+    html = post(client, files={"log": ("train.log", LOG)})
+    assert 'href="/entries/broken-thing"' in html
+    shown = re.search(r"train.log, lines 2 to 6.*?</ol>", html, re.DOTALL)
+    assert shown
+    assert [text_of(row) for row in re.findall(r"<li>(.*?)</li>", shown[0])] == [
+        *("epoch 2", "about to break", "the thing broke: code 42", "epoch 3", "epoch 4")
+    ]
+    assert "<mark>the thing broke: code 42</mark>" in html
+    assert "kb verify broken-thing" in html
+
+
+def test_pasted_text_is_a_log(client: httpx.Client) -> None:
+    html = post(client, files={"log": ("", b""), "text": (None, LOG)})
+    assert "<mark>the thing broke: code 42</mark>" in html
+
+
+def test_several_logs_are_told_apart_although_they_are_called_alike(client: httpx.Client) -> None:
+    html = post(
+        client, files=[("log", ("train.log", LOG)), ("log", ("train.log", b"[rank3]: the thing broke: code 43\n"))]
+    )
+    assert "train.log (2)" in html
+
+
+def test_a_compressed_log_is_read_and_its_lines_are_shown(client: httpx.Client) -> None:
+    assert "<mark>the thing broke" in post(client, files={"log": ("train.log.gz", gzip.compress(LOG))})
+
+
+def test_a_log_is_data_wherever_it_is_shown(client: httpx.Client) -> None:
+    hostile = b"<script>alert(1)</script>\nthe thing broke: code 1 <img src=x onerror=alert(1)>\n{{7*7}}\n"
+    html = post(client, files={"log": ("<b>.log", hostile)})
+    assert "<script>alert" not in html and "<img" not in html and "<b>" not in html
+    assert "{{7*7}}" in html
+
+
+def test_a_healthy_log_is_not_called_unexplained(client: httpx.Client) -> None:
+    assert "Nothing failed here" in post(client, files={"log": ("train.log", b"epoch 1\nepoch 2\n")})
+
+
+def test_an_unexplained_log_shows_what_failed_and_is_counted(client: httpx.Client, app: FastAPI) -> None:
+    html = post(client, files={"log": ("train.log", b"epoch 1\nRuntimeError: the flux capacitor is empty\n")})
+    assert "No entry explains this" in html
+    assert "flux capacitor" in html
+    wait_for(lambda: gaps.page(app.state.database), "the gap to be written")
+
+
+@pytest.mark.parametrize("parts", [{"files": {"log": ("", b"")}}, {"data": {"text": "x"}}, {}])
+def test_no_log_at_all_is_said_on_the_page(client: httpx.Client, parts: dict[str, Any]) -> None:
+    assert "choose a log" in post(client, 422, **parts)
+
+
+def test_a_broken_form_is_no_error_of_ours(client: httpx.Client) -> None:
+    headers = {**PAGE, "Content-Type": "multipart/form-data; boundary=x"}
+    assert client.post("/diagnose", headers=headers, content=b"--x\r\nnonsense").status_code in (400, 422)
+    headers["Content-Type"] = "multipart/form-data"
+    assert client.post("/diagnose", headers=headers, content=b"--x\r\n").status_code == 400
+
+
+def test_nothing_of_a_log_touches_the_disk(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a file was made")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # what a spooled file becomes when it grows
+    html = post(client, files={"log": ("train.log", LOG + b"epoch\n" * 1_000_000)})
+    assert "<mark>the thing broke: code 42</mark>" in html
+
+
+def test_a_log_beyond_the_limit_is_refused(client: httpx.Client) -> None:
+    post(client, 413, files={"log": ("train.log", b"x" * (33 << 20))})

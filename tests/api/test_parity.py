@@ -1,0 +1,164 @@
+"""The command line, REST, MCP over HTTP and MCP over stdio give the same answer to the same question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import httpx
+import pytest
+from model import Model, over_http, over_stdio
+from replicas import Place, started
+from support import CHECKOUT
+
+QUESTIONS = CHECKOUT / "tests" / "bench" / "questions.jsonl"
+ENVELOPE = ("schema", "ok")
+OWN = (
+    "ALLGATHER timeout save",
+    "all gather time-out when saving the checkpoint",
+    "保存检查点时 all-gather 超时",
+    "多卡训练卡住不动，没有报错",
+    "loss 变成 nan",
+    "RuntimeError: CUDA error: no kernel image is available for execution on the device",
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "[rank3]:[E ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, "
+    "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.",
+    'OSError: [Errno 28] No space left on device: "/dev/shm/nccl-AbCdEf"',
+    "nccl timout on the chekpoint",  # misspelled
+    "ﬁne‑tuning ＯＯＭ at ｓａｖｅ",  # ligatures, a hyphen that does not break, full width
+    'a"b\\c <script>alert(1)</script> & ; drop table report; --',
+    "{{7*7}} ${jndi:ldap://x} %s %n \x00 \u202e",
+    "😀 how do I bake bread",
+    "the zeppelin of the quartermaster is purple",
+    "x",
+    "。",
+    "torch " * 300,
+)
+FILTERS: tuple[dict[str, list[str]], ...] = (
+    {"tag": ["fsdp"]},
+    {"framework": ["deepspeed"]},
+    {"status": ["confirmed"], "tag": ["checkpoint"]},
+)
+NAMES = {"tag": "tags", "framework": "frameworks", "status": "statuses"}  # of a filter: in REST and the CLI, in MCP
+
+
+def asked_by_people() -> list[dict[str, Any]]:
+    """Real questions that the ranking was tuned with: the others are for measuring it."""
+    found = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    return [one for one in found if one["split"] == "dev"]
+
+
+def some_questions() -> list[str]:
+    english = [one["query"] for one in asked_by_people() if one["lang"] == "en"]
+    chinese = [one["query"] for one in asked_by_people() if one["lang"] == "zh"]
+    return [*OWN, *english[::2][:30], *chinese[::2][:30]]
+
+
+@dataclass
+class Service:
+    """One service, its two doors over HTTP, and a server of one's own over stdio."""
+
+    rest: httpx.Client
+    models: tuple[Model, Model]
+
+
+@pytest.fixture(scope="module")
+def service(built_in_index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    place = Place(tmp_path_factory.mktemp("service"), built_in_index, {"KB_RATE": ""})
+    with (
+        started(place) as replica,
+        httpx.Client(base_url=replica.url, timeout=60, trust_env=False) as rest,
+        over_http(replica.url) as there,
+        over_stdio(env=place.environment) as here,
+    ):
+        yield Service(rest, (there, here))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """The document of a command under `--json`, in this process: a process for each would take minutes."""
+    run: Callable[[list[str]], int] = resolve_name("kb.cli.main:run")
+
+    def document(command: str, *args: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run([command, "--json", *args]) in (0, 1)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert found["ok"]
+        return {name: value for name, value in found.items() if name not in ENVELOPE}
+
+    return document
+
+
+def test_the_same_question_has_the_same_hits(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
+    questions = some_questions()
+    assert len(questions) >= 60
+    for question in questions:
+        expected = cli("search", "--limit", "5", "--", question)
+        assert expected.pop("problems") == []
+        rest = service.rest.get("/v1/search", params={"q": question, "limit": 5}).json()
+        posted = service.rest.post("/v1/search", json={"q": question, "limit": 5}).json()
+        assert [rest, posted] == [expected, expected], question
+        for model in service.models:
+            assert model.told("search_incidents", query=question, limit=5) == expected, question
+
+
+def test_filters_mean_the_same(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
+    for only in FILTERS:
+        options = [f"--{name}={value}" for name, values in only.items() for value in values]
+        expected = cli("search", "--limit", "9", *options, "timeout")
+        del expected["problems"]
+        assert expected["hits"]
+        parameters: dict[str, Any] = {"q": "timeout", "limit": 9, **only}
+        assert service.rest.get("/v1/search", params=parameters).json() == expected
+        given = {NAMES[name]: values for name, values in only.items()}
+        for model in service.models:
+            assert model.told("search_incidents", query="timeout", limit=9, **given) == expected
+
+
+def test_the_same_log_has_the_same_diagnosis(
+    service: Service, cli: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [one["log"] for one in asked_by_people() if one["log"]][::4][:30]
+    logs += ["step 1 loss 2.0\nstep 2 loss 1.9\n", "RuntimeError: 显存不足\n", "\ufeffa\r\nb\r\n"]
+    monkeypatch.chdir(tmp_path)
+    for log in logs:
+        (tmp_path / "body").write_bytes(log.encode())  # as the text of a request is called
+        expected = cli("diagnose", "body")
+        assert expected.pop("saved") is None
+        assert service.rest.post("/v1/diagnose", content=log.encode()).json() == expected, log
+        for model in service.models:
+            assert model.told("diagnose_log", text=log) == expected, log
+
+
+def test_the_same_entry_is_the_same_document(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
+    ids = [path.stem for path in sorted((CHECKOUT / "entries").glob("*.md"))]
+    for number, entry_id in enumerate(ids):
+        expected = service.rest.get(f"/v1/entries/{entry_id}").json()
+        if number % 15 == 0:  # the command line reads all entries each time
+            document = cli("show", entry_id)
+            del document["probe_file"]
+            assert document == expected
+        for model in service.models:
+            assert model.told("get_incident", id=entry_id) == expected
+
+
+def test_an_entry_is_the_same_text(service: Service) -> None:
+    for path in sorted((CHECKOUT / "entries").glob("*.md"))[::10]:
+        text = path.read_text(encoding="utf-8")
+        rest = service.rest.get(f"/v1/entries/{path.stem}", headers={"Accept": "text/markdown"})
+        assert rest.text == text
+        for model in service.models:
+            [content] = model.do("read_resource", f"kb://entries/{path.stem}").contents
+            assert content.text == text
+
+
+def test_versions_are_judged_alike_here_and_there(service: Service) -> None:
+    packages = {"torch": "2.1.0", "nccl": "2.18.1", "deepspeed": None}
+    there, here = (model.told("check_environment", packages=packages, gpu="H100") for model in service.models)
+    assert there == here
+    assert {one["state"] for one in here["incidents"]} == {"applies", "unknown", "does-not-apply"}

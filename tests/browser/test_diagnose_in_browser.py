@@ -1,0 +1,76 @@
+"""Diagnosing in a real browser: a log that is dropped, chosen or pasted, with scripts and without."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from chromium import visit
+from playwright.sync_api import Browser, Page, expect
+from replicas import Replica
+from shown import ENTRY
+
+pytest_plugins = ["browsing"]
+
+LOG = Path(__file__).with_name("save.log")
+DROP = """([zone, name, packed]) => {
+  const files = new DataTransfer();
+  files.items.add(new File([Uint8Array.from(atob(packed), one => one.charCodeAt(0))], name));
+  for (const kind of ["dragover", "drop"])
+    zone.dispatchEvent(new DragEvent(kind, {dataTransfer: files, bubbles: true, cancelable: true}));
+}"""
+
+
+def drop(page: Page, name: str, data: bytes) -> None:
+    page.evaluate(DROP, [page.query_selector(".drop"), name, base64.b64encode(data).decode()])
+
+
+def expect_the_entry(page: Page) -> None:
+    finding = page.locator(".findings > li").first
+    expect(finding.get_by_role("link").first).to_have_attribute("href", f"/entries/{ENTRY}")
+    expect(finding.locator("mark").first).to_contain_text("Watchdog caught collective operation timeout")
+    expect(finding.locator(".excerpt li").first).to_have_text("Saving model checkpoint to output/checkpoint-5000")
+
+
+def test_a_dropped_log_is_diagnosed_at_once(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        drop(page, "save.log", LOG.read_bytes())
+        expect_the_entry(page)
+        expect(page.locator("#results")).to_be_focused()
+        expect(page.locator(".findings pre.command").first).to_contain_text(f"kb verify {ENTRY}")
+        assert page.url == f"{service.url}/diagnose"
+
+
+def test_a_second_log_takes_the_place_of_the_first(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        drop(page, "save.log", LOG.read_bytes())
+        expect_the_entry(page)
+        drop(page, "healthy.log", b"step 1 loss 2.0\nstep 2 loss 1.9\n")
+        expect(page.get_by_role("heading", name="Nothing failed here")).to_be_visible()
+        expect(page.locator(".findings")).to_have_count(0)
+
+
+def test_a_log_is_chosen_and_sent_with_the_keyboard(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        page.get_by_label("Choose logs").set_input_files(LOG)
+        page.get_by_role("button", name="Diagnose").focus()
+        page.keyboard.press("Enter")
+        expect_the_entry(page)
+
+
+def test_a_log_that_is_too_large_is_not_sent_at_all(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        page.evaluate("document.querySelector('form.log').dataset.most = 100")
+        drop(page, "save.log", LOG.read_bytes())
+        expect(page.get_by_role("alert")).to_contain_text("larger than a page can take")
+
+
+def test_without_scripts_a_chosen_log_is_answered_with_a_page(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose", java_script_enabled=False) as page:
+        assert not page.get_by_text("or drop them here").is_visible()
+        page.get_by_label("Choose logs").set_input_files(LOG)
+        page.get_by_role("button", name="Diagnose").click()
+        expect_the_entry(page)
+        page.get_by_label("or paste text").fill(LOG.read_text())
+        page.get_by_role("button", name="Diagnose").click()
+        expect_the_entry(page)
