@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import asdict
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Query, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict
@@ -47,7 +47,7 @@ class AuditedDocument(BaseModel):
         return cls(**{**asdict(one), "at": one.at.replace(tzinfo=datetime.UTC)})
 
 
-AUDITED = {
+AUDITED: dict[str, Any] = {
     "id": 7,
     "at": "2026-03-01T08:30:00Z",
     "actor": "k7v2m9qa",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -11,23 +12,23 @@ from fastapi import Depends, Request
 
 from kb.hit import Answer
 from kb.preference import prefer
+from kb.store.reports import Standing
 
 from .content import Content
 from .questions import SearchQuestion
-from .snapshot import Snapshot
 
 MOST_RIVALS = 20  # hits that may change places; hardly a question has as many that score half of the best
 MOST = 1024
 MOST_BYTES = 16 << 20
 
 
-async def answer(content: Content, snapshot: Snapshot, question: SearchQuestion) -> Answer:
+async def answer(content: Content, standings: Sequence[Standing], question: SearchQuestion) -> Answer:
     """The hits in the order of the question's preference. Raises `UsageError` for a filter that no entry can pass."""
     limit = max(question.limit, MOST_RIVALS) if question.here else question.limit
     found = await content.search(question.q, limit, question.only, explain=question.why)
     if not question.here:
         return found
-    hits = prefer(found.hits, snapshot.standings, content.digests, question.here)
+    hits = prefer(found.hits, standings, content.digests, question.here)
     return replace(found, hits=hits[: question.limit])
 
 
@@ -46,9 +47,7 @@ class Answers:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Sent] = OrderedDict()
         self._bytes = 0
-        self._content: weakref.ref[Content] | None = (
-            None  # weak: content that was replaced is closed when nobody has it
-        )
+        self._content: weakref.ref[Content] | None = None  # weak, since replaced content is closed when nobody has it
 
     def get(self, content: Content, question: str) -> Sent | None:
         """What was sent; None when it was not, or is forgotten."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kb.search import MOST_HITS
 
-from .questions import Text, Values
+from .questions import Text, Value, Values
 
 Query = Annotated[
     Text,
@@ -37,5 +37,12 @@ Packages = Annotated[
         description="Versions by package, as `pip list` prints them; also python, cuda and nccl. Null is a version "
         "that cannot be read.",
     ),
+]
+ReaderGpu = Annotated[
+    Value,
+    Field(description="The model of their GPUs, such as H100: good hits whose fix was verified on it come first."),
+]
+ReaderTorch = Annotated[
+    Value, Field(description="Their version of torch: of such hits those of the same release come first.")
 ]
 GpuName = Annotated[str, Field(max_length=200, description="The model of the GPUs, such as H100; default: not known.")]

@@ -17,14 +17,13 @@ from .answers import LastAnswers, Sent
 from .content import Content, Loaded
 from .context_schemas import ContextDocument
 from .problems import documented
-from .questions import ContextQuestion
+from .questions import LONGEST_ECHO, ContextQuestion
 from .representation import CACHING, represent
 from .unanswered import count
 
 JSON, TEXT = "application/json", "text/plain"
 VARY = {"Vary": "Accept"}
 MOST_ENTRIES = 3
-LONGEST_ECHO = 1000  # characters of a question that its answer repeats
 
 router = APIRouter(prefix="/v1", tags=["context"])
 

@@ -19,6 +19,7 @@ from .diagnosis_schemas import DiagnosisDocument
 from .problems import documented
 
 MOST_BYTES = 32 << 20  # of a body; the front sees to it
+MOST_UNPACKED = 512 << 20  # bytes that are made of it: a hostile one grows by ten thousand, a log by ten
 AHEAD = 64 << 10  # bytes of a log that have to be here before a thread begins to read it
 MOST_WAITING = 16  # pieces that have arrived and are not read yet
 MEDIA_TYPES = ("text/plain", "application/octet-stream", "application/gzip", "application/zstd", "application/json")
@@ -37,7 +38,7 @@ router = APIRouter(prefix="/v1", tags=["diagnose"])
         "requestBody": {
             "required": True,
             "description": "A log, a flight-recorder dump, stacks or an error file; also gzip or zstd. "
-            f"Up to {MOST_BYTES >> 20} MB.",
+            f"Up to {MOST_BYTES >> 20} MB, of which {MOST_UNPACKED >> 20} MB are read when it is unpacked.",
             "content": {media: {"schema": {} if "json" in media else BYTES} for media in MEDIA_TYPES},
         }
     },
@@ -59,7 +60,7 @@ async def _scanned(body: _Body, content: Content) -> Scan:
     await body.begin()
     async with content.diagnosing:
         reading = asyncio.get_running_loop().run_in_executor(
-            content.scanning, scan, [Stream("body", body.pieces())], content.matcher
+            content.scanning, scan, [Stream("body", body.pieces(), most=MOST_UNPACKED)], content.matcher
         )
         reading.add_done_callback(body.leave_unread)
         try:

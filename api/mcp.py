@@ -164,7 +164,7 @@ def over_stdio(roots: tuple[Root, ...], machine: Machine, *, allows_verify: bool
     async def serve() -> None:
         with ThreadPoolExecutor(1, "kb-search") as searching:
             loading = searching.submit(Content.load, roots, searching)
-            tools = Tools(lambda: asyncio.wrap_future(loading), machine)
+            tools = Tools(lambda: asyncio.wrap_future(loading), machine=machine)
             try:
                 await Server(tools, allows_verify=allows_verify).run_stdio_async()
             finally:

@@ -6,7 +6,7 @@ The SDK costs half a second to import, so the first request starts the server, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pkgutil import resolve_name
 
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kb.diagnose.diagnosis import Diagnosis
 from kb.hit import Answer
+from kb.store.reports import Standing
 
 from .content import Content, loaded
 from .tools import Tools
@@ -49,7 +50,7 @@ class McpService:
     async def _run(self, started: asyncio.Future[ASGIApp]) -> None:
         try:
             over_http = await asyncio.to_thread(resolve_name, SERVER)
-            async with over_http(Tools(self._content, ear=self)) as handle:
+            async with over_http(Tools(self._content, self._standings, ear=self)) as handle:
                 started.set_result(handle)
                 await asyncio.Event().wait()
         except Exception as error:
@@ -59,6 +60,10 @@ class McpService:
 
     async def _content(self) -> Content:
         return loaded(self._request)
+
+    def _standings(self) -> Sequence[Standing]:
+        found: Sequence[Standing] = self._request.app.state.snapshot.standings
+        return found
 
     def searched(self, text: str, found: Answer) -> None:
         count(self._request, text, found)

@@ -13,6 +13,7 @@ from kb.search import MOST_HITS
 
 MOST_VALUES = 20  # of one filter
 LEAST_CHARS, MOST_CHARS = 500, 20_000
+LONGEST_ECHO = 1000  # characters of a question that its answer repeats
 
 Value = Annotated[str, Field(max_length=100)]
 Values = Annotated[list[Value] | None, Field(max_length=MOST_VALUES)]

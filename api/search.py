@@ -13,13 +13,12 @@ from kb.hit import Answer
 from .answers import LastAnswers, Sent, answer
 from .content import Loaded
 from .problems import documented
-from .questions import SearchQuestion, SearchText
+from .questions import LONGEST_ECHO, SearchQuestion, SearchText
 from .representation import CACHING, represent
 from .schemas import SearchResult
 from .unanswered import count
 
 JSON = "application/json"
-LONGEST_ECHO = 1000  # characters of a question that its answer repeats
 
 router = APIRouter(prefix="/v1", tags=["search"])
 
@@ -61,7 +60,7 @@ async def _sent(request: Request, content: Loaded, answers: LastAnswers, questio
     key = f"search {snapshot.reports if question.here else 0} {question.model_dump_json()}"
     sent = answers.get(content, key)
     if sent is None:
-        sent = _body(await answer(content, snapshot, question))
+        sent = _body(await answer(content, snapshot.standings, question))
         answers.put(content, key, sent)
     count(request, "" if question.only else question.q, sent)
     return sent.body

@@ -6,7 +6,7 @@ What their docstrings and the descriptions of their arguments say is all that a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -17,19 +17,33 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
-from kb.filter import Filter
 from kb.hit import Answer
+from kb.store.reports import Standing
 
-from .arguments import EntryId, Frameworks, GpuName, Language, Limit, Log, Packages, Query, Statuses, Tags
+from .answers import answer
+from .arguments import (
+    EntryId,
+    Frameworks,
+    GpuName,
+    Language,
+    Limit,
+    Log,
+    Packages,
+    Query,
+    ReaderGpu,
+    ReaderTorch,
+    Statuses,
+    Tags,
+)
 from .content import Content
 from .diagnosis_schemas import DiagnosisDocument
 from .environment import CheckAnswer, EnvironmentDocument, judge
 from .machine import Machine
 from .problems import UNAVAILABLE, log
+from .questions import LONGEST_ECHO, SearchQuestion
 from .schemas import EntryDocument, SearchResult
 
 MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
-LONGEST_ECHO = 1000  # characters of a question that its answer repeats
 STOPPING_S = 0.1
 CHINESE = "中文"
 PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
@@ -50,10 +64,11 @@ class Ear(Protocol):
 class Tools:
     """The tools over one content, which may still be on its way. `machine` only where that is the caller's own.
 
-    `turn`: one thing at a time on that machine.
+    `standings`: what reports say of entries, where others report. `turn`: one thing at a time on that machine.
     """
 
     content: Callable[[], Awaitable[Content]]
+    standings: Callable[[], Sequence[Standing]] = tuple
     machine: Machine | None = None
     ear: Ear | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -65,6 +80,8 @@ class Tools:
         tags: Tags = None,
         frameworks: Frameworks = None,
         statuses: Statuses = None,
+        gpu: ReaderGpu = "",
+        torch: ReaderTorch = "",
     ) -> SearchResult:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
@@ -73,10 +90,12 @@ class Tools:
         words in common with the question: then say that nothing is known of it. Read an incident with get_incident
         before you advise a fix, and cite its id and the section you rely on.
         """
-        content, only = await self.content(), Filter.of(tags, frameworks, statuses)
-        found = await content.search(query, limit, only)
+        question = SearchQuestion(
+            q=query, limit=limit, tag=tags, framework=frameworks, status=statuses, why=False, gpu=gpu, torch=torch
+        )
+        found = await answer(await self.content(), self.standings(), question)
         if self.ear:
-            self.ear.searched("" if only else query, found)
+            self.ear.searched("" if question.only else query, found)
         return SearchResult(
             query=query[:LONGEST_ECHO],
             hits=found.hits,

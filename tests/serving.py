@@ -56,7 +56,7 @@ class Serving:
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
         """(status, JSON document)."""
-        status, _, body = self.ask("GET", path, **headers)
+        status, _, body = self.ask("GET", path, None, 60, **headers)
         return status, json.loads(body)
 
     def stop(self, number: signal.Signals) -> int:

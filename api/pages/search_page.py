@@ -86,7 +86,7 @@ def _refused(request: Request, shown: dict[str, Any], problem: UsageError) -> HT
 
 
 async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
-    found = await answer(content, request.app.state.snapshot, question)
+    found = await answer(content, request.app.state.snapshot.standings, question)
     if request.headers.get("sec-fetch-dest", "document") == "document":  # not a question that is still being typed
         count(request, "" if question.only else question.q, found)
     return {"answer": found, "hits": hits(found)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import HTTPException, Request
 from starlette.datastructures import FormData, UploadFile
@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from kb.diagnose.source import Stream
 from kb.errors import UsageError
 
-from ..diagnose import MOST_BYTES
+from ..diagnose import MOST_BYTES, MOST_UNPACKED
 
 MOST_FILES = 64  # the logs of so many ranks at once
 LONGEST_NAME = 200
@@ -29,13 +29,17 @@ class InMemory(MultiPartParser):
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One file as it was sent, perhaps compressed. `name` is what its sender calls it, and opens nothing here."""
+    """One file as it was sent, perhaps compressed. `name` is what its sender calls it, and opens nothing here.
+
+    `most` bytes of it are unpacked.
+    """
 
     name: str
     data: bytes
+    most: int = MOST_UNPACKED
 
     def stream(self) -> Stream:
-        return Stream(self.name, iter((self.data,)))
+        return Stream(self.name, iter((self.data,)), most=self.most)
 
 
 async def received(request: Request) -> list[Log]:
@@ -55,7 +59,7 @@ async def received(request: Request) -> list[Log]:
         await form.close()
     if not found:
         raise UsageError("there is no log in this form", HINT)
-    return list(_named_apart(found))
+    return list(_with_shares(list(_named_apart(found))))
 
 
 async def _logs(form: FormData) -> AsyncIterator[Log]:
@@ -73,3 +77,10 @@ def _named_apart(logs: list[Log]) -> Iterator[Log]:
     for log in logs:
         taken[log.name] = number = taken.get(log.name, 0) + 1
         yield log if number == 1 else Log(f"{log.name} ({number})", log.data)
+
+
+def _with_shares(logs: list[Log]) -> Iterator[Log]:
+    """Together they may grow as one alone: each has a part of that, by its size."""
+    size = sum(len(log.data) for log in logs)
+    for log in logs:
+        yield replace(log, most=MOST_UNPACKED * len(log.data) // size)

@@ -57,9 +57,9 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def read_pieces(pieces: Iterator[bytes], name: str, report: Report) -> io.BufferedReader:
-    """What arrives in pieces of any length, unpacked as a file is."""
-    return _stream(pieces, name, report)
+def read_pieces(pieces: Iterator[bytes], name: str, report: Report, most: int) -> io.BufferedReader:
+    """What arrives in pieces of any length, unpacked as a file is, but no further than `most` bytes."""
+    return _stream(pieces, name, report, most=most)
 
 
 class _Pieces(io.RawIOBase):
@@ -91,14 +91,16 @@ class _Pieces(io.RawIOBase):
         super().close()
 
 
-def _stream(pieces: Iterator[bytes], name: str, report: Report, file: io.IOBase | None = None) -> io.BufferedReader:
+def _stream(
+    pieces: Iterator[bytes], name: str, report: Report, file: io.IOBase | None = None, most: int = sys.maxsize
+) -> io.BufferedReader:
     packed: io.BufferedReader = io.BufferedReader(_Pieces(pieces, file), HEAD)
     plain = packed
     magic = packed.peek(4)[:4]
     if magic.startswith(GZIP):
-        plain = io.BufferedReader(_Pieces(_unpacked(GzipFile(fileobj=packed).read1, name, report), packed), HEAD)
+        plain = io.BufferedReader(_Pieces(_unpacked(GzipFile(fileobj=packed).read1, name, report, most), packed), HEAD)
     elif magic in ZSTD:
-        plain = io.BufferedReader(_Pieces(_unpacked(zstd.ZstdFile(packed).read1, name, report), packed), HEAD)
+        plain = io.BufferedReader(_Pieces(_unpacked(zstd.ZstdFile(packed).read1, name, report, most), packed), HEAD)
     if plain.peek(2)[:2] in UTF16:
         return io.BufferedReader(_Pieces(_recoded(plain), plain), HEAD)
     return plain
@@ -126,11 +128,16 @@ def _all(read: Callable[[int], bytes | None], name: str, report: Report) -> Iter
         report(f"{name}: reading it failed: {reason(error)}")
 
 
-def _unpacked(read: Callable[[int], bytes], name: str, report: Report) -> Iterator[bytes]:
+def _unpacked(read: Callable[[int], bytes], name: str, report: Report, most: int) -> Iterator[bytes]:
     """`read` is a read1: it loses nothing that was unpacked before the damage."""
+    left = most
     try:
         while block := read(HEAD):
-            yield block
+            yield block[:left]
+            left -= len(block)
+            if left < 0:
+                report(f"{name}: unpacked, it is larger than {most:,} bytes; what comes after them was not read")
+                return
     except EOFError:
         report(f"{name}: the compressed data ends too early; what came before the end is read")
     except (OSError, zlib.error, zstd.ZstdError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,15 +44,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An input that arrives in pieces and is nowhere on disk; to be opened once."""
+    """An input that arrives in pieces and is nowhere on disk; to be opened once. `most` bytes of it are unpacked."""
 
     name: str
     pieces: Iterator[bytes]
     modified: float | None = None
+    most: int = sys.maxsize
 
     def open(self, report: Report = lambda _: None) -> io.BufferedReader:
         """As that of a `Source`. An error that the pieces raise goes to the reader."""
-        return read_pieces(self.pieces, self.name, report)
+        return read_pieces(self.pieces, self.name, report, self.most)
 
 
 @dataclass(frozen=True, slots=True)

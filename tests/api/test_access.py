@@ -133,7 +133,7 @@ def test_every_other_text_is_refused_in_the_same_words(closed: httpx.Client, key
     text = key()
     other = text[:-1] + ("A" if text[-1] != "A" else "B")
     for one in (other, text[:-1], f"{text}x", "kb_aaaaaaaa_" + text[12:], "kb_", "-", "\x7f", "ключ"):
-        headers = {"Authorization": f"Bearer {one}".encode()}
+        headers = {b"authorization": f"Bearer {one}".encode()}
         assert (
             refused(closed.get("/v1/entries", headers=headers), 401, "key-needed")["detail"]
             == "this key is not accepted"

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 pytest_plugins = ["served"]
 
@@ -30,6 +36,15 @@ def test_a_log_is_explained_with_the_lines_that_say_so(client: httpx.Client) -> 
 def test_a_packed_log_is_read_as_it_is(client: httpx.Client) -> None:
     plain, packed = (client.post("/v1/diagnose", content=body).json() for body in (LOG, gzip.compress(LOG)))
     assert packed["findings"] == plain["findings"]
+
+
+def test_a_packed_log_that_grows_without_end_is_read_to_the_limit_and_that_is_said(client: httpx.Client) -> None:
+    bomb = zstd.compress(LOG) + zstd.compress(b"step 3\n" * (1 << 18)) * 10_000
+    assert len(bomb) < 4 << 20
+    found = client.post("/v1/diagnose", content=bomb).json()
+    assert found["findings"][0]["id"] == "broken-thing"
+    assert found["read"]["bytes"] == 512 << 20
+    assert "larger than 536,870,912 bytes" in found["problems"][0]
 
 
 def test_a_body_that_arrives_in_pieces_is_one_log(client: httpx.Client) -> None:

@@ -54,6 +54,14 @@ def test_a_compressed_log_is_read_and_its_lines_are_shown(client: httpx.Client) 
     assert "<mark>the thing broke" in post(client, files={"log": ("train.log.gz", gzip.compress(LOG))})
 
 
+def test_packed_logs_together_grow_no_further_than_one_alone(client: httpx.Client) -> None:
+    bomb = gzip.compress(LOG) + gzip.compress(b"epoch 6\n" * (1 << 18)) * 300
+    html = post(client, files=[("log", ("one.gz", bomb)), ("log", ("two.gz", bomb))])
+    assert "<mark>the thing broke" in html
+    for name in ("one.gz", "two.gz"):
+        assert f"{name}: unpacked, it is larger than 268,435,456 bytes" in html
+
+
 def test_a_log_is_data_wherever_it_is_shown(client: httpx.Client) -> None:
     hostile = b"<script>alert(1)</script>\nthe thing broke: code 1 <img src=x onerror=alert(1)>\n{{7*7}}\n"
     html = post(client, files={"log": ("<b>.log", hostile)})

@@ -79,6 +79,32 @@ def test_resources_and_the_prompt_are_there(model: Model) -> None:
     assert "it hangs" in message.content.text
 
 
+def test_a_fix_that_reports_verified_on_the_readers_gpu_says_so(replica: Replica, place: Place) -> None:
+    report = {
+        "id": ENTRY,
+        "verdict": "verified",
+        "fidelity": "hardware",
+        "started_at": "2026-03-01T08:30:00Z",
+        "duration_s": 1.0,
+        "entry_digest": replica.get(f"/v1/entries/{ENTRY}")[1]["digest"],
+        "kb_version": "0.1.0",
+        "machine": {"gpus": ["NVIDIA H100 80GB HBM3"], "driver": "570", "torch": "2.7.1+cu126"},
+    }
+    headers = {"Authorization": f"Bearer {place.key('report')}", "Idempotency-Key": "a-report-of-an-h100"}
+    sent = httpx.post(f"{replica.url}/v1/reports", json=report, headers=headers, timeout=60, trust_env=False)
+    assert sent.status_code == 201, sent.text
+    with over_http(replica.url) as model:
+
+        def verified_on(gpu: str) -> Any:
+            found = model.told("search_incidents", query="ALLGATHER timeout save", gpu=gpu, torch="2.7.0")
+            assert found["hits"][0]["id"] == ENTRY
+            return found["hits"][0].get("verified_on")
+
+        wait_for(lambda: verified_on("8 x H100"), "the report to count")
+        assert "torch release, 2.7" in verified_on("H100")["reason"]
+        assert verified_on("A100") is None
+
+
 def test_it_does_not_look_at_the_machine_of_the_server(model: Model) -> None:
     assert "send packages, for instance" in model.refused("check_environment")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kb.diagnose.reading import HEAD
-from kb.diagnose.source import Source, Sources, sources
+from kb.diagnose.source import Source, Sources, Stream, sources
 from kb.errors import UsageError
 
 if sys.version_info >= (3, 14):
@@ -110,6 +110,22 @@ def test_a_decompression_bomb_is_a_stream_of_small_pieces(tmp_path: Path) -> Non
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "bomb")], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.strip()) == (0, str(256 << 20)), ended.stderr
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress], ids=["gz", "zst"])
+def test_what_arrives_is_unpacked_as_far_as_is_allowed_and_the_rest_is_missed_aloud(pack: object) -> None:
+    assert callable(pack)
+
+    def unpacked(most: int) -> tuple[bytes, list[str]]:
+        problems: list[str] = []
+        with Stream("body", iter([pack(TEXT)]), most=most).open(problems.append) as stream:
+            return stream.read(), problems
+
+    assert unpacked(len(TEXT)) == (TEXT, [])
+    data, problems = unpacked(100_000)
+    assert data == TEXT[:100_000]
+    assert len(problems) == 1
+    assert "larger than 100,000 bytes" in problems[0]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])

@@ -1,0 +1,110 @@
+"""The database dies, is not there yet, or has no space left: reading goes on, writing is refused and then works again."""
+
+from __future__ import annotations
+
+import json
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+from pgserver import Server as Postgres
+from serving import Serving, serving
+from support import wait_for
+
+from kb.store import feedback, keys
+from kb.store.database import Database
+from kb.store.keys import Scope
+
+pytest_plugins = ["postgres"]
+
+HELPED = {"entry": "nan-loss", "helped": True}
+CLIENTS = 3
+
+
+def write(server: Serving, comment: str = "", **headers: str) -> tuple[int, dict[str, str]]:
+    """(status, headers) of a write."""
+    body = json.dumps({**HELPED, "comment": comment}).encode()
+    status, answered, _ = server.ask("POST", "/v1/feedback", body, Content_Type="application/json", **headers)
+    return status, answered
+
+
+def read(server: Serving, stopping: Event, **headers: str) -> set[int]:
+    """The statuses of one client that asks one question after the other."""
+    found = set()
+    while not stopping.is_set():
+        found.add(server.ask("GET", "/v1/search?q=ALLGATHER+timeout+save", **headers)[0])
+    return found
+
+
+def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_come_again(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    with Database.open(postgres_url) as store:
+        _, text = keys.new(store, "test", Scope.READ)
+    header = {"Authorization": f"Bearer {text}"}
+    with serving(KB_DATABASE_URL=postgres_url, KB_RATE="") as server, ThreadPoolExecutor(CLIENTS) as clients:
+        assert write(server, **header)[0] == 201
+        stopping = Event()
+        asked = [clients.submit(read, server, stopping, **header) for _ in range(CLIENTS)]
+        try:
+            postgres.kill()
+            for _ in range(3):
+                status, answered = write(server, **header)
+                assert (status, answered["retry-after"]) == (503, "1")
+            wait_for(lambda: "what was read before is served" in server.said, "the service to notice")
+            assert server.get("/readyz")[0] == 200
+            assert b"kb_database_up 0.0" in server.ask("GET", "/metrics", **header)[2]
+            postgres.start()
+            wait_for(lambda: write(server, **header)[0] == 201, "writing to work again")
+        finally:
+            stopping.set()
+        assert set().union(*(one.result(60) for one in asked)) == {200}
+    with Database.open(postgres_url) as store:
+        assert [(helped, not_helped) for *_, helped, not_helped in feedback.counts(store)] == [(2, 0)]
+
+
+def test_a_service_that_starts_before_postgresql_answers_and_knows_keys_when_it_is_there(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    with Database.open(postgres_url) as store:
+        _, text = keys.new(store, "test", Scope.READ)
+    header = {"Authorization": f"Bearer {text}"}
+    postgres.kill()
+    with serving(KB_DATABASE_URL=postgres_url) as server:
+        assert server.get("/v1/search?q=timeout")[0] == 200  # of somebody on this machine
+        status, answered, _ = server.ask("GET", "/v1/search?q=timeout", **header)
+        assert (status, answered["retry-after"]) == (503, "1")
+        postgres.start()
+        wait_for(lambda: server.get("/v1/search?q=timeout", **header)[0] == 200, "the key to be known")
+        wait_for(lambda: write(server)[0] == 201, "writing to work")
+
+
+def test_beyond_loopback_it_starts_while_the_database_is_away_and_answers_nobody(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    postgres.kill()
+    with serving("--host", "0.0.0.0", KB_DATABASE_URL=postgres_url) as server:
+        assert "nobody gets an answer" in server.lines[0]
+        assert server.get("/v1/entries")[0] == 401
+    postgres.start()
+
+
+def test_on_a_full_disk_reading_goes_on_and_writing_works_again_when_there_is_space(tmp_path: Path) -> None:
+    where = tmp_path / "service.db"
+    with serving(KB_DATABASE_URL=str(where)) as server:
+        assert write(server)[0] == 201
+        full = sum(path.stat().st_size for path in tmp_path.glob("service.db*")) + (64 << 10)
+        before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
+        taken = 1
+        for _ in range(500):
+            status, answered = write(server, "x" * 500)
+            if status != 201:
+                break
+            taken += 1
+        assert (status, answered["retry-after"]) == (503, "1")
+        assert server.get("/v1/search?q=timeout")[0] == 200
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+        assert write(server)[0] == 201
+    with Database.open(where) as store:
+        assert [(helped, not_helped) for *_, helped, not_helped in feedback.counts(store)] == [(taken + 1, 0)]
