@@ -9,10 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from ipaddress import ip_address
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request, Response
 
@@ -20,11 +17,11 @@ from kb.errors import KeyNeeded, NotAllowed
 from kb.store import keys
 from kb.store.keys import Scope
 
+from .head import COOKIE, Headers, is_local, is_own_page, key_in
 from .limits import Limit, neighbourhood
 from .settings import Anonymous, Settings
 from .snapshot import Snapshot
 
-COOKIE = "kb_key"
 COOKIE_S = 7 * 24 * 3600
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json", "/sign-in"})
 OPEN_FOLDER = "/static/"
@@ -32,8 +29,6 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 GUESSES = "10/minute"  # wrong keys, per client
 HINT = "send a key as `Authorization: Bearer kb_...`; whoever runs this service makes one with `kb key new`"
 NO_HASH = keys.fingerprint("")
-
-Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +56,9 @@ class Gate:
 
         Raises `KeyNeeded`, `NotAllowed`, `TooManyRequests`, and `StoreUnavailable` when no key can be checked.
         """
-        text, is_cookie = _key_in(headers)
+        text, is_cookie = key_in(headers)
         if scope["method"] not in SAFE and (is_cookie or not text):
-            _refuse_other_sites(headers, must_say=is_cookie)
+            _demand_own_page(headers, is_cookie=is_cookie)
         path = scope["path"]
         if path in OPEN or path.startswith(OPEN_FOLDER):
             return None
@@ -109,63 +104,20 @@ class Gate:
         if self._anonymous is Anonymous.EVERYBODY:
             self._count(neighbourhood(client))
             return ANONYMOUS
-        if self._anonymous is Anonymous.LOOPBACK and _is_local(client, headers):
+        if self._anonymous is Anonymous.LOOPBACK and is_local(client, headers):
             return ANONYMOUS
         raise KeyNeeded("this service answers to keys only", HINT)
 
 
-def _key_in(headers: Headers) -> tuple[str, bool]:
-    """(text of the key or "", whether a browser sent it by itself)."""
-    kind, _, text = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    if kind.lower() == "bearer":
-        return text.strip() or "-", False
-    for part in headers.get(b"cookie", b"").decode("latin-1").split(";"):
-        name, _, value = part.strip().partition("=")
-        if name == COOKIE and value:
-            return value, True
-    return "", False
-
-
-def _refuse_other_sites(headers: Headers, *, must_say: bool) -> None:
+def _demand_own_page(headers: Headers, *, is_cookie: bool) -> None:
     """A page of another site may not send forms here in the name of who reads it.
 
-    Every browser says where a form comes from, by Sec-Fetch-Site or Origin; `must_say` refuses who says nothing.
+    Every browser says where a form comes from; who says nothing is a program, and has no cookie.
     """
-    site, origin = headers.get(b"sec-fetch-site", b""), headers.get(b"origin", b"")
-    if site:
-        is_ours = site in (b"same-origin", b"none")
-    elif origin:
-        is_ours = urlsplit(origin).netloc == headers.get(b"host", b"")
-    else:
-        is_ours = not must_say
-    if not is_ours:
-        hint = "send it from a page of this service, or with a key as `Authorization: Bearer kb_...`"
-        raise NotAllowed("this was sent by a page of another site", hint)
-
-
-def _is_local(client: str, headers: Headers) -> bool:
-    """Whether a program on this machine asks for itself.
-
-    Not so when a proxy speaks for somebody, and when a page has rebound the name of its own host to this machine.
-    """
-    return (
-        _is_loopback(client)
-        and _is_loopback(_host_of(headers))
-        and not any(name in (b"forwarded", b"x-real-ip", b"via") or name.startswith(b"x-forwarded") for name in headers)
-    )
-
-
-def _host_of(headers: Headers) -> str:
-    host = headers.get(b"host", b"").decode("latin-1")
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-
-
-@lru_cache(256)  # reading an address takes longer than all else here
-def _is_loopback(host: str) -> bool:
-    try:
-        return host.lower() == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if is_own_page(headers, otherwise=not is_cookie):
+        return
+    hint = "send it from a page of this service, or with a key as `Authorization: Bearer kb_...`"
+    raise NotAllowed("this was sent by a page of another site", hint)
 
 
 async def sign_in(response: Response, request: Request, text: str) -> Caller:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import h11
@@ -18,6 +18,7 @@ HEAD_S = 10.0  # from the begin of a connection, or from the last answer, to the
 SWEEP_S = 1.0
 RESERVED = 256  # file descriptors for all that is no connection
 MOST_PLACES = 8192  # each costs some 20 kB
+MOST_HELD = 64 << 10  # bytes: beyond, a client that does not read has to hold up who writes
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -62,6 +63,37 @@ class Places:
             self._sweep_later(loop)
 
 
+class Joined:
+    """A transport that sends what is written in one turn of the event loop together.
+
+    uvicorn writes the head and the body of an answer apart; two system calls cost as much as finding the answer again.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held = bytearray()
+
+    def write(self, data: bytes) -> None:
+        if data and not self._held:
+            self._loop.call_soon(self._flush)
+        self._held += data
+        if len(self._held) > MOST_HELD:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        held, self._held = self._held, bytearray()
+        if held:
+            self._transport.write(held)
+
+
 PLACES: WeakKeyDictionary[ServerState, Places] = WeakKeyDictionary()
 
 
@@ -83,6 +115,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         if len(self.connections) < self._places.most or self._places.make_room():
             super().connection_made(transport)
+            self.transport = cast("asyncio.Transport", Joined(transport, self.loop))
             self._note()
         else:
             self.transport = transport

@@ -17,8 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access import Gate, Headers
+from .access import Gate
 from .diagnose import MOST_BYTES as LOGS
+from .head import Headers
 from .metrics import Metrics
 from .problems import respond
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 
 from kb.hit import Answer
 
-from .answers import LastAnswers, Sent, answer
-from .content import Loaded
+from .answers import Answers, LastAnswers, Sent, answer
+from .content import Content, Loaded, loaded
 from .problems import documented
 from .questions import LONGEST_ECHO, SearchQuestion, SearchText
 from .representation import CACHING, represent
@@ -20,10 +22,34 @@ from .unanswered import count
 
 JSON = "application/json"
 
-router = APIRouter(prefix="/v1", tags=["search"])
+MOST_READ, LONGEST_READ = 1024, 2048  # questions, bytes of one
 
 
-@router.get(
+class Asked(APIRoute):
+    """Reads a query string once: for one that comes again, that would be two thirds of the work of an answer."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        read, questions = super().get_route_handler(), dict[bytes, SearchQuestion]()
+
+        async def handle(request: Request) -> Response:
+            query: bytes = request.scope["query_string"]
+            if query in questions:
+                return await _answered(request, loaded(request), request.app.state.answers, questions[query])
+            sent = await read(request)
+            if len(query) <= LONGEST_READ:
+                questions[query] = request.state.question
+            if len(questions) > MOST_READ:
+                del questions[next(iter(questions))]
+            return sent
+
+        return handle
+
+
+router = APIRouter(tags=["search"])
+asked = APIRouter(prefix="/v1", route_class=Asked)
+
+
+@asked.get(
     "/search",
     operation_id="search",
     summary="Find the entry for a failure",
@@ -39,12 +65,12 @@ async def search(
     `gpu` or `torch` those of the good hits come first whose fix was verified on such hardware, and say so. A question
     that is not `answered` is counted among the gaps, without names and secrets.
     """
-    body = await _sent(request, content, answers, question)
-    return represent(body, JSON, request.headers.get("if-none-match", ""))
+    request.state.question = question
+    return await _answered(request, content, answers, question)
 
 
 @router.post(
-    "/search",
+    "/v1/search",
     operation_id="searchText",
     summary="Find the entry for a long text",
     response_model=SearchResult,
@@ -55,7 +81,15 @@ async def search_text(request: Request, content: Loaded, answers: LastAnswers, q
     return Response(await _sent(request, content, answers, question), media_type=JSON)
 
 
-async def _sent(request: Request, content: Loaded, answers: LastAnswers, question: SearchQuestion) -> bytes:
+router.include_router(asked)
+
+
+async def _answered(request: Request, content: Content, answers: Answers, question: SearchQuestion) -> Response:
+    body = await _sent(request, content, answers, question)
+    return represent(body, JSON, request.headers.get("if-none-match", ""))
+
+
+async def _sent(request: Request, content: Content, answers: Answers, question: SearchQuestion) -> bytes:
     snapshot = request.app.state.snapshot
     key = f"search {snapshot.reports if question.here else 0} {question.model_dump_json()}"
     sent = answers.get(content, key)

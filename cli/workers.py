@@ -14,30 +14,38 @@ from typing import Any
 
 from uvicorn import Config
 from uvicorn.config import STARTUP_FAILURE
-from uvicorn.supervisors import Multiprocess
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from kb.errors import KbError, UsageError
 
 from .output import complain
 
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"  # where the workers add up what /metrics shows
-HEALTH_S = 60  # in which a worker has to say that it lives; on a busy machine it is long in starting
 ENDINGS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 log = logging.getLogger("kb.workers")
 
 
 class Workers(Multiprocess):
-    """uvicorn's supervisor, which says when a worker was replaced and remembers what ended it."""
+    """uvicorn's supervisor, which replaces at once who is gone, says so, and remembers what ended it."""
 
     ended_by: signal.Signals | None = None
 
     def keep_subprocess_alive(self) -> None:
-        before = [process.pid for process in self.processes]
-        super().keep_subprocess_alive()
-        for old, process in zip(before, self.processes, strict=True):
-            if process.pid != old:
-                log.warning("worker %s is gone, %s takes its place", old, process.pid)
+        """Replace who is gone. uvicorn would also ask each whether it lives, and wait seconds for one that does not."""
+        for place, process in enumerate(self.processes):
+            if not process.process.is_alive() and not self.should_exit.is_set():
+                process.kill()  # closes its pipes
+                process.join()
+                self._replace(place, process)
+
+    def _replace(self, place: int, gone: Process) -> None:
+        if gone.exitcode == STARTUP_FAILURE:  # another would end the same way
+            self.should_exit.set()
+            return
+        self.processes[place] = new = Process(self.config, self.sockets)
+        new.start()
+        log.warning("worker %s is gone, %s takes its place", gone.pid, new.pid)
 
     def handle_int(self) -> None:
         self.ended_by = signal.SIGINT
@@ -51,7 +59,6 @@ class Workers(Multiprocess):
 def run(config: Config, listener: socket) -> None:
     """Serve until a signal comes, and end as it demands. `config.app` makes the application and can be pickled."""
     config.app = partial(_in_worker, config.app)
-    config.timeout_worker_healthcheck = HEALTH_S
     with tempfile.TemporaryDirectory(prefix="kb-metrics-") as folder:
         os.environ[SHARED_METRICS] = folder
         workers = Workers(config, [listener])

@@ -5,6 +5,8 @@ A test file says `pytest_plugins = ["served"]`: a second conftest.py would be th
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -60,6 +62,21 @@ def entries(content: ContentRoot) -> ContentRoot:
     other = content.entry("slow-disk", title="The disk is slow", extra='applies_to: {torch: ">=2.0"}\n')
     other.write_text(other.read_text().replace("tags: [test]", "tags: [test, storage]"))
     return content
+
+
+@pytest.fixture
+def written() -> Iterator[list[str]]:
+    """Files that Python opens for writing during the test. SQLite opens its own by itself."""
+    found: list[str] = []
+    is_watching = True
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:  # for the rest of the process: a hook cannot be taken away
+        if is_watching and event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and ".pyc" not in str(args[0]):
+            found.append(str(args[0]))
+
+    sys.addaudithook(hear)
+    yield found
+    is_watching = False
 
 
 @pytest.fixture

@@ -43,10 +43,10 @@ class Serving:
         return [json.loads(line) for line in self.said.splitlines() if line.startswith("{")]
 
     def ask(
-        self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60, **headers: str
+        self, method: str, path: str, body: bytes | None = None, /, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """(status, headers in lower case, body); `_` in the name of a header stands for `-`."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=GENEROUS_S)
         try:
             connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
             response = connection.getresponse()
@@ -56,7 +56,7 @@ class Serving:
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
         """(status, JSON document)."""
-        status, _, body = self.ask("GET", path, None, 60, **headers)
+        status, _, body = self.ask("GET", path, **headers)
         return status, json.loads(body)
 
     def stop(self, number: signal.Signals) -> int:

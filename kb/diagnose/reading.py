@@ -133,11 +133,12 @@ def _unpacked(read: Callable[[int], bytes], name: str, report: Report, most: int
     left = most
     try:
         while block := read(HEAD):
-            yield block[:left]
-            left -= len(block)
-            if left < 0:
+            if len(block) > left:
                 report(f"{name}: unpacked, it is larger than {most:,} bytes; what comes after them was not read")
+                yield block[:left]
                 return
+            left -= len(block)
+            yield block
     except EOFError:
         report(f"{name}: the compressed data ends too early; what came before the end is read")
     except (OSError, zlib.error, zstd.ZstdError) as error:

@@ -9,10 +9,14 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import get_args
 
 import pytest
 from replicas import Place, started
 from support import CHECKOUT, GENEROUS_S, wait_for
+
+from kb.shared_report import Fidelity
 
 PAGE = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```\n(?:\n```(json|text)\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -99,6 +103,12 @@ def test_a_wrong_example_would_be_noticed() -> None:
     others: tuple[object, ...] = ({"a": []}, {"a": [{"b": "ends"}]}, {"a": [{}]}, {}, [], None)
     for other in others:
         assert not is_like({"a": [{"b": "begins…"}]}, other)
+
+
+def test_every_role_and_fidelity_is_explained_on_the_page() -> None:
+    finding = resolve_name("kb.api.diagnosis_schemas:FindingDocument").model_json_schema()
+    for word in (*finding["properties"]["role"]["enum"], *get_args(Fidelity)):
+        assert f"`{word}`" in PAGE
 
 
 def test_every_address_of_the_api_is_on_the_page(answers: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,10 +78,13 @@ def test_a_body_that_is_too_large_is_refused(client: httpx.Client) -> None:
     assert client.post("/v1/diagnose", content=large).status_code == 413
 
 
-def test_nothing_of_a_body_is_left_on_disk(client: httpx.Client, tmp_path: Path) -> None:
-    before = {path for path, _, _ in os.walk(tmp_path)}
-    client.post("/v1/diagnose", content=LOG)
-    assert {path for path, _, _ in os.walk(tmp_path)} == before
+def test_nothing_of_a_body_touches_the_disk(client: httpx.Client, written: list[str], tmp_path: Path) -> None:
+    written.clear()
+    found = client.post("/v1/diagnose", content=LOG + b"step\n" * (4 << 20)).json()
+    assert found["findings"][0]["id"] == "broken-thing"
+    assert written == []
+    (tmp_path / "seen").write_text("")
+    assert written == [str(tmp_path / "seen")]
 
 
 def test_a_body_that_is_no_text_is_answered_and_keeps_no_reader_busy(client: httpx.Client) -> None:

@@ -119,3 +119,15 @@ asyncio.run(main())
 def test_by_default_it_serves_the_built_in_entries_and_nothing_that_starts_a_process(tmp_path: Path) -> None:
     told = subprocess.check_output([sys.executable, "-c", DEFAULT], cwd=tmp_path, timeout=GENEROUS_S)
     assert json.loads(told) == ["checkpoint-save-allgather-timeout", []]
+
+
+def test_a_question_that_comes_again_gets_the_same_answer_and_a_wrong_one_the_same_problem(
+    client: httpx.Client,
+) -> None:
+    answers = [client.get("/v1/search?q=the+thing+broke&limit=2") for _ in range(3)]
+    assert len({one.content for one in answers}) == 1
+    assert len({one.headers["x-request-id"] for one in answers}) == 3
+    again = client.get("/v1/search?q=the+thing+broke&limit=2", headers={"if-none-match": answers[0].headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert client.get("/v1/search?q=the+thing+broke&limit=1").json()["hits"] == answers[0].json()["hits"][:1]
+    assert [client.get("/v1/search?q=broke&limit=0").status_code for _ in range(2)] == [422, 422]

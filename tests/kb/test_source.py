@@ -122,10 +122,11 @@ def test_what_arrives_is_unpacked_as_far_as_is_allowed_and_the_rest_is_missed_al
             return stream.read(), problems
 
     assert unpacked(len(TEXT)) == (TEXT, [])
-    data, problems = unpacked(100_000)
-    assert data == TEXT[:100_000]
-    assert len(problems) == 1
-    assert "larger than 100,000 bytes" in problems[0]
+    for most in (1, HEAD, 100_000, 2 * HEAD):
+        data, problems = unpacked(most)
+        assert data == TEXT[:most]
+        assert len(problems) == 1
+        assert f"larger than {most:,} bytes" in problems[0]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
