@@ -67,7 +67,7 @@ class Gate:
             caller = await self.holder(text, client)
             self._count(caller.id)
             return caller
-        return self._nobody(client, headers)
+        return self._nobody(client, headers, scope.get("http_version", ""))
 
     async def holder(self, text: str, client: str) -> Caller:
         """Whose key it is. Raises `KeyNeeded` for one that is not accepted, `TooManyRequests` for one guess too many.
@@ -100,11 +100,11 @@ class Gate:
         if self._rate:
             self._rate.take(name)
 
-    def _nobody(self, client: str, headers: Headers) -> Caller:
+    def _nobody(self, client: str, headers: Headers, version: str) -> Caller:
         if self._anonymous is Anonymous.EVERYBODY:
             self._count(neighbourhood(client))
             return ANONYMOUS
-        if self._anonymous is Anonymous.LOOPBACK and is_local(client, headers):
+        if self._anonymous is Anonymous.LOOPBACK and is_local(client, headers, version):
             return ANONYMOUS
         raise KeyNeeded("this service answers to keys only", HINT)
 

@@ -76,7 +76,7 @@ class Front:
         try:
             await self._let_in(scope, headers, receive, answer)
         except Exception as error:
-            if answer.status:  # half of it is sent: the connection has to break, or the rest would be missed by nobody
+            if answer.status:  # a part of it is sent: the connection breaks, so that nobody takes that for all
                 raise
             await respond(Request(scope, receive), error)(scope, receive, answer.send)
         finally:

@@ -35,11 +35,14 @@ def is_own_page(headers: Headers, *, otherwise: bool) -> bool:
     return otherwise
 
 
-def is_local(client: str, headers: Headers) -> bool:
+def is_local(client: str, headers: Headers, version: str) -> bool:
     """Whether a program on this machine asks for itself.
 
-    Not so when a proxy speaks for somebody, and when a page has rebound the name of its own host to this machine.
+    Not so when a proxy speaks for somebody, and when a page has rebound the name of its own host to this machine. A
+    nginx that is told nothing else says nothing of whom it speaks for, but speaks HTTP/1.0.
     """
+    if version == "1.0":
+        return False
     is_here = _is_loopback(client) and _is_loopback(_host(headers))
     return is_here and not any(name.startswith(PROXIES) for name in headers)
 

@@ -40,7 +40,11 @@ def test_requests_are_counted_by_the_template_of_their_route(client: httpx.Clien
     for path in ("/a", "/b", "/c"):
         client.get(path)
     client.request("BREW", "/d")
+    client.get("/v1/search?q=thing")
+    client.get("/static/nothing")
     found = samples(client)
+    assert requests(found, route="/v1/search", method="GET", status="200") == 1
+    assert requests(found, route="/static/{name}", method="GET", status="404") == 1
     assert requests(found, route="/v1/entries/{id}", method="GET", status="200") == 2
     assert requests(found, route="/v1/entries/{id}", method="GET", status="404") == 1
     assert requests(found, route="-", method="GET", status="404") == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_a_name_that_is_rebound_to_this_machine_opens_nothing(server: Serving) -
 def test_behind_a_proxy_nobody_is_local(server: Serving) -> None:
     for header in ({"X_Forwarded_For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}, {"X_Real_IP": "::1"}):
         assert server.get("/v1/entries", **header)[0] == 401
+
+
+def test_a_proxy_that_says_nothing_of_itself_is_known_by_its_old_http(server: Serving) -> None:
+    """What nginx sends upstream by `proxy_pass http://127.0.0.1:8000;` alone."""
+    with socket.create_connection((server.host, server.port), timeout=60) as client:
+        client.sendall(b"GET /v1/entries HTTP/1.0\r\nHost: 127.0.0.1:8000\r\nConnection: close\r\n\r\n")
+        assert client.recv(1 << 16).split()[1] == b"401"
 
 
 def test_no_answer_and_no_line_of_the_log_holds_a_key(server: Serving, database: Path) -> None:
