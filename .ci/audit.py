@@ -16,7 +16,7 @@ COMMAND = ("-r", "constraints.txt", "--no-deps", "--disable-pip", "--progress-sp
 
 
 def main() -> int:
-    command = [Path(sys.executable).with_name("pip-audit"), *COMMAND]
+    command = [str(Path(sys.executable).with_name("pip-audit")), *COMMAND]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         packages: list[dict[str, Any]] = json.loads(ended.stdout)["dependencies"]
