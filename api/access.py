@@ -23,7 +23,7 @@ from .settings import Anonymous, Settings
 from .snapshot import Snapshot
 
 COOKIE_S = 7 * 24 * 3600
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json", "/sign-in"})
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json", "/sign-in", "/sign-out"})
 OPEN_FOLDER = "/static/"
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 GUESSES = "10/minute"  # wrong keys, per client

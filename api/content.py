@@ -29,6 +29,7 @@ from kb.store.database import Database
 from .problems import log
 
 MOST_DIAGNOSES = 4  # logs that are read at the same time; further ones wait
+MOST_UPLOADS = 8  # forms with a log that are held in memory at the same time
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -51,6 +52,7 @@ class Content:
     matcher: Matcher
     scanning: ThreadPoolExecutor
     diagnosing: asyncio.Semaphore
+    uploading: asyncio.Semaphore
 
     @classmethod
     def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor) -> Self:
@@ -65,8 +67,6 @@ class Content:
         }
         probe_digests = {entry.id: file_digest(found.probe_file(entry)) for entry in found}
         texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in found}
-        scanning = ThreadPoolExecutor(MOST_DIAGNOSES, "kb-scan")
-        matcher, diagnosing = Matcher(index.signatures), asyncio.Semaphore(MOST_DIAGNOSES)
         links = graph(found.current())
         return cls(
             index=index,
@@ -78,9 +78,10 @@ class Content:
             proofs=known,
             links=links,
             searching=searching,
-            matcher=matcher,
-            scanning=scanning,
-            diagnosing=diagnosing,
+            matcher=Matcher(index.signatures),
+            scanning=ThreadPoolExecutor(MOST_DIAGNOSES, "kb-scan"),
+            diagnosing=asyncio.Semaphore(MOST_DIAGNOSES),
+            uploading=asyncio.Semaphore(MOST_UPLOADS),
         )
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access import Gate
 from .diagnose import MOST_BYTES as LOGS
-from .head import Headers
+from .head import Headers, key_in
 from .metrics import Metrics
 from .problems import respond
 
@@ -27,6 +28,7 @@ MOST_BYTES = {"/v1/diagnose": LOGS, "/diagnose": LOGS, "/mcp": 4 << 20, "/v1/rep
 MOST_BYTES_ELSEWHERE = 256 << 10
 WORTH_PACKING = 1000  # bytes. An answer to a secret would not be packed (BREACH); there is none.
 BODY_S = 120.0  # in which a body has to arrive
+STALL_S, LEAST_RATE = 10.0, 32 << 10  # seconds that it may pause, and bytes in a second by which it earns more
 CLIENT_LEFT = 499  # in the log, as nginx has it
 WATCHING = frozenset({"/healthz", "/readyz", "/metrics"})  # asked every few seconds by machines
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
@@ -71,7 +73,10 @@ class Front:
         started = time.perf_counter()
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
-        state["id"], state["caller"] = _request_id(headers), None
+        state["id"], state["caller"], state["is_signed_in"] = _request_id(headers), None, False
+        if b"cookie" in headers:
+            state["is_signed_in"] = key_in(headers)[1]
+            scope["headers"] = _without_cookies(scope["headers"])
         answer = _Answer(send, state["id"])
         try:
             await self._let_in(scope, headers, receive, answer)
@@ -137,7 +142,7 @@ class _Body:
     def __init__(self, receive: Receive, most: int, headers: Headers) -> None:
         self._receive = receive
         self._most = most
-        self._end = time.monotonic() + BODY_S
+        self._waited_s = 0.0  # for the client alone: others may be read before
         self._left = most
         self._is_whole = False
         if int(headers.get(b"content-length", b"0")) > most:
@@ -146,11 +151,13 @@ class _Body:
     async def receive(self) -> Message:
         if self._is_whole:  # who waits on waits for the client to leave
             return await self._receive()
+        began, most_s = time.monotonic(), min(BODY_S, STALL_S + (self._most - self._left) / LEAST_RATE)
         try:
-            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
+            async with asyncio.timeout(max(0.0, most_s - self._waited_s)):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"}) from None
+            raise HTTPException(408, "the body arrives too slowly", {"Connection": "close"}) from None
+        self._waited_s += time.monotonic() - began
         self._is_whole = message["type"] != "http.request" or not message.get("more_body")
         self._left -= len(message.get("body", b""))
         if self._left < 0:
@@ -168,6 +175,12 @@ def _request_id(headers: Headers) -> str:
     """That of the client or proxy where it has a sane form, so that its log and ours can be joined."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _without_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """For the application, which has no use for cookies and would parse them: http.cookies takes half a minute for
+    120 kB that somebody made for it."""
+    return [one for one in headers if one[0] != b"cookie"]
 
 
 def _most_bytes(path: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 COOKIE = "kb_key"
 PROXIES = (b"forwarded", b"x-forwarded", b"x-real-ip", b"via")  # how headers begin by which they speak for others
@@ -31,7 +30,8 @@ def is_own_page(headers: Headers, *, otherwise: bool) -> bool:
     if site:
         return site in (b"same-origin", b"none")
     if origin:
-        return urlsplit(origin).netloc == headers.get(b"host", b"")
+        host = headers.get(b"host", b"")
+        return origin in (b"http://" + host, b"https://" + host)
     return otherwise
 
 

@@ -12,6 +12,7 @@ from kb.errors import TooManyRequests, UsageError
 
 PERIODS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 MOST_NAMES = 10_000  # of which something is remembered
+LONGEST_ADDRESS = 45  # characters; what else a proxy says of its client is cut, or names would fill the memory
 
 
 class Limit:
@@ -60,7 +61,7 @@ def neighbourhood(host: str) -> str:
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:  # the name of a test client, the path of a socket
-        return host
+        return host[:LONGEST_ADDRESS]
     if isinstance(address, IPv6Address):
         return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
     return host

@@ -17,6 +17,7 @@ from kb.errors import UsageError
 
 CHECKED = 6  # bytes of the checksum
 LONGEST = 400
+NONE_OF_THIS_LIST = "the cursor is none of this list", "leave it out to begin, or give `next` back as it was"
 
 Item = TypeVar("Item")
 
@@ -42,13 +43,17 @@ def position(listing: str, given: str | None) -> str | None:
             return held
     except ValueError:  # no base64, no UTF-8, no ASCII
         pass
-    raise UsageError("the cursor is none of this list", "leave it out to begin, or give `next` back as it was")
+    raise UsageError(*NONE_OF_THIS_LIST)
 
 
 def number(listing: str, given: str | None) -> int | None:
     """What a cursor holds in a list whose positions are numbers. Raises `UsageError` like `position`."""
     held = position(listing, given)
-    return None if held is None else int(held)
+    if held is None:
+        return None
+    if not held.isdecimal():  # its checksum is no secret
+        raise UsageError(*NONE_OF_THIS_LIST)
+    return int(held)
 
 
 def page(

@@ -84,6 +84,7 @@ class Snapshot:
 
     async def _look(self) -> None:
         await asyncio.sleep(self._tried_at + LOOK_S - self._clock())
+        self._looking = None  # who comes from now on may have a key that this look is too early for
         await asyncio.to_thread(self.refresh)
 
     @contextmanager

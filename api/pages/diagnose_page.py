@@ -41,9 +41,10 @@ async def diagnose_form(request: Request) -> HTMLResponse:
 @router.post("/diagnose")
 async def diagnose_page(request: Request, content: Loaded) -> HTMLResponse:
     try:
-        async with content.diagnosing:
+        async with content.uploading:
             logs = await received(request)
-            answer, near = await _diagnosed(content, logs)
+            async with content.diagnosing:
+                answer, near = await _diagnosed(content, logs)
     except UsageError as problem:
         return _page(request, 422, problem=problem)
     request.app.state.unanswered.note_diagnosis(answer)

@@ -24,7 +24,7 @@ HEADERS = {"Cache-Control": "private, no-cache", "Vary": "Accept-Language, Cooki
 def page(request: Request, template: str, status_code: int = 200, /, **shown: Any) -> HTMLResponse:
     """The page that a template makes of what it is shown; every string in it is escaped unless it is `Markup`."""
     made = TEMPLATES.get_template(template)
-    text = made.render(path=request.url.path, is_signed_in="kb_key" in request.cookies, **shown)
+    text = made.render(path=request.url.path, is_signed_in=request.state.is_signed_in, **shown)
     return HTMLResponse(text, status_code, HEADERS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -39,13 +40,12 @@ def digest(kind: str, text: str) -> str:
 
 def add(database: Database, questions: Iterable[tuple[str, str, str]]) -> None:
     """Count (kind, text, best). Beyond `MOST` gaps the rarest go, of those the oldest first."""
-    # In one order, lest two processes wait for each other.
-    named = sorted((digest(kind, text), kind, text, best) for kind, text, best in questions)
+    named = Counter((digest(kind, text), kind, text, best) for kind, text, best in questions)
     if not named:
         return
     with database.writing() as session:
-        for name, kind, text, best in named:
-            _count(session, name, kind, text, best)
+        for question in sorted(named):  # in one order, lest two processes wait for each other
+            _count(session, *question, times=named[question])
         _make_room(session)
 
 
@@ -70,10 +70,10 @@ def forget(database: Database, name: str, *, actor: str = "", request_id: str = 
         audit.add(session, actor, "gap.forget", f"gaps/{name}", request_id)
 
 
-def _count(session: Session, name: str, kind: str, text: str, best: str) -> None:
+def _count(session: Session, name: str, kind: str, text: str, best: str, *, times: int) -> None:
     at = now()
-    row = insert(session, GapRow, digest=name, kind=kind, text=text, best=best, count=1, first_at=at, last_at=at)
-    again = {"count": GapRow.count + 1, "best": best, "last_at": at}
+    row = insert(session, GapRow, digest=name, kind=kind, text=text, best=best, count=times, first_at=at, last_at=at)
+    again = {"count": GapRow.count + times, "best": best, "last_at": at}
     session.execute(row.on_conflict_do_update(index_elements=["digest"], set_=again))
 
 

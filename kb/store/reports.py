@@ -15,7 +15,7 @@ from kb.errors import KeyReused
 from kb.store import audit
 from kb.store.database import Database
 from kb.store.inserting import insert
-from kb.store.tables import Moment, ReportRow, bounded, now
+from kb.store.tables import KeyRow, Moment, ReportRow, bounded, now
 
 AS_THEY_ARE = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
 
@@ -92,10 +92,15 @@ def admit(
 ) -> Admitted:
     """Keep a report (`SharedReport` as JSON) that a sender marked with an idempotency key, once however often it comes.
 
-    `digest` is of what was sent. Raises `KeyReused` when the sender used the key for another digest.
+    `digest` is of what was sent. Raises `KeyReused` when the sender used the key for another digest. The same digest
+    under the same key from another API key is the same report: a node that got no answer may come again with a new
+    one. Who copies both gains nothing, since reports may be read by all; another digest is a report of its own, so
+    that nobody can take a key away from others.
     """
     columns = {"sender": sender, "idempotency_key": key, "body_digest": digest, "received_at": now()}
     with database.writing() as session:
+        if (before := _of_another_key(session, sender, key, digest)) is not None:
+            return Admitted(before, False)
         row = insert(session, ReportRow, **_columns(report), **_machine(report), **columns)
         once = row.on_conflict_do_nothing(index_elements=["sender", "idempotency_key"])
         new_id = session.execute(once.returning(col(ReportRow.id))).scalar()
@@ -169,6 +174,17 @@ def _admitted_before(session: Session, sender: str, key: str, digest: str) -> Ad
         hint = "send a new report under a new key; the first one is kept"
         raise KeyReused(f"the idempotency key {key!r} was used for another report", hint)
     return Admitted(row.id or 0, False)
+
+
+def _of_another_key(session: Session, sender: str, key: str, digest: str) -> int | None:
+    """The number of this report where another API key brought it. By each key: the index begins with the sender."""
+    asked = select(ReportRow.id).where(
+        col(ReportRow.sender).in_(select(KeyRow.id)),
+        ReportRow.sender != sender,
+        ReportRow.idempotency_key == key,
+        ReportRow.body_digest == digest,
+    )
+    return session.exec(asked.order_by(col(ReportRow.id)).limit(1)).first()
 
 
 def _columns(document: Mapping[str, Any]) -> dict[str, Any]:

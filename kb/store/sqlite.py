@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ class SqliteFile:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory == default_path().parent:
             directory.chmod(0o700)
+        with suppress(FileExistsError):  # SQLite would let everybody read it; its journals get the mode of the file
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
     def begin(self, connection: Connection, *, is_writing: bool) -> int:
         """Header and rows are of one moment; IMMEDIATE takes the write lock first."""

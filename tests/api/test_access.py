@@ -24,7 +24,7 @@ Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
 Make = Callable[..., FastAPI]
 access: Any = resolve_name("kb.api.access")
 Anonymous: Any = resolve_name("kb.api.settings:Anonymous")
-OPEN = {"/healthz", "/readyz", "/openapi.json", "/sign-in"}
+OPEN = {"/healthz", "/readyz", "/openapi.json", "/sign-in", "/sign-out"}
 FOREIGN = {"client": "192.0.2.7"}
 
 

@@ -104,6 +104,7 @@ def test_no_rate_limits_nothing() -> None:
         ("::ffff:192.0.2.1", "192.0.2.1", True),
         ("fe80::1%eth0", "fe80::2%eth0", True),
         ("", "testclient", False),
+        ("x" * 100_000, "x" * 100_000 + "y", True),  # what a proxy says of its client, kept for each of many
     ],
 )
 def test_a_client_is_an_address_or_a_network_of_ipv6(one: str, other: str, is_same: bool) -> None:

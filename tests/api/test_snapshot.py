@@ -106,6 +106,32 @@ def test_uses_are_written_in_one_go_and_kept_until_the_database_is_back(where: P
         assert keys.everything(store)[0].key.last_used_at
 
 
+def test_a_key_that_is_made_while_the_database_is_read_is_seen_by_the_next_look(where: Path) -> None:
+    """Who comes after the keys were read must not be answered from them."""
+    has_read, may_end = Event(), Event()
+
+    class Slow(snapshot.Snapshot):  # type: ignore[misc]
+        def _read(self) -> Any:
+            known = super()._read()
+            has_read.set()
+            assert may_end.wait(60)
+            return known
+
+    async def ask(taken: Any, store: Database) -> None:
+        first = asyncio.ensure_future(taken.look_again())
+        await asyncio.to_thread(has_read.wait, 60)
+        key, _ = keys.new(store, "new", Scope.READ)
+        second = asyncio.ensure_future(taken.look_again())
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(first, second)
+        assert taken.key(key.id)
+
+    with Database.open(where) as store:
+        keys.new(store, "old", Scope.READ)
+        asyncio.run(ask(Slow(store), store))
+
+
 def test_many_who_ask_for_unknown_keys_share_few_looks(where: Path) -> None:
     looks = []
 

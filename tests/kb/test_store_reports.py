@@ -100,6 +100,15 @@ def test_two_senders_may_choose_the_same_key(database: Database) -> None:
     assert len(reports.page(database)) == 2
 
 
+def test_a_report_that_comes_again_under_another_api_key_is_the_same_one(database: Database) -> None:
+    old, new = (keys.new(database, "node", keys.Scope.REPORT)[0].id for _ in range(2))
+    first = reports.admit(database, report(), old, "key", "digest", actor=old)
+    assert reports.admit(database, report(), new, "key", "digest", actor=new) == Admitted(first.id, is_new=False)
+    assert reports.admit(database, report(), new, "key", "another digest", actor=new).is_new
+    assert reports.admit(database, report(), old, "key", "digest", actor=old) == Admitted(first.id, is_new=False)
+    assert reports.count(database) == 2
+
+
 def test_threads_that_send_the_same_report_at_once_make_one(database: Database) -> None:
     def send(_: int) -> Admitted:
         return reports.admit(database, report(), "node", "key", "digest", actor="node")

@@ -1,0 +1,103 @@
+"""What somebody sends to a real server to make it slow, large, talkative or forgetful of who may ask."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import stat
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from serving import Serving, serving
+from support import GENEROUS_S
+
+from kb.store import keys
+from kb.store.database import Database
+from kb.store.keys import Scope
+
+SLOTS = 4  # logs that are read at the same time
+FORGED = {"Cookie": f"kb_key=kb_aaaaaaaa_{'A' * 43}", "Sec-Fetch-Site": "same-origin"}
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("database")
+    folder.chmod(0o755)
+    return folder / "service.db"
+
+
+@pytest.fixture(scope="module")
+def text(database: Path) -> str:
+    """A key that may do everything."""
+    with Database.open(database) as store:
+        return keys.new(store, "admin", Scope.ADMIN)[1]
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, built_in_index: Path, database: Path, text: str
+) -> Iterator[Serving]:
+    assert text
+    home = str(tmp_path_factory.mktemp("service"))
+    where = {"HOME": home, "XDG_CACHE_HOME": str(built_in_index), "XDG_DATA_HOME": home, "KB_ROOTS": ""}
+    with serving(KB_DATABASE_URL=str(database), KB_ANONYMOUS="nobody", **where) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", ["other", "kb_key"])
+def test_cookies_that_take_minutes_to_read_are_not_read(server: Serving, name: str) -> None:
+    """http.cookies of Python 3.11 needs 30 s for each of them (CVE-2024-7592), and this is a service of one thread."""
+    bomb = f'{name}="' + "\\1" * 60_000 + '"'
+    for path in ("/healthz", "/sign-in", "/", "/static/none") * 5:
+        assert server.ask("GET", path, Cookie=bomb, Accept="text/html")[0] in (200, 401, 404, 429)
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://\u00e9", "//", "null", "http://", "http://[::1"])
+def test_an_origin_that_is_none_is_another_site_and_no_fault_of_ours(server: Serving, origin: str) -> None:
+    assert server.ask("POST", "/sign-in", b"", Origin=origin)[0] == 403
+
+
+@pytest.mark.parametrize("place", ["", "abc", "1e9", "1_0", "-1", " 7"])
+def test_a_forged_cursor_is_an_error_of_who_forged_it(server: Serving, text: str, place: str) -> None:
+    for listing, path in (("reports", "/v1/reports"), ("audit", "/v1/admin/audit")):
+        check = hashlib.sha256(f"{listing}\n{place}".encode()).digest()[:6]
+        cursor = urlsafe_b64encode(check + place.encode()).decode().rstrip("=")
+        assert server.get(f"{path}?cursor={cursor}", Authorization=f"Bearer {text}")[0] == 422
+
+
+def test_bodies_that_stall_keep_no_place_from_those_that_arrive(server: Serving, text: str) -> None:
+    said = f"Host: localhost\r\nAuthorization: Bearer {text}\r\nContent-Length: 30000000\r\nContent-Type:"
+    log, form = b"the first line\n" * 10_000, b"--x\r\n"
+    with ExitStack() as held:
+        for path, kind, begun in (
+            ("/v1/diagnose", "text/plain", log),
+            ("/diagnose", "multipart/form-data; boundary=x", form),
+        ):
+            for _ in range(SLOTS):
+                client = held.enter_context(socket.create_connection((server.host, server.port), GENEROUS_S))
+                client.sendall(f"POST {path} HTTP/1.1\r\n{said} {kind}\r\n\r\n".encode() + begun)
+        assert server.ask("POST", "/v1/diagnose", b"ValueError: x", Authorization=f"Bearer {text}")[0] == 200
+
+
+def test_a_key_that_ended_can_still_be_forgotten_by_its_browser(server: Serving) -> None:
+    status, headers, _ = server.ask("POST", "/sign-out", b"", **FORGED)
+    assert (status, headers["location"]) == (303, "/sign-in")
+    assert 'kb_key=""' in headers["set-cookie"]
+
+
+def test_no_other_site_signs_anybody_out(server: Serving) -> None:
+    status, headers, _ = server.ask("POST", "/sign-out", b"", **{**FORGED, "Sec-Fetch-Site": "cross-site"})
+    assert (status, "set-cookie" in headers) == (403, False)
+    assert server.ask("GET", "/sign-out")[0] == 405
+
+
+def test_the_database_is_for_its_owner_wherever_it_lies(server: Serving, database: Path) -> None:
+    assert server.get("/healthz")[0] == 200
+    assert {stat.S_IMODE(one.stat().st_mode) for one in database.parent.iterdir()} == {0o600}
+
+
+def test_nothing_of_this_was_a_fault_of_the_server(server: Serving) -> None:
+    assert not [one for one in server.logged if one["level"] == "ERROR"]
