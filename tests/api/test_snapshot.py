@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 from pkgutil import resolve_name
+from threading import Event
 from typing import Any
 
 import pytest

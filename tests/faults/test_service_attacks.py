@@ -49,10 +49,13 @@ def server(
 
 @pytest.mark.parametrize("name", ["other", "kb_key"])
 def test_cookies_that_take_minutes_to_read_are_not_read(server: Serving, name: str) -> None:
-    """http.cookies of Python 3.11 needs 30 s for each of them (CVE-2024-7592), and this is a service of one thread."""
-    bomb = f'{name}="' + "\\1" * 60_000 + '"'
-    for path in ("/healthz", "/sign-in", "/", "/static/none") * 5:
-        assert server.ask("GET", path, Cookie=bomb, Accept="text/html")[0] in (200, 401, 404, 429)
+    """http.cookies of Python 3.11 needs 30 s for each of them (CVE-2024-7592), and the event loop is one thread."""
+    bomb = f'Host: localhost\r\nAccept: text/html\r\nCookie: {name}="' + "\\1" * 60_000 + '"\r\n\r\n'
+    with ExitStack() as held:
+        for path in ("/healthz", "/sign-in", "/", "/static/none") * 10:
+            client = held.enter_context(socket.create_connection((server.host, server.port), GENEROUS_S))
+            client.sendall(f"GET {path} HTTP/1.1\r\n{bomb}".encode())
+        assert server.get("/healthz")[0] == 200
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://\u00e9", "//", "null", "http://", "http://[::1"])

@@ -14,7 +14,7 @@ import pytest
 from support import GENEROUS_S, end
 
 from kb.errors import KeyReused
-from kb.store import audit, reports, tables
+from kb.store import audit, keys, reports, tables
 from kb.store.database import Database
 from kb.store.reports import Admitted
 
