@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup system demo test lint audit docs bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
+.PHONY: setup system demo test lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,9 @@ audit: setup ## known vulnerabilities of what is installed, where a service of a
 
 docs: setup ## the site: a page per entry, the graph of causes; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+screenshots: setup ## docs/pages/*.png, with the Chromium of the system
+	$(BIN)/python tests/browser/screenshots.py
 
 bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
 	$(BIN)/python tests/bench

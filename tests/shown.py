@@ -21,11 +21,11 @@ DAY = datetime(2026, 11, 3, 9, 30)  # UTC, as the store has it
 VERDICTS: tuple[
     tuple[list[str], str | None, str, str, str, bool, int], ...
 ] = (  # GPUs, driver, torch, verdict, fidelity, is the wording the one of now, how often
-    (["NVIDIA H100 80GB HBM3"] * 2, "570.86.15", "2.7.1+cu128", "verified", "hardware", True, 12),
-    (["NVIDIA H100 80GB HBM3"] * 8, "550.54.15", "2.5.1+cu124", "verified", "hardware", True, 5),
-    (["NVIDIA A100-SXM4-80GB"] * 4, "550.54.15", "2.6.0+cu124", "verified", "hardware", True, 7),
-    (["NVIDIA A100-SXM4-80GB"] * 4, "535.104.05", "2.1.2+cu121", "fix-ineffective", "hardware", False, 1),
-    (["NVIDIA L40S"], "560.35.03", "2.6.0+cu124", "not-applicable", "hardware", True, 3),
+    (["NVIDIA H100 (sample)"] * 2, "570.86.15", "2.7.1+cu128", "verified", "hardware", True, 12),
+    (["NVIDIA H100 (sample)"] * 8, "550.54.15", "2.5.1+cu124", "verified", "hardware", True, 5),
+    (["NVIDIA A100 (sample)"] * 4, "550.54.15", "2.6.0+cu124", "verified", "hardware", True, 7),
+    (["NVIDIA A100 (sample)"] * 4, "535.104.05", "2.1.2+cu121", "fix-ineffective", "hardware", False, 1),
+    (["NVIDIA L40S (sample)"], "560.35.03", "2.6.0+cu124", "not-applicable", "hardware", True, 3),
     ([], None, "2.7.1+cpu", "verified", "cpu", True, 4),
 )
 GAPS = (
