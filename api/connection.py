@@ -53,10 +53,11 @@ class Places:
             loop.call_later(SWEEP_S, self._sweep, loop)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End connections whose head takes too long. A body has a time of its own, in the front."""
+        """End connections whose head takes too long. A body that is read has a time of its own, in the front."""
         self._is_sweeping = False
         latest = loop.time() - HEAD_S
-        for connection in [one for one, since in self._owing.items() if since < latest and one.owes_head]:
+        late = [one for one, since in self._owing.items() if since < latest and one.is_awaited_by_nobody]
+        for connection in late:
             del self._owing[connection]
             connection.leave()
         if self._owing:
@@ -105,8 +106,10 @@ class Connection(H11Protocol):
         self._places = PLACES.setdefault(self.server_state, Places())
 
     @property
-    def owes_head(self) -> bool:
-        return self.conn.their_state is h11.IDLE
+    def is_awaited_by_nobody(self) -> bool:
+        """It owes a head, or the rest of a body that was answered without it."""
+        is_answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
+        return self.conn.their_state is h11.IDLE or (self.conn.their_state is h11.SEND_BODY and is_answered)
 
     def leave(self) -> None:
         self.connections.discard(self)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from queue import Full, Queue
 
 from fastapi import APIRouter, HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from kb.diagnose.evidence import Scan
+from kb.diagnose.matcher import Matcher
 from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.errors import UsageError
@@ -20,6 +22,7 @@ from .problems import documented
 
 MOST_BYTES = 32 << 20  # of a body; the front sees to it
 MOST_UNPACKED = 512 << 20  # bytes that are made of it: a hostile one grows by ten thousand, a log by ten
+MOST_S = 30.0  # of one processor for one request: 2 MB can unpack to what would take minutes
 AHEAD = 64 << 10  # bytes of a log that have to be here before a thread begins to read it
 MOST_WAITING = 16  # pieces that have arrived and are not read yet
 MEDIA_TYPES = ("text/plain", "application/octet-stream", "application/gzip", "application/zstd", "application/json")
@@ -60,7 +63,7 @@ async def _scanned(body: _Body, content: Content) -> Scan:
     await body.begin()
     async with content.diagnosing:
         reading = asyncio.get_running_loop().run_in_executor(
-            content.scanning, scan, [Stream("body", body.pieces(), most=MOST_UNPACKED)], content.matcher
+            content.scanning, scan_in_time, [Stream("body", body.pieces(), most=MOST_UNPACKED)], content.matcher
         )
         reading.add_done_callback(body.leave_unread)
         try:
@@ -68,6 +71,17 @@ async def _scanned(body: _Body, content: Content) -> Scan:
         finally:
             await body.end()
         return await reading
+
+
+def scan_in_time(streams: Sequence[Stream], matcher: Matcher) -> Scan:
+    """`scan`, in a thread. Raises `UsageError` when it would keep others waiting: it runs on when its client has left."""
+    end = time.thread_time() + MOST_S
+
+    def look(_: int) -> None:
+        if time.thread_time() > end:
+            raise UsageError("this takes too long to read here", "`kb diagnose FILE` reads files of any size")
+
+    return scan(streams, matcher, look)
 
 
 class _Body:

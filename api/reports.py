@@ -89,7 +89,8 @@ async def post_report(request: Request, database: Kept, caller: Reporter, key: I
     Without an answer, or with 503, send it again with the same key: `kb verify --report` does that by itself.
     """
     report = await arriving(request)
-    digest = hashlib.sha256(report.model_dump_json().encode()).hexdigest()
+    sent = report.model_dump_json(exclude_unset=True)  # a default that a later version adds is nobody's change
+    digest = hashlib.sha256(sent.encode()).hexdigest()
     clean = shared(report.model_dump(mode="json")).model_dump(mode="json")
     admit = partial(reports.admit, actor=caller.id, request_id=request.state.id)
     admitted = await run_in_threadpool(admit, database, clean, caller.id, key, digest)

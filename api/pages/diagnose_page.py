@@ -10,11 +10,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from kb.diagnose.diagnosis import Diagnosis
-from kb.diagnose.scan import scan
 from kb.errors import UsageError
 
 from ..content import Content, Loaded
-from ..diagnose import MOST_BYTES
+from ..diagnose import MOST_BYTES, scan_in_time
 from .entry_page import section_html
 from .excerpt import Texts, excerpts, texts
 from .page import language, page
@@ -53,7 +52,7 @@ async def diagnose_page(request: Request, content: Loaded) -> HTMLResponse:
 
 async def _diagnosed(content: Content, logs: list[Log]) -> tuple[Diagnosis, Texts]:
     run = asyncio.get_running_loop().run_in_executor
-    found = await run(content.scanning, scan, [log.stream() for log in logs], content.matcher)
+    found = await run(content.scanning, scan_in_time, [log.stream() for log in logs], content.matcher)
     answer = await content.diagnose(found)
     lines = [line for finding in answer.findings[:SHOWN] for line in finding.evidence[:SHOWN_LINES]]
     lines += [one.line for one in answer.seen[:SHOWN_SEEN]]

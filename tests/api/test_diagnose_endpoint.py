@@ -6,8 +6,11 @@ import gzip
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import httpx
+import pytest
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -15,6 +18,8 @@ else:
     from backports import zstd
 
 pytest_plugins = ["served"]
+
+diagnose: Any = resolve_name("kb.api.diagnose")
 
 LOG = b"step 1\n[rank1]: RuntimeError: the thing broke: code 7\nstep 2\n"
 
@@ -64,6 +69,18 @@ def test_an_empty_body_is_refused_with_a_hint(client: httpx.Client) -> None:
     answer = client.post("/v1/diagnose", content=b"")
     assert answer.status_code == 422
     assert "curl" in answer.json()["hint"]
+
+
+def test_a_log_that_would_keep_others_waiting_is_given_up(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that unpacks to half a gigabyte of errors takes minutes."""
+    packed = gzip.compress(b"RuntimeError: the thing broke: code 1\n" * 100_000)
+    assert client.post("/v1/diagnose", content=packed).status_code == 200
+    monkeypatch.setattr(diagnose, "MOST_S", 0.0)
+    answer = client.post("/v1/diagnose", content=packed)
+    assert (answer.status_code, answer.json()["detail"]) == (422, "this takes too long to read here")
+    assert "this takes too long" in client.post("/diagnose", files={"log": ("a.gz", packed)}).text
 
 
 def test_a_body_that_is_too_large_is_refused(client: httpx.Client) -> None:

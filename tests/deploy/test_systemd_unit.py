@@ -51,6 +51,10 @@ def test_a_wrong_option_ends_it_for_good_as_the_unit_says() -> None:
     assert code == f"RestartPreventExitStatus={ended.returncode}"
 
 
+def test_it_answers_nobody_without_a_key_whatever_stands_before_it() -> None:
+    assert "\nEnvironment=KB_ANONYMOUS=nobody\n" in UNIT.read_text()
+
+
 WITHOUT_NEW_CODE = """
 import ctypes, os, sys
 

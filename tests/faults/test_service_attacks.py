@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from serving import Serving, serving
-from support import GENEROUS_S
+from support import GENEROUS_S, wait_for
 
 from kb.store import keys
 from kb.store.database import Database
@@ -83,6 +83,24 @@ def test_bodies_that_stall_keep_no_place_from_those_that_arrive(server: Serving,
                 client = held.enter_context(socket.create_connection((server.host, server.port), GENEROUS_S))
                 client.sendall(f"POST {path} HTTP/1.1\r\n{said} {kind}\r\n\r\n".encode() + begun)
         assert server.ask("POST", "/v1/diagnose", b"ValueError: x", Authorization=f"Bearer {text}")[0] == 200
+
+
+def test_a_body_that_was_answered_unread_is_not_taken_for_ever(server: Serving) -> None:
+    with socket.create_connection((server.host, server.port), GENEROUS_S) as client:
+        client.sendall(b"POST /v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50000\r\n\r\nx")
+        assert client.recv(1 << 16).split()[1] == b"401"
+        client.settimeout(0.2)
+
+        def is_ended() -> bool:
+            try:
+                client.sendall(b"x")
+                return client.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_for(is_ended, "the connection to be ended", GENEROUS_S)
 
 
 def test_a_key_that_ended_can_still_be_forgotten_by_its_browser(server: Serving) -> None:
