@@ -74,7 +74,7 @@ async def _scanned(body: _Body, content: Content) -> Scan:
 
 
 def scan_in_time(streams: Sequence[Stream], matcher: Matcher) -> Scan:
-    """`scan`, in a thread. Raises `UsageError` when it would keep others waiting: it runs on when its client has left."""
+    """`scan`, in a thread, which runs on when its client has left. Raises `UsageError` when others would wait long."""
     end = time.thread_time() + MOST_S
 
     def look(_: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 
 from kb.errors import StoreUnavailable
 from kb.store import keys, reports, state
@@ -16,6 +16,7 @@ from kb.store.database import Database
 from kb.store.keys import StoredKey
 from kb.store.reports import Standing
 
+from .background import repeated
 from .problems import log
 
 REFRESH_S = 2.0  # after at most this a revoked key is refused and new content is noticed, in every replica
@@ -31,7 +32,7 @@ class Known:
     read_at: float | None = None
     keys: Mapping[str, StoredKey] = field(default_factory=dict)
     generation: int | None = None
-    newest_report: int = 0
+    reports: int = 0
     standings: Sequence[Standing] = ()
 
 
@@ -57,8 +58,8 @@ class Snapshot:
 
     @property
     def reports(self) -> int:
-        """How many reports there are: the number of the newest."""
-        return self._known.newest_report
+        """How many shared reports there are."""
+        return self._known.reports
 
     @property
     def standings(self) -> Sequence[Standing]:
@@ -90,22 +91,15 @@ class Snapshot:
     @contextmanager
     def kept_fresh(self, seen: Callable[[], None]) -> Iterator[None]:
         """Read the database now and every 2 s, in a thread that calls `seen` each time."""
-        stopping = Event()
 
-        def work() -> None:
-            while True:
-                self.refresh()
-                seen()
-                if stopping.wait(REFRESH_S):
-                    break
+        def look() -> None:
+            self.refresh()
+            seen()
 
-        thread = Thread(target=work, name="kb-snapshot", daemon=True)
-        thread.start()
         try:
-            yield
+            with repeated(look, REFRESH_S, "kb-snapshot"):
+                yield
         finally:
-            stopping.set()
-            thread.join()
             with suppress(StoreUnavailable):
                 self._write_uses()
 
@@ -124,11 +118,10 @@ class Snapshot:
 
     def _read(self) -> Known:
         found = {one.key.id: one for one in keys.everything(self._database)}
-        newest = next((one.id for one in reports.page(self._database, limit=1)), 0)
-        standings = self._known.standings
-        if newest != self._known.newest_report:
+        count, standings = reports.count(self._database), self._known.standings
+        if count != self._known.reports:
             standings = tuple(reports.standing(self._database))
-        return Known(self._tried_at, found, state.generation(self._database), newest, standings)
+        return Known(self._tried_at, found, state.generation(self._database), count, standings)
 
     def _note(self, is_up: bool, text: str) -> None:
         """Say in the log what has changed, once."""

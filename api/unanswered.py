@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from queue import Empty, Full, Queue
-from threading import Event, Thread
 
 from fastapi import Request
 
@@ -20,6 +19,7 @@ from kb.store import gaps
 from kb.store.database import Database
 
 from .answers import Sent
+from .background import repeated
 from .problems import log
 
 MOST_WAITING = 1000  # questions; with a database that is away what comes then is dropped
@@ -56,21 +56,12 @@ class Unanswered:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Write what is noted within, once a second and at the end."""
-        stopping = Event()
-
-        def work() -> None:
-            while not stopping.wait(EVERY_S):
-                self.write()
+        try:
+            with repeated(self.write, EVERY_S, "kb-unanswered"):
+                yield
+        finally:
             while self.write():
                 pass
-
-        thread = Thread(target=work, name="kb-unanswered", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stopping.set()
-            thread.join()
 
     def write(self) -> bool:
         """Write a batch of what waits, or keep it for the next time; whether one was written. Raises nothing."""
