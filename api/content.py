@@ -32,6 +32,21 @@ MOST_DIAGNOSES = 4  # logs that are read at the same time; further ones wait
 MOST_UPLOADS = 8  # forms with a log that are held in memory at the same time
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The entries, which are there before an index over them is built. `summaries` are by id."""
+
+    catalog: Catalog
+    summaries: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def load(cls, roots: Sequence[Root]) -> Self:
+        found = catalog.load(roots)
+        summaries = tuple(entry.summary() for entry in found)
+        add_standing(summaries, roots)
+        return cls(found, summaries)
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Content:
     """One state of the content roots, in memory. A change on disk shows after a restart or a reindex, never half.
@@ -41,8 +56,7 @@ class Content:
     """
 
     index: Index
-    catalog: Catalog
-    summaries: tuple[dict[str, Any], ...]
+    listing: Listing
     texts: Mapping[str, str]
     probe_digests: Mapping[str, str]
     hardware: Mapping[str, str]
@@ -55,12 +69,11 @@ class Content:
     uploading: asyncio.Semaphore
 
     @classmethod
-    def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor) -> Self:
+    def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor, listing: Listing | None = None) -> Self:
         """Read everything. Raises `KbError`; entries that cannot be used are left out and logged."""
+        listing = listing or Listing.load(roots)
+        found = listing.catalog
         index = open_index(tuple(roots), log.warning)
-        found = catalog.load(roots)
-        summaries = sorted((document for _, document in index.documents()), key=lambda document: str(document["id"]))
-        add_standing(summaries, roots)
         known = proofs(roots)
         hardware = {
             entry.id: standing(found.probe_file(entry), known.get(entry.id, ()), entry.digest) for entry in found
@@ -70,8 +83,7 @@ class Content:
         links = graph(found.current())
         return cls(
             index=index,
-            catalog=found,
-            summaries=tuple(summaries),
+            listing=listing,
             texts=texts,
             probe_digests=probe_digests,
             hardware=hardware,
@@ -83,6 +95,10 @@ class Content:
             diagnosing=asyncio.Semaphore(MOST_DIAGNOSES),
             uploading=asyncio.Semaphore(MOST_UPLOADS),
         )
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.listing.catalog
 
     def close(self) -> None:
         self.scanning.shutdown(cancel_futures=True)
@@ -101,6 +117,12 @@ class Content:
     @property
     def digests(self) -> dict[str, str]:
         return {entry.id: entry.digest for entry in self.catalog}
+
+
+def listed(request: Request) -> Listing:
+    """The entries. Raises what `loaded` does, for a shorter time."""
+    found: Listing | None = request.app.state.listing
+    return found or loaded(request).listing
 
 
 def loaded(request: Request) -> Content:

@@ -54,7 +54,7 @@ async def list_entries(
     after = paging.position(LISTING, cursor) or ""
     found = [
         one
-        for one in content.summaries
+        for one in content.listing.summaries
         if one["id"] > after
         and set(tag or ()) <= set(one["tags"])
         and (not framework or framework.lower() in (*one["tags"], *one["frameworks"]))

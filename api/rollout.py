@@ -10,7 +10,7 @@ from typing import Any
 from kb.errors import KbError
 from kb.root import Root
 
-from .content import Content
+from .content import Content, Listing
 from .problems import log
 from .snapshot import Snapshot
 
@@ -21,7 +21,8 @@ class Rollout:
     """Reads content in a thread, first at the start and then for every new generation.
 
     `state.loading` is the future of what is served: of the first content before it is read, then of the newest that
-    could be read. Requests hold the content that they began with, and an old one is closed when nobody holds it.
+    could be read; `state.listing` are its entries, which the front page shows before the index is built. Requests hold
+    the content that they began with, and an old one is closed when nobody holds it.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Rollout:
         self._snapshot = snapshot
         self._served = served  # is told the generation and the number of entries
         self._generation: int | None = None
+        state.listing = None
         state.loading = self._begin()
         self._reading.add_done_callback(self._put_in_place)
 
@@ -57,14 +59,17 @@ class Rollout:
         """The generation is known before the files are read, or a change between the two would be missed."""
         self._snapshot.looked.wait(LONGEST_LOOK_S)
         self._generation = self._snapshot.generation
-        return Content.load(self._roots, searching)
+        listing = Listing.load(self._roots)
+        if self._state.listing is None:
+            self._state.listing = listing
+        return Content.load(self._roots, searching, listing)
 
     def _put_in_place(self, reading: Future[Content]) -> None:
         content, old = _content_of(reading), self._state.loading
         if content is None:
             _log_failure(reading)
             return
-        self._state.loading = reading
+        self._state.loading, self._state.listing = reading, content.listing
         self._served(self._generation or 0, len(content.catalog))
         replaced = None if old is reading else _content_of(old)
         if replaced:

@@ -67,19 +67,10 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
     meta = entry.meta
     sections = {heading: _own(section.text, entry, ids) for heading, section in entry.sections.items()}
     stored = {
-        "id": entry.id,
-        "title": meta.title,
-        "title_zh": meta.title_zh,
-        "cause": entry.cause,
+        **entry.summary(),
         "cause_zh": chinese_cause(entry),
-        "status": meta.status.value,
-        "severity": meta.severity.value,
-        "tags": meta.tags,
-        "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
         "applies_to": meta.applies_to,
         "fixed_in": meta.fixed_in,
-        "origin": entry.origin,
-        "probe": meta.probe,
         "lines": _lines(entry, sections),
         "tells": _tells(entry),
     }

@@ -167,6 +167,22 @@ class Entry:
         """The root cause in one line: the first sentence of that section, without its grade marks."""
         return first_sentence(self.section("Root cause"))
 
+    def summary(self) -> dict[str, Any]:
+        """The entry in a list. `frameworks` are the packages of which it names a version."""
+        meta = self.meta
+        return {
+            "id": self.id,
+            "title": meta.title,
+            "title_zh": meta.title_zh,
+            "cause": self.cause,
+            "status": meta.status.value,
+            "severity": meta.severity.value,
+            "tags": meta.tags,
+            "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
+            "origin": self.origin,
+            "probe": meta.probe,
+        }
+
     def section(self, heading: str) -> str:
         found = self.sections.get(heading)
         return found.text if found else ""

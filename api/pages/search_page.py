@@ -17,7 +17,7 @@ from kb.hit import Answer
 from kb.query import LONGEST_TEXT
 
 from ..answers import answer
-from ..content import Content, Loaded
+from ..content import Content, Listing, listed, loaded
 from ..questions import SearchQuestion
 from ..unanswered import count
 from .highlight import highlighted
@@ -67,14 +67,14 @@ class Asked(BaseModel):
 
 
 @router.get("/")
-async def search_page(request: Request, content: Loaded, asked: Annotated[Asked, Query()]) -> HTMLResponse:
+async def search_page(request: Request, asked: Annotated[Asked, Query()]) -> HTMLResponse:
     asked.tag = [tag for tag in asked.tag if tag]
     asked.lang = language(request)
     shown: dict[str, Any] = {"asked": asked, "lang": asked.lang, "statuses": sorted(STATUSES), "problem": None}
     try:
         if asked.q.strip():
-            return page(request, "search.html", **shown, **await _answered(request, content, asked.question))
-        return page(request, "home.html", **shown, **_everything(content, asked.only))
+            return page(request, "search.html", **shown, **await _answered(request, loaded(request), asked.question))
+        return page(request, "home.html", **shown, **_everything(listed(request), asked.only))
     except ValidationError as error:
         return _refused(request, shown, UsageError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"))
     except UsageError as problem:  # a filter that nothing can pass
@@ -97,9 +97,9 @@ def hits(answer: Answer) -> list[dict[str, Any]]:
     return [{"hit": hit, "snippet": highlighted(hit.snippet, hit.matched)} for hit in answer.hits]
 
 
-def _everything(content: Content, only: Filter) -> dict[str, Any]:
+def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
     """The entries that pass, without a question. Raises `UsageError` for a filter that nothing can pass."""
-    current = [one for one in content.summaries if one["status"] != Status.WITHDRAWN]
+    current = [one for one in listing.summaries if one["status"] != Status.WITHDRAWN]
     passing = only.admitted(dict(enumerate(current)))
     listed = [current[number] for number in sorted(passing)]
     return {

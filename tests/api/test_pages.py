@@ -93,16 +93,21 @@ def test_the_api_gives_the_same_page_to_who_asks_for_html(client: httpx.Client) 
     assert '<h2 id="fix"' in api.text
 
 
-def test_while_the_index_is_being_opened_a_page_says_so_and_loads_itself_again(
+def test_while_the_index_is_being_opened_entries_are_listed_and_a_question_asks_itself_again(
     app: FastAPI, serve: Callable[[FastAPI], AbstractContextManager[httpx.Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(app) as client:
         app.state.loading.result(60)
         opened, app.state.loading = app.state.loading, type(app.state.loading)()
-        html = get(client, "/", 503)
+        html = get(client, "/?q=thing", 503)
+        listed = get(client, "/")
+        app.state.listing = None
+        early = get(client, "/", 503)
         app.state.loading = opened
-    assert '<meta http-equiv="refresh"' in html
-    assert "is being opened" in html
+    assert "broken-thing" in listed
+    for page in (html, early):
+        assert '<meta http-equiv="refresh"' in page
+        assert "is being opened" in page
 
 
 def test_an_address_that_leads_nowhere_is_a_page_for_a_browser_and_a_problem_for_others(client: httpx.Client) -> None:
