@@ -80,6 +80,13 @@ def test_a_body_that_is_no_question_is_refused(client: httpx.Client, body: bytes
     assert answer.headers["content-type"] == "application/problem+json"
 
 
+def test_a_question_that_is_not_sent_as_json_is_told_how(client: httpx.Client) -> None:
+    response = client.post("/v1/search", content=b'{"q": "thing"}', headers={"Content-Type": "text/plain"})
+    assert response.status_code == 422
+    assert "Content-Type: application/json" in response.json()["hint"]
+    assert "hint" not in client.post("/v1/search", json={"q": ""}).json()
+
+
 def test_a_client_that_has_the_answer_is_told_so(client: httpx.Client) -> None:
     first = client.get("/v1/search", params={"q": ASKED})
     again = client.get("/v1/search", params={"q": ASKED}, headers={"If-None-Match": first.headers["etag"]})
