@@ -104,7 +104,7 @@ def snippet(lines: list[str], matched: tuple[str, ...]) -> str:
 
     def found_in(line: str) -> int:
         low = line.lower()
-        return len([word for word in words if word in low])  # a sum over a generator takes three times as long
+        return len([word for word in words if word in low])  # quicker than a sum over a generator
 
     line = max(lines, key=found_in, default="")
     at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
