@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from support import CHECKOUT
@@ -16,13 +17,20 @@ INSTALL_S = 900
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel."""
+    home = tmp_path_factory.mktemp("dist")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheel = [*pip, "wheel", "--no-deps", "--wheel-dir", str(home), str(CHECKOUT)]
+    subprocess.run(wheel, check=True, timeout=INSTALL_S, cwd=home)
+    (found,) = home.glob("gpu_kb-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of an environment that has the wheel and its base dependencies, nothing else."""
     home = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheel = [*pip, "wheel", "--no-deps", "--wheel-dir", str(home / "dist"), str(CHECKOUT)]
-    subprocess.run(wheel, check=True, timeout=INSTALL_S, cwd=home)
-    (built,) = (home / "dist").glob("gpu_kb-*.whl")
     venv.create(home / "env", with_pip=True)
     bin_folder = home / "env" / "bin"
     install: list[str | Path] = [
@@ -49,6 +57,18 @@ def run(installed: Path, *args: str | Path, **env: str) -> tuple[int, dict[str, 
         timeout=180,
     )
     return ended.returncode, json.loads(ended.stdout), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "package"),
+    [("api", "kb/api"), ("kb", "kb"), ("cli", "kb/cli"), ("entries", "kb/entries"), ("probes", "kb/probes")],
+)
+def test_it_holds_every_file_of_the_checkout(built: Path, folder: str, package: str) -> None:
+    """Templates, pictures and migrations too, which no import would miss."""
+    listed = subprocess.run(["git", "ls-files", folder], capture_output=True, text=True, cwd=CHECKOUT, check=True)
+    wanted = {f"{package}/{name.partition('/')[2]}" for name in listed.stdout.split()}
+    assert wanted
+    assert wanted <= set(ZipFile(built).namelist())
 
 
 def test_it_searches_offline_and_without_torch(installed: Path) -> None:
