@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import re
+import threading
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -66,7 +68,10 @@ def _entry_id(value: str) -> str:
 
 def _regex(value: str) -> str:
     try:
-        with warnings.catch_warnings(action="error"):  # `[[` and the like mean something else one day
+        # What `[[` and the like mean will change. The filters of warnings belong to the whole process, so they are
+        # changed in the thread of a command alone: in that of a service, another thread would meet errors.
+        is_command = threading.current_thread() is threading.main_thread()
+        with warnings.catch_warnings(action="error") if is_command else nullcontext():
             re.compile(value)
     except (re.error, RecursionError, OverflowError, FutureWarning) as error:
         raise ValueError(f"not a regular expression: {error}") from None

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import BREAKS, ContentRoot, Kb
+
+from kb.markdown import read_entry
 
 
 def broken_yaml(path: Path) -> None:
@@ -101,3 +107,22 @@ def test_a_signature_that_could_hang_is_a_finding_and_hangs_neither_search_nor_v
     assert any(one["rule"] == "ambiguous-repeat" for one in kb("lint", "--json").json["findings"])
     assert kb("search", "the thing broke: code 7 " + "a" * 60 + "!", "--json").json["hits"][0]["id"] == "evil"
     assert kb("verify", "evil", "--json").json["verdict"] == "verified"
+
+
+def test_an_entry_that_a_service_reads_changes_no_warnings_of_its_other_threads(
+    content: ContentRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastAPI prepares a route with a warning silenced; made an error meanwhile, it would end the request with 500."""
+    compiled, found = re.compile, list[Any]()
+
+    def observed(*args: Any) -> re.Pattern[str]:
+        found.append(list(warnings.filters))
+        return compiled(*args)
+
+    path = content.entry("read-there")
+    monkeypatch.setattr(re, "compile", observed)
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(read_entry, path, "somewhere").result()
+    assert found
+    assert all(one == before for one in found)
