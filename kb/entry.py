@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import threading
-import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +15,8 @@ from typing import Annotated, Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kb.charset import may_change
 
 ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 
@@ -67,13 +66,11 @@ def _entry_id(value: str) -> str:
 
 
 def _regex(value: str) -> str:
+    if may_change(value):
+        raise ValueError("not a regular expression: it has a set that will mean something else, as `[[` or `&&`")
     try:
-        # What `[[` and the like mean will change. The filters of warnings belong to the whole process, so they are
-        # changed in the thread of a command alone: in that of a service, another thread would meet errors.
-        is_command = threading.current_thread() is threading.main_thread()
-        with warnings.catch_warnings(action="error") if is_command else nullcontext():
-            re.compile(value)
-    except (re.error, RecursionError, OverflowError, FutureWarning) as error:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     return value
 
