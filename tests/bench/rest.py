@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import http.client
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from statistics import quantiles
 from urllib.parse import quote
 
-from search import KB
+import load
 
 CLIENTS = 8
 REQUESTS = 10_000
@@ -27,19 +25,10 @@ QUESTIONS = (
 
 
 def measure() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as name:
-        server = subprocess.Popen([KB, "serve", "--port", str(port)], cwd=name, stderr=subprocess.DEVNULL)
-        try:
-            _wait_until_ready(port)
-            _client(port, 200)
-            with ProcessPoolExecutor(CLIENTS) as pool:
-                results = list(pool.map(_client, [port] * CLIENTS, [REQUESTS // CLIENTS] * CLIENTS))
-        finally:
-            server.terminate()
-            server.wait(20)
+    with tempfile.TemporaryDirectory() as name, load.kb(Path(name)) as (port, _):
+        _client(port, 200)
+        with ProcessPoolExecutor(CLIENTS) as pool:
+            results = list(pool.map(_client, [port] * CLIENTS, [REQUESTS // CLIENTS] * CLIENTS))
     seconds = sorted(one for some, _ in results for one in some)
     errors = sum(count for _, count in results)
     cuts = quantiles(seconds, n=100)
@@ -63,18 +52,3 @@ def _client(port: int, count: int) -> tuple[list[float], int]:
         errors += response.status != 200
     connection.close()
     return seconds, errors
-
-
-def _wait_until_ready(port: int) -> None:
-    end = time.monotonic() + 60
-    while True:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/readyz")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        if time.monotonic() > end:
-            sys.exit("the server was not ready within a minute")
-        time.sleep(0.1)
