@@ -6,18 +6,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from clock import Clock
 
 from kb.errors import TooManyRequests, UsageError
 
 limits: Any = resolve_name("kb.api.limits")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

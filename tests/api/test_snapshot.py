@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from clock import Clock
 
 from kb.errors import StoreUnavailable
 from kb.store import keys, state
@@ -17,14 +18,6 @@ from kb.store.database import Database
 from kb.store.keys import Scope
 
 snapshot: Any = resolve_name("kb.api.snapshot")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
