@@ -69,8 +69,8 @@ class Rollout:
         if content is None:
             _log_failure(reading)
             return
-        self._state.loading, self._state.listing = reading, content.listing
         self._served(self._generation or 0, len(content.catalog))
+        self._state.loading, self._state.listing = reading, content.listing
         replaced = None if old is reading else _content_of(old)
         if replaced:
             closing = weakref.finalize(replaced, _close, replaced.index, replaced.searching, replaced.scanning)

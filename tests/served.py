@@ -17,7 +17,7 @@ import httpx
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
-from support import ContentRoot
+from support import ContentRoot, wait_until_ready
 
 from kb import root
 
@@ -121,5 +121,5 @@ def served() -> Callable[[FastAPI], AbstractContextManager[httpx.Client]]:
 def client(app: FastAPI) -> Iterator[httpx.Client]:
     """A client of an application that is ready."""
     with serve(app) as client:
-        app.state.loading.result(60)
+        wait_until_ready(app)
         yield client

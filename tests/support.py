@@ -57,6 +57,11 @@ def wait_for(is_true: Callable[[], object], what: str, seconds: float = 60.0) ->
         time.sleep(0.02)
 
 
+def wait_until_ready(app: Any) -> None:
+    """Until the content of the API is in place: the thread that read it puts it there after the future has it."""
+    app.state.loading.result(60).searching.submit(int).result(60)
+
+
 def is_running(pid: int) -> bool:
     """Whether a process with this pid runs; a zombie does not."""
     try:

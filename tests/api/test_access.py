@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from support import wait_for
+from support import wait_for, wait_until_ready
 
 from kb.store import audit, keys
 from kb.store.database import Database
@@ -49,7 +49,7 @@ def closed(make_app: Make, serve: Serve) -> Iterator[httpx.Client]:
     """A client of a service that answers to keys only."""
     app = make_app(anonymous=Anonymous.NOBODY)
     with serve(app) as client:
-        app.state.loading.result(60)
+        wait_until_ready(app)
         yield client
 
 

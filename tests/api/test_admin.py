@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from support import ContentRoot, wait_for
+from support import ContentRoot, wait_for, wait_until_ready
 
 from kb import index, root
 from kb.store import keys, state
@@ -52,7 +52,7 @@ def test_new_content_is_served_by_every_replica_and_none_is_ever_not_ready(
     one_app, other_app = make_app(), make_app()
     with serve(one_app) as one, serve(other_app) as other:
         for app in (one_app, other_app):
-            app.state.loading.result(60)
+            wait_until_ready(app)
         entries.entry("brand-new", title="A brand new thing")
         assert not finds(one, "brand-new")
         assert reindex(one, admin) == 1
@@ -70,7 +70,7 @@ def test_a_replica_that_starts_later_serves_the_same_generation(
     app = make_app()
     with serve(app) as client:
         first = app.state.loading
-        first.result(60)
+        wait_until_ready(app)
         wait_for(lambda: "kb_database_up 1.0" in client.get("/metrics").text, "the first look")
         assert "kb_content_generation 1.0" in client.get("/metrics").text
         assert app.state.loading is first

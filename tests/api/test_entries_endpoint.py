@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from support import ContentRoot, Kb
+from support import ContentRoot, Kb, wait_until_ready
 
 pytest_plugins = ["served"]
 
@@ -110,7 +110,7 @@ def test_the_tag_changes_with_the_entry(app: FastAPI, serve: Serve, entries: Con
     for title in ("One title", "Another title"):
         entries.entry("slow-disk", title=title)
         with serve(app) as client:
-            app.state.loading.result(60)
+            wait_until_ready(app)
             tags.append(client.get("/v1/entries/slow-disk").headers["etag"])
     assert tags[0] != tags[1]
 

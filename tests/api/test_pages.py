@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from reader import PAGE, get, text_of
-from support import ContentRoot, wait_for
+from support import ContentRoot, wait_for, wait_until_ready
 
 from kb.store import gaps
 from kb.store.database import Database
@@ -97,7 +97,7 @@ def test_while_the_index_is_being_opened_entries_are_listed_and_a_question_asks_
     app: FastAPI, serve: Callable[[FastAPI], AbstractContextManager[httpx.Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(app) as client:
-        app.state.loading.result(60)
+        wait_until_ready(app)
         opened, app.state.loading = app.state.loading, type(app.state.loading)()
         html = get(client, "/?q=thing", 503)
         listed = get(client, "/")
@@ -153,7 +153,7 @@ def test_reports_make_the_table_of_an_entry(app: FastAPI, entries: ContentRoot, 
         given |= {"id": "broken-thing"}
         reports.admit(database, given, "node", f"key-{number}", f"{number}")
     with serve(app) as client:
-        app.state.loading.result(60)
+        wait_until_ready(app)
         wait_for(lambda: app.state.snapshot.standings, "the reports to be counted")
         html = get(client, "/entries/broken-thing")
     rows = [text_of(row) for row in re.findall(r"<tr.*?</tr>", html, re.DOTALL)[1:]]
