@@ -106,23 +106,47 @@ def _memory(home: Path, requests: int, missed: list[str]) -> Iterator[str]:
 
 
 def _beside(home: Path, missed: list[str]) -> Iterator[str]:
-    """Searches of one client while eight others send logs without a pause."""
+    """Searches of one client while eight others send logs, or flight-recorder dumps in JSON, without a pause."""
     log = b"".join(training_log.pieces(BODY, healthy_logs((built_in(),))))
-    asked, until = _paths(home).read_text().splitlines(), time.time() + 3600
+    asked = _paths(home).read_text().splitlines()
     with load.kb(home) as (port, _), ProcessPoolExecutor(UPLOADERS) as pool:
-        quiet = _searches(port, asked)
-        stop = home / "stop"
-        sending = [pool.submit(_upload, port, log, stop, until) for _ in range(UPLOADERS)]
-        time.sleep(2)
-        busy = _searches(port, asked)
-        stop.touch()
-        logs = sum(one.result() for one in sending)
+        rows = [("alone", _searches(port, asked), "")]
+        for name, body in (("logs", log), ("flight-recorder dumps in JSON", _flight_dump(BODY))):
+            stop, until = home / name, time.time() + 3600
+            sending = [pool.submit(_upload, port, body, stop, until) for _ in range(UPLOADERS)]
+            time.sleep(2)
+            busy = _searches(port, asked)
+            stop.touch()
+            done = sum(one.result() for one in sending)
+            rows.append(
+                (f"beside {UPLOADERS} clients that send {name} of 10 MB ({done} were read)", busy, f"{WAIT_MS:.0f} ms")
+            )
+            if busy[1] > WAIT_MS:
+                missed.append(f"a search waits {busy[1]:.0f} ms beside {name}")
     yield f"| {SEARCHES} searches, one after the other | p50, ms | p99, ms | bar |"
     yield "|---|---|---|---|"
-    yield f"| alone | {quiet[0]:.1f} | {quiet[1]:.1f} | |"
-    yield f"| beside {UPLOADERS} clients that send logs of 10 MB ({logs} were read) | {busy[0]:.1f} | {busy[1]:.1f} | {WAIT_MS:.0f} ms |"
-    if busy[1] > WAIT_MS:
-        missed.append(f"a search waits {busy[1]:.0f} ms beside uploads")
+    for name, (middle, tail), bar in rows:
+        yield f"| {name} | {middle:.1f} | {tail:.1f} | {bar} |"
+
+
+def _flight_dump(size: int) -> bytes:
+    """About `size` bytes of what a rank writes when a watchdog fires, with the stacks of every collective."""
+    frames = [
+        {"name": f"step_{depth}", "filename": f"/workspace/model_{depth}.py", "line": depth} for depth in range(30)
+    ]
+    call = {
+        "record_id": 0,
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": 1,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[4]],
+        "output_sizes": [[4]],
+        "state": "completed",
+        "frames": frames,
+    }
+    count = size // len(json.dumps(call))
+    entries = [{**call, "record_id": number, "collective_seq_id": number + 1} for number in range(count)]
+    return json.dumps({"version": "2.4", "rank": 0, "entries": entries}).encode()
 
 
 def _searches(port: int, paths: list[str]) -> tuple[float, float]:

@@ -7,8 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -273,6 +275,21 @@ def test_nesting_and_numbers_of_values_are_limited(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kb.diagnose.plaindata.LARGEST", 10)
     with pytest.raises(Unreadable, match="larger than"):
         load(b"\x80" * 11)
+
+
+def test_while_a_large_dump_is_read_other_threads_run() -> None:
+    """A thread that waits has its turn after the interval, unless C code runs on until it is done."""
+    data, usual = json.dumps([entry(number) for number in range(10_000)]).encode(), sys.getswitchinterval()
+    reading, turns = Thread(target=load, args=(data,)), 0
+    sys.setswitchinterval(0.0001)
+    try:
+        reading.start()
+        while reading.is_alive():
+            turns += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(usual)
+    assert turns > 10
 
 
 PLAIN: st.SearchStrategy[Any] = st.recursive(
