@@ -82,18 +82,21 @@ class Context:
 def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) -> Context:
     """The cited claims of some entries in at most `most` characters: whole ones, up to the first that has no room.
 
-    Cause and fix of every entry come before anything else of any.
+    Cause and fix of every entry come before anything else of any. First comes the first claim that is not too long.
     """
     entries = tuple(entries)
     parts = (FIRST_ZH, AFTERWARDS_ZH) if in_chinese else (FIRST, AFTERWARDS)
+    found = list(chain.from_iterable(claims(entry, headings) for headings in parts for entry in entries))
     kept: list[Claim] = []
     room = most + 1  # a line more than there are line ends
-    for claim in chain.from_iterable(claims(entry, headings) for headings in parts for entry in entries):
-        room -= len(claim.cited) + 1
-        if room < 0:
+    for claim in found:
+        size = len(claim.cited) + 1
+        if size <= room:
+            kept.append(claim)
+            room -= size
+        elif kept:
             break
-        kept.append(claim)
-    return Context(tuple(kept), "\n".join(claim.cited for claim in kept), room < 0)
+    return Context(tuple(kept), "\n".join(claim.cited for claim in kept), len(kept) < len(found))
 
 
 def claims(entry: Entry, headings: Iterable[str]) -> Iterator[Claim]:

@@ -106,6 +106,11 @@ def test_a_block_holds_whole_claims_and_says_when_there_were_more() -> None:
     assert context([entry("First. [probe]")], len(context([entry("First. [probe]")], 20_000).text)).truncated is False
 
 
+def test_a_claim_that_is_too_long_for_any_block_leaves_room_for_the_next() -> None:
+    built = context([entry(f"{'Long. ' * 40}[probe] Short. [probe]")], 60)
+    assert ([claim.text for claim in built.claims], built.truncated) == (["Short."], True)
+
+
 def test_without_entries_there_are_no_claims() -> None:
     built = context([], 4000)
     assert (built.claims, built.text, built.truncated) == ((), "", False)
@@ -118,7 +123,9 @@ def test_every_entry_makes_a_block_of_any_length(one: Entry) -> None:
     for most in (500, 999, 2000, 4000, 7500):
         built = context([one], most)
         assert len(built.text) <= most
-        assert built.claims == whole.claims[: len(built.claims)]
+        first = whole.claims.index(built.claims[0])
+        assert built.claims == whole.claims[first : first + len(built.claims)]
+        assert all(len(claim.cited) > most for claim in whole.claims[:first])
         assert built.truncated == (len(built.claims) < len(whole.claims))
     assert {claim.section for claim in context([one], 4000).claims} >= set(FIRST)
     assert context([one], 4000, in_chinese=True).claims
