@@ -124,12 +124,12 @@ async def sign_in(response: Response, request: Request, text: str) -> Caller:
     """Let the browser that gets this response carry a key. Raises what `Gate.holder` does."""
     caller = await gate(request).holder(text.strip(), request.client.host if request.client else "")
     is_secure = request.url.scheme == "https"
-    response.set_cookie(COOKIE, text.strip(), COOKIE_S, httponly=True, samesite="strict", secure=is_secure)
+    response.set_cookie(COOKIE, text.strip(), COOKIE_S, httponly=True, samesite="lax", secure=is_secure)
     return caller
 
 
 def sign_out(response: Response) -> None:
-    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    response.delete_cookie(COOKIE, httponly=True, samesite="lax")
 
 
 def gate(request: Request) -> Gate:

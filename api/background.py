@@ -6,16 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
+from .problems import log
+
 
 @contextmanager
 def repeated(work: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Do it now and again `every_s` seconds after it was done, until the block ends; that waits for work under way."""
+    """Do it now and again `every_s` seconds after it was done, until the block ends; that waits for work under way.
+
+    When it fails that is logged, and it is done again.
+    """
     stopping = Event()
 
     def run() -> None:
-        work()
-        while not stopping.wait(every_s):
-            work()
+        while True:
+            try:
+                work()
+            except Exception:
+                log.exception("%s failed, and is tried again", name)
+            if stopping.wait(every_s):
+                return
 
     thread = Thread(target=run, name=name, daemon=True)
     thread.start()

@@ -27,8 +27,8 @@ from kb.search import EVERYTHING, search
 from kb.store.database import Database
 
 from .problems import log
+from .scanning import Scanning
 
-MOST_DIAGNOSES = 4  # logs that are read at the same time; further ones wait
 MOST_UPLOADS = 8  # forms with a log that are held in memory at the same time
 
 
@@ -63,9 +63,7 @@ class Content:
     proofs: Mapping[str, tuple[Proof, ...]]
     links: Graph
     searching: ThreadPoolExecutor
-    matcher: Matcher
-    scanning: ThreadPoolExecutor
-    diagnosing: asyncio.Semaphore
+    scanning: Scanning
     uploading: asyncio.Semaphore
 
     @classmethod
@@ -90,9 +88,7 @@ class Content:
             proofs=known,
             links=links,
             searching=searching,
-            matcher=Matcher(index.signatures),
-            scanning=ThreadPoolExecutor(MOST_DIAGNOSES, "kb-scan"),
-            diagnosing=asyncio.Semaphore(MOST_DIAGNOSES),
+            scanning=Scanning(Matcher(index.signatures)),
             uploading=asyncio.Semaphore(MOST_UPLOADS),
         )
 
@@ -101,7 +97,7 @@ class Content:
         return self.listing.catalog
 
     def close(self) -> None:
-        self.scanning.shutdown(cancel_futures=True)
+        self.scanning.close()
         with self.index:
             pass
 

@@ -1,29 +1,25 @@
-"""POST /v1/diagnose: the entries that explain a log, read while it arrives and kept nowhere."""
+"""POST /v1/diagnose: the entries that explain a log, which is read while it arrives, and is not kept."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from queue import Full, Queue
 
 from fastapi import APIRouter, HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from kb.diagnose.evidence import Scan
-from kb.diagnose.matcher import Matcher
-from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.errors import UsageError
 
 from .content import Content, Loaded
 from .diagnosis_schemas import DiagnosisDocument
 from .problems import documented
+from .scanning import begun
 
 MOST_BYTES = 32 << 20  # of a body; the front sees to it
 MOST_UNPACKED = 512 << 20  # bytes that are made of it: a hostile one grows by ten thousand, a log by ten
-MOST_S = 30.0  # of one processor for one request: 2 MB can unpack to what would take minutes
-AHEAD = 64 << 10  # bytes of a log that have to be here before a thread begins to read it
 MOST_WAITING = 16  # pieces that have arrived and are not read yet
 MEDIA_TYPES = ("text/plain", "application/octet-stream", "application/gzip", "application/zstd", "application/json")
 BYTES = {"type": "string", "format": "binary"}
@@ -47,9 +43,13 @@ router = APIRouter(prefix="/v1", tags=["diagnose"])
     },
 )
 async def diagnose(request: Request, content: Loaded) -> DiagnosisDocument:
-    """The answer of `kb diagnose --json`. Nothing of the body is written to disk, logged or sent on."""
+    """The answer of `kb diagnose --json`. The body is not written to disk, logged or sent on.
+
+    When no entry explains it, up to three lines that report a failure are counted among the gaps, without names and
+    secrets.
+    """
     try:
-        found = await _scanned(_Body(request.stream()), content)
+        found = await _scanned(request.stream(), content)
     except ClientDisconnect:
         raise HTTPException(400, "the client left before its body had arrived") from None
     if not found.bytes and not found.problems:
@@ -59,12 +59,10 @@ async def diagnose(request: Request, content: Loaded) -> DiagnosisDocument:
     return DiagnosisDocument.model_validate(answer.to_json())
 
 
-async def _scanned(body: _Body, content: Content) -> Scan:
-    await body.begin()
-    async with content.diagnosing:
-        reading = asyncio.get_running_loop().run_in_executor(
-            content.scanning, scan_in_time, [Stream("body", body.pieces(), most=MOST_UNPACKED)], content.matcher
-        )
+async def _scanned(stream: AsyncIterator[bytes], content: Content) -> Scan:
+    body = _Body(await begun(stream))
+    async with content.scanning.place:
+        reading = content.scanning.begin([Stream("body", body.pieces(), most=MOST_UNPACKED)])
         reading.add_done_callback(body.leave_unread)
         try:
             await body.rest()
@@ -73,34 +71,13 @@ async def _scanned(body: _Body, content: Content) -> Scan:
         return await reading
 
 
-def scan_in_time(streams: Sequence[Stream], matcher: Matcher) -> Scan:
-    """`scan`, in a thread, which runs on when its client has left. Raises `UsageError` when others would wait long."""
-    end = time.thread_time() + MOST_S
-
-    def look(_: int) -> None:
-        if time.thread_time() > end:
-            raise UsageError("this takes too long to read here", "`kb diagnose FILE` reads files of any size")
-
-    return scan(streams, matcher, look)
-
-
 class _Body:
     """Carries a body from the event loop to the thread that reads it, a few pieces at a time."""
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream
-        self._first: list[bytes] = []
         self._waiting: Queue[bytes] = Queue(MOST_WAITING)
         self._is_read = True
-
-    async def begin(self) -> None:
-        """Wait for the first pieces: who sends one byte a second takes no thread from others."""
-        size = 0
-        async for piece in self._stream:
-            self._first.append(piece)
-            size += len(piece)
-            if size >= AHEAD:
-                break
 
     async def rest(self) -> None:
         async for piece in self._stream:
@@ -123,6 +100,5 @@ class _Body:
                 await asyncio.sleep(0.01)
 
     def pieces(self) -> Iterator[bytes]:
-        yield b"".join(self._first)
         while piece := self._waiting.get():
             yield piece

@@ -6,17 +6,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from kb.shared_report import LINE, SHOWN, one_line
+from kb.shared_report import LINE, SHOWN, WORD, gpu_name, one_line
 from kb.store import feedback
 
 from . import paging
-from .access import Reader
+from .access import Admin, Reader
 from .content import Kept, Loaded
+from .feedback_schemas import CommentDocument, CommentPage, FeedbackCount, FeedbackDocument, FeedbackPage
 from .paging import Cursor
 from .problems import documented
-from .schemas import FeedbackCount, FeedbackDocument, FeedbackPage
 
-LISTING = "feedback"
+LISTING, COMMENTS = "feedback", "comments"
 
 router = APIRouter(prefix="/v1/feedback", tags=["feedback"])
 
@@ -32,21 +32,11 @@ router = APIRouter(prefix="/v1/feedback", tags=["feedback"])
 def post_feedback(
     request: Request, content: Loaded, database: Kept, caller: Reader, given: FeedbackDocument
 ) -> FeedbackDocument:
-    """Counted for the authors of the entry. The comment is kept as it is answered: without names and secrets."""
+    """Counted for the authors of the entry. What is written is kept as it is answered: without names and secrets."""
     entry = content.catalog.get(given.entry)
-    clean = given.model_copy(update={"comment": one_line(given.comment, LINE)})
-    feedback.add(
-        database,
-        entry.id,
-        clean.helped,
-        clean.gpu,
-        clean.torch,
-        clean.comment,
-        caller.id,
-        actor=caller.id,
-        request_id=request.state.id,
-    )
-    return clean
+    clean = {"gpu": gpu_name(given.gpu), "torch": one_line(given.torch, WORD), "comment": one_line(given.comment, LINE)}
+    feedback.add(database, entry.id, given.helped, **clean, sender=caller.id, request_id=request.state.id)
+    return given.model_copy(update=clean)
 
 
 @router.get(
@@ -62,12 +52,31 @@ def list_feedback(
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many counts.")] = 100,
     cursor: Cursor = None,
 ) -> FeedbackPage:
-    """One count for each entry and GPU, by entry; comments are not shown."""
+    """One count for each entry and GPU, by entry."""
     after = paging.position(LISTING, cursor) or ""
     found = sorted(feedback.counts(database, entry))
     shown, following = paging.page(LISTING, [one for one in found if _place(one) > after], limit, _place)
     counts = tuple(FeedbackCount(entry=one[0], gpu=one[1], helped=one[2], not_helped=one[3]) for one in shown)
     return FeedbackPage(feedback=counts, next=following)
+
+
+@router.get(
+    "/comments",
+    operation_id="listComments",
+    summary="Read what people say of entries",
+    response_model=CommentPage,
+    responses=documented(422, 503),
+)
+def list_comments(
+    database: Kept,
+    _: Admin,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most this many comments.")] = 100,
+    cursor: Cursor = None,
+) -> CommentPage:
+    """Newest first, for who cares for the entries: anybody who reads here can write one."""
+    found = feedback.comments(database, limit + 1, paging.number(COMMENTS, cursor))
+    shown, following = paging.page(COMMENTS, found, limit, lambda one: one.id)
+    return CommentPage(comments=tuple(map(CommentDocument.of, shown)), next=following)
 
 
 def _place(count: tuple[str, str, int, int]) -> str:

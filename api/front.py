@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .accept import preferred
 from .access import Gate
 from .diagnose import MOST_BYTES as LOGS
 from .head import Headers, key_in
@@ -70,7 +71,9 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started = time.perf_counter()
+        started, method = time.perf_counter(), scope["method"]
+        if method == "HEAD":  # who wrote to the client leaves the body out
+            scope = {**scope, "method": "GET"}
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state["id"], state["caller"], state["is_signed_in"] = _request_id(headers), None, False
@@ -85,18 +88,19 @@ class Front:
                 raise
             await respond(Request(scope, receive), error)(scope, receive, answer.send)
         finally:
-            self._note(scope, answer, time.perf_counter() - started)
+            self._note(method, scope, answer, time.perf_counter() - started)
 
     async def _let_in(self, scope: Scope, headers: Headers, receive: Receive, answer: _Answer) -> None:
+        _demand_plain_forms(scope["headers"])
         if b"content-length" in headers or b"transfer-encoding" in headers:
             receive = _Body(receive, _most_bytes(scope["path"]), headers).receive
         scope["state"]["caller"] = await self._gate.admit(scope, headers)
-        takes_packed = b"gzip" in headers.get(b"accept-encoding", b"")
+        takes_packed = preferred((headers.get(b"accept-encoding") or b"identity").decode("latin-1"), ("gzip",))
         await (self._packing if takes_packed else self._app)(scope, receive, answer.send)
 
-    def _note(self, scope: Scope, answer: _Answer, seconds: float) -> None:
+    def _note(self, asked: str, scope: Scope, answer: _Answer, seconds: float) -> None:
         """One line and one count. Neither the query nor the body nor a key is in it, nor a path of a client."""
-        method = scope["method"] if scope["method"] in METHODS else "other"
+        method = asked if asked in METHODS else "other"
         route, caller, status = _template(scope), scope["state"]["caller"], answer.status or CLIENT_LEFT
         self._metrics.observe(route, method, status, seconds)
         level = logging.DEBUG if route in WATCHING and status < 500 else logging.INFO
@@ -181,6 +185,13 @@ def _without_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes
     """For the application, which has no use for cookies and would parse them: http.cookies takes half a minute for
     120 kB that somebody made for it."""
     return [one for one in headers if one[0] != b"cookie"]
+
+
+def _demand_plain_forms(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """A form is UTF-8 (RFC 7578, 5.1.2). Starlette decodes it as its head says, and punycode takes hours for 1 MB."""
+    for name, value in headers:
+        if name == b"content-type" and b"charset" in value.lower() and value.lower().lstrip().startswith(b"multipart/"):
+            raise HTTPException(415, "a form is UTF-8 and names no charset", {"Connection": "close"})
 
 
 def _most_bytes(path: str) -> int:

@@ -16,7 +16,7 @@ from fastapi import Query
 from kb.errors import UsageError
 
 CHECKED = 6  # bytes of the checksum
-LONGEST = 400
+LONGEST = 600  # an id and the name of a GPU, in four bytes a character
 NONE_OF_THIS_LIST = "the cursor is none of this list", "leave it out to begin, or give `next` back as it was"
 
 Item = TypeVar("Item")

@@ -41,8 +41,9 @@ STATUS = {
     KbError: 500,
 }
 SHOWN = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # their messages are for the client
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 RETRY_S = "1"
+NOWHERE = {404: "nothing is at {path}", 405: "{method} does not work at {path}"}
 UNAVAILABLE = "this part of the service does not work at the moment; the log of the server says why"
 INTERNAL = "something went wrong here; the log of the server says what"
 MACHINES = ("/v1", "/mcp", "/healthz", "/readyz", "/metrics", "/openapi.json")  # get no pages
@@ -114,10 +115,9 @@ def _headers(error: KbError, status: int) -> dict[str, str]:
 
 
 def _http_error(request: Request, error: HTTPException) -> Response:
-    detail = {
-        404: f"nothing is at {request.url.path}",
-        405: f"{request.method} does not work at {request.url.path}",
-    }.get(error.status_code, str(error.detail))
+    detail = str(error.detail)
+    if detail == HTTPStatus(error.status_code).phrase:  # Starlette's own
+        detail = NOWHERE.get(error.status_code, detail).format(method=request.method, path=request.url.path)
     headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
     return _problem(request, error.status_code, "", detail, headers)
 
@@ -126,9 +126,10 @@ def _allowed(request: Request) -> str:
     """Every method of the address: routes with one address do not know of each other."""
     scopes = {method: {**request.scope, "method": method} for method in METHODS}
     routes = request.app.router.routes
-    return ", ".join(
+    found = [
         method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
-    )
+    ]
+    return ", ".join(found).replace("GET", "GET, HEAD")  # the front makes the one of the other
 
 
 def _invalid_request(request: Request, error: RequestValidationError) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Path, Query, Request
@@ -92,8 +91,7 @@ async def post_report(request: Request, database: Kept, caller: Reporter, key: I
     sent = report.model_dump_json(exclude_unset=True)  # a default that a later version adds is nobody's change
     digest = hashlib.sha256(sent.encode()).hexdigest()
     clean = shared(report.model_dump(mode="json")).model_dump(mode="json")
-    admit = partial(reports.admit, actor=caller.id, request_id=request.state.id)
-    admitted = await run_in_threadpool(admit, database, clean, caller.id, key, digest)
+    admitted = await run_in_threadpool(reports.admit, database, clean, caller.id, key, digest, request.state.id)
     receipt = Receipt(number=admitted.id, id=report.id, verdict=report.verdict)
     headers = {"Location": f"/v1/reports/{admitted.id}"} if admitted.is_new else {"Idempotent-Replayed": "true"}
     return JSONResponse(receipt.model_dump(mode="json"), 201 if admitted.is_new else 200, headers)
@@ -159,8 +157,10 @@ def list_reports_of_entry(
 
     Reports of an entry that is gone are still here; an entry never verified has none.
     """
-    sent = _sent(reports.page(database, entry=entry_id, limit=limit), content)
-    found = [*sent, *_own(reports.history(database, entry_id, limit), content)]
+    sent = tuple(_sent(reports.page(database, entry=entry_id, limit=limit), content))
+    known = {(one.started_at, one.probe_digest) for one in sent}  # by this machine, too, with `kb verify --report`
+    own = _own(reports.history(database, entry_id, limit), content)
+    found = [*sent, *(one for one in own if (one.started_at, one.probe_digest) not in known)]
     if not found:
         content.catalog.get(entry_id)
     newest = sorted(found, key=lambda report: report.started_at, reverse=True)

@@ -12,6 +12,7 @@ from kb.root import Root
 
 from .content import Content, Listing
 from .problems import log
+from .scanning import Scanning
 from .snapshot import Snapshot
 
 LONGEST_LOOK_S = 10.0  # at a database that may be away
@@ -82,11 +83,11 @@ def _content_of(reading: Future[Content]) -> Content | None:
     return reading.result() if is_read else None
 
 
-def _close(index: Any, searching: ThreadPoolExecutor, scanning: ThreadPoolExecutor) -> None:
+def _close(index: Any, searching: ThreadPoolExecutor, scanning: Scanning) -> None:
     """In the thread of the questions, after the last one, which may run on although nobody waits for it."""
     searching.submit(index.__exit__, None, None, None)
     searching.shutdown(wait=False)
-    scanning.shutdown(wait=False)
+    scanning.close()
 
 
 def _log_failure(reading: Future[Content]) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WrapSerializer
+from pydantic import BaseModel, ConfigDict, WrapSerializer
 
 from kb.entry import FrontMatter
 from kb.hit import Hit, asked
-from kb.shared_report import LINE, EntryId, Word
 
 ID = "checkpoint-save-allgather-timeout"
 TITLE = "All-gather times out while a sharded model is saved"
@@ -72,14 +71,6 @@ HIT: dict[str, Any] = {
     "snippet": "ALLGATHER timeout save",
     "why": WHY,
 }
-FEEDBACK: dict[str, Any] = {
-    "entry": ID,
-    "helped": True,
-    "gpu": "NVIDIA H100 80GB HBM3",
-    "torch": "2.7.0",
-    "comment": "",
-}
-COUNT: dict[str, Any] = {"entry": ID, "gpu": "NVIDIA H100 80GB HBM3", "helped": 4, "not_helped": 1}
 
 
 # Without the members that were not asked for. A lambda: the annotation of a function would be the schema of the hit.
@@ -141,34 +132,6 @@ class EntryDocument(FrontMatter):
     origin: str
     digest: str
     hardware: str | None
-
-
-class FeedbackDocument(BaseModel):
-    """Whether an entry helped, on which GPU and torch. Unknown members are refused."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [FEEDBACK]})
-    entry: EntryId
-    helped: Annotated[bool, Field(strict=True)]
-    gpu: Word = ""
-    torch: Word = ""
-    comment: str = Field("", max_length=LINE, description="What helped, or what did not.")
-
-
-class FeedbackCount(BaseModel):
-    """How often an entry helped on one kind of GPU; `gpu` is empty where nobody said."""
-
-    entry: str
-    gpu: str
-    helped: int
-    not_helped: int
-
-
-class FeedbackPage(BaseModel):
-    """Counts by entry; `next` is the cursor to the rest, null at the end."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"feedback": [COUNT], "next": None}]})
-    feedback: tuple[FeedbackCount, ...]
-    next: str | None
 
 
 class Health(BaseModel):

@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, TypeVar
 from anyio import CancelScope
 
 from kb.diagnose.diagnosis import Diagnosis
-from kb.diagnose.scan import scan
 from kb.diagnose.source import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
 from kb.hit import Answer
@@ -121,7 +120,7 @@ class Tools:
 
         Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence; `next_step`
         is what to ask or look at when they cannot be told apart; `unexplained` means that no incident fits, and then
-        say so. Nothing of the log is kept. Read the finding with get_incident, and cite its id and section.
+        say so. The log is not kept. Read the finding with get_incident, and cite its id and section.
         """
         data = text.encode(errors="replace")
         if not data:
@@ -130,10 +129,8 @@ class Tools:
             message = f"the text is {len(data) / (1 << 20):.1f} MB, and {MOST_TEXT >> 20} MB is the most"
             raise UsageError(message, "send its end, or run `kb diagnose FILE`, which reads files of any size")
         content = await self.content()
-        async with content.diagnosing:
-            found = await asyncio.get_running_loop().run_in_executor(
-                content.scanning, scan, [Stream("body", iter([data]))], content.matcher
-            )
+        async with content.scanning.place:
+            found = await content.scanning.begin([Stream("body", iter([data]))])
         diagnosis = await content.diagnose(found)
         if self.ear:
             self.ear.diagnosed(diagnosis)

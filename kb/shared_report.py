@@ -141,6 +141,11 @@ def one_line(text: str, most: int = LINE) -> str:
     return _Told(here()).line(text, most)
 
 
+def gpu_name(text: str) -> str:
+    """The name of a GPU likewise: a machine that is called h100 does not hide that its GPUs are, too."""
+    return _Told(Redactor()).line(text, WORD)
+
+
 def kind_of_machine(environment: Mapping[str, Any]) -> dict[str, Any]:
     """The machine of a report from what `kb env` says of it: kinds and versions, nothing that names it."""
     host, python = environment.get("host") or {}, environment.get("python") or {}
@@ -226,8 +231,7 @@ class _Told:
 
     def machine(self, found: Mapping[str, Any]) -> dict[str, Any]:
         kinds = {name: self.word(found.get(name)) for name in Machine.model_fields if name != "gpus"}
-        models = _Told(Redactor())  # a machine that is called h100 does not hide that its GPUs are, too
-        return {**kinds, "gpus": tuple(models.line(name, WORD) for name in found.get("gpus") or ())[:MOST_GPUS]}
+        return {**kinds, "gpus": tuple(map(gpu_name, found.get("gpus") or ()))[:MOST_GPUS]}
 
 
 def _hide(match: re.Match[str]) -> str:

@@ -20,6 +20,9 @@ from fastapi import FastAPI
 from support import ContentRoot, wait_until_ready
 
 from kb import root
+from kb.store import keys
+from kb.store.database import Database
+from kb.store.keys import Scope
 
 
 class Pieces(httpx.AsyncByteStream):
@@ -82,6 +85,14 @@ def written() -> Iterator[list[str]]:
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
     return tmp_path / "store" / "reports.db"
+
+
+@pytest.fixture
+def admin(store_path: Path) -> dict[str, str]:
+    """The header of a key that may do everything."""
+    with Database.open(store_path) as store:
+        _, text = keys.new(store, "test", Scope.ADMIN, actor="tester")
+    return {"Authorization": f"Bearer {text}"}
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.errors import UsageError
 
 from ..content import Content, Loaded
-from ..diagnose import MOST_BYTES, scan_in_time
+from ..diagnose import MOST_BYTES
+from ..scanning import begun
 from .entry_page import section_html
 from .excerpt import Texts, excerpts, texts
 from .page import language, page
@@ -40,9 +41,10 @@ async def diagnose_form(request: Request) -> HTMLResponse:
 @router.post("/diagnose")
 async def diagnose_page(request: Request, content: Loaded) -> HTMLResponse:
     try:
+        body = await begun(request.stream())
         async with content.uploading:
-            logs = await received(request)
-            async with content.diagnosing:
+            logs = await received(request.headers, body)
+            async with content.scanning.place:
                 answer, near = await _diagnosed(content, logs)
     except UsageError as problem:
         return _page(request, 422, problem=problem)
@@ -51,12 +53,11 @@ async def diagnose_page(request: Request, content: Loaded) -> HTMLResponse:
 
 
 async def _diagnosed(content: Content, logs: list[Log]) -> tuple[Diagnosis, Texts]:
-    run = asyncio.get_running_loop().run_in_executor
-    found = await run(content.scanning, scan_in_time, [log.stream() for log in logs], content.matcher)
+    found = await content.scanning.begin([log.stream() for log in logs])
     answer = await content.diagnose(found)
     lines = [line for finding in answer.findings[:SHOWN] for line in finding.evidence[:SHOWN_LINES]]
     lines += [one.line for one in answer.seen[:SHOWN_SEEN]]
-    return answer, await run(content.scanning, texts, logs, lines)
+    return answer, await asyncio.get_running_loop().run_in_executor(content.scanning.threads, texts, logs, lines)
 
 
 def _view(content: Content, answer: Diagnosis, near: Texts, lang: str) -> dict[str, Any]:

@@ -30,11 +30,18 @@ def error_page(request: Request, status: int, title: str, detail: str, hint: str
         detail=detail,
         hint=linked(hint, _known(request) or frozenset()),
         reload_s=RELOAD_S if is_loading else 0,
-        to=request.url.path if request.method == "GET" else "/",
+        to=_again(request),
     )
-    if status == 401:  # a key that is not accepted would be sent again and again
+    if status == 401 and request.state.is_signed_in:  # a key that is not accepted would be sent again and again
         sign_out(response)
     return response
+
+
+def _again(request: Request) -> str:
+    """Where a reader who has signed in goes on."""
+    if request.method != "GET":
+        return "/"
+    return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
 
 
 def linked(hint: str, known: frozenset[str]) -> Markup:

@@ -12,6 +12,7 @@ from kb.diagnose.prefix import plain
 from .upload import Log
 
 AROUND = 2  # lines on either side
+PIECE = 1 << 20  # bytes that are read at once
 LONGEST_READ = 4096  # bytes of a line; what comes after is passed over
 
 Texts = Mapping[tuple[str, int], str]
@@ -47,13 +48,23 @@ def texts(logs: Iterable[Log], lines: Iterable[Line]) -> Texts:
 
 
 def _read(log: Log, wanted: set[int]) -> Iterator[tuple[int, str]]:
-    last, number, told = max(wanted), 1, 0
+    """Piece by piece: in a hostile log there are millions of lines before the one that is wanted."""
+    waiting, number, begun = sorted((one for one in wanted if one > 0), reverse=True), 1, b""
     with log.stream().open() as stream:
-        while number <= last and (piece := stream.readline(LONGEST_READ)):
-            if number in wanted and told != number:
-                told = number
-                yield number, plain(piece).decode("utf-8", "replace").rstrip()[:LONGEST_SHOWN]
-            number += piece.endswith(b"\n")
+        while waiting and (piece := stream.read(PIECE)):
+            ends = piece.count(b"\n")
+            if waiting[-1] < number + ends:
+                whole = (begun + piece).split(b"\n")
+                while waiting and waiting[-1] < number + ends:
+                    yield waiting[-1], _shown(whole[waiting.pop() - number])
+            begun = (piece[piece.rfind(b"\n") + 1 :] if ends else begun + piece)[:LONGEST_READ]
+            number += ends
+    if begun and waiting and waiting[-1] == number:
+        yield number, _shown(begun)
+
+
+def _shown(line: bytes) -> str:
+    return plain(line[:LONGEST_READ]).decode("utf-8", "replace").rstrip()[:LONGEST_SHOWN]
 
 
 def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:

@@ -13,7 +13,7 @@ from kb.errors import UsageError
 from ..access import Reader
 from ..content import Kept, Loaded
 from ..feedback import post_feedback
-from ..schemas import FeedbackDocument
+from ..feedback_schemas import FeedbackDocument
 from .page import address
 
 router = APIRouter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -18,6 +19,7 @@ from ..accept import preferred
 from .static_files import URLS
 
 LANGUAGES = {"en": "en", "zh": "zh-CN"}  # as we name them, and as HTML does
+REGION = re.compile(r"-[A-Za-z0-9-]+")  # and script: any Chinese is better than none
 HEADERS = {"Cache-Control": "private, no-cache", "Vary": "Accept-Language, Cookie"}
 
 
@@ -33,8 +35,8 @@ def language(request: Request) -> str:
     asked = request.query_params.get("lang", "")
     if asked in LANGUAGES:
         return asked
-    wanted = [part.split("-")[0] for part in request.headers.get("accept-language", "").lower().split(",")]
-    return preferred(",".join(wanted), ("en", "zh")) or "en" if any(wanted) else "en"
+    wanted = REGION.sub("", request.headers.get("accept-language", "en"))
+    return preferred(wanted, ("en", "zh")) or "en"
 
 
 def address(path: str, **query: object) -> str:

@@ -1,12 +1,13 @@
-"""The logs that a form sends, in memory: nothing of them is written to disk, logged or sent on."""
+"""The logs that a form sends, in memory: they are not written to disk, logged or sent on."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
-from fastapi import HTTPException, Request
-from starlette.datastructures import FormData, UploadFile
+from fastapi import HTTPException
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
@@ -42,11 +43,11 @@ class Log:
         return Stream(self.name, iter((self.data,)), most=self.most)
 
 
-async def received(request: Request) -> list[Log]:
+async def received(headers: Headers, body: AsyncGenerator[bytes, None]) -> list[Log]:
     """What a form holds. Raises `UsageError` when that is nothing, `HTTPException` for what cannot be read."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not headers.get("content-type", "").startswith("multipart/form-data"):
         raise UsageError("this is no form with a log", HINT)
-    parser = InMemory(request.headers, request.stream(), max_files=MOST_FILES, max_fields=8, max_part_size=MOST_BYTES)
+    parser = InMemory(headers, body, max_files=MOST_FILES, max_fields=8, max_part_size=MOST_BYTES)
     try:
         form = await parser.parse()
     except ClientDisconnect:
@@ -73,10 +74,16 @@ async def _logs(form: FormData) -> AsyncIterator[Log]:
 
 def _named_apart(logs: list[Log]) -> Iterator[Log]:
     """Evidence names its log: no two may be called alike."""
-    taken: dict[str, int] = {}
+    taken: set[str] = set()
     for log in logs:
-        taken[log.name] = number = taken.get(log.name, 0) + 1
-        yield log if number == 1 else Log(f"{log.name} ({number})", log.data)
+        name = next(name for name in _names(log.name) if name not in taken)
+        taken.add(name)
+        yield replace(log, name=name)
+
+
+def _names(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name} ({number})" for number in count(2))
 
 
 def _with_shares(logs: list[Log]) -> Iterator[Log]:

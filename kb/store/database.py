@@ -117,7 +117,7 @@ class Database:
         """Foreign errors become `StoreUnavailable`; the SQL and its values stay out of the message."""
         try:
             yield
-        except (SQLAlchemyError, OSError, ValueError) as error:  # ValueError: a document that is no JSON
+        except (SQLAlchemyError, OSError, ValueError, TypeError) as error:  # the last two: a value that cannot be ours
             cause = getattr(error, "orig", None) or error
             said = (str(cause).splitlines() or [type(cause).__name__])[0]
             raise StoreUnavailable(f"the store {self.name} cannot be {verb}: {said}", self.place.hint(cause)) from error

@@ -86,8 +86,6 @@ def admit(
     sender: str,
     key: str,
     digest: str,
-    *,
-    actor: str = "",
     request_id: str = "",
 ) -> Admitted:
     """Keep a report (`SharedReport` as JSON) that a sender marked with an idempotency key, once however often it comes.
@@ -106,7 +104,7 @@ def admit(
         new_id = session.execute(once.returning(col(ReportRow.id))).scalar()
         if new_id is None:
             return _admitted_before(session, sender, key, digest)
-        audit.add(session, actor, "report.create", f"reports/{new_id}", request_id)
+        audit.add(session, sender, "report.create", f"reports/{new_id}", request_id)
         return Admitted(new_id, True)
 
 

@@ -15,21 +15,12 @@ from fastapi import FastAPI
 from support import ContentRoot, wait_for, wait_until_ready
 
 from kb import index, root
-from kb.store import keys, state
+from kb.store import state
 from kb.store.database import Database
-from kb.store.keys import Scope
 
 pytest_plugins = ["served"]
 
 Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
-
-
-@pytest.fixture
-def admin(store_path: Path) -> dict[str, str]:
-    """The header of a key that may do everything."""
-    with Database.open(store_path) as store:
-        _, text = keys.new(store, "test", Scope.ADMIN, actor="tester")
-    return {"Authorization": f"Bearer {text}"}
 
 
 def finds(client: httpx.Client, entry_id: str) -> bool:

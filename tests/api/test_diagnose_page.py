@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import gzip
 import re
+from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
 from reader import PAGE, text_of
 from support import wait_for
 
+from kb.diagnose.evidence import Line
 from kb.store import gaps
 
 pytest_plugins = ["served"]
+
+excerpt: Any = resolve_name("kb.api.pages.excerpt")
+upload: Any = resolve_name("kb.api.pages.upload")
 
 LOG = b"epoch 1\nepoch 2\nabout to break\nthe thing broke: code 42\nepoch 3\nepoch 4\nepoch 5\n"
 
@@ -47,6 +55,26 @@ def test_several_logs_are_told_apart_although_they_are_called_alike(client: http
         client, files=[("log", ("train.log", LOG)), ("log", ("train.log", b"[rank3]: the thing broke: code 43\n"))]
     )
     assert "train.log (2)" in html
+
+
+def test_no_log_is_called_as_another_was_renamed(client: httpx.Client) -> None:
+    html = post(client, files=[("log", (name, LOG)) for name in ("a", "a", "a (2)")])
+    assert all(f"{name}, lines 2 to 6" in html for name in ("a", "a (2)", "a (2) (2)"))
+
+
+LINES = st.lists(st.text("ab", max_size=12).map(str.encode), max_size=12)
+
+
+@given(LINES, st.sets(st.integers(-2, 14)), st.integers(1, 20), st.booleans())
+def test_lines_are_found_again_wherever_pieces_of_a_log_end(
+    lines: list[bytes], wanted: set[int], piece: int, ends_with_a_line: bool
+) -> None:
+    data = b"\n".join(lines) + (b"\n" if ends_with_a_line else b"")
+    cited = [Line("log", number, "") for number in wanted if number]
+    with patch.object(excerpt, "PIECE", piece), patch.object(excerpt, "AROUND", 0):
+        found = excerpt.texts([upload.Log("log", data)], cited)
+    plain = {number: text for number, text in enumerate(data.split(b"\n"), 1) if text or number <= data.count(b"\n")}
+    assert found == {("log", number): plain[number].decode().rstrip() for number in wanted & plain.keys() if number > 0}
 
 
 def test_a_compressed_log_is_read_and_its_lines_are_shown(client: httpx.Client) -> None:

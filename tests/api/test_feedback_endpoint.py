@@ -47,6 +47,27 @@ def test_a_comment_is_answered_and_kept_without_names_and_secrets(client: httpx.
         assert secret not in kept
 
 
+def test_what_is_said_of_the_machine_names_nobody_either(client: httpx.Client) -> None:
+    said = say(client, gpu="H100 of alice@example.com at 10.1.2.3", torch="/home/alice/torch").json()
+    assert "H100" in said["gpu"]
+    assert "alice" not in said["gpu"] + said["torch"]
+    assert client.get("/v1/feedback").json()["feedback"][0]["gpu"] == said["gpu"]
+
+
+def test_comments_are_read_by_who_cares_for_the_entries(client: httpx.Client, admin: dict[str, str]) -> None:
+    for comment in ("first", "", "second <b>"):
+        say(client, comment=comment, gpu="A100")
+    assert client.get("/v1/feedback/comments").status_code == 401
+    page = client.get("/v1/feedback/comments", params={"limit": 1}, headers=admin).json()
+    rest = client.get("/v1/feedback/comments", params={"cursor": page["next"]}, headers=admin).json()
+    found = [*page["comments"], *rest["comments"]]
+    assert [(one["comment"], one["entry"], one["gpu"]) for one in found] == [
+        ("second <b>", "slow-disk", "A100"),
+        ("first", "slow-disk", "A100"),
+    ]
+    assert rest["next"] is None
+
+
 def test_it_is_in_the_audit_log_under_the_number_of_its_request(client: httpx.Client, store_path: Path) -> None:
     number = say(client).headers["x-request-id"]
     (written,) = audit.page(Database.open(store_path))

@@ -19,8 +19,9 @@ MODELS = [  # by name: nothing imports a shell
     "kb.api.schemas:SearchResult",
     "kb.api.schemas:EntryList",
     "kb.api.schemas:EntryDocument",
-    "kb.api.schemas:FeedbackDocument",
-    "kb.api.schemas:FeedbackPage",
+    "kb.api.feedback_schemas:FeedbackDocument",
+    "kb.api.feedback_schemas:FeedbackPage",
+    "kb.api.feedback_schemas:CommentPage",
     "kb.api.schemas:Health",
     "kb.api.schemas:Readiness",
     "kb.api.report_schemas:ReportDocument",
@@ -43,6 +44,7 @@ OPERATIONS = {
     ("/v1/reports/{number}", "get"): "getReport",
     ("/v1/feedback", "get"): "listFeedback",
     ("/v1/feedback", "post"): "postFeedback",
+    ("/v1/feedback/comments", "get"): "listComments",
     ("/v1/gaps", "get"): "listGaps",
     ("/v1/gaps/{digest}", "delete"): "forgetGap",
     ("/v1/admin/reindex", "post"): "reindex",
@@ -52,7 +54,7 @@ OPERATIONS = {
     ("/metrics", "get"): "metrics",
 }
 OPEN = {"health", "readiness"}  # who watches the service needs no key
-SCOPES = {"postReport": "report", "forgetGap": "admin", "reindex": "admin", "listAudit": "admin"}
+SCOPES = {"postReport": "report", **dict.fromkeys(("forgetGap", "listComments", "reindex", "listAudit"), "admin")}
 READS = {"searchText", "diagnose"}  # by POST since a question is long: nothing is written
 
 
@@ -178,6 +180,6 @@ def test_what_is_served_fits_the_models(client: httpx.Client) -> None:
         "/v1/entries/slow-disk": "schemas:EntryDocument",
         "/v1/entries/slow-disk/reports": "report_schemas:ReportList",
         "/v1/reports": "report_schemas:ReportPage",
-        "/v1/feedback": "schemas:FeedbackPage",
+        "/v1/feedback": "feedback_schemas:FeedbackPage",
     }.items():
         resolve_name(f"kb.api.{name}").model_validate_json(client.get(path).text)

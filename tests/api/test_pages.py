@@ -79,6 +79,21 @@ def test_the_language_of_a_page_is_asked_for_or_the_browsers(client: httpx.Clien
     assert '<h2 id="symptom"' in get(client, "/entries/broken-thing?lang=en", **{"Accept-Language": "zh"})
 
 
+@pytest.mark.parametrize(
+    ("wanted", "heading"),
+    [
+        ("en-US,en;q=0.7,zh-CN;q=0.3", "symptom"),
+        ("de-DE,zh-CN;q=0.1", "症状"),
+        ("zh-CN,zh;q=0.9,en-US;q=0.8", "症状"),
+        ("zh-Hans-CN;q=0.2,en;q=0.3", "symptom"),
+        ("de-DE", "symptom"),
+        ("", "symptom"),
+    ],
+)
+def test_of_what_a_browser_prefers_the_quality_counts(client: httpx.Client, wanted: str, heading: str) -> None:
+    assert f'<h2 id="{heading}"' in get(client, "/entries/broken-thing", **{"Accept-Language": wanted})
+
+
 def test_a_withdrawn_entry_can_be_read_and_says_that_it_is_withdrawn(client: httpx.Client) -> None:
     assert "This entry was withdrawn" in get(client, "/entries/old-thing")
 

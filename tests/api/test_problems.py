@@ -63,12 +63,12 @@ def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
     assert document["instance"].isascii()
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/v1/entries", "/v1/entries/slow-disk", "/v1/entries/x/reports", "/healthz"])
 def test_nothing_but_get_is_allowed(client: httpx.Client, method: str, path: str) -> None:
     response = client.request(method, path)
     assert response.status_code == 405
-    assert response.headers["allow"] == "GET"
+    assert response.headers["allow"] == "GET, HEAD"
     assert response.headers["content-type"] == "application/problem+json"
 
 

@@ -32,7 +32,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 database = Database.open(sys.argv[1])
 for number in range(10):
-    admitted = admit(database, report, "node", f"key-{number}", "digest", actor="node")
+    admitted = admit(database, report, "node", f"key-{number}", "digest")
     print(json.dumps([admitted.id, admitted.is_new]), flush=True)
 """
 
@@ -80,8 +80,8 @@ def test_an_admitted_report_comes_back_as_it_was_sent(database: Database) -> Non
 
 
 def test_a_report_that_comes_again_is_the_same_one(database: Database) -> None:
-    first = reports.admit(database, report(), "node", "key", "digest", actor="node")
-    again = reports.admit(database, report(), "node", "key", "digest", actor="node")
+    first = reports.admit(database, report(), "node", "key", "digest")
+    again = reports.admit(database, report(), "node", "key", "digest")
     assert again == Admitted(first.id, is_new=False)
     assert len(reports.page(database)) == 1
     assert [one.subject for one in audit.page(database)] == [f"reports/{first.id}"]
@@ -102,16 +102,16 @@ def test_two_senders_may_choose_the_same_key(database: Database) -> None:
 
 def test_a_report_that_comes_again_under_another_api_key_is_the_same_one(database: Database) -> None:
     old, new = (keys.new(database, "node", keys.Scope.REPORT)[0].id for _ in range(2))
-    first = reports.admit(database, report(), old, "key", "digest", actor=old)
-    assert reports.admit(database, report(), new, "key", "digest", actor=new) == Admitted(first.id, is_new=False)
-    assert reports.admit(database, report(), new, "key", "another digest", actor=new).is_new
-    assert reports.admit(database, report(), old, "key", "digest", actor=old) == Admitted(first.id, is_new=False)
+    first = reports.admit(database, report(), old, "key", "digest")
+    assert reports.admit(database, report(), new, "key", "digest") == Admitted(first.id, is_new=False)
+    assert reports.admit(database, report(), new, "key", "another digest").is_new
+    assert reports.admit(database, report(), old, "key", "digest") == Admitted(first.id, is_new=False)
     assert reports.count(database) == 2
 
 
 def test_threads_that_send_the_same_report_at_once_make_one(database: Database) -> None:
     def send(_: int) -> Admitted:
-        return reports.admit(database, report(), "node", "key", "digest", actor="node")
+        return reports.admit(database, report(), "node", "key", "digest")
 
     with ThreadPoolExecutor(8) as pool:
         admitted = list(pool.map(send, range(40)))
@@ -203,9 +203,7 @@ def test_a_hostile_text_is_a_text_and_finds_nothing_else(database: Database, adm
     for name in ("entry", "gpu", "torch", "verdict"):
         assert entries(database, **{name: text}) == []
     assert reports.history(database, text) == []
-    sent = reports.admit(
-        database, report(text, text, text, verdict=text), text, text, "digest", actor=text, request_id=text
-    )
+    sent = reports.admit(database, report(text, text, text, verdict=text), text, text, "digest", request_id=text)
     assert reports.admit(database, report(text, text, text, verdict=text), text, text, "digest").id == sent.id
     assert entries(database) == [text, "the-entry"]
     assert reports.page(database, gpu=text)[0].id == sent.id

@@ -100,7 +100,7 @@ def test_feedback_is_counted_by_entry_and_gpu(database: Database) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_hostile_text_is_kept_as_a_text(database: Database, text: str) -> None:
-    feedback.add(database, text, True, text, text, text, text, actor=text, request_id=text)
+    feedback.add(database, text, True, text, text, text, text, request_id=text)
     assert [count.helped for count in feedback.counts(database, text)] == [1]
     gaps.add(database, [(text, text, text)])
     [gap] = gaps.page(database)
@@ -177,8 +177,8 @@ REPORT: dict[str, Any] = {
 }
 WRITES: dict[str, Callable[[Database], Any]] = {
     "key.new": lambda database: keys.new(database, "n", Scope.READ, actor="me", request_id="r"),
-    "feedback.create": lambda database: feedback.add(database, "a", True, "", "", "", "me", actor="me", request_id="r"),
-    "report.create": lambda database: reports.admit(database, REPORT, "me", "k", "d", actor="me", request_id="r"),
+    "feedback.create": lambda database: feedback.add(database, "a", True, "", "", "", "me", request_id="r"),
+    "report.create": lambda database: reports.admit(database, REPORT, "me", "k", "d", request_id="r"),
     "reindex": lambda database: state.advance(database, actor="me", request_id="r"),
 }
 
