@@ -315,6 +315,14 @@ def test_reports_of_an_entry_come_newest_first_from_wherever_they_are(
     assert [one["started_at"][8:10] for one in limited] == ["03"]
 
 
+def test_what_a_machine_sent_to_itself_is_one_report(client: httpx.Client, post: Post, database: Database) -> None:
+    """The store of `kb serve` is by default that of the user, where `kb verify --report` keeps the report as well."""
+    save(database, [local("slow-disk", "2026-03-02T00:00:00.123456+00:00")])
+    post(report(id="slow-disk", started_at="2026-03-02T00:00:00.123456Z"))
+    (found,) = client.get("/v1/entries/slow-disk/reports").json()["reports"]
+    assert found["number"]
+
+
 def test_an_entry_never_verified_has_no_reports(client: httpx.Client) -> None:
     assert client.get("/v1/entries/slow-disk/reports").json() == {"id": "slow-disk", "reports": []}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from pkgutil import resolve_name
 from threading import Event
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 from clock import Clock
+from support import wait_for
 
 from kb.errors import StoreUnavailable
 from kb.store import keys, state
 from kb.store.database import Database
 from kb.store.keys import Scope
 
+background: Any = resolve_name("kb.api.background")
 snapshot: Any = resolve_name("kb.api.snapshot")
 
 
@@ -80,6 +84,33 @@ def test_a_jump_of_the_clock_of_the_machine_ends_no_belief(where: Path, monkeypa
             now = time.time()
             monkeypatch.setattr(time, "time", lambda now=now, jump=jump: now + jump)
             assert taken.key(key.id).key == key
+
+
+def test_a_row_that_is_none_of_ours_makes_the_database_unreadable_and_no_more(where: Path) -> None:
+    with Database.open(where) as store:
+        key, _ = keys.new(store, "test", Scope.READ)
+        with closing(sqlite3.connect(where)) as raw, raw:
+            raw.execute('UPDATE api_key SET created_at = 5')
+        taken = snapshot.Snapshot(store)
+        taken.refresh()
+        assert taken.is_up is False
+        with closing(sqlite3.connect(where)) as raw, raw:
+            raw.execute("UPDATE api_key SET created_at = '2026-03-01 00:00:00'")
+        taken.refresh()
+        assert taken.key(key.id).key.id == key.id
+
+
+def test_work_that_fails_is_done_again(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+
+    def work() -> None:
+        done.append(1)
+        if len(done) == 1:
+            raise TypeError("of the first time")
+
+    with background.repeated(work, 0.01, "kb-test"):
+        wait_for(lambda: len(done) > 1, "the second time")
+    assert "kb-test failed" in caplog.text
 
 
 def test_uses_are_written_in_one_go_and_kept_until_the_database_is_back(where: Path, tmp_path: Path) -> None:
