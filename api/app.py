@@ -85,11 +85,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         rollout.follow()
         counts.see(snapshot)
 
-    with app.state.database, snapshot.kept_fresh(seen), app.state.unanswered.counted():
-        try:
+    try:
+        with app.state.database, snapshot.kept_fresh(seen), app.state.unanswered.counted():
             if not app.state.settings.listens_early:
                 await asyncio.wait([asyncio.wrap_future(app.state.loading)])
             async with mcp_route.running(app):
                 yield
-        finally:
-            rollout.close()
+    finally:
+        rollout.close()  # when nobody looks at the database any more, who would begin to read again

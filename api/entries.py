@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from kb.entry import Entry, Status
+from kb.filter import Filter
 
 from . import paging
 from .accept import preferred
@@ -50,16 +51,13 @@ async def list_entries(
     cursor: Cursor = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """Every entry that is not withdrawn, by id, or those that fit all filters."""
+    """Every entry that is not withdrawn, by id, or those that fit all filters.
+
+    A filter that no entry can pass is an error that names the nearest.
+    """
     after = paging.position(LISTING, cursor) or ""
-    found = [
-        one
-        for one in content.listing.summaries
-        if one["id"] > after
-        and set(tag or ()) <= set(one["tags"])
-        and (not framework or framework.lower() in (*one["tags"], *one["frameworks"]))
-        and (one["status"] == status if status else one["status"] != Status.WITHDRAWN)
-    ]
+    only = Filter.of(tag, [framework] if framework else None, [status] if status else None)
+    found = [one for one in only.listed(content.listing.summaries) if one["id"] > after]
     shown, following = paging.page(LISTING, found, limit, lambda one: one["id"])
     body = EntryList.model_validate({"entries": shown, "next": following}).model_dump_json().encode()
     return represent(body, JSON, if_none_match or "")

@@ -70,8 +70,8 @@ class ReportDocument(SharedReport):
     """A report as it was shared, and how it stands to what is served here."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [REPORT]})
-    number: int | None = Field(description="Of a shared report; null for one of this machine that was never sent.")
-    received_at: AwareDatetime | None = Field(description="When it arrived; null when it was never sent.")
+    number: int | None = Field(description="Of a shared report; null for one of this machine that was not sent here.")
+    received_at: AwareDatetime | None = Field(description="When it arrived; null when it was not sent here.")
     earlier_wording: bool | None = Field(
         description="Whether another wording of the entry was judged than the one served; null when none is."
     )

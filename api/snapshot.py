@@ -125,9 +125,9 @@ class Snapshot:
 
     def _note(self, is_up: bool, text: str) -> None:
         """Say in the log what has changed, once."""
-        if self.is_up is not is_up and not (is_up and self.is_up is None):
+        was, self.is_up = self.is_up, is_up  # before it is said: who reads the log may ask at once
+        if was is not is_up and not (is_up and was is None):
             (log.info if is_up else log.error)("%s", text)
-        self.is_up = is_up
 
     def _write_uses_sometimes(self) -> None:
         if self._clock() - self._written_at >= USES_S:

@@ -13,6 +13,7 @@ from kb.index import open_index
 
 from .output import JsonFlag, RootOption, emit, notice, style
 from .search import wrapped
+from .stdin import stdin
 
 if TYPE_CHECKING:
     from kb.diagnose.diagnosis import Diagnosis
@@ -56,6 +57,8 @@ def diagnose(
 
     if python and not verify:
         raise UsageError("--python says where probes run", "add --verify")
+    if "-" in paths:
+        stdin()  # there, or a mistake: reading never raises
     chosen = root.configured(tuple(roots or ()))
     inputs = sources(paths)
     with open_index(chosen, notice) as index, ReadingLine() as reading:

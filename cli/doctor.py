@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from kb import root
 
-from .output import JsonFlag, RootOption, emit, style
+from .output import JsonFlag, RootOption, emit, interpreter_of, style
 
 
 def doctor(
@@ -26,7 +25,7 @@ def doctor(
     from kb.doctor import examine
 
     findings = []
-    for finding in examine(root.configured(tuple(roots or ())), python or Path(sys.executable)):
+    for finding in examine(root.configured(tuple(roots or ())), interpreter_of(python)):
         findings.append(finding)
         if not as_json:
             mark = style("ok  ", "green") if finding.is_fine else style("mend", "yellow", bold=True)

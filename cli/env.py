@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .output import JsonFlag, emit
+from .output import JsonFlag, emit, interpreter_of
 
 
 def env(
@@ -26,9 +25,7 @@ def env(
 
     with StatusLine() as progress:
         progress.begin("env", "looking at this machine, importing torch in a child process")
-        found = environment.capture(
-            python.expanduser().absolute() if python else Path(sys.executable), import_torch=True
-        )
+        found = environment.capture(interpreter_of(python), import_torch=True)
     document = found.to_json()
     if as_json:
         emit("env", **document)

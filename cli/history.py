@@ -9,7 +9,7 @@ import typer
 
 from kb import root
 
-from .output import JsonFlag, RootOption, emit, style
+from .output import JsonFlag, RootOption, clock, emit, style
 
 
 def history(
@@ -50,13 +50,9 @@ def _print(reports: list[dict[str, Any]]) -> None:
     width = max(len(report["id"]) for report in reports)
     for report in reports:
         verdict = style(f"{report['verdict']:<15}", colors.get(report["verdict"], ""))
+        started = datetime.datetime.fromisoformat(report["started_at"])
         mark = style("  earlier wording", dim=True) if report["earlier_wording"] else ""
         print(
-            f"{_local(report['started_at'])}  {report['id']:<{width}}  {verdict}  "
+            f"{clock(started)}  {report['id']:<{width}}  {verdict}  "
             f"{report['fidelity']:<9}{report['duration_s']:8.1f} s{mark}"
         )
-
-
-def _local(moment: str) -> str:
-    """The time on the clock of this machine."""
-    return datetime.datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M")

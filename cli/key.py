@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .output import JsonFlag, emit, notice, style
+from .output import JsonFlag, clock, emit, notice, style
 
 if TYPE_CHECKING:
     from kb.store.keys import Key
@@ -125,5 +125,4 @@ def _utc(at: datetime.datetime | None) -> str | None:
 
 
 def _local(at: datetime.datetime | None) -> str:
-    """The time on the clock of this machine."""
-    return at.replace(tzinfo=datetime.UTC).astimezone().strftime("%Y-%m-%d %H:%M") if at else "-"
+    return clock(at.replace(tzinfo=datetime.UTC)) if at else "-"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 from kb import root
 from kb.errors import UsageError
 
-from .output import JsonFlag, RootOption, emit, notice, shown, style
+from .output import JsonFlag, RootOption, emit, notice, print_json, shown, style
 
 if TYPE_CHECKING:  # the rules pull in pydantic and YAML, and every command would pay for it
     from kb.lint.linter import Result
@@ -35,7 +34,7 @@ def lint(
     from kb.lint.linter import rules
 
     if schema:
-        print(json.dumps(FrontMatter.model_json_schema(), indent=2, ensure_ascii=False))
+        print_json(FrontMatter.model_json_schema(), indent=2)
         return 0
     only = frozenset(_entry_file(path) for path in paths or ())
     homes = sorted({path.parent.parent for path in only})

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kb import root
+from kb.filter import Filter
 from kb.hardware import add_standing
 from kb.index import open_index
 
@@ -18,24 +19,21 @@ KEYS = ("id", "title", "title_zh", "status", "severity", "tags", "frameworks", "
 def list_(
     tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
     framework: Annotated[
-        str, typer.Option(help="Only entries about this package or framework, for instance fsdp.")
-    ] = "",
+        list[str] | None, typer.Option(help="Only entries about this package or framework. Repeatable: any of them.")
+    ] = None,
     status: Annotated[
-        str, typer.Option(help="Only entries of this status: confirmed, reported, disputed, withdrawn.")
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="Only entries of this status: confirmed, reported, disputed, withdrawn. Repeatable: any of them."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
     """List the entries. Exit code 0 when there is one, 1 when none fits."""
     chosen = root.configured(tuple(roots or ()))
     with open_index(chosen, notice) as index:
-        found = [
-            document
-            for _, document in index.documents()
-            if set(tag or ()) <= set(document["tags"])
-            and (not framework or framework.lower() in (*document["tags"], *document["frameworks"]))
-            and (document["status"] == status if status else document["status"] != "withdrawn")
-        ]
+        found = Filter.of(tag, framework, status).listed(document for _, document in index.documents())
     found.sort(key=lambda document: str(document["id"]))
     add_standing(found, chosen)
     if as_json:

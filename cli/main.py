@@ -15,16 +15,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from kb import __version__
-from kb.errors import KbError, UsageError
+from kb.errors import Interrupted, KbError, OutputLost, UsageError
 
-from .output import PatientStdout, complain, emit_error
+from .output import PatientStdout, claim_streams, complain, emit_error
 
 HELP = "Distributed-training incidents, each with a probe that proves its fix on your own machine."
 
@@ -88,7 +90,7 @@ def kb(
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.stdout = PatientStdout(sys.stdout)
+    claim_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -97,9 +99,11 @@ def run(argv: list[str]) -> int:
     try:
         first = argv[0] if argv else ""
         built = app((first,)) if first in COMMANDS else app()
-        code = built(argv, standalone_mode=False, prog_name="kb")
+        code = int(built(argv, standalone_mode=False, prog_name="kb") or 0)
+        if code == Interrupted.exit_code:  # what Typer makes of Ctrl-C; no command ends with it
+            return _interrupted(argv)
         sys.stdout.flush()
-        return int(code or 0)
+        return code
     except KbError as error:
         return _fail(argv, error)
     except typer.TyperException as error:
@@ -108,7 +112,7 @@ def run(argv: list[str]) -> int:
             UsageError(error.format_message(), f"`kb {_command(argv)} --help` lists what it takes".replace("  ", " ")),
         )
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return _interrupted(argv)
     except Exception as error:  # the last line of defence: an exit code, one JSON document, no raw traceback
         if os.environ.get("KB_DEBUG"):
             raise
@@ -116,12 +120,29 @@ def run(argv: list[str]) -> int:
         return _fail(argv, KbError(f"internal error: {type(error).__name__}: {error}", hint))
 
 
+def _interrupted(argv: list[str]) -> int:
+    """Whoever pressed Ctrl-C knows; a program that reads the document does not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one, which would tear the document
+    return _fail(argv, Interrupted()) if "--json" in argv else Interrupted.exit_code
+
+
 def _fail(argv: list[str], error: KbError) -> int:
-    if "--json" in argv:
-        emit_error(_command(argv) or "error", error)
-    else:
-        complain(error)
+    """Under `--json` the one document, unless another has begun or none can be written; otherwise for a person."""
+    if "--json" in argv and not _has_begun():
+        try:
+            emit_error(_command(argv) or "error", error)
+            sys.stdout.flush()
+            return error.exit_code
+        except OutputLost as lost:
+            error = lost
+    with suppress(OutputLost):  # left to the interpreter, it would change the exit code
+        sys.stdout.flush()
+    complain(error)
     return error.exit_code
+
+
+def _has_begun() -> bool:
+    return isinstance(sys.stdout, PatientStdout) and sys.stdout.has_begun
 
 
 def _command(argv: list[str]) -> str:

@@ -34,11 +34,12 @@ def mcp(
     """
     from .machine import ThisMachine
 
+    if sys.__stdin__ is None or sys.__stdout__ is None:
+        raise UsageError("standard input or output is closed, and the protocol needs both", "let a client start it")
     chosen = root.configured(tuple(roots or ()))
     serve = _server()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="kb: %(message)s")
-    if sys.__stdout__:
-        sys.stdout = sys.__stdout__  # the protocol has it to itself
+    sys.stdout = sys.__stdout__  # the protocol has it to itself
     for number in (signal.SIGINT, signal.SIGTERM):  # what runs ends with this process, and nothing else is to be saved
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -5,16 +5,18 @@ Envelope: `{"schema": "kb.<command>.v1", "ok": bool, ...}`; an error adds `{"err
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
-from kb.errors import KbError
+from kb.errors import KbError, OutputLost
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 RootOption = Annotated[
@@ -38,30 +40,40 @@ def shown(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
+def clock(moment: datetime.datetime) -> str:
+    """A moment, which knows its time zone, on the clock of this machine."""
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
 class PatientStdout(io.TextIOBase):
     """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code stays true.
 
-    Left to itself, Typer ends with 1 and the interpreter with 120, whatever the verdict was.
+    Left to itself, Typer ends with 1 and the interpreter with 120, whatever the verdict was. Any other reason why it
+    cannot be written is an `OutputLost`. What it has once `has_begun` cannot be taken back.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.has_begun = False
 
     def write(self, text: str) -> int:
+        self.has_begun = True
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
-            return self._drop(len(text))
+        except OSError as error:
+            self._drop(error)
+            return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            self._drop(0)
+        except OSError as error:
+            self._drop(error)
 
-    def _drop(self, written: int) -> int:
+    def _drop(self, error: OSError) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        return written
+        if not isinstance(error, BrokenPipeError):
+            raise OutputLost(f"standard output cannot be written: {error.strerror}", "is the disk full?") from error
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -74,10 +86,40 @@ class PatientStdout(io.TextIOBase):
         return self._stream.encoding
 
 
+def claim_streams() -> None:
+    """Give every command streams that it can write to.
+
+    What the terminal has no characters for is replaced. A stream that whoever started kb has closed swallows
+    everything: without one, `print` writes diagnostics to stdout, and the next file to be opened becomes stdout.
+    """
+    stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="replace")
+    sys.stdout = PatientStdout(stdout)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
 def emit(command: str, *, ok: bool = True, **fields: Any) -> None:
     """Print the envelope of a command."""
-    document = {"schema": f"kb.{command}.v1", "ok": ok, **fields}
-    print(json.dumps(document, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None, default=str))
+    print_json({"schema": f"kb.{command}.v1", "ok": ok, **fields}, indent=2 if sys.stdout.isatty() else None)
+
+
+def print_json(document: Any, indent: int | None) -> None:
+    """JSON is UTF-8 (RFC 8259): where stdout is anything else, or the text is no Unicode, all but ASCII is escaped."""
+    text = json.dumps(document, ensure_ascii=False, indent=indent, default=str)
+    print(text if _is_utf8(text) else json.dumps(document, indent=indent, default=str))
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether stdout writes this text as UTF-8."""
+    try:
+        return text.encode(sys.stdout.encoding or "utf-8") == text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def emit_error(command: str, error: KbError, **fields: Any) -> None:
@@ -86,14 +128,20 @@ def emit_error(command: str, error: KbError, **fields: Any) -> None:
 
 def notice(text: str) -> None:
     """A diagnostic for a person: stderr, never stdout."""
-    print(f"kb: {text}", file=sys.stderr)
+    _say(f"kb: {text}")
 
 
 def complain(error: KbError) -> None:
     """An error for a person: what happened, and what to do next."""
-    print(f"{style('error:', 'red', on=sys.stderr)} {error.message}", file=sys.stderr)
+    _say(f"{style('error:', 'red', on=sys.stderr)} {error.message}")
     if error.hint:
-        print(f"{style('hint:', 'cyan', on=sys.stderr)}  {error.hint}", file=sys.stderr)
+        _say(f"{style('hint:', 'cyan', on=sys.stderr)}  {error.hint}")
+
+
+def _say(line: str) -> None:
+    """On stderr. Where it cannot be written, as beside a full stdout, the exit code must still be the true one."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def style(text: str, color: str = "", *, bold: bool = False, dim: bool = False, on: Any = None) -> str:

@@ -11,6 +11,8 @@ import typer
 
 from kb.errors import UsageError
 
+from .stdin import stdin
+
 
 def redact(
     file: Annotated[str, typer.Argument(metavar="[FILE|-]", help="A log; `-` is standard input.")] = "-",
@@ -30,7 +32,7 @@ def redact(
 
 def _opened(file: str) -> BinaryIO:
     if file == "-":
-        return open(sys.stdin.fileno(), "rb", closefd=False)
+        return open(stdin().fileno(), "rb", closefd=False)
     try:
         return Path(file).expanduser().open("rb")
     except OSError as error:

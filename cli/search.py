@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -20,6 +19,7 @@ from kb.index import open_index
 from kb.search import search as find
 
 from .output import JsonFlag, RootOption, emit, interpreter_of, notice, style
+from .stdin import stdin
 
 MOST_INPUT = 4 << 20  # bytes read from standard input
 WIDEST = 110
@@ -54,7 +54,7 @@ def search(
 
     Exit code 0 when something was found, 1 when not.
     """
-    text = sys.stdin.buffer.read(MOST_INPUT).decode(errors="replace") if query == ["-"] else " ".join(query)
+    text = _text(query)
     if not text.strip():
         raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
     if python and not applies_here:
@@ -76,6 +76,12 @@ def search(
     else:
         _print(answer, in_chinese=bool(CHINESE.search(text)))
     return 0 if answer.hits else 1
+
+
+def _text(query: list[str]) -> str:
+    """What is asked. Bytes that are no UTF-8 are replaced; Python carries those of a command line as surrogates."""
+    given = stdin().read(MOST_INPUT) if query == ["-"] else " ".join(query).encode(errors="surrogateescape")
+    return given.decode(errors="replace")
 
 
 def _installed(python: Path) -> dict[str, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -73,6 +74,9 @@ def _in_worker(make: Any) -> Any:
     """The application. A worker that cannot have one ends in a way that the supervisor knows."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: no worker holds the port for a dead supervisor
+    supervisor = multiprocessing.parent_process()
+    if supervisor and not supervisor.is_alive():  # it died before that was asked for
+        sys.exit(STARTUP_FAILURE)
     try:
         return make()
     except KbError as error:

@@ -10,6 +10,8 @@
     ├── InterpreterError        2   `--python` names nothing that can run a probe
     ├── LaunchError             5   the harness itself could not start or watch an arm
     ├── DeadlineExceeded      124   the overall `--timeout` of a command ran out
+    ├── Interrupted           130   Ctrl-C, or a signal that means the same
+    ├── OutputLost              5   standard output cannot be written, as on a full disk
     ├── IndexUnavailable        5   the search index can neither be read nor built
     ├── StoreUnavailable        5   the store of reports can neither be read nor written
     ├── KeyNeeded               2   the service does not know who asks: no key, or one that it does not accept
@@ -96,6 +98,19 @@ class DeadlineExceeded(KbError):
     """The overall deadline of the command ran out before it was done."""
 
     exit_code = 124
+
+
+class Interrupted(KbError):
+    """Somebody ended the command before it was done."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
+class OutputLost(KbError):
+    """Standard output cannot be written, and what it has so far is not whole."""
 
 
 class IndexUnavailable(KbError):

@@ -42,7 +42,10 @@ class _Courier:
 
     def run(self) -> None:
         for queued in self._outbox.waiting(self._service.url):
-            if time.monotonic() >= self._end or not self._deliver(queued):
+            if time.monotonic() >= self._end:
+                self.problems["there was no time left to send all reports"] = None
+                return
+            if not self._deliver(queued):
                 return
 
     def _deliver(self, queued: Queued) -> bool:
@@ -88,7 +91,7 @@ def send(outbox: Outbox, service: Service, budget_s: float = BUDGET_S) -> Delive
     problems: tuple[str, ...] = ()
     queued = 0
     try:
-        problems = _wait(_begin(courier), budget_s + GRACE_S)
+        problems = _wait(courier, budget_s + GRACE_S)
         queued = len(outbox.waiting(service.url))
     except KbError as error:
         problems = (error.message,)
@@ -110,9 +113,9 @@ def _begin(courier: _Courier) -> Future[None]:
     return done
 
 
-def _wait(done: Future[None], seconds: float) -> tuple[str, ...]:
+def _wait(courier: _Courier, seconds: float) -> tuple[str, ...]:
     try:
-        done.result(seconds)
+        _begin(courier).result(seconds)  # in here: Ctrl-C may come as soon as the thread has begun
     except TimeoutError:
         return (f"given up after {seconds:g} s",)
     except KeyboardInterrupt:

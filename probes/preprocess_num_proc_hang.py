@@ -126,7 +126,7 @@ probe = Probe(
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1"}),
-            deadline_s=5,
+            deadline_s=10,
             expected_s=(5.2, 0.2),
         ),
     ),

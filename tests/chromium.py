@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Dialog, Error, Page, Request, ViewportSize, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Dialog,
+    Error,
+    Page,
+    Request,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 from programs import program
 from replicas import Place, Replica, started
 from shown import fill
+from support import GENEROUS_S
 
 from kb.store.database import Database
 
@@ -26,7 +37,11 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 PHONE: ViewportSize = {"width": 390, "height": 844}
+LONGEST_MS = GENEROUS_S * 1000
 DESKTOP: ViewportSize = {"width": 1280, "height": 900}
+
+
+expect.set_options(timeout=LONGEST_MS)
 
 
 @contextmanager
@@ -34,7 +49,7 @@ def launched() -> Iterator[Browser]:
     """Chromium of the system, without a window. Skips where there is none."""
     path = program("chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS, timeout=LONGEST_MS)
         try:
             yield browser
         finally:
@@ -74,6 +89,7 @@ def visit(browser: Browser, url: str, expected: str = "", **context: Any) -> Ite
     """A page in a profile of its own. At its end nothing may have gone wrong in it but what is `expected`."""
     made = browser.new_context(**{"viewport": DESKTOP, **context})
     try:
+        made.set_default_timeout(LONGEST_MS)
         page = made.new_page()
         watch = Watch(page, expected)
         page.goto(url)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support import ContentRoot, Kb, run_kb
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A slow machine is no failure, and everybody tries the same examples.
+settings.register_profile("kb", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kb")
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +30,9 @@ def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, built_in_index: Path) -> Path:
+def home(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, built_in_index: Path
+) -> Iterator[Path]:
     """A home of this test's own: cache and data of the person who runs the tests stay untouched."""
     path = tmp_path_factory.mktemp("home")
     shutil.copytree(built_in_index, path / "cache")
@@ -45,7 +54,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TMPDIR", str(path / "tmp"))
     (path / "tmp").mkdir()
     monkeypatch.setenv("NO_COLOR", "1")
-    return path
+    yield path
+    shutil.rmtree(path / "cache", ignore_errors=True)  # 5 MB of each of thousands of tests
 
 
 @pytest.fixture

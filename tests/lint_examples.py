@@ -146,7 +146,7 @@ FORM = (
     Example("aliases", {"[made for a test, 测试]": "[made for a test]"}, "aliases:",
             {"[made for a test, 测试]": "[made for a test, test 测试]"}),
     Example("aliases", {"[made for a test, 测试]": "[made for 测试]"}, "aliases:"),
-    Example("reviewed-in-future", {"2026-01-01": "2026-01-02"}, "reviewed:", {"2026-01-01": "2025-12-31"}),
+    Example("reviewed-in-future", {"2026-01-01": "2026-01-03"}, "reviewed:", {"2026-01-01": "2026-01-02"}),
     Example("unfinished", {TELL: f"{TELL} TODO"}, "TODO", {TELL: f"{TELL} todo"}),
     Example("package-name", link('applies_to:\n  torch: ">=2"\n  Flash_Attn: ""\n'), "Flash_Attn",
             link('applies_to:\n  torch: ">=2"\n  flash-attn: ""\n')),

@@ -63,6 +63,7 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL for the server and every process of it, as when its machine dies."""
+        os.kill(self.pid, signal.SIGSTOP)  # it starts no process meanwhile
         family = [self.pid, *_children(self.pid)]
         for pid in family:
             with suppress(ProcessLookupError):
@@ -113,7 +114,14 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
 
 
+HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """One that nobody else gets until this process ends: bound here, while a server with SO_REUSEADDR listens on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    HELD.append(held)
+    port: int = held.getsockname()[1]
+    return port

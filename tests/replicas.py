@@ -55,7 +55,7 @@ class Replica:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self.log = log
-        wait_for(lambda: process.poll() is not None or self._served(), "the replica to listen")
+        wait_for(lambda: process.poll() is not None or self._served(), "the replica to listen", GENEROUS_S)
         found = self._served()
         assert found, f"it ended before it served: {self.said}"
         self.url, self.port = found[1], int(found[2])
@@ -84,7 +84,7 @@ def started(place: Place, *args: str, prefix: Sequence[str] = ()) -> Iterator[Re
         )
     try:
         replica = Replica(process, Path(name))
-        wait_for(lambda: replica.get("/readyz")[0] == 200, "the replica to be ready")
+        wait_for(lambda: replica.get("/readyz")[0] == 200, "the replica to be ready", GENEROUS_S)
         yield replica
     finally:
         end(process)

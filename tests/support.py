@@ -36,7 +36,7 @@ class Ended:
 Kb = Callable[..., Ended]
 
 
-def run_kb(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) -> Ended:
+def run_kb(*args: str | Path, cwd: Path, stdin: bytes = b"", timeout_s: float = GENEROUS_S, **env: str) -> Ended:
     """Run the installed `kb` in a fresh process."""
     ended = subprocess.run(
         [str(KB), *map(str, args)],
@@ -44,12 +44,12 @@ def run_kb(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) -> Ende
         input=stdin,
         capture_output=True,
         env={**os.environ, **env},
-        timeout=GENEROUS_S,
+        timeout=timeout_s,
     )
     return Ended(ended.returncode, ended.stdout.decode(errors="replace"), ended.stderr.decode(errors="replace"))
 
 
-def wait_for(is_true: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+def wait_for(is_true: Callable[[], object], what: str, seconds: float = GENEROUS_S) -> None:
     """Wait until something holds; fails with its name."""
     end = time.monotonic() + seconds
     while not is_true():
@@ -60,6 +60,15 @@ def wait_for(is_true: Callable[[], object], what: str, seconds: float = 60.0) ->
 def wait_until_ready(app: Any) -> None:
     """Until the content of the API is in place: the thread that read it puts it there after the future has it."""
     app.state.loading.result(60).searching.submit(int).result(60)
+
+
+def ruin(path: Path) -> None:
+    """Put what is no database in the place of a SQLite file, at once: who has it open keeps what it was."""
+    other = path.with_name("ruined")
+    other.write_text("no database " * 100)
+    for name in ("-wal", "-shm"):
+        Path(f"{path}{name}").unlink(missing_ok=True)
+    other.replace(path)
 
 
 def is_running(pid: int) -> bool:
@@ -74,7 +83,7 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKIL
     """End a process that a test started, and reap it."""
     if process.poll() is None:
         process.send_signal(number)
-    process.wait(30)
+    process.wait(GENEROUS_S)
 
 
 def arm_directories() -> set[Path]:

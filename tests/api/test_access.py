@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from clock import Clock
 from fastapi import FastAPI
 from support import wait_for, wait_until_ready
 
@@ -151,7 +152,7 @@ def test_a_revoked_key_is_refused_after_the_next_look_at_the_database(
     text = key()
     assert closed.get("/v1/entries", headers=bearer(text)).status_code == 200
     keys.revoke(store, text.split("_")[1])
-    wait_for(lambda: closed.get("/v1/entries", headers=bearer(text)).status_code == 401, "the key to be refused", 20)
+    wait_for(lambda: closed.get("/v1/entries", headers=bearer(text)).status_code == 401, "the key to be refused")
 
 
 @pytest.mark.parametrize(
@@ -221,14 +222,15 @@ def test_pages_of_other_sites_may_not_use_that_a_service_is_open_on_this_machine
 def test_after_ten_wrong_keys_a_guesser_has_to_wait_and_who_has_a_key_has_not(
     closed: httpx.Client, key: Callable[..., str]
 ) -> None:
+    closed._transport.app.state.gate._guesses._clock = Clock()  # type: ignore[attr-defined]  # ten looks take 5 s
     text = key()
     wrong = bearer("kb_aaaaaaaa_" + "A" * 43)
     assert [closed.get("/v1/entries", headers=wrong).status_code for _ in range(10)] == [401] * 10
     response = closed.get("/v1/entries", headers=wrong)
     refused(response, 429, "too-many-requests")
-    assert 1 <= int(response.headers["retry-after"]) <= 6
+    assert response.headers["retry-after"] == "6"
     assert closed.get("/v1/entries", headers=wrong, extensions=FOREIGN).status_code == 401
-    wait_for(lambda: closed.get("/v1/entries", headers=bearer(text)).status_code == 200, "the key to be known", 20)
+    wait_for(lambda: closed.get("/v1/entries", headers=bearer(text)).status_code == 200, "the key to be known")
 
 
 def test_each_key_is_limited_on_its_own(make_app: Make, serve: Serve, key: Callable[..., str]) -> None:
@@ -237,7 +239,7 @@ def test_each_key_is_limited_on_its_own(make_app: Make, serve: Serve, key: Calla
         wait_for(lambda: client.get("/readyz").status_code == 200, "the content")
         answers = [client.get("/v1/entries", headers=bearer(one)) for _ in range(4)]
         assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
-        assert 1190 <= int(answers[-1].headers["retry-after"]) <= 1200
+        assert 1000 <= int(answers[-1].headers["retry-after"]) <= 1200
         assert client.get("/v1/entries", headers=bearer(other)).status_code == 200
         assert {client.get("/v1/entries").status_code for _ in range(10)} == {200}  # nobody limits loopback
 

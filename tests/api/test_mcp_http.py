@@ -148,7 +148,9 @@ def test_a_key_opens_it(closed: Replica, place: Place) -> None:
 def test_a_page_of_another_site_gets_nothing(replica: Replica) -> None:
     for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         message = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-        answer = httpx.post(f"{replica.url}/mcp", json=message, headers={**HEADERS, **headers}, trust_env=False)
+        answer = httpx.post(
+            f"{replica.url}/mcp", json=message, headers={**HEADERS, **headers}, timeout=60, trust_env=False
+        )
         assert answer.status_code in (401, 403), headers
 
 

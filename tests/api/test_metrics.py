@@ -74,7 +74,7 @@ def test_it_says_what_is_served_and_whether_the_database_answers(
     assert found["kb_reports", ()] == 0
     store_path.parent.mkdir(exist_ok=True)
     store_path.write_text("no database " * 100)
-    wait_for(lambda: samples(client)["kb_database_up", ()] == 0, "the second look at the database", 30)
+    wait_for(lambda: samples(client)["kb_database_up", ()] == 0, "the second look at the database")
     assert client.get("/v1/search?q=thing").status_code == 200
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from kb.errors import UsageError
 
 paging = resolve_name("kb.api.paging")
+PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")  # as `str.isprintable` has it
 
 
-@given(st.text(max_size=80))
+@given(st.text(PRINTABLE, max_size=80))
 def test_a_cursor_holds_its_position(place: str) -> None:
-    assume(place.isprintable())
     cursor = paging.cursor("a-list", place)
     assert paging.position("a-list", cursor) == place
     assert cursor.replace("-", "").replace("_", "").isalnum()

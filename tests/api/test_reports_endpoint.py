@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import text
-from support import ContentRoot, Kb
+from support import ContentRoot, Kb, ruin
 
 from kb.shared_report import shared
 from kb.store import audit, keys
@@ -362,9 +362,7 @@ def test_while_the_store_is_away_a_report_is_to_be_sent_again(
     client: httpx.Client, post: Post, store_path: Path
 ) -> None:
     assert post(report()).status_code == 201
-    for path in store_path.parent.glob(f"{store_path.name}*"):
-        path.unlink()
-    store_path.write_text("no database " * 100)
+    ruin(store_path)
     response = post(report(), "another-key")
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"

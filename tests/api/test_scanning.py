@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pkgutil import resolve_name
+from threading import Event
 from typing import Any
 
 import httpx
@@ -61,13 +62,17 @@ def test_who_sends_nothing_takes_no_place_from_others(
 
 
 def test_a_service_that_ends_waits_for_no_log(client: httpx.Client, app: FastAPI) -> None:
+    has_begun = Event()
+
     def endless() -> Iterator[bytes]:
+        has_begun.set()
         while True:
             yield b"epoch 1\n"
 
     async def read() -> None:
         scanning = app.state.loading.result().scanning
         reading = scanning.begin([Stream("endless", endless())])
+        await asyncio.to_thread(has_begun.wait, GENEROUS_S)
         scanning.close()
         await asyncio.wait_for(reading, GENEROUS_S)
 

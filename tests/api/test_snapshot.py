@@ -90,7 +90,7 @@ def test_a_row_that_is_none_of_ours_makes_the_database_unreadable_and_no_more(wh
     with Database.open(where) as store:
         key, _ = keys.new(store, "test", Scope.READ)
         with closing(sqlite3.connect(where)) as raw, raw:
-            raw.execute('UPDATE api_key SET created_at = 5')
+            raw.execute("UPDATE api_key SET created_at = 5")
         taken = snapshot.Snapshot(store)
         taken.refresh()
         assert taken.is_up is False

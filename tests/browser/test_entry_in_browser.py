@@ -17,7 +17,6 @@ def test_a_command_is_copied(chromium: Browser, service: Replica) -> None:
     with visit(chromium, url, permissions=["clipboard-read", "clipboard-write"]) as page:
         command = page.locator("pre.command")
         command.get_by_role("button", name="Copy").click()
-        expect(command.get_by_role("button")).to_have_text("Copied")
         expect(page.locator("#said")).to_have_text("Copied")
         assert page.evaluate("navigator.clipboard.readText()") == f"kb verify {ENTRY} --report {service.url}"
 
@@ -76,7 +75,7 @@ def test_without_scripts_everything_is_read_and_feedback_is_given(chromium: Brow
         assert page.get_by_role("heading", name="Known cases").is_visible()
         page.get_by_label("Your GPU").fill("H100")
         page.get_by_role("button", name="It helped").click()
-        assert page.get_by_text("Thank you").is_visible()
+        expect(page.get_by_text("Thank you")).to_be_visible()
     given = service.get(f"/v1/feedback?entry={ENTRY}")[1]["feedback"]
     assert {"entry": ENTRY, "gpu": "H100", "helped": 1, "not_helped": 0} in given
 

@@ -45,7 +45,7 @@ def kept(content: ContentRoot) -> ContentRoot:
 
 
 def test_it_shows_every_report_newest_first_with_its_marker(kb: Kb, kept: ContentRoot) -> None:
-    ended = kb("history", TZ="Asia/Shanghai")
+    ended = kb("history", TZ="CST-8")
     assert ended.code == 0
     assert ended.err == ""
     rows = ended.out.splitlines()

@@ -93,7 +93,23 @@ def test_list_filters_by_tag_framework_and_status(kb: Kb) -> None:
     assert ids("--tag", "checkpoint", "--tag", "fsdp") <= ids("--tag", "fsdp")
     assert ENTRY in ids("--framework", "fsdp")
     assert ENTRY in ids("--status", "confirmed")
-    assert kb("list", "--tag", "no-such-tag").code == 1
+    assert ids("--framework", "fsdp", "--framework", "deepspeed") > ids("--framework", "fsdp")
+    assert ids("--tag", "FSDP") == ids("--tag", "fsdp"), "as a search takes it"
+    assert kb("list", "--tag", "fsdp", "--status", "withdrawn").code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (["--tag", "checkpont"], "nearest: checkpoint"),
+        (["--framework", "transfomers"], "nearest: transformers"),
+        (["--status", "confrmed"], "confirmed, disputed, reported, withdrawn"),
+    ],
+)
+def test_a_list_of_what_no_entry_has_is_a_usage_error_with_the_nearest(kb: Kb, options: list[str], hint: str) -> None:
+    ended = kb("list", "--json", *options)
+    assert ended.code == 2
+    assert hint in ended.json["error"]["hint"]
 
 
 def test_a_withdrawn_entry_answers_nothing_and_is_still_listed_when_asked(kb: Kb, content: ContentRoot) -> None:

@@ -63,12 +63,10 @@ def test_the_report_arrives_in_its_shared_form_with_the_key(kb: Kb, peer: Peer) 
     assert not waiting()
 
 
-def test_a_service_of_the_team_has_it_and_shows_it(
-    kb: Kb, content: ContentRoot, tmp_path: Path, built_in_index: Path
-) -> None:
+def test_a_service_of_the_team_has_it_and_shows_it(kb: Kb, content: ContentRoot, tmp_path: Path, home: Path) -> None:
     content.incident("breaks")
     (tmp_path / "service").mkdir()
-    place = Place(tmp_path / "service", built_in_index, {"KB_ROOTS": str(content.path)})
+    place = Place(tmp_path / "service", home / "cache", {"KB_ROOTS": str(content.path)})
     key = place.key("report")
     with started(place) as replica:
         ended = kb("verify", "breaks", "--json", "--report", replica.url, KB_API_KEY=key)

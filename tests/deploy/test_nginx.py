@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 from proxy import Proxy, nginx
 from replicas import Place, Replica, started
-from support import ContentRoot, wait_for
+from support import GENEROUS_S, ContentRoot, wait_for
 
 PATHS = (
     "/v1/search?q=ALLGATHER+timeout+save&limit=3",
@@ -64,7 +65,8 @@ def place(built_in_index: Path, tmp_path_factory: pytest.TempPathFactory) -> Pla
     path = tmp_path_factory.mktemp("service")
     content = ContentRoot(path / "content")
     content.entry("only-ours", title="A thing that only our team has")
-    return Place(path, built_in_index, {"KB_ROOTS": str(content.path), "KB_RATE": "", "KB_ANONYMOUS": "loopback"})
+    shutil.copytree(built_in_index, path / "cache")  # these replicas add an index of their own to it
+    return Place(path, path / "cache", {"KB_ROOTS": str(content.path), "KB_RATE": "", "KB_ANONYMOUS": "loopback"})
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,9 @@ def test_mcp_works_through_it_whichever_replica_answers(service: Service) -> Non
     async def ask() -> list[str]:
         headers = {"authorization": f"Bearer {service.key}"}
         async with (
-            httpx2.AsyncClient(verify=service.proxy.trust, headers=headers, trust_env=False) as http,
+            httpx2.AsyncClient(
+                verify=service.proxy.trust, headers=headers, timeout=GENEROUS_S, trust_env=False
+            ) as http,
             streamable_http_client(f"{service.proxy.url}/mcp", http_client=http) as (reading, writing, *_),
             ClientSession(reading, writing) as session,
         ):

@@ -47,13 +47,13 @@ def shows_oom(found: Scan) -> bool:
 
 
 @given(st.binary(max_size=5000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_read(data: bytes) -> None:
     stream(data)
 
 
 @given(st.lists(st.sampled_from([*(literal for one in SIGNATURES for literal in literals(one.pattern)), "\n", "\r", "[rank1]: ", "│", "╰─", "\x1b[1m", "\x1b", "\0"]), max_size=60), st.binary(max_size=40))  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_literals_in_any_order_are_read(parts: list[str], noise: bytes) -> None:
     found = scan([Stream("body", iter([b"text\n", "".join(parts).encode(), noise, b"\n", OOM]))], MATCHER)
     assert found.problems or shows_oom(found)

@@ -6,6 +6,7 @@ import http.client
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -18,7 +19,13 @@ CLIENTS = 6
 def workers(server: Serving) -> set[int]:
     pid = server.process.pid
     found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return {one for one in found if is_running(one) and b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()}
+    return set(filter(is_worker, found))
+
+
+def is_worker(pid: int) -> bool:
+    with suppress(OSError):  # it has just ended
+        return is_running(pid) and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def ask(server: Serving, stopping: Event) -> tuple[int, int, set[int]]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kb.checkpoint import Unreadable, read_checkpoint
+
+torch = pytest.importorskip("torch", exc_type=ImportError)
 
 
 def safetensors(path: Path, header: dict[str, Any], data: bytes) -> Path:

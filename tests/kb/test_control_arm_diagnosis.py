@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ContentRoot, Kb, run_kb
+from support import GENEROUS_S, ContentRoot, Kb, run_kb
 
 ARMS = {
     "rank-divergent-collectives": "gloo",
@@ -32,6 +32,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Path
         HOME=home,
         XDG_DATA_HOME=home,
         XDG_CACHE_HOME=str(built_in_index),
+        timeout_s=2 * GENEROUS_S,
     )
     assert ended.code == 0, ended.out
     return folder

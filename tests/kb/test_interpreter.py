@@ -93,7 +93,7 @@ def test_a_torch_that_kills_its_process_costs_the_import_only(tmp_path: Path, mo
 
 
 def test_a_torch_that_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(interpreter.SURVEY_S, True, 3.0)
+    monkeypatch.setitem(interpreter.SURVEY_S, True, 10.0)
     folder = fake_torch(tmp_path, monkeypatch, "import time\ntime.sleep(1000)\n")
     found, reasons = ask(PYTHON, import_torch=True)
     assert found is not None

@@ -18,6 +18,8 @@ import pytest
 from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user, tmpfs_over
 from kb.probe import Unavailable
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # since 3.12
+
 NOBODY = 65534
 SHM = Path("/dev/shm")  # a folder that an ordinary user reaches, unlike tmp_path
 SYSCTL = Path("/proc/sys/user/max_user_namespaces")  # the limit of the user namespace in which it is read and written
@@ -77,8 +79,8 @@ def allowed() -> None:
             capture_output=True,
             text=True,
         )
-    except FileNotFoundError:
-        pytest.skip("no program unshare to ask whether namespaces are allowed")
+    except OSError as error:  # there is no such program, or this root may be nobody else
+        pytest.skip(f"nobody can be asked whether namespaces are allowed: {error}")
     if asked.returncode:
         pytest.skip(f"namespaces are forbidden here: {asked.stderr.strip()}")
 

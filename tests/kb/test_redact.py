@@ -170,7 +170,7 @@ def test_a_private_key_that_was_cut_off_does_not_swallow_the_log() -> None:
     assert redacted.endswith("[rank0]: RuntimeError: no, really\nstep 3\n")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(NOISE, st.sampled_from(SOME_HIDDEN)), min_size=1, max_size=4), st.sampled_from(["\n", "\r\n"])
 )
@@ -185,7 +185,7 @@ def test_noise_before_and_between_neither_shows_a_secret_nor_unsettles(
     assert redacted.count(end) == text.count(end)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=400))
 def test_bytes_without_secrets_come_out_as_they_are_whatever_they_are(data: bytes) -> None:
     redactor = Redactor()
@@ -242,7 +242,7 @@ def test_no_rule_takes_long_for_a_hundred_thousand_characters_of_bait() -> None:
         "xoxb.xoxb-", "sk-", "A", "Aa0+/=", "\\", "ssh -a ", "secret: ", "0:", "node'", "slurmstepd-",
     ]  # fmt: skip
     texts = [unit * (100_000 // len(unit)) for unit in units]
-    assert pump.slow({rule.pattern.pattern: texts for rule in RULES}, limit_s=5.0) == frozenset()
+    assert pump.slow({rule.pattern.pattern: texts for rule in RULES}, limit_s=30.0) == frozenset()
 
 
 def test_the_logs_of_the_entries_mean_the_same_when_they_are_redacted() -> None:

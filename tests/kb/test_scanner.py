@@ -125,7 +125,7 @@ def test_lines_are_counted(log: bytes, lines: int) -> None:
     st.sampled_from(["\n", "\r\n"]),
     st.integers(1, 700),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_cut_gives_the_same_lines(parts: list[str], end: str, size: int) -> None:
     data = end.join(parts).encode()
     wanted = [number for number, part in enumerate(parts, 1) if "boom" in part]
@@ -140,7 +140,7 @@ def test_any_cut_gives_the_same_lines(parts: list[str], end: str, size: int) -> 
 
 
 @given(st.integers(0, 9000), st.integers(0, 9000), st.integers(500, 5000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_match_in_a_line_without_end_is_seen_once(before: int, after: int, size: int) -> None:
     data = b"." * before + b"boom 12 and more" + b"." * after
     block, far = scanner.BLOCK, scanner.CONTEXT

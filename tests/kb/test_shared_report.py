@@ -221,7 +221,7 @@ def test_the_largest_report_stays_below_the_limit() -> None:
 
 
 @given(said=st.text(max_size=700))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_sentence_can_be_shared(said: str) -> None:
     told = shared(document(reason=said, check={"state": "unknown", "evidence": [said], "advice": said}))
     assert SharedReport.model_validate_json(told.model_dump_json()) == told

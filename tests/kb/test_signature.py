@@ -77,7 +77,7 @@ def test_the_literals_are_found(pattern: str, texts: set[str]) -> None:
 
 @pytest.mark.parametrize("pattern", [*LITERALS, *FAST], ids=repr)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, database=None)
+@settings(max_examples=30, database=None)
 def test_every_match_contains_a_literal(pattern: str, data: st.DataObject) -> None:
     text = data.draw(st.from_regex(pattern))
     known = literals(pattern)
