@@ -30,10 +30,16 @@ def test_filters_narrow_the_list(client: httpx.Client) -> None:
     assert ids(client) == ["broken-thing", "slow-disk"]
     assert ids(client, tag="storage") == ["slow-disk"]
     assert ids(client, tag=["test", "storage"]) == ["slow-disk"]
-    assert ids(client, tag=["test", "absent"]) == []
+    assert ids(client, tag="Test", framework="Storage") == ["slow-disk"]
     assert ids(client, framework="TORCH") == ["slow-disk"]
     assert ids(client, status="withdrawn") == ["old-thing"]
     assert ids(client, status="reported") == []
+
+
+def test_a_filter_that_nothing_can_pass_names_the_nearest(client: httpx.Client) -> None:
+    answer = client.get("/v1/entries", params={"tag": ["test", "storag"]})
+    assert answer.status_code == 422
+    assert "storage" in answer.json()["hint"]
 
 
 def test_an_entry_is_that_of_the_command_but_for_files_of_this_machine(client: httpx.Client, kb: Kb) -> None:
