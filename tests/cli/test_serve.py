@@ -206,7 +206,7 @@ def test_an_address_that_cannot_be_taken_is_a_usage_error(kb: Kb, args: tuple[st
 
 
 def test_a_root_that_is_none_is_a_usage_error(kb: Kb, tmp_path: Path) -> None:
-    ended = kb("serve", "--root", tmp_path)
+    ended = kb("serve", "--root", tmp_path, "--port", "0")
     assert ended.code == 2
     assert "not a content root" in ended.err
 
