@@ -42,7 +42,7 @@ router = APIRouter(prefix="/v1", tags=["context"])
 async def get_context(
     request: Request, content: Loaded, answers: LastAnswers, question: Annotated[ContextQuestion, Query()]
 ) -> Response:
-    """Claims of up to three entries, each on a line that ends in its citation: entry, section, grade and addresses.
+    """Claims of up to three entries, each ending in its citation: entry, section, grade and addresses.
 
     Cause and fix of each come first, code whole, and none is cut. Nothing else is in the block: no advice of ours,
     nothing of the question. Under `Accept: text/plain` it is all that is sent. No claims means that no entry answers

@@ -32,7 +32,7 @@ router = APIRouter(prefix="/v1", tags=["diagnose"])
     operation_id="diagnose",
     summary="Find what made a job fail, from its log",
     response_model=DiagnosisDocument,
-    responses=documented(408, 413, 422, 503),
+    responses=documented(408, 413, 415, 422, 503),
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -48,6 +48,8 @@ async def diagnose(request: Request, content: Loaded) -> DiagnosisDocument:
     When no entry explains it, up to three lines that report a failure are counted among the gaps, without names and
     secrets.
     """
+    if request.headers.get("content-type", "").lower().lstrip().startswith("multipart/"):
+        raise HTTPException(415, "a log is not a form; send it as it is: curl --data-binary @train.log")
     try:
         found = await _scanned(request.stream(), content)
     except ClientDisconnect:

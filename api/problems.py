@@ -134,7 +134,10 @@ def _allowed(request: Request) -> str:
 
 def _invalid_request(request: Request, error: RequestValidationError) -> Response:
     errors = [
-        {"parameter": str(one["loc"][-1]), "detail": str(one["msg"]).removeprefix("Value error, ")}
+        {
+            "parameter": "body" if one["type"] == "json_invalid" else str(one["loc"][-1]),
+            "detail": str(one["msg"]).removeprefix("Value error, "),
+        }
         for one in error.errors()
     ]
     detail = "; ".join(f"{one['parameter']}: {one['detail']}" for one in errors)

@@ -93,6 +93,8 @@ def _installed(python: Path) -> dict[str, str | None]:
 def _print(answer: Answer, *, in_chinese: bool) -> None:
     if answer.did_you_mean:
         print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
+    if answer.hits and not answer.answered:
+        print("No entry answers this well; these have some words in common with it.\n")
     for number, hit in enumerate(answer.hits, 1):
         _print_hit(number, hit, in_chinese)
     if not answer.hits:
@@ -106,7 +108,7 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
     matched = ", ".join(hit.matched[:8])
     why = "a signature of this entry matches your text; " if hit.signature else ""
     print(f"{number}. {style(title, bold=True)}")
-    print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} · {hit.severity}{origin}', dim=True)}")
+    print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} entry · {hit.severity} severity{origin}', dim=True)}")
     print(wrapped("cause", cause))
     print(wrapped("matched", why + matched))
     if hit.applicability:

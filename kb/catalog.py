@@ -78,10 +78,11 @@ def _admit(entry: Entry, entries: dict[str, Entry]) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> tuple[str, ...]:
-    """Up to three ids that a mistyped one may have meant, best first."""
-    words = list(words)
-    close = difflib.get_close_matches(word.lower().replace("_", "-"), words, n=3, cutoff=0.5)
-    return tuple(close) or tuple(w for w in words if word.lower() in w)[:3]
+    """Up to three ids that a mistyped one, or the beginning of one, may have meant, best first."""
+    words, word = list(words), word.lower().replace("_", "-")
+    begun = [one for one in words if len(word) > 3 and one.startswith(word)]
+    close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
+    return tuple(dict.fromkeys([*begun, *close]))[:3] or tuple(one for one in words if word in one)[:3]
 
 
 def file_digest(path: Path | None) -> str:

@@ -80,23 +80,43 @@ class Context:
 
 
 def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) -> Context:
-    """The cited claims of some entries in at most `most` characters: whole ones, up to the first that has no room.
+    """The cited claims of some entries in at most `most` characters, whole ones.
 
-    Cause and fix of every entry come before anything else of any. First comes the first claim that is not too long.
+    They stand in the order of the entries, cause and fix of all before anything else of any. Those that one needs first
+    are given room first: of each entry what the cause is, the fix, the rest of the cause; up to the first that has no
+    room, where the very first are passed over if they are too long for any.
     """
-    entries = tuple(entries)
     parts = (FIRST_ZH, AFTERWARDS_ZH) if in_chinese else (FIRST, AFTERWARDS)
+    entries = tuple(entries)
     found = list(chain.from_iterable(claims(entry, headings) for headings in parts for entry in entries))
-    kept: list[Claim] = []
+    kept: list[int] = []
     room = most + 1  # a line more than there are line ends
-    for claim in found:
-        size = len(claim.cited) + 1
+    for number in _needed_first(found, *parts[0]):
+        size = len(found[number].cited) + 1
         if size <= room:
-            kept.append(claim)
+            kept.append(number)
             room -= size
         elif kept:
             break
-    return Context(tuple(kept), "\n".join(claim.cited for claim in kept), len(kept) < len(found))
+    chosen = tuple(found[number] for number in sorted(kept))
+    return Context(chosen, "\n".join(claim.cited for claim in chosen), len(kept) < len(found))
+
+
+def _needed_first(found: list[Claim], cause: str, fix: str) -> list[int]:
+    """The numbers of claims that come entry by entry, causes and fixes before all others."""
+    causes: dict[str, int] = {}
+    places: dict[str, int] = {}
+
+    def need(number: int) -> tuple[int, int]:
+        claim = found[number]
+        place = places.setdefault(claim.entry, len(places))
+        if claim.section == fix:
+            return place, 1
+        if claim.section != cause:
+            return len(found), 0
+        return place, 0 if causes.setdefault(claim.entry, number) == number else 2
+
+    return sorted(range(len(found)), key=need)
 
 
 def claims(entry: Entry, headings: Iterable[str]) -> Iterator[Claim]:

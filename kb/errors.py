@@ -54,7 +54,7 @@ class UnknownEntry(UsageError):
     """No entry has this id."""
 
     def __init__(self, entry_id: str, nearest: tuple[str, ...]) -> None:
-        hint = f"nearest: {', '.join(nearest)}" if nearest else "`kb list` shows every id"
+        hint = f"nearest: {', '.join(nearest)}" if nearest else "`kb list`, or GET /v1/entries, shows every id"
         super().__init__(f"no entry is called {entry_id!r}", hint)
         self.nearest = nearest
 

@@ -18,11 +18,21 @@ from kb.needs import free_gpus, unmet
 from kb.probe import Experiment, Param, Probe
 
 DESCRIBE_S = 10.0
+
+
+def _path(text: str) -> Path:
+    """Of something that is there, absolute: workers have another working directory. Raises `ValueError`."""
+    path = Path(text).expanduser().absolute()
+    if not path.exists():
+        raise ValueError
+    return path
+
+
 CONVERT: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "str": str,
-    "path": lambda text: Path(text).expanduser().absolute(),  # workers have another working directory
+    "path": _path,
 }
 
 
@@ -190,4 +200,4 @@ def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> None:
 
 
 def _article(kind: str) -> str:
-    return {"int": "a whole number", "float": "a number"}.get(kind, f"a {kind}")
+    return {"int": "a whole number", "float": "a number", "path": "the path of a file or folder that is there"}[kind]

@@ -71,6 +71,13 @@ def test_an_empty_body_is_refused_with_a_hint(client: httpx.Client) -> None:
     assert "curl" in answer.json()["hint"]
 
 
+def test_a_form_is_no_log(client: httpx.Client) -> None:
+    """Its head would be read as lines of the log, and every line that is cited be counted from there."""
+    answer = client.post("/v1/diagnose", files={"file": ("train.log", b"the thing broke: code 42\n")})
+    assert answer.status_code == 415
+    assert "--data-binary" in answer.json()["detail"]
+
+
 def test_a_log_that_would_keep_others_waiting_is_given_up(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from support import ContentRoot
+from support import ContentRoot, wait_until_ready
 
 from kb import index, root
 from kb.errors import IndexUnavailable, KbError, UsageError
@@ -109,6 +109,12 @@ def test_a_broken_store_is_unavailable_and_its_place_stays_private(client: httpx
     assert client.get("/v1/entries/slow-disk").status_code == 200
 
 
+def test_a_body_that_is_no_json_is_called_so(client: httpx.Client) -> None:
+    document = problem(client.post("/v1/search", content=b"{q: 1", headers={"Content-Type": "application/json"}), 422)
+    assert [one["parameter"] for one in document["errors"]] == ["body"]
+    assert document["detail"].startswith("body: JSON decode error")
+
+
 @pytest.mark.parametrize("error", [RuntimeError("secret-token"), KbError("secret-token", "secret-hint")])
 def test_an_error_of_ours_tells_nothing_about_the_inside(client: httpx.Client, app: FastAPI, error: Exception) -> None:
     @app.get("/fails")
@@ -130,6 +136,23 @@ def test_until_the_index_is_open_only_liveness_is_answered(app: FastAPI, client:
         assert response.headers["retry-after"]
     app.state.loading = content
     assert client.get("/readyz").json() == {"status": "ready", "entries": 3}
+
+
+def test_where_only_keys_get_answers_it_is_not_ready_while_none_can_be_checked(
+    make_app: Callable[..., FastAPI], serve: Serve, store_path: Path
+) -> None:
+    store_path.parent.mkdir()
+    store_path.write_text("no database " * 100)
+    for anonymous, status in (("nobody", 503), ("loopback", 200)):
+        app = make_app(anonymous=resolve_name("kb.api.settings:Anonymous")(anonymous))
+        with serve(app) as client:
+            wait_until_ready(app)
+            response = client.get("/readyz")
+            assert response.status_code == status
+            assert client.get("/healthz").status_code == 200
+        if status == 503:
+            assert "no key can be checked" in problem(response, 503)["detail"]
+            assert response.headers["retry-after"] == "1"
 
 
 def test_content_that_cannot_be_read_leaves_it_not_ready(

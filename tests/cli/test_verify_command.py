@@ -107,6 +107,7 @@ def test_an_exposed_machine_is_exit_1_even_when_the_mechanism_is_verified(kb: Kb
     [
         (["sized", "--set", "size"], "expected KEY=VALUE"),
         (["sized", "--set", "size=many"], "not a whole number"),
+        (["sized", "--set", "file=no-such.pt"], "not the path of a file or folder that is there"),
         (["sized", "--set", "colour=red"], "no chosen probe takes 'colour'"),
         ([], "name the entries to verify"),
         (["sized", "--all"], "either ids or --all"),
@@ -125,6 +126,7 @@ def test_bad_input_is_exit_2_with_one_document(kb: Kb, content: ContentRoot, arg
 
 def test_a_relative_path_means_the_callers_directory(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
     content.raw_probe("sized", CHECK)
+    (tmp_path / "a.pt").touch()
     assert kb("verify", "sized", "--json", "--set", "file=a.pt").json["params"]["file"] == str(tmp_path / "a.pt")
 
 
@@ -279,6 +281,7 @@ def test_what_is_said_of_a_named_file_comes_before_the_arms(
     path = content.path / "probes" / "about_files.py"
     imports = "from dataclasses import replace\nfrom kb.probe import Param, clear, exposed, unknown\n"
     path.write_text(imports + path.read_text())
+    (tmp_path / "x").touch()
     ended = kb("verify", "about-files", "--set", f"file={tmp_path / 'x'}")
     assert ended.code == code
     assert ended.out.splitlines()[1].startswith(f"  your file: {answer.partition('(')[0]}")

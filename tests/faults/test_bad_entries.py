@@ -83,6 +83,7 @@ def test_an_unknown_id_is_answered_with_the_nearest_ones(kb: Kb) -> None:
         assert ended.json["ok"] is False
         assert ended.json["error"]["type"] == "unknown-entry"
         assert "checkpoint-save-allgather-timeout" in ended.json["error"]["hint"]
+    assert kb("show", "oom_mask").err.splitlines()[1].startswith("hint:  nearest: oom-masked-as-nccl-timeout")
 
 
 def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, content: ContentRoot) -> None:
