@@ -54,7 +54,7 @@ SHARED: dict[str, Any] = {
         "os": "Ubuntu 22.04.4 LTS",
         "python": "3.12.3",
     },
-    "next_step": f"apply the fix: `kb show {ID}`, section Fix",
+    "next_step": f"apply the fix: `kb show {ID} --section fix`",
 }
 REPORT: dict[str, Any] = {
     **SHARED,

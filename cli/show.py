@@ -22,6 +22,7 @@ WIDEST = 110
 def show(
     entry_id: Annotated[str, typer.Argument(metavar="ID", help="The id of an entry, as `kb search` prints it.")],
     lang: Annotated[str, typer.Option(help="en, or zh for the Chinese text.")] = "en",
+    section: Annotated[str, typer.Option(help="Only this section, for instance fix; its beginning is enough.")] = "",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the file as it is written.")] = False,
     as_json: JsonFlag = False,
     roots: RootOption = None,
@@ -40,9 +41,19 @@ def show(
         emit("show", **entry.to_json(), probe_file=str(probe) if probe else None, hardware=hardware or None)
     elif markdown:
         sys.stdout.write(entry.path.read_text(encoding="utf-8"))
+    elif section:
+        _render(_section(entry, section))
     else:
         _render(page(entry, lang, hardware))
     return 0
+
+
+def _section(entry: Entry, name: str) -> str:
+    """Raises `UsageError` for one that the entry has not."""
+    for heading, one in entry.sections.items():
+        if heading.lower().startswith(name.lower()):
+            return f"## {heading}\n\n{one.text}\n"
+    raise UsageError(f"{entry.id} has no section {name!r}", f"one of: {', '.join(entry.sections)}")
 
 
 def page(entry: Entry, lang: str, hardware: str = "") -> str:
@@ -55,7 +66,7 @@ def page(entry: Entry, lang: str, hardware: str = "") -> str:
     else:
         body = "\n\n".join(f"## {name}\n\n{one.text}" for name, one in entry.sections.items() if name != "中文")
     references = "\n".join(
-        f"{number}. {one.shows} ({one.grade}): <{one.url}>" for number, one in enumerate(meta.references, 1)
+        f"{number}. {one.shows} ({one.grade}): {one.url}" for number, one in enumerate(meta.references, 1)
     )
     proof = f"`kb verify {entry.id}`" if meta.probe else f"no probe: {meta.probe_waiver}"
     label = ("参考", "在本机验证") if lang == "zh" else ("References", "Prove it on this machine")
@@ -64,8 +75,9 @@ def page(entry: Entry, lang: str, hardware: str = "") -> str:
 
 def _render(text: str) -> None:
     from rich.console import Console
-    from rich.markdown import Markdown
+
+    from .markdown import Terminal
 
     console = Console(soft_wrap=False)
     console.width = min(console.width, WIDEST)
-    console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
+    console.print(Terminal(text, code_theme="ansi_dark", hyperlinks=False), crop=False)

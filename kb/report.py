@@ -15,7 +15,7 @@ from kb.probe import FIDELITIES, Arm, Experiment, Finding
 from kb.verdict import EXIT_CODES, Judgement, Verdict
 
 NEXT_STEPS = {
-    Verdict.VERIFIED: "apply the fix: `kb show {id}`, section Fix",
+    Verdict.VERIFIED: "apply the fix: `kb show {id} --section fix`",
     Verdict.EXPOSED: "mend what the check names, then verify again",
     Verdict.CLEAR: "nothing to do here for this entry",
     Verdict.NOT_REPRODUCED: "this stack does not show the incident: compare versions, `kb show {id}`, Environment",

@@ -88,6 +88,19 @@ def test_show_renders_markdown_json_and_chinese(kb: Kb) -> None:
     assert document["probe"] == ENTRY.replace("-", "_")
 
 
+def test_one_section_is_shown_with_code_that_can_be_copied(kb: Kb) -> None:
+    shown = kb("show", "host-oom-killed", "--section", "FIX").out
+    assert shown.startswith("Fix")
+    assert 'model = AutoModelForCausalLM.from_pretrained(name, torch_dtype="auto")' in shown
+    assert "Symptom" not in shown
+    whole = kb("show", "host-oom-killed").out
+    assert "'--local_rank=7'] exits with return code = -9\n" in whole, "a line of a log is one line at any width"
+    assert whole.count("https://github.com/pytorch/pytorch/issues/20433") == 1
+    ended = kb("show", "host-oom-killed", "--section", "cure")
+    assert ended.code == 2
+    assert "Root cause" in ended.err
+
+
 def test_list_filters_by_tag_framework_and_status(kb: Kb) -> None:
     def ids(*options: str) -> set[str]:
         return {entry["id"] for entry in kb("list", "--json", *options).json["entries"]}
