@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 
 from kb.diagnose.evidence import Scan
 from kb.diagnose.matcher import Matcher
-from kb.diagnose.scan import scan
+from kb.diagnose.scan import Limits, scan
 from kb.diagnose.source import Stream
 from kb.errors import IndexUnavailable, UsageError
 
 MOST_AT_ONCE = 4
 MOST_S = 30.0  # of one processor for one request: 2 MB can unpack to what would take minutes
+LIMITS = Limits(structured=32 << 20, records=200_000)
 AHEAD = 64 << 10  # bytes of a log that have to be here before it is given a place
 
 
@@ -49,7 +51,15 @@ class Scanning:
             if self._closing.is_set():
                 raise IndexUnavailable("the service is ending", "ask again in a moment")
 
-        return scan(streams, self._matcher, look)
+        watched = [replace(one, pieces=_heard(one.pieces, look)) for one in streams]
+        return scan(watched, self._matcher, look, LIMITS)
+
+
+def _heard(pieces: Iterator[bytes], look: Callable[[int], None]) -> Iterator[bytes]:
+    """For what unpacks to nothing, and so is never read on."""
+    for piece in pieces:
+        look(0)
+        yield piece
 
 
 async def begun(body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

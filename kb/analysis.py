@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from whoosh.lang.porter import stem
 
@@ -48,7 +48,21 @@ class Term(NamedTuple):
     is_cjk: bool
 
 
-@lru_cache(1 << 16)
+Made = TypeVar("Made")
+More = TypeVarTuple("More")
+
+
+def _remembered(make: Callable[[str, *More], Made]) -> Callable[[str, *More], Made]:
+    """`lru_cache` for words of ordinary length: longer ones hardly come again, and would be kept for good."""
+    kept = lru_cache(1 << 16)(make)
+
+    def found(word: str, /, *more: *More) -> Made:
+        return kept(word, *more) if len(word) <= LONGEST else make(word, *more)
+
+    return found
+
+
+@_remembered
 def normal(word: str) -> str:
     """Lower case and stemmed; what is not a plain English word stays as it is."""
     word = word.lower()
@@ -67,7 +81,7 @@ def terms(text: str) -> Iterator[Term]:
         position += width
 
 
-@lru_cache(1 << 16)
+@_remembered
 def _forms(surface: str, kind: str) -> tuple[tuple[tuple[str, int], ...], int]:
     """(form, offset) of one run of text, and how many positions it takes."""
     forms = _forms_of(surface, kind)
@@ -102,7 +116,7 @@ def _mangled_names(symbol: str) -> Iterator[str]:
         yield symbol[found.end() : at]
 
 
-@lru_cache(1 << 16)
+@_remembered
 def _identifier_forms(raw: str) -> tuple[tuple[str, int], ...]:
     """(form, offset) of one run of word characters: whole, solid, and in parts."""
     raw = raw.strip("_-./:")

@@ -14,7 +14,7 @@ records what the rank happened to pass. torch's own analyzer makes about the sam
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -79,7 +79,11 @@ def findings(
     """
     groups = _groups(records, members or {}, issued or {})
     told = [(group, said) for group in groups if len(group.members) > 1 and (said := _of(group))]
-    told.sort(key=lambda one: (_is_cascade(one[1][0], one[0], groups), one[1][0].time or 0.0))
+    waiting = {
+        group.name: {rank for rank, seq in group.last.items() if _is_waiting(rank, seq, group)} for group in groups
+    }
+    places = Counter(rank for ranks in waiting.values() for rank in ranks)
+    told.sort(key=lambda one: (_is_cascade(one[1][0], waiting[one[0].name], places), one[1][0].time or 0.0))
     return [finding for _, said in told for finding in said] + _never_completed(groups)
 
 
@@ -96,7 +100,8 @@ def _groups(
     for name, calls in by_group.items():
         seen = {rank for by_rank in calls.values() for rank in by_rank}
         of_all = set(records) if is_only or "default_pg" in name else seen
-        ranks = sorted(set(members.get(name, of_all)) & set(records))
+        among = members.get(name, of_all)
+        ranks = [rank for rank in sorted(records) if rank in among]
         found.append(Group(name, calls, ranks, _last_issued(name, calls, ranks, records, issued)))
     return found
 
@@ -226,11 +231,12 @@ def _never_completed(groups: list[Group]) -> list[Finding]:
     return [Finding(f"no collective ever completed, the first was {describe(first)}{place(first)}", (), created(first))]
 
 
-def _is_cascade(finding: Finding, own: Group, groups: list[Group]) -> bool:
-    """Whether the accused ranks could not come, because each waits in a collective of another group."""
-    others = [group for group in groups if group is not own]
-    waiting = {rank for group in others for rank, seq in group.last.items() if _is_waiting(rank, seq, group)}
-    return bool(finding.ranks) and waiting.issuperset(finding.ranks)
+def _is_cascade(finding: Finding, own: Collection[int], places: Mapping[int, int]) -> bool:
+    """Whether the accused ranks could not come, because each waits in a collective of another group.
+
+    `own` are the ranks that wait in the group of the finding, `places` in how many groups each rank waits.
+    """
+    return bool(finding.ranks) and all(places[rank] > (rank in own) for rank in finding.ranks)
 
 
 def _is_waiting(rank: int, seq: int, group: Group) -> bool:

@@ -7,6 +7,7 @@ document is scored by the best alternative of each concept, so synonyms never ad
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ Synonyms = Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]
 def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple[Concept, ...]:
     """The distinct concepts of a text in order. `has` says whether a term is in the index."""
     longest = max(map(len, synonyms), default=0)
-    text = text[:LONGEST_TEXT]
+    text = unicodedata.normalize("NFKC", text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
     units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))
     found: dict[tuple[Alternative, ...], Concept] = {}
     at = 0

@@ -18,6 +18,7 @@ from ..diagnose import MOST_BYTES, MOST_UNPACKED
 
 MOST_FILES = 64  # the logs of so many ranks at once
 LONGEST_NAME = 200
+PIECE = 64 << 10  # bytes; after each of them a reader may be told to end
 PASTED = "pasted text"
 HINT = "choose a log, or paste a part of one"
 
@@ -40,7 +41,8 @@ class Log:
     most: int = MOST_UNPACKED
 
     def stream(self) -> Stream:
-        return Stream(self.name, iter((self.data,)), most=self.most)
+        pieces = (self.data[at : at + PIECE] for at in range(0, len(self.data), PIECE))
+        return Stream(self.name, pieces, most=self.most)
 
 
 async def received(headers: Headers, body: AsyncGenerator[bytes, None]) -> list[Log]:

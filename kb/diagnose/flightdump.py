@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from kb import flight
 from kb.collective import Record, name_ranks
@@ -23,10 +23,14 @@ KEYS = ("entries", "pg_config", "pg_status")
 STATES = ("scheduled", "started", "completed")
 STAGES = ("enqueued", "started", "completed")
 MOST_RECORDS = 50_000
+MOST_RANKS, LONGEST_RANKS = 1 << 17, 1 << 20  # of a group: ranks, and characters where they are a text
 MOST_FRAMES = 200
 MOST_TENSORS = 64
 TORCH = re.compile(r"(^|[/\\])torch[/\\](distributed|nn|autograd|utils|optim|cuda|fx|_dynamo|_inductor)[/\\]")
 LIBRARY = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen ")
+
+Found = TypeVar("Found")
+Made = dict[tuple[Callable[[Any], Any], int], Any]  # by what made it and the identity of what it was made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,15 @@ def read(data: bytes, source: str) -> FlightDump:
     entries = dump.get("entries") or []  # JSON leaves the key out when there are none
     if not isinstance(entries, list):
         raise Unreadable("its entries are not a list")
-    records = [_record(index, entry) for index, entry in enumerate(entries[-MOST_RECORDS:])]
+    made: Made = {}
+    records = [_record(index, entry, made) for index, entry in enumerate(entries[-MOST_RECORDS:])]
     rank = number(dump.get("rank"))
     return FlightDump(
         source,
         rank if rank is not None and rank >= 0 else _rank_of(source),
         text(dump.get("version")),
         records,
-        _members(dump.get("pg_config")),
+        _members(dump.get("pg_config"), made),
         _statuses(dump.get("pg_status"), records),
     )
 
@@ -80,14 +85,14 @@ def _rank_of(source: str) -> int | None:
 
 def lines(dumps: Iterable[FlightDump]) -> list[Line]:
     """What the dumps of a job say together, the sentence that explains the others first."""
-    latest = _told_apart(_latest(dumps))
+    latest = _told_apart(_interned(_latest(dumps)))
     if len(latest) < 2:
         return []
     records = {rank: dump.records for rank, dump in latest.items()}
     members = {group: ranks for dump in latest.values() for group, ranks in dump.members.items()}
     issued = {(rank, group): seq for rank, dump in latest.items() for group, seq in _enqueued(dump)}
     found = [_line(finding, latest) for finding in flight.findings(records, members, issued)]
-    silent = frozenset[int]().union(*members.values()) - set(latest)
+    silent = frozenset[int]().union(*set(members.values())) - set(latest)
     source = latest[min(latest)].source
     return found + [Line(source, 0, said, min(silent)) for said in flight.no_record(silent)]
 
@@ -99,6 +104,20 @@ def _latest(dumps: Iterable[FlightDump]) -> dict[int, FlightDump]:
         if dump.rank is not None:
             found[dump.rank] = dump
     return dict(sorted(found.items()))
+
+
+def _interned(dumps: dict[int, FlightDump]) -> dict[int, FlightDump]:
+    """With equal sets of ranks as one object: a thousand groups may name them, and to compare two is to look at all."""
+    by_value: dict[frozenset[int], frozenset[int]] = {}
+    by_identity: dict[int, frozenset[int]] = {}
+    for dump in dumps.values():
+        for ranks in dump.members.values():
+            if id(ranks) not in by_identity:
+                by_identity[id(ranks)] = by_value.setdefault(ranks, ranks)
+    return {
+        rank: replace(dump, members={group: by_identity[id(ranks)] for group, ranks in dump.members.items()})
+        for rank, dump in dumps.items()
+    }
 
 
 def _told_apart(dumps: dict[int, FlightDump]) -> dict[int, FlightDump]:
@@ -135,7 +154,16 @@ def _line(finding: flight.Finding, dumps: Mapping[int, FlightDump]) -> Line:
     return Line(dumps[min(dumps) if rank is None else rank].source, 0, finding.text, rank, finding.time)
 
 
-def _record(index: int, entry: Any) -> Record:
+def _once(make: Callable[[Any], Found], value: Any, made: Made) -> Found:
+    """What is made of a part of the dump: once, as a pickle may name one part in fifty thousand places."""
+    key = (make, id(value))
+    if key not in made:
+        made[key] = make(value)
+    found: Found = made[key]
+    return found
+
+
+def _record(index: int, entry: Any, made: Made) -> Record:
     seq = number(entry.get("collective_seq_id", entry.get("seq_id"))) if isinstance(entry, dict) else None
     if seq is None:
         raise Unreadable(f"its entry {index} has no sequence number")
@@ -145,13 +173,13 @@ def _record(index: int, entry: Any) -> Record:
         "group": _group(entry),
         "seq": seq,
         "op": op,
-        "sizes": _sizes(entry.get("input_sizes")),
-        "outputs": _sizes(entry.get("output_sizes")),
-        "dtypes": [text(one, 40) for one in _list(entry.get("input_dtypes"), MOST_TENSORS)],
+        "sizes": _once(_sizes, entry.get("input_sizes"), made),
+        "outputs": _once(_sizes, entry.get("output_sizes"), made),
+        "dtypes": _once(_dtypes, entry.get("input_dtypes"), made),
         "retired": entry.get("retired") is True,
         "state": state if state in STATES else "scheduled",
         "p2p": entry.get("is_p2p") is True or bool(re.search(r"(^|:)(send|recv)\b", op)),
-        "frames": _user_frames(entry.get("frames")),
+        "frames": _once(_user_frames, entry.get("frames"), made),
         "record_id": number(entry.get("record_id")) or 0,
         "time_created_ns": number(entry.get("time_created_ns")) or 0,
         "timeout_ms": number(entry.get("timeout_ms")) or 0,
@@ -174,6 +202,10 @@ def _sizes(value: Any) -> list[list[int]]:
     return [[number(size) or 0 for size in _list(one, 16)] for one in _list(value, MOST_TENSORS)]
 
 
+def _dtypes(value: Any) -> list[str]:
+    return [text(one, 40) for one in _list(value, MOST_TENSORS)]
+
+
 def _user_frames(value: Any) -> list[str]:
     """`train.py:42 step`, innermost first: not of libraries; of other libraries than torch if that is all."""
     frames = [one for one in _list(value, MOST_FRAMES) if isinstance(one, dict)]
@@ -194,11 +226,11 @@ def _base_name(path: str) -> str:
     return re.split(r"[/\\]", path)[-1]
 
 
-def _members(config: Any) -> dict[str, frozenset[int]]:
+def _members(config: Any, made: Made) -> dict[str, frozenset[int]]:
     """Ranks by group where the dump names them; gloo files all its groups under one empty name, often without ranks."""
     listed = {}
     for name, one in list(config.items())[:MOST_RECORDS] if isinstance(config, dict) else ():
-        ranks = _ranks(one.get("ranks")) if isinstance(one, dict) else frozenset()
+        ranks = _once(_ranks, one.get("ranks"), made) if isinstance(one, dict) else frozenset()
         if ranks and text(name):
             listed[_group({"process_group": [name, one.get("desc")]})] = ranks
     return listed
@@ -206,7 +238,7 @@ def _members(config: Any) -> dict[str, frozenset[int]]:
 
 def _ranks(value: Any) -> frozenset[int]:
     """`[0, 1]`, as a list or, as torch writes it, as text."""
-    found = re.findall(r"\d{1,9}", value[:1_000_000]) if isinstance(value, str) else _list(value, 1_000_000)
+    found = re.findall(r"\d{1,9}", value[:LONGEST_RANKS]) if isinstance(value, str) else _list(value, MOST_RANKS)
     return frozenset(rank for one in found if (rank := number(one)) is not None)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 LARGEST = 256 << 20  # bytes of a dump; 2000 collectives with their stacks make about two million
 MOST = 5_000_000  # values, which bounds memory: a hostile byte can make an object of 64
+MOST_DIGITS = 40
 DEEPEST = 100  # containers that are open at a time
 
 
@@ -36,7 +37,12 @@ def load_json(data: bytes | str) -> Any:
     if sum(map(text.count, "[{,")) > MOST:
         raise Unreadable(f"it has more than {MOST} values")
     try:
-        return json.loads(text.removeprefix("\ufeff"), object_hook=_let_others_run)
+        return json.loads(
+            text.removeprefix("\ufeff"),
+            object_hook=_let_others_run,
+            parse_int=_of_digits(int),
+            parse_float=_of_digits(float),
+        )
     except RecursionError:
         raise Unreadable("its JSON is nested too deeply") from None
     except ValueError as error:  # also a number of more digits than Python converts
@@ -46,6 +52,17 @@ def load_json(data: bytes | str) -> Any:
 def _let_others_run(found: dict[str, Any]) -> dict[str, Any]:
     """An object as it is. json's parser lets no other thread run until it is called back, and a dump has 20 MB."""
     return found
+
+
+def _of_digits(make: Callable[[str], float]) -> Callable[[str], float]:
+    """Numbers as dumps have them: Python takes a second for a million digits, or for some thousand clever floats."""
+
+    def read(digits: str) -> float:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+        return make(digits)
+
+    return read
 
 
 def number(value: Any) -> int | None:
@@ -142,7 +159,7 @@ class _Pickle:
         into, keys = self.stack[-1], items[::2]
         if not isinstance(into, dict) or len(items) % 2 or not all(isinstance(key, (str, int)) for key in keys):
             raise Unreadable("its pickle is damaged, or has keys that are not text")
-        into.update(zip(keys, items[1::2], strict=True))
+        into.update(zip(map(str, keys), items[1::2], strict=True))  # who chooses numbers chooses how they collide
 
     def remember(self, key: int) -> None:
         self.memo[key] = self.stack[-1]

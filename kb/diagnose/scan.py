@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from kb.diagnose import errorfile, flightdump, ras, stacks
@@ -11,7 +12,7 @@ from kb.diagnose.collectives import observations
 from kb.diagnose.evidence import Line, Scan
 from kb.diagnose.flightdump import FlightDump
 from kb.diagnose.matcher import Matcher
-from kb.diagnose.plaindata import Unreadable
+from kb.diagnose.plaindata import LARGEST, Unreadable
 from kb.diagnose.ranks import rank_of
 from kb.diagnose.reading import HEAD
 from kb.diagnose.recognise import Kind, kind
@@ -19,14 +20,26 @@ from kb.diagnose.scanner import Scanner
 from kb.diagnose.source import Source, Stream
 from kb.diagnose.tally import Tally
 
-MOST_STRUCTURED = 256 << 20  # bytes of a dump
 PIECE = 1 << 20  # bytes of a log that are read at once
 
 Progress = Callable[[int], None]
 
 
-def scan(sources: Iterable[Source | Stream], matcher: Matcher, progress: Progress = lambda _: None) -> Scan:
-    """One pass over all sources; `progress` hears how many bytes each step read. Raises nothing."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What dumps may make of memory: bytes of each, and collectives of all together."""
+
+    structured: int = LARGEST
+    records: int = 5_000_000
+
+
+def scan(
+    sources: Iterable[Source | Stream],
+    matcher: Matcher,
+    progress: Progress = lambda _: None,
+    limits: Limits = Limits(),
+) -> Scan:
+    """One pass over all sources; `progress` hears how many bytes each step read. Raises what that raises."""
     tally = Tally()
     dumps: list[FlightDump] = []
     for source in sources:
@@ -38,7 +51,10 @@ def scan(sources: Iterable[Source | Stream], matcher: Matcher, progress: Progres
             elif found in (Kind.BINARY, Kind.OWN):
                 tally.problems.append(f"{source.name}: is {found.value} and was not read")
             else:
-                _read_structured(source, found, stream.read(MOST_STRUCTURED), matcher, tally, dumps)
+                data = stream.read(limits.structured + 1)
+                progress(len(data))
+                _read_structured(source, found, data, matcher, tally, dumps, limits)
+    progress(0)
     return _concluded(tally, matcher, dumps)
 
 
@@ -69,10 +85,20 @@ def _read_log(source: Source | Stream, stream: BinaryIO, matcher: Matcher, tally
 
 
 def _read_structured(
-    source: Source | Stream, found: Kind, data: bytes, matcher: Matcher, tally: Tally, dumps: list[FlightDump]
+    source: Source | Stream,
+    found: Kind,
+    data: bytes,
+    matcher: Matcher,
+    tally: Tally,
+    dumps: list[FlightDump],
+    limits: Limits,
 ) -> None:
     tally.bytes += len(data)
     try:
+        if len(data) > limits.structured:
+            raise Unreadable(f"it is larger than {limits.structured >> 20} MiB")
+        if sum(len(dump.records) for dump in dumps) > limits.records:
+            raise Unreadable(f"the dumps before it have more than {limits.records:,} collectives")
         if found in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
             dumps.append(flightdump.read(data, source.name))
         elif found is Kind.ERROR_FILE:

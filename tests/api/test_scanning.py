@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Iterator
+from itertools import repeat
 from pkgutil import resolve_name
 from threading import Event
 from typing import Any
@@ -14,13 +16,14 @@ from fastapi import FastAPI
 from support import GENEROUS_S
 
 from kb.diagnose.source import Stream
-from kb.errors import IndexUnavailable
+from kb.errors import IndexUnavailable, UsageError
 
 pytest_plugins = ["served"]
 
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 content: Any = resolve_name("kb.api.content")
 front: Any = resolve_name("kb.api.front")
+scanning: Any = resolve_name("kb.api.scanning")
 
 
 class Silent(httpx.AsyncByteStream):
@@ -59,6 +62,19 @@ def test_who_sends_nothing_takes_no_place_from_others(
             lambda path=path, headers=headers, body=body: beside_silent_clients(app, path, headers, **body)
         )
         assert answer.status_code == 200
+
+
+def test_a_log_that_unpacks_to_nothing_for_ever_is_given_up(
+    client: httpx.Client, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanning, "MOST_S", 0.05)
+
+    async def read() -> None:
+        empty = repeat(gzip.compress(b"") * 1000)
+        await asyncio.wait_for(app.state.loading.result().scanning.begin([Stream("empty", empty)]), GENEROUS_S)
+
+    with pytest.raises(UsageError, match="too long"):
+        client._transport.portal.call(read)  # type: ignore[attr-defined]
 
 
 def test_a_service_that_ends_waits_for_no_log(client: httpx.Client, app: FastAPI) -> None:

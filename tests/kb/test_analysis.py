@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,3 +56,17 @@ def test_positions_of_a_phrase_are_adjacent() -> None:
 def test_any_text_gives_bounded_terms(text: str) -> None:
     for term in terms(text):
         assert 0 < len(term.text) <= max(64, len(term.surface))
+
+
+def test_words_that_nobody_writes_are_not_remembered() -> None:
+    """A service would keep every one of them: 3 MB for each question that somebody makes up for it."""
+    letters = random.Random(1)
+    texts = ["".join(chr(letters.randrange(0x4E00, 0x9FFF)) for _ in range(8000)) for _ in range(20)]
+    tracemalloc.start()
+    try:
+        for text in texts:
+            assert sum(1 for _ in terms(text)) == 7999
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 10 << 20

@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 from support import GENEROUS_S
 
 from kb.diagnose.flightdump import FlightDump, lines, read
+from kb.diagnose.matcher import Matcher
 from kb.diagnose.plaindata import Unreadable, load
+from kb.diagnose.scan import Limits, scan
+from kb.diagnose.source import Stream
 
 HANG = """
 import datetime, os, sys
@@ -278,6 +281,60 @@ def test_nesting_and_numbers_of_values_are_limited(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kb.diagnose.plaindata.LARGEST", 10)
     with pytest.raises(Unreadable, match="larger than"):
         load(b"\x80" * 11)
+
+
+def short(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def colliding(count: int) -> bytes:
+    """A pickle whose dictionary has integers for keys that Python hashes to one number."""
+    keys = b"".join(b"\x8a\x10" + (number * (2**61 - 1)).to_bytes(16, "little") + b"N" for number in range(1, count))
+    return b"\x80\x04}(" + short("pg_config") + b"}(" + keys + b"u" + short("entries") + b"]u."
+
+
+def repeated(**members: Any) -> bytes:
+    """A pickle that names one record, or the ranks of one group, in fifty thousand places."""
+    return pickle.dumps({"version": "2.4", **members}, 4)
+
+
+RANKS = list(range(1 << 16))
+FRAMES = [{"name": f"step_{depth}", "filename": f"/job/{depth}.py", "line": depth} for depth in range(200)]
+SMALL_AND_HOSTILE = {
+    "keys": colliding(200_000),
+    "groups": repeated(entries=[{**entry(1), "process_group": [str(group), ""]} for group in range(20_000)]),
+    "records": repeated(entries=[{**entry(1), "frames": FRAMES, "input_sizes": [[1] * 16] * 64}] * 50_000),
+    "ranks": repeated(entries=[entry(1)], pg_config={str(group): {"ranks": RANKS} for group in range(50_000)}),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_AND_HOSTILE)
+@pytest.mark.timeout(300)
+def test_a_small_dump_costs_no_more_than_it_is_large(kind: str) -> None:
+    """Each took minutes, or a hundred gigabytes."""
+    data = SMALL_AND_HOSTILE[kind]
+    assert len(data) < 5_000_000
+    lines([read(data, "nccl_trace_rank_0"), read(data, "nccl_trace_rank_1")])
+
+
+@pytest.mark.parametrize("digits", ["9" * 4300, f"9007199254740993.{'0' * 700}1"])
+def test_a_number_of_many_digits_is_none_of_a_dump(digits: str) -> None:
+    with pytest.raises(Unreadable, match="more than 40 digits"):
+        load(f'{{"version": "2.4", "entries": [{digits}]}}'.encode())
+
+
+def test_what_dumps_may_make_of_memory_is_limited() -> None:
+    data = json.dumps({"version": "2.4", "entries": [entry(number) for number in range(5000)]}).encode()
+
+    def problems(count: int, limits: Limits) -> tuple[str, ...]:
+        streams = [Stream(f"nccl_trace_rank_{rank}", iter([data])) for rank in range(count)]
+        return scan(streams, Matcher([]), limits=limits).problems
+
+    assert problems(2, Limits(structured=len(data), records=5000)) == ()
+    (large,) = problems(1, Limits(structured=len(data) - 1))
+    assert "nccl_trace_rank_0" in large and "larger than" in large
+    (many,) = problems(3, Limits(records=9999))
+    assert "nccl_trace_rank_2" in many and "more than 9,999 collectives" in many
 
 
 def test_while_a_large_dump_is_read_other_threads_run() -> None:
