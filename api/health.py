@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException, Request
 
 from .content import Loaded
-from .problems import documented
+from .problems import RETRY_S, documented
 from .schemas import Health, Readiness
+from .settings import Anonymous
+
+NO_KEYS = "no key can be checked until the database is read"
 
 router = APIRouter(tags=["health"])
 
@@ -24,6 +27,10 @@ async def health() -> Health:
     response_model=Readiness,
     responses=documented(503),
 )
-async def readiness(content: Loaded) -> Readiness:
-    """503 until the search index is open, and when it could not be opened."""
+async def readiness(content: Loaded, request: Request) -> Readiness:
+    """503 until the search index is open, and when it could not be opened; and where only keys get answers, while none
+    can be checked."""
+    state = request.app.state
+    if state.settings.anonymous is Anonymous.NOBODY and not state.snapshot.knows_keys:
+        raise HTTPException(503, NO_KEYS, {"Retry-After": RETRY_S})
     return Readiness(status="ready", entries=len(content.catalog))

@@ -66,10 +66,15 @@ class Snapshot:
         """What reports say of entries, by hardware; empty until the database was read."""
         return self._known.standings
 
-    def key(self, key_id: str) -> StoredKey | None:
-        """A key as it was last seen. Raises `StoreUnavailable` when that is so long ago that it says nothing."""
+    @property
+    def knows_keys(self) -> bool:
+        """Whether keys can be checked: they were read, and not so long ago that this says nothing."""
         read_at = self._known.read_at
-        if read_at is None or self._clock() - read_at > BELIEVED_S:
+        return read_at is not None and self._clock() - read_at <= BELIEVED_S
+
+    def key(self, key_id: str) -> StoredKey | None:
+        """A key as it was last seen. Raises `StoreUnavailable` where `knows_keys` is false."""
+        if not self.knows_keys:
             raise StoreUnavailable("keys cannot be checked while the database is away")
         return self._known.keys.get(key_id)
 
@@ -111,10 +116,16 @@ class Snapshot:
                 self._known = self._read()
                 self._write_uses_sometimes()
             except StoreUnavailable as error:
-                self._note(False, f"{error.message}; what was read before is served")
+                self._note(False, f"{error.message}; {self._left()}")
             else:
                 self._note(True, "the database answers")
             self.looked.set()
+
+    def _left(self) -> str:
+        """What there is without the database."""
+        if self._known.read_at is None:
+            return "it was never read: until it answers, no key can be checked"
+        return "what was read before is served"
 
     def _read(self) -> Known:
         found = {one.key.id: one for one in keys.everything(self._database)}

@@ -66,12 +66,17 @@ def list_(as_json: JsonFlag = False, database: DatabaseOption = None) -> int:
 
     with Database.open(database) as opened:
         found = [stored.key for stored in keys.everything(opened)]
+        with opened.reading() as session:
+            is_begun = session is not None
+        place = opened.name
     if as_json:
         emit("key", keys=[_document(one) for one in found])
     elif found:
         _print(found)
+    elif is_begun:
+        print(f"no key yet in {place}. `kb key new <name>` makes one.")
     else:
-        print("no key yet. `kb key new <name>` makes one.")
+        print(f"no key yet: nothing was ever kept in {place}. `kb key new <name>` begins it; or is the place wrong?")
     return 0 if found else 1
 
 

@@ -35,6 +35,8 @@ def examine(roots: tuple[Root, ...], python: Path) -> Iterator[Finding]:
     yield content(roots)
     yield search_index(roots)
     yield store()
+    if where := os.environ.get("KB_DATABASE_URL"):
+        yield database(where)
     yield command_name()
     yield import_name()
     yield left_directories()
@@ -86,6 +88,26 @@ def store() -> Finding:
             return Finding("store", True, f"writable, {database.name}")
     except KbError as error:
         return Finding("store", False, error.message, error.hint)
+
+
+def database(where: str) -> Finding:
+    """What a service keeps things in. Nothing is begun here: the service could not write to a file of another user."""
+    from kb.store import reports
+    from kb.store.database import Database
+
+    if where.startswith("postgres") and where.count("@") > 1:  # the rest of the password would be taken for the host
+        return Finding("database", False, "KB_DATABASE_URL has an @ too many", "in a password, write %40 for @")
+    try:
+        with Database.open(where) as opened:
+            with opened.reading() as session:
+                is_begun = session is not None
+            if not is_begun:
+                hint = "`kb key new` begins it, as the user of the service; or is KB_DATABASE_URL wrong?"
+                return Finding("database", False, f"nothing was ever kept in {opened.name}", hint)
+            reports.save(opened, [])
+            return Finding("database", True, f"writable, {opened.name}")
+    except KbError as error:
+        return Finding("database", False, error.message, error.hint)
 
 
 def command_name() -> Finding:

@@ -71,6 +71,14 @@ class Serving:
 @contextmanager
 def serving(*args: str | Path, **environment: str) -> Iterator[Serving]:
     """A server that is ready."""
+    with listening(*args, **environment) as server:
+        wait_for(lambda: server.ask("GET", "/readyz")[0] == 200, "the server to be ready", GENEROUS_S)
+        yield server
+
+
+@contextmanager
+def listening(*args: str | Path, **environment: str) -> Iterator[Serving]:
+    """A server that may not be ready."""
     number, name = tempfile.mkstemp(".log", "serve-")
     with os.fdopen(number, "wb") as log:
         process = subprocess.Popen(
@@ -80,9 +88,7 @@ def serving(*args: str | Path, **environment: str) -> Iterator[Serving]:
             env={**os.environ, **environment},
         )
     try:
-        server = Serving(process, Path(name))
-        wait_for(lambda: server.ask("GET", "/readyz")[0] == 200, "the server to be ready", GENEROUS_S)
-        yield server
+        yield Serving(process, Path(name))
     finally:
         try:
             end(process, signal.SIGTERM)

@@ -65,14 +65,17 @@ def test_keys_are_believed_for_a_quarter_of_an_hour_without_the_database(
     assert len([one for one in caplog.records if "is served" in one.getMessage()]) == 1
 
 
-def test_before_the_database_was_ever_read_no_key_is_judged(where: Path) -> None:
+def test_before_the_database_was_ever_read_no_key_is_judged(where: Path, caplog: pytest.LogCaptureFixture) -> None:
     where.write_text("no database " * 100)
     with Database.open(where) as store:
         taken = snapshot.Snapshot(store)
         taken.refresh()
         with pytest.raises(StoreUnavailable):
             taken.key("aaaaaaaa")
+        assert not taken.knows_keys
         assert taken.generation is None
+    assert "never read" in caplog.text
+    assert "is served" not in caplog.text
 
 
 def test_a_jump_of_the_clock_of_the_machine_ends_no_belief(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:

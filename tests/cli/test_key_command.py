@@ -68,3 +68,17 @@ def test_keys_of_a_service_are_where_its_database_is(kb: Kb, postgres_url: str, 
         assert [stored.key.name for stored in keys.everything(opened)] == ["by variable", "by option"]
     assert keys.everything(Database.open()) == []
     assert not (tmp_path / "elsewhere.db").exists()
+
+
+def test_a_place_where_nothing_was_ever_kept_is_named_and_stays_as_it_is(
+    kb: Kb, empty_postgres_url: str, tmp_path: Path
+) -> None:
+    where = tmp_path / "nope" / "x.db"
+    for url, name in ((f"sqlite:///{where}", str(where)), (empty_postgres_url, Database.open(empty_postgres_url).name)):
+        listed = kb("key", "list", KB_DATABASE_URL=url)
+        assert (listed.code, f"nothing was ever kept in {name}" in listed.out) == (1, True)
+    assert not where.parent.exists()
+    with Database.open(where) as opened:
+        opened.prepare()
+    listed = kb("key", "list", KB_DATABASE_URL=f"sqlite:///{where}")
+    assert (listed.code, "ever kept" in listed.out, str(where) in listed.out) == (1, False, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from support import CHECKOUT
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from kb.errors import UsageError
 
@@ -57,7 +59,7 @@ def test_ports_are_those_of_the_image(objects: dict[str, Object], container: Obj
 
 def test_probes_ask_what_the_service_has_and_a_database_that_is_away_restarts_nothing(container: Object) -> None:
     paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
-    assert paths == {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+    assert paths == {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
     app = resolve_name("kb.api.app:create_app")(resolve_name("kb.api.settings:Settings")(roots=()))
     assert set(paths.values()) <= set(app.openapi()["paths"])
 
@@ -71,6 +73,27 @@ def test_the_settings_are_ones_that_the_service_reads(objects: dict[str, Object]
     assert settings.rate == given["KB_RATE"]
     with pytest.raises(UsageError):
         resolve_name("kb.api.settings:Settings").from_environment({**given, "KB_ANONYMOUS": "whoever"})
+
+
+@pytest.mark.parametrize("sender", ["127.0.0.1", "::1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "100.64.0.1"])
+def test_as_it_stands_nobody_is_believed_who_says_for_whom_they_ask(objects: dict[str, Object], sender: str) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["client"][0], scope["scheme"]))
+
+    trusted = objects["ConfigMap"]["data"]["FORWARDED_ALLOW_IPS"]
+    headers = [(b"x-forwarded-for", b"198.51.100.7"), (b"x-forwarded-proto", b"https")]
+    scope: Any = {"type": "http", "client": (sender, 5), "scheme": "http", "headers": headers}
+    unused: Any = None
+    asyncio.run(ProxyHeadersMiddleware(app, trusted)(scope, unused, unused))
+    assert seen == [(sender, "http")]
+
+
+def test_what_has_to_be_changed_is_named_at_its_head() -> None:
+    head = (DEPLOY / "kubernetes.yaml").read_text().partition("apiVersion")[0]
+    for name in ("image", "address of the database", "FORWARDED_ALLOW_IPS", "KB_ROOTS"):
+        assert name in head.replace("\n# ", " ")
 
 
 def test_it_runs_as_the_user_of_the_image_with_no_rights(pod: Object, container: Object) -> None:

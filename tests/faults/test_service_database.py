@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Event
 
 from pgserver import Server as Postgres
-from serving import Serving, serving
-from support import wait_for
+from serving import Serving, listening, serving
+from support import GENEROUS_S, wait_for
 
 from kb.store import feedback, keys
 from kb.store.database import Database
@@ -20,6 +20,15 @@ pytest_plugins = ["postgres"]
 
 HELPED = {"entry": "nan-loss", "helped": True}
 CLIENTS = 3
+WITHOUT_IT = {
+    "/v1/search?q=timeout": 200,
+    "/v1/context?q=timeout": 200,
+    "/v1/entries/nan-loss": 200,
+    "/v1/gaps": 503,
+    "/v1/reports": 503,
+    "/v1/feedback?entry=nan-loss": 503,
+    "/v1/admin/audit": 503,
+}  # what a replica with keys that it has read answers while the database is away
 
 
 def write(server: Serving, comment: str = "", **headers: str) -> tuple[int, dict[str, str]]:
@@ -41,7 +50,7 @@ def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_com
     postgres: Postgres, postgres_url: str
 ) -> None:
     with Database.open(postgres_url) as store:
-        _, text = keys.new(store, "test", Scope.READ)
+        _, text = keys.new(store, "test", Scope.ADMIN)
     header = {"Authorization": f"Bearer {text}"}
     with serving(KB_DATABASE_URL=postgres_url, KB_RATE="") as server, ThreadPoolExecutor(CLIENTS) as clients:
         assert write(server, **header)[0] == 201
@@ -54,6 +63,7 @@ def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_com
                 assert (status, answered["retry-after"]) == (503, "1")
             wait_for(lambda: "what was read before is served" in server.said, "the service to notice")
             assert server.get("/readyz")[0] == 200
+            assert {path: server.ask("GET", path, **header)[0] for path in WITHOUT_IT} == WITHOUT_IT
             wait_for(lambda: b"kb_database_up 0.0" in server.ask("GET", "/metrics", **header)[2], "the metric")
             postgres.start()
             wait_for(lambda: write(server, **header)[0] == 201, "writing to work again")
@@ -80,14 +90,27 @@ def test_a_service_that_starts_before_postgresql_answers_and_knows_keys_when_it_
         wait_for(lambda: write(server)[0] == 201, "writing to work")
 
 
-def test_beyond_loopback_it_starts_while_the_database_is_away_and_answers_nobody(
+def test_beyond_loopback_it_starts_while_the_database_is_away_and_is_ready_when_it_knows_keys(
     postgres: Postgres, postgres_url: str
 ) -> None:
+    with Database.open(postgres_url) as store:
+        _, text = keys.new(store, "test", Scope.READ)
+    header = {"Authorization": f"Bearer {text}"}
     postgres.kill()
-    with serving("--host", "0.0.0.0", KB_DATABASE_URL=postgres_url) as server:
+    with listening("--host", "0.0.0.0", KB_DATABASE_URL=postgres_url) as server:
         assert "nobody gets an answer" in server.lines[0]
+        wait_for(lambda: "it was never read" in server.said, "the service to notice", GENEROUS_S)
+        wait_for(lambda: "no key" in server.get("/readyz")[1]["detail"], "the index", GENEROUS_S)
+        status, answered, body = server.ask("GET", "/readyz")
+        assert (status, answered["content-type"], answered["retry-after"]) == (503, "application/problem+json", "1")
+        assert "until the database is read" in json.loads(body)["detail"]
+        assert server.get("/healthz")[0] == 200
         assert server.get("/v1/entries")[0] == 401
-    postgres.start()
+        assert server.get("/v1/entries", **header)[0] == 503
+        assert "is served" not in server.said
+        postgres.start()
+        wait_for(lambda: server.get("/readyz")[0] == 200, "the keys to be read")
+        assert server.get("/v1/entries", **header)[0] == 200
 
 
 def test_on_a_full_disk_reading_goes_on_and_writing_works_again_when_there_is_space(tmp_path: Path) -> None:
