@@ -172,7 +172,14 @@ def test_every_way_to_write_the_scheme_is_the_same_server(postgres_url: str, sch
 
 
 @pytest.mark.parametrize(
-    "url", [f"mysql://kb:{SECRET}@host/kb", f"postgresql://kb:{SECRET}@host:port/kb", "sqlite://", "sqlite:///:memory:"]
+    "url",
+    [
+        f"mysql://kb:{SECRET}@host/kb",
+        f"postgresql://kb:{SECRET}@host:port/kb",
+        f"postgresql://kb:a@{SECRET}@host/kb",
+        "sqlite://",
+        "sqlite:///:memory:",
+    ],
 )
 def test_a_url_that_names_no_store_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(UsageError) as caught:
