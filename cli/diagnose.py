@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,16 +85,22 @@ def diagnose(
 
 
 def _print(diagnosis: Diagnosis, limit: int) -> None:
+    is_first_above = diagnosis.unexplained or diagnosis.is_elsewhere
     if diagnosis.unexplained:
         _print_unexplained(diagnosis, limit)
     elif diagnosis.findings:
+        if is_first_above:
+            _print_first(diagnosis)
+            print()
         _print_findings(diagnosis, limit)
     elif diagnosis.bytes:
         lines, files = _counted(diagnosis.lines, "line"), _counted(diagnosis.sources, "file")
         print(f"no line reports a failure in English or Chinese: {lines} of {files} read")
     else:
         print(f"there is nothing to read: {_counted(diagnosis.sources, 'file')} of 0 bytes")
-    _print_ranks(diagnosis)
+    if not is_first_above:
+        _print_first(diagnosis)
+    _print_others(diagnosis)
     step = diagnosis.next_step
     if step and step.text:
         print(wrapped("next", step.text.replace("**", "")))
@@ -112,14 +119,21 @@ def _print_findings(diagnosis: Diagnosis, limit: int) -> None:
 
 
 def _print_unexplained(diagnosis: Diagnosis, limit: int) -> None:
-    print(style("not known: no entry explains this with any confidence", bold=True))
-    for failure in diagnosis.seen[:SHOWN_SEEN]:
+    said = "what failed first" if diagnosis.is_elsewhere else "this with any confidence"
+    print(style(f"not known: no entry explains {said}", bold=True))
+    _print_first(diagnosis)
+    seen = [failure for failure in diagnosis.seen if failure.line not in diagnosis.observations]
+    for failure in seen[:SHOWN_SEEN]:
         times = f" ({failure.count:,} times)" if failure.count > 1 else ""
         print(f"   seen     {_cited(failure.line)}{times}")
-    if len(diagnosis.seen) > SHOWN_SEEN:
+    if len(seen) > SHOWN_SEEN:
         print("            and more: --json has them")
-    if alike := _listed(diagnosis.findings[:limit]):
-        print(wrapped("alike", f"at best: {alike}"))
+    best = diagnosis.findings[:limit]
+    if diagnosis.is_elsewhere:
+        followed = _listed(tuple(finding for finding in best if finding.role != "similar"))
+        print(wrapped("then", f"what followed fits: {followed}"))
+    elif best:
+        print(wrapped("alike", f"at best: {_listed(best)}"))
     print()
 
 
@@ -140,7 +154,7 @@ def _print_finding(number: int, finding: Finding) -> None:
     print(f"   {style(finding.id, 'cyan')} {style(standing, dim=True)}")
     print(wrapped("cause", finding.cause))
     for line in finding.evidence[:SHOWN_LINES]:
-        print(f"   line     {_cited(line)}")
+        _print_line("line", line)
     if finding.count > min(len(finding.evidence), SHOWN_LINES):
         ranks = f", of {name_ranks(finding.ranks)}" if finding.ranks else ""
         print(f"            {finding.count:,} lines in all{ranks}")
@@ -154,27 +168,50 @@ def _print_finding(number: int, finding: Finding) -> None:
     print()
 
 
-def _print_ranks(diagnosis: Diagnosis) -> None:
-    from kb.collective import name_ranks
-
+def _print_first(diagnosis: Diagnosis) -> None:
     who = diagnosis.ranks
-    cited = _cited(who.first) if who.first else ""
+    cited = f"{_when(who.first)}{_cited(who.first)}" if who.first else ""
     said = f"rank {who.failed} failed first" if who.failed is not None else ""
-    if cited and not said and len(who.known) > 1:
+    if cited and not said and len(who.known) > 1 and not diagnosis.is_elsewhere:
         said = "one of those that failed, which was first is not told"
     if said or cited:
         print(f"   first    {': '.join(filter(None, (said, cited)))}")
-    if who.absent:
-        print(f"   absent   {name_ranks(who.absent)}: did not wait where the others waited")
+
+
+def _print_others(diagnosis: Diagnosis) -> None:
+    from kb.collective import name_ranks
+
+    if absent := diagnosis.ranks.absent:
+        print(f"   absent   {name_ranks(absent)}: did not wait where the others waited")
     for line in diagnosis.observations[:SHOWN_LINES]:
-        print(f"   seen     {_cited(line)}")
+        _print_line("seen", line)
+
+
+def _print_line(label: str, line: Line) -> None:
+    """What kb concluded from several lines stands at none of them."""
+    from kb.diagnose.evidence import CONCLUDED
+
+    if line.text.startswith(CONCLUDED):
+        print(wrapped("inferred", line.text.removeprefix(CONCLUDED)))
+    else:
+        print(f"   {label:<8} {_cited(line)}")
+
+
+def _when(line: Line) -> str:
+    """The time of a line, which is not part of its text: as it was printed, in UTC where it names a zone."""
+    from kb.diagnose.culprit import SINCE_EPOCH
+
+    if line.time is None:
+        return ""
+    if line.time < SINCE_EPOCH:
+        return f"{line.time:.3f} s  "
+    return f"{datetime.fromtimestamp(line.time, UTC):%Y-%m-%d %H:%M:%S}  "
 
 
 def _cited(line: Line) -> str:
-    place = f"{line.source}:{line.number}" if line.number else line.source
     rank = f" rank {line.rank}" if line.rank is not None else ""
     text = line.text if len(line.text) <= WIDEST_LINE else f"{line.text[:WIDEST_LINE]}…"
-    return f"{style(f'{place}{rank}', dim=True)}  {text}"
+    return f"{style(f'{line.place}{rank}', dim=True)}  {text}"
 
 
 def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:
@@ -186,14 +223,18 @@ def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:
 
 
 def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], document: dict[str, Any] | None) -> int:
-    """The probes of the best candidates; under `--json` their reports join the one document."""
+    """The probes of the best candidates; under `--json` their reports join the one document.
+
+    Of what is unexplained none is a candidate.
+    """
     from kb.diagnose.nextstep import candidates
 
     from .verify import verify_quietly
 
-    ids = [finding.id for finding in candidates(diagnosis.findings) if finding.probe]
+    likely = () if diagnosis.unexplained else candidates(diagnosis.findings)
+    ids = [finding.id for finding in likely if finding.probe]
     if not ids:
-        notice("there is nothing to verify: no entry with a probe was found")
+        notice("there is nothing to verify: no entry with a probe explains this")
     code, reports, counts = verify_quietly(ids, python, roots) if ids else (1, [], {})
     if document is not None:
         emit("diagnose", **document, reports=[report.to_json() for report in reports], summary=counts)

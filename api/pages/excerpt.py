@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kb.diagnose.evidence import LONGEST_SHOWN, Line
+from kb.diagnose.evidence import CONCLUDED, LONGEST_SHOWN, Line
 from kb.diagnose.prefix import plain
 
 from .upload import Log
@@ -70,7 +70,7 @@ def _shown(line: bytes) -> str:
 def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
     """Lines near each other make one excerpt."""
     made: list[Excerpt] = []
-    for line in sorted(lines, key=lambda line: (line.source, line.number)):
+    for line in sorted(map(_placed, lines), key=lambda line: (line.source, line.number)):
         rows = tuple(_rows(line, texts))
         last = made[-1] if made else None
         if last and line.number and last.source == line.source and last.rows[-1].number >= rows[0].number - 1:
@@ -80,7 +80,16 @@ def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
     return made
 
 
+def _placed(line: Line) -> Line:
+    """What kb concluded from several lines stands at none of them."""
+    is_ours = line.text.startswith(CONCLUDED)
+    return replace(line, number=0, text=line.text.removeprefix(CONCLUDED)) if is_ours else line
+
+
 def _rows(line: Line, texts: Texts) -> Iterator[Row]:
+    if not line.number:
+        yield Row(0, line.text, line.rank, True)
+        return
     for number in range(line.number - AROUND, line.number):
         if (line.source, number) in texts:
             yield Row(number, texts[line.source, number], None, False)

@@ -14,7 +14,7 @@ from math import prod
 from typing import TypeVar
 
 from kb.collective import name_ranks
-from kb.diagnose.evidence import Exit, Line, Progress, Scan, Timeout
+from kb.diagnose.evidence import CONCLUDED, Exit, Line, Progress, Scan, Timeout
 
 MOST = 10_000  # of each kind that are kept
 MOST_SIDES = 4
@@ -186,4 +186,4 @@ def _odd(by_rank: Mapping[int, Timeout], sides: Mapping[Side, list[int]], text: 
 
 
 def _derived(line: Line, text: str, rank: int | None) -> Line:
-    return Line(line.source, line.number, f"kb: {text}", rank, line.time)
+    return Line(line.source, line.number, f"{CONCLUDED}{text}", rank, line.time)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kb.diagnose.evidence import Exit, Line, Scan
+from kb.diagnose.evidence import CONCLUDED, Exit, Line, Scan
 from kb.diagnose.failing import is_aftermath, is_failure, is_raised
 from kb.diagnose.ranking import Candidate
 
@@ -30,6 +30,11 @@ class Culprits:
     failed: int | None
     absent: tuple[int, ...]
     known: tuple[int, ...]
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the first failure is an exception, which ends what it is raised in; much else is survived."""
+        return self.first is not None and is_raised(self.first.text)
 
     def to_json(self) -> dict[str, Any]:
         first = self.first.to_json() if self.first else None
@@ -71,7 +76,7 @@ def _roots(candidates: Sequence[Candidate]) -> list[_Failure]:
     return [
         _Failure(one.lines, frozenset(one.ranks))
         for one in roots
-        if one.role == "root" and all(_is_printed(line) and not is_aftermath(line.text) for line in one.lines)
+        if one.role == "root" and all(is_printed(line) and not is_aftermath(line.text) for line in one.lines)
     ]
 
 
@@ -82,7 +87,7 @@ def _own(scan: Scan, candidates: Sequence[Candidate]) -> list[_Failure]:
     own = [
         one
         for one in scan.failures
-        if _is_printed(one.line)
+        if is_printed(one.line)
         and not is_aftermath(one.line.text)
         and (one.line.source, one.line.number) not in waiting
         and not one.line.text.startswith("Traceback")
@@ -98,9 +103,9 @@ def _told(scan: Scan) -> Exit | None:
     return alone[-1] if alone else None
 
 
-def _is_printed(line: Line) -> bool:
+def is_printed(line: Line) -> bool:
     """By the job, and not a sentence of kb: those stand for a dump, or begin with its name."""
-    return not line.text.startswith("kb: ") and (line.number > 0 or is_failure(line.text))
+    return not line.text.startswith(CONCLUDED) and (line.number > 0 or is_failure(line.text))
 
 
 def _absent(line: Line) -> list[int]:

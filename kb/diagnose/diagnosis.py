@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kb.diagnose.culprit import Culprits, culprits
+from kb.diagnose.elsewhere import is_before, is_elsewhere, objection
 from kb.diagnose.evidence import Failure, Line, Scan, Sighting
-from kb.diagnose.failing import is_interruption, is_launcher, is_log, is_raised
+from kb.diagnose.failing import is_interruption, is_launcher, is_log
 from kb.diagnose.finding import Finding
-from kb.diagnose.nextstep import LIKELY, NextStep, next_step
+from kb.diagnose.nextstep import LIKELY, NextStep, next_step, read_first
 from kb.diagnose.ranking import Candidate, rank
 from kb.index import Index
 from kb.search import likeness
@@ -21,7 +22,6 @@ MOST_SEEN = 20
 CONFIDENCE = {"root": (0.95, 0.25), "last": (0.65, 0.3), "cascade": (0.7, 0.25), "similar": (0.5, 0.3)}
 CLEAR = 0.5  # lead in score that leaves no doubt which of two is meant
 
-TRACEBACK_LINES = 40  # its last line stands below its first, perhaps by as much
 TRACEBACK = "Traceback (most recent call last)"
 
 LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
@@ -30,10 +30,15 @@ ALIKE = 0.4  # likeness that counts for a page in which nothing failed and that 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings, best first. `unexplained` when none of them is likely; `seen` is what failed all the same."""
+    """Findings, best first. `unexplained` when none of them is likely; `seen` is what failed all the same.
+
+    `is_elsewhere` when the findings tell what followed, and no entry knows what failed first (`ranks.first`). An
+    exception there leaves the log unexplained.
+    """
 
     findings: tuple[Finding, ...]
     unexplained: bool
+    is_elsewhere: bool
     ranks: Culprits
     observations: tuple[Line, ...]
     seen: tuple[Failure, ...]
@@ -67,26 +72,22 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     who = culprits(scan, candidates)
     findings = _findings(candidates, documents, who)
-    is_explained = bool(findings) and findings[0].confidence >= LIKELY and not _is_elsewhere(findings[0], who)
+    elsewhere = is_elsewhere(candidates, who)
+    is_explained = bool(findings) and findings[0].confidence >= LIKELY and not (elsewhere and who.has_raised)
     has_failed = bool(scan.failures or scan.observations or findings)
     return Diagnosis(
         findings=findings,
         unexplained=has_failed and not is_explained,
+        is_elsewhere=elsewhere,
         ranks=who,
         observations=scan.observations[:MOST_SEEN],
         seen=scan.failures[:MOST_SEEN],
-        next_step=next_step(findings, documents, who),
+        next_step=read_first(who) if elsewhere else next_step(findings, documents, who),
         sources=scan.sources,
         lines=scan.lines,
         bytes=scan.bytes,
         problems=scan.problems,
     )
-
-
-def _is_elsewhere(best: Finding, who: Culprits) -> bool:
-    """Whether a rank raised what nobody knows, and all that is known is what the launcher said of its end."""
-    is_launched = bool(best.evidence) and all(is_launcher(line.text) for line in best.evidence)
-    return is_launched and who.first is not None and is_raised(who.first.text)
 
 
 def _ended_silently(scan: Scan) -> bool:
@@ -161,24 +162,17 @@ SHOWN = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "pr
 def _against(one: Candidate, who: Culprits, effects: set[str]) -> tuple[str, ...]:
     """What a careful reader would object."""
     said = []
+    first = who.first
     if one.role == "similar":
         said.append("no signature of it was printed, only the wording is alike")
     if one.role == "last":
         said.append("nothing failed in words: the log merely stops where this incident stops")
-    if one.role == "cascade" and not one.caused_by:
-        said.append("what was printed is what waiting or surviving ranks print; the cause itself is not in these logs")
     if one.caused_by:
         said.append(f"it follows from {', '.join(one.caused_by)}, which was seen as well")
     if shared := [other for other in one.shared_with if other not in effects]:
         said.append(f"the same lines fit {', '.join(shared)}")
-    first = who.first
-    if first and one.role != "similar" and not any(_is_before(line, first) for line in one.lines):
-        said.append(f"something else failed before: {first.source}:{first.number}")
+    if one.role == "cascade" and not one.caused_by:
+        said.insert(0, objection(one, who))
+    elif first and one.role != "similar" and not any(is_before(line, first) for line in one.lines):
+        said.append(f"something else failed before: {first.place}")
     return tuple(said)
-
-
-def _is_before(line: Line, first: Line) -> bool:
-    """Not later than the first failure, as far as the two can be compared."""
-    if line.source == first.source:
-        return line.number <= first.number + TRACEBACK_LINES
-    return line.time is None or first.time is None or line.time <= first.time + 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST_SHOWN = 400  # characters of a line that are kept
+CONCLUDED = "kb: "  # begins a sentence that kb derived from several lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Line:
     text: str
     rank: int | None = None
     time: float | None = None
+
+    @property
+    def place(self) -> str:
+        """`train.log:105`; the file alone where the text was derived from it."""
+        return f"{self.source}:{self.number}" if self.number else self.source
 
     def to_json(self) -> dict[str, Any]:
         """As answers cite it: `line` is null where the text was derived."""

@@ -53,6 +53,7 @@ HEADER = re.compile(  # glog's, with nothing behind
 )
 AFTERMATH = re.compile(
     r"""Watchdog\ caught | detected\ by\ watchdog | collective\ operation\ timeout | Timeout\ at\ NCCL\ work
+      | waitForInput | communicator\ was\ aborted
       | Timed\ out\ waiting\ \d+\ ?ms\ for\ (?:recv|send) | [Hh]eartbeat\ ?[Mm]onitor
       | Connection\ (?:closed|reset)\ by | Broken\ pipe | ncclRemoteError | remote\ process\ exited
       | (?:recv|send)(?:Value|Bytes)\ failed | 'c10::DistBackendError' | Fatal\ Python\ error:\ Aborted""",

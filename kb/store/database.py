@@ -131,9 +131,7 @@ def _place(where: str | Path) -> Place:
     except (ArgumentError, ValueError):
         raise UsageError("the URL of the database cannot be read", FORMS) from None
     if "@" in f"{url.host}{url.database}":  # of a password; it would be shown as part of the name
-        raise UsageError(
-            "the URL of the database cannot be read", "in a password write %40 for @, %2F for /, %25 for %"
-        )
+        raise UsageError("the URL of the database cannot be read", f"{FORMS}; in a password write %40 for @")
     kind = url.get_backend_name()
     if kind == "postgresql":
         return PostgresqlDatabase.at(url)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +16,15 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from reader import PAGE, text_of
-from support import wait_for
+from support import ContentRoot, wait_for, wait_until_ready
 
-from kb.diagnose.evidence import Line
+from kb.diagnose.evidence import CONCLUDED, Line
 from kb.store import gaps
 
 pytest_plugins = ["served"]
 
+Make = Callable[..., FastAPI]
+Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
 excerpt: Any = resolve_name("kb.api.pages.excerpt")
 upload: Any = resolve_name("kb.api.pages.upload")
 
@@ -94,6 +98,32 @@ def test_a_log_is_data_wherever_it_is_shown(client: httpx.Client) -> None:
     html = post(client, files={"log": ("<b>.log", hostile)})
     assert "<script>alert" not in html and "<img" not in html and "<b>" not in html
     assert "{{7*7}}" in html
+
+
+def test_what_failed_first_stands_above_what_followed(serve: Serve, make_app: Make, entries: ContentRoot) -> None:
+    for path in (entries.path / "entries").glob("*.md"):
+        path.write_text(path.read_text().replace("role: root", "role: cascade"))
+    log = b"[rank3]: acme.ShardError: <b>odd</b>\n[rank0]: the thing broke: code 42\n"
+    app = make_app()
+    with serve(app) as client:
+        wait_until_ready(app)
+        html = post(client, files={"log": ("a`<b>.log", log)})
+    first, followed = html.index("failed first</strong>"), html.index("What followed</h2>")
+    assert first < html.index("Next</h2>") < followed
+    assert "Rank 3" in html[:first]
+    assert "acme.ShardError: &lt;b&gt;odd" in html[first:followed]
+    assert "No entry explains this</h2>" in html
+    assert "What explains it" not in html
+    assert "<b>" not in html
+
+
+def test_a_sentence_of_ours_is_no_line_of_the_log() -> None:
+    ours, theirs = Line("log", 2, f"{CONCLUDED}rank 3 did not come"), Line("log", 2, "it broke")
+    found = excerpt.excerpts([ours, theirs], {("log", 2): "it broke"})
+    assert [[(row.number, row.text) for row in one.rows] for one in found] == [
+        [(0, "rank 3 did not come")],
+        [(2, "it broke")],
+    ]
 
 
 def test_a_healthy_log_is_not_called_unexplained(client: httpx.Client) -> None:

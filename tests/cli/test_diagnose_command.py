@@ -225,6 +225,54 @@ def test_what_nothing_explains_is_shown_as_it_was_seen(kb: Kb, tmp_path: Path) -
     assert (answer["unexplained"], answer["saved"]) == (True, None)
 
 
+def test_what_failed_first_stands_above_what_followed_and_is_to_be_read(kb: Kb, tmp_path: Path) -> None:
+    raised = "2026-11-21 03:04:05 [rank2]: acme.ShardError: shard 17 of 32 has 4096 rows\n"
+    (tmp_path / "job.log").write_text(raised + "".join(watchdog(rank) for rank in (0, 1, 3)))
+    ended = kb("diagnose", "job.log", "--verify")
+    assert ended.code == 1
+    lines = ended.out.splitlines()
+    assert lines[0] == "not known: no entry explains what failed first"
+    assert lines[1].startswith(
+        "   first    rank 2 failed first: 2026-11-21 03:04:05  job.log:1 rank 2  acme.ShardError"
+    )
+    assert ended.out.count("failed first: ") == 1
+    assert "   then     what followed fits: " in ended.out
+    assert "next     Read what rank 2 printed at `job.log:1`" in ended.out
+    assert "   run      " not in ended.out
+    assert "nothing to verify" in ended.err
+
+
+def test_a_failure_in_words_stands_above_the_findings(kb: Kb, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("[rank2]: ERROR token refused\n" + "".join(watchdog(rank) for rank in (0, 1, 3)))
+    ended = kb("diagnose", "job.log")
+    assert ended.code == 0
+    assert ended.out.startswith("   first    rank 2 failed first: job.log:1 rank 2  ERROR token refused\n\n1. ")
+    assert ended.out.count("failed first: job.log:1 rank 2  ") == 1
+
+
+def test_a_kernels_time_counts_from_its_start(kb: Kb, tmp_path: Path) -> None:
+    killed = "Memory cgroup out of memory: Killed process 71302 (python) total-vm:289331200kB, anon-rss:128331200kB"
+    (tmp_path / "dmesg").write_text(f"[1204455.902233] {killed}\n")
+    assert "   first    1204455.902 s  dmesg:1  Memory cgroup" in kb("diagnose", "dmesg").out
+
+
+def test_what_kb_concluded_is_not_shown_as_a_line_of_a_log(kb: Kb, job: Path) -> None:
+    for rank in range(4):
+        op = "ALLGATHER" if rank == 2 else "ALLREDUCE"
+        (job / f"rank_{rank}.log").write_text("step 1\n" + watchdog(rank, op=op))
+    ended = kb("diagnose", job)
+    assert "   inferred ranks timed out in different collectives at SeqNum=812" in ended.out
+    assert "kb: " not in ended.out
+
+
+def test_the_probe_that_reads_a_log_is_given_this_one(kb: Kb, tmp_path: Path) -> None:
+    numbers = "Of the allocated memory 60.90 GiB is allocated by PyTorch, and 14.14 GiB is reserved by PyTorch but unallocated."
+    text = OOM.replace("79.11 GiB", f"79.14 GiB of which 904.19 MiB is free. {numbers}").replace("1.96", "1.31")
+    (tmp_path / "train.log").write_text(text)
+    assert "run      kb verify oom-fragmentation --set log=train.log\n" in kb("diagnose", "train.log").out
+    assert "run      kb verify oom-fragmentation\n" in kb("diagnose", "-", stdin=text.encode()).out
+
+
 def test_what_is_kept_is_redacted_and_becomes_a_draft(kb: Kb, tmp_path: Path, home: Path) -> None:
     (tmp_path / "train.log").write_text(UNKNOWN)
     answer = found(kb, "train.log", "--save-unexplained")

@@ -24,6 +24,10 @@ WAITED = (
     "[rank{0}]:[E1121 03:14:05.118 ProcessGroupNCCL.cpp:683] [Rank {0}] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=812, OpType=ALLREDUCE, NumelIn=503316, NumelOut=503316, Timeout(ms)=600000) ran for 600013 ms"
 )
+RAISED = (
+    '{0}Traceback (most recent call last):\n{0}  File "/w/data.py", line 40, in __iter__\n'
+    "{0}webdataset.ShardError: s3://corpus/shard-00118.tar: 403 SlowDown\n"
+)
 KILLED = """\
 [1204455.902233] Memory cgroup out of memory: Killed process 71302 (python) total-vm:289331200kB, anon-rss:128331200kB, \
 file-rss:91200kB, shmem-rss:8kB, UID:0 pgtables:265012kB oom_score_adj:936
@@ -82,6 +86,77 @@ def test_only_timeouts_are_no_cause_and_that_is_held_against_them(answer: Answer
     assert (found.ranks.first, found.ranks.failed, found.ranks.absent) == (None, None, (2,))
     assert found.next_step is not None
     assert "rank 2" in found.next_step.text
+
+
+@pytest.mark.parametrize("far", [0, 60])
+def test_what_no_entry_knows_and_came_first_is_the_failure_not_the_waiting_of_the_others(
+    answer: Answer, far: int
+) -> None:
+    waiting = "".join(f"{rank}: {WAITED.format(rank)}\n" for rank in range(64) if rank != 17)
+    ended = "slurmstepd: error: *** STEP 4711.0 ON n01 CANCELLED AT 2026-11-21T03:14:20 ***\n"
+    found = answer(srun=RAISED.format("17: ") + "0: step 812\n" * far + waiting + ended)
+    assert (found.is_elsewhere, found.unexplained) == (True, True)
+    assert (found.ranks.failed, found.ranks.absent) == (17, (17,))
+    assert found.ranks.known == tuple(range(64))
+    assert any("rank 17 reported no timeout while 63 others" in line.text for line in found.observations)
+    said = " ".join(found.findings[0].against)
+    assert "the cause is not this; rank 17 failed first: srun:3 webdataset.ShardError: s3://corpus" in said
+    assert "not in these logs" not in said
+    assert "failed before" not in said
+    assert found.next_step is not None
+    assert "what rank 17 printed at `srun:3`" in found.next_step.text
+    assert found.next_step.command == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [
+        ("acme.data.ShardManifestError: 4096 rows are listed", "recvValue failed on SocketImpl(fd=3): got 0 bytes"),
+        ("RuntimeError: Expected all tensors to be on the same device", "RuntimeError: Connection reset by peer"),
+    ],
+)
+def test_the_ranks_that_were_left_name_no_cause_either(answer: Answer, own: str, left: str) -> None:
+    found = answer(f"[rank0]: {own}\n[rank1]: {left}\n")
+    assert found.findings[0].role == "cascade"
+    assert found.findings[0].against[0] == f"the cause is not this; rank 0 failed first: 0.log:1 {own}"
+    assert found.unexplained
+
+
+def test_of_logs_without_times_the_one_of_the_rank_that_did_not_wait_tells(answer: Answer) -> None:
+    waiting = {f"rank_{rank}.log": f"step 811\n{WAITED.format(rank)}\n" for rank in (0, 1, 2)}
+    found = answer(**waiting, **{"rank_3.log": "step 811\n" * 90 + RAISED.format("")})
+    assert (found.unexplained, found.ranks.failed, found.ranks.absent) == (True, 3, (3,))
+
+
+def test_an_exception_that_a_rank_survived_does_not_explain_why_it_waited(answer: Answer) -> None:
+    waiting = "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1, 3))
+    found = answer(RAISED.format("[rank1]: ") + "step 1\n" * 60 + waiting + "[rank2]: step 811\n")
+    assert (found.is_elsewhere, found.unexplained) == (False, False)
+    assert "another failure was printed: 0.log:3" in found.findings[0].against[0]
+    assert found.next_step is not None
+    assert "rank 2" in found.next_step.text
+
+
+def test_a_failure_in_words_is_read_first_and_leaves_the_log_explained(answer: Answer) -> None:
+    waiting = "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1, 2))
+    found = answer("[rank3]: ERROR the shard server refused the token\n" + waiting)
+    assert (found.is_elsewhere, found.unexplained) == (True, False)
+    assert "rank 3 failed first: 0.log:1 ERROR the shard" in found.findings[0].against[0]
+    assert found.next_step is not None
+    assert "what rank 3 printed at `0.log:1`" in found.next_step.text
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3.",
+        "[W228 18:45:15.738 socket.cpp:462] [c10d] waitForInput: poll for socket returned 0, likely a timeout",
+    ],
+)
+def test_what_a_rank_prints_because_the_others_left_is_no_first_failure(answer: Answer, left: str) -> None:
+    waiting = "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1, 2))
+    found = answer(waiting + f"[rank3]: {left}\n")
+    assert (found.ranks.first, found.unexplained, found.ranks.absent) == (None, False, (3,))
 
 
 def test_the_kernels_log_and_the_launchers_are_read_together(answer: Answer) -> None:

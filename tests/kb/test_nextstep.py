@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kb.diagnose.culprit import Culprits
+from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
-from kb.diagnose.nextstep import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step
+from kb.diagnose.nextstep import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step, read_first
 
 NOBODY = Culprits(None, None, (), ())
 
@@ -82,3 +85,32 @@ def test_candidates_are_what_is_likely_and_follows_from_nothing_seen() -> None:
     assert [one.id for one in candidates([finding("x", CERTAIN), *found])] == ["x"]
     assert len(candidates([finding("a", 0.6)] * 9)) == MOST_CANDIDATES
     assert candidates([]) == []
+
+
+def test_where_a_cause_was_printed_what_waiting_ranks_print_is_no_candidate() -> None:
+    found = [finding("a", 0.6, "root"), finding("b", 0.5), finding("c", 0.45, "root"), finding("d", 0.4, "last")]
+    assert [one.id for one in candidates(found)] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ("train.log", "kb verify a --set log=train.log"),
+        ("my logs/rank 3.log", "kb verify a --set log='my logs/rank 3.log'"),
+        *((unread, "kb verify a") for unread in ("-", "body", "pasted text", "train.log.gz", "train.log.zst")),
+    ],
+)
+def test_a_probe_that_reads_a_log_is_given_the_one_it_was_seen_in(source: str, command: str) -> None:
+    seen = finding("a", CERTAIN, "root", evidence=(Line(source, 7, "out of memory"),))
+    tells = ["Three numbers of one line: `kb verify a --set log=train.log` compares them."]
+    assert given(step(seen, a=tells)).command == command
+    assert given(step(seen, a=["Not `kb verify b --set log=train.log`."])).command == "kb verify a"
+
+
+def test_what_no_entry_knows_is_to_be_read_where_it_stands() -> None:
+    failed = Line("a`b.log", 71, "ShardError: odd", 17)
+    named = given(read_first(Culprits(failed, 17, (), (17,))))
+    assert "what rank 17 printed at `ab.log:71`" in named.text
+    assert (named.command, named.separates) == ("", ())
+    assert "Read `ab.log:71`" in given(read_first(Culprits(failed, None, (), ()))).text
+    assert read_first(NOBODY) is None
