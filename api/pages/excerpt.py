@@ -73,7 +73,8 @@ def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
     for line in sorted(map(_placed, lines), key=lambda line: (line.source, line.number)):
         rows = tuple(_rows(line, texts))
         last = made[-1] if made else None
-        if last and line.number and last.source == line.source and last.rows[-1].number >= rows[0].number - 1:
+        end = last.rows[-1].number if last and last.source == line.source else 0
+        if last and end and line.number and end >= rows[0].number - 1:
             made[-1] = Excerpt(line.source, _joined(last.rows, rows))
         else:
             made.append(Excerpt(line.source, rows))
