@@ -1,4 +1,8 @@
-"""A store in a PostgreSQL database, which several hosts share. Nothing here waits without a limit."""
+"""A store in a PostgreSQL database, which several hosts share.
+
+Connecting, each statement and a silent network have limits. A server that is stopped while its kernel still answers has
+none for a connection that is in use: libpq waits.
+"""
 
 from __future__ import annotations
 
