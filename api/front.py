@@ -91,11 +91,13 @@ class Front:
             self._note(method, scope, answer, time.perf_counter() - started)
 
     async def _let_in(self, scope: Scope, headers: Headers, receive: Receive, answer: _Answer) -> None:
-        _demand_plain_forms(scope["headers"])
+        if b"content-type" in headers:
+            _demand_plain_forms(scope["headers"])
         if b"content-length" in headers or b"transfer-encoding" in headers:
             receive = _Body(receive, _most_bytes(scope["path"]), headers).receive
         scope["state"]["caller"] = await self._gate.admit(scope, headers)
-        takes_packed = preferred((headers.get(b"accept-encoding") or b"identity").decode("latin-1"), ("gzip",))
+        packings = headers.get(b"accept-encoding", b"")
+        takes_packed = b"gzip" in packings and preferred(packings.decode("latin-1"), ("gzip",))
         await (self._packing if takes_packed else self._app)(scope, receive, answer.send)
 
     def _note(self, asked: str, scope: Scope, answer: _Answer, seconds: float) -> None:
