@@ -39,7 +39,7 @@ def scan(
     progress: Progress = lambda _: None,
     limits: Limits = Limits(),
 ) -> Scan:
-    """One pass over all sources; `progress` hears how many bytes each step read. Raises what that raises."""
+    """One pass over all sources; `progress` hears how many bytes each step read; scan raises what it raises."""
     tally = Tally()
     dumps: list[FlightDump] = []
     for source in sources:
@@ -97,9 +97,9 @@ def _read_structured(
     try:
         if len(data) > limits.structured:
             raise Unreadable(f"it is larger than {limits.structured >> 20} MiB")
-        if sum(len(dump.records) for dump in dumps) > limits.records:
-            raise Unreadable(f"the dumps before it have more than {limits.records:,} collectives")
         if found in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
+            if sum(len(dump.records) for dump in dumps) > limits.records:
+                raise Unreadable(f"the dumps before it have more than {limits.records:,} collectives")
             dumps.append(flightdump.read(data, source.name))
         elif found is Kind.ERROR_FILE:
             for line in errorfile.read(data, source.name, rank_of(source.name)):

@@ -335,6 +335,9 @@ def test_what_dumps_may_make_of_memory_is_limited() -> None:
     assert "nccl_trace_rank_0" in large and "larger than" in large
     (many,) = problems(3, Limits(records=9999))
     assert "nccl_trace_rank_2" in many and "more than 9,999 collectives" in many
+    failed = Stream("error.json", iter([b'{"message": {"message": "ValueError: 7", "extraInfo": {"timestamp": "1"}}}']))
+    dump = Stream("nccl_trace_rank_0", iter([data]))
+    assert scan([dump, failed], Matcher([]), limits=Limits(records=10)).problems == ()
 
 
 def test_while_a_large_dump_is_read_other_threads_run() -> None:
