@@ -22,12 +22,13 @@ demo: setup ## the main job: find an incident, then prove its fix on this machin
 system: ## the programs that some tests run (PostgreSQL, Chromium, nginx, ...), from Debian's packages; needs root
 	.ci/system
 
-test: setup ## all tests, on up to four cores; TESTS=tests/kb/test_index.py for some, one after the other
+test: setup ## all tests, on up to four cores; TESTS=tests/kb/search for some, one after the other
 	$(BIN)/python -m pytest $(or $(TESTS),-n auto --maxprocesses 4 --dist loadfile)
 
 lint: setup ## form of code and content
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy kb api cli probes tests docs/site .ci/audit.py
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml kb api cli
 	$(BIN)/kb lint
@@ -39,28 +40,28 @@ docs: setup ## the site: a page per entry, the graph of causes; warnings are err
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 screenshots: setup ## docs/pages/*.png, with the Chromium of the system
-	$(BIN)/python tests/browser/screenshots.py
+	$(BIN)/python -m tests.browser.screenshots
 
 bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.md
-	$(BIN)/python tests/bench
+	$(BIN)/python -m tests.bench
 
 bench-search: setup ## search beside FTS5, tantivy and bm25s, also with 10,000 entries; ARGS=--small without those
-	$(BIN)/python tests/bench/search_engines.py $(ARGS)
+	$(BIN)/python -m tests.bench.search_engines $(ARGS)
 
 bench-diagnose: setup ## diagnoses of real logs, MB/s beside ripgrep, hostile texts; ARGS="--cases FILE" adds cases
-	$(BIN)/python tests/bench/diagnose_logs.py $(ARGS)
+	$(BIN)/python -m tests.bench.diagnose_logs $(ARGS)
 
 bench-service: setup ## the service under load, beside an endpoint that does nothing; takes some minutes
-	$(BIN)/python tests/bench/service.py $(ARGS)
+	$(BIN)/python -m tests.bench.service $(ARGS)
 
 confusion: setup ## run every control arm and diagnose what it left; draws docs/confusion.svg
-	$(BIN)/python tests/bench/confusion.py
+	$(BIN)/python -m tests.bench.confusion
 
 healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with the training libraries
 	$(BIN)/python tests/healthy/record.py
 
 gpu-check: setup ## everything a machine with GPUs can prove, as one report file
-	$(BIN)/python tests/bench/gpu_check.py
+	$(BIN)/python -m tests.bench.gpu_check
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -12,33 +12,21 @@ from fastapi import FastAPI
 from kb import __version__
 from kb.store.database import Database
 
-from . import (
-    admin,
-    context,
-    description,
-    diagnose,
-    entries,
-    feedback,
-    gaps,
-    health,
-    mcp_route,
-    metrics,
-    problems,
-    reports,
-    search,
-)
-from .access import Gate
-from .answers import Answers
-from .front import Front
-from .metrics import Metrics
 from .pages import routes as pages
 from .pages.error_page import error_page
-from .rollout import Rollout
+from .requests import problems
+from .requests.access import Gate
+from .requests.middleware import Front
+from .routes import admin, context, diagnose, entries, feedback, gaps, health, mcp, metrics, reports, search
+from .routes.metrics import Metrics
+from .schemas import openapi
 from .settings import Settings
-from .snapshot import Snapshot
-from .unanswered import Unanswered
+from .state.response_cache import Answers
+from .state.rollout import Rollout
+from .state.snapshot import Snapshot
+from .state.unanswered import Unanswered
 
-PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, mcp_route, pages)
+PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, mcp, pages)
 TURN_S = 0.0005  # of a thread that reads a log, before the event loop goes on; at Python's 5 ms, searches wait
 
 
@@ -71,7 +59,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(Front, gate=app.state.gate, metrics=app.state.metrics)
     for part in PARTS:
         app.include_router(part.router)
-    description.install(app, [part.router for part in PARTS])
+    openapi.install(app, [part.router for part in PARTS])
     return app
 
 
@@ -89,7 +77,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         with app.state.database, snapshot.kept_fresh(seen), app.state.unanswered.counted():
             if not app.state.settings.listens_early:
                 await asyncio.wait([asyncio.wrap_future(app.state.loading)])
-            async with mcp_route.running(app):
+            async with mcp.running(app):
                 yield
     finally:
         rollout.close()  # when nobody looks at the database any more, who would begin to read again

@@ -9,9 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from kb import root
+from kb.content.roots import Root, configured_roots
 from kb.errors import UsageError
-from kb.root import Root
 
 
 class Anonymous(StrEnum):
@@ -48,7 +47,7 @@ class Settings:
             hint = f"one of {', '.join(Anonymous)}"
             raise UsageError(f"KB_ANONYMOUS={environment['KB_ANONYMOUS']!r} says nothing", hint) from None
         return cls(
-            roots=root.configured() if roots is None else roots,
+            roots=configured_roots() if roots is None else roots,
             database=environment.get("KB_DATABASE_URL") or None,
             anonymous=anonymous,
             rate=environment.get("KB_RATE", "600/minute"),

@@ -26,7 +26,7 @@ import typer
 from kb import __version__
 from kb.errors import Interrupted, KbError, OutputLost, UsageError
 
-from .output import PatientStdout, claim_streams, complain, emit_error
+from .terminal.output import PatientStdout, claim_streams, complain, emit_error
 
 HELP = "Distributed-training incidents, each with a probe that proves its fix on your own machine."
 
@@ -66,7 +66,7 @@ def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
     built.callback()(kb)
     for name in names:
         module, short_help = COMMANDS[name]
-        found = getattr(import_module(f".{module}", __package__), module)
+        found = getattr(import_module(f".commands.{module}", __package__), module)
         if isinstance(found, typer.Typer):
             built.add_typer(found, name=name, short_help=short_help)
         else:

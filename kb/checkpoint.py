@@ -19,9 +19,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
-from kb.torchsave import LONGEST_NAME, Contents, read
-from kb.torchsave import Tensor as Tensor
-from kb.torchsave import Unreadable as Unreadable
+from kb.runtime.torch_save import LONGEST_NAME, Contents, read
+from kb.runtime.torch_save import Tensor as Tensor
+from kb.runtime.torch_save import Unreadable as Unreadable
 
 SECONDS = 3  # CPU time for the structure of a file; an honest one takes milliseconds
 MEMORY = 1 << 30  # bytes of address space on top of what the process has

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kb import commands, index
+from kb.content.roots import Root
 from kb.errors import KbError
-from kb.root import Root
+from kb.harness import subprocesses
+from kb.search import index
 
 OLD_S = 120.0  # an arm's directory nobody works in for this long was left behind
 TORCH_S = 120.0
@@ -172,7 +173,7 @@ def torch_in(python: Path) -> Finding:
         return Finding(
             "torch", False, f"{python} is not an interpreter", "--python takes the path of a Python interpreter"
         )
-    seen = commands.run([str(python), "-c", "import torch; print(torch.__version__)"], TORCH_S)
+    seen = subprocesses.run([str(python), "-c", "import torch; print(torch.__version__)"], TORCH_S)
     if seen.exit_code == 0:
         return Finding("torch", True, f"{seen.stdout.strip()} in {python}")
     said = seen.failure or (seen.stderr.strip().splitlines() or ["no message"])[-1]

@@ -19,7 +19,7 @@
     └── TooManyRequests         5   who asks has asked too often; carries the seconds to wait
 
 Foreign exceptions are turned into one of these at the border where they occur: YAML and pydantic in
-`kb.markdown`, Whoosh in `kb.index`, SQLAlchemy in `kb.store.database`, OSError where a process is started.
+`kb.content.parser`, Whoosh in `kb.search.index`, SQLAlchemy in `kb.store.database`, OSError where a process is started.
 """
 
 from __future__ import annotations

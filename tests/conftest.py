@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import ContentRoot, Kb, run_kb
+
+from tests.support.console import ContentRoot, Kb, run_kb
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,11 +6,11 @@ import re
 from importlib import import_module
 
 import pytest
-from support import CHECKOUT, Kb
 
 from kb import errors
-from kb.root import GROUP, VARIABLE
-from kb.verdict import EXIT_CODES, Verdict
+from kb.content.roots import GROUP, VARIABLE
+from kb.verify.verdict import EXIT_CODES, Verdict
+from tests.support.console import CHECKOUT, Kb
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 COMMANDS = import_module("kb.cli.main").COMMANDS
@@ -57,7 +57,7 @@ def test_the_shown_transcript_is_what_the_demo_prints(kb: Kb) -> None:
 
 def test_contributing_followed_to_the_letter_adds_an_incident(kb: Kb, content: object) -> None:
     """Two files in a root of one's own: linted clean, found by its words, verified."""
-    from support import ContentRoot
+    from tests.support.console import ContentRoot
 
     assert isinstance(content, ContentRoot)
     content.incident("thing-breaks")

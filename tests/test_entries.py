@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kb import catalog, root
-from kb.index import Index, open_index
-from kb.search import search
+from kb.content.catalog import load_catalog
+from kb.content.roots import builtin_root
+from kb.search.index import Index, open_index
+from kb.search.ranking import search
 
-CATALOG = catalog.load((root.built_in(),))
+CATALOG = load_catalog((builtin_root(),))
 IDS = list(CATALOG.entries)
 LOGS = [(entry.id, number, log.text) for entry in CATALOG for number, log in enumerate(entry.logs, 1)]
 
@@ -29,7 +30,7 @@ FOUNDING = {
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    with open_index((root.built_in(),)) as opened:
+    with open_index((builtin_root(),)) as opened:
         yield opened
     patch.undo()
 

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from kb import catalog, environment, root
-from kb.catalog import Catalog
-from kb.entry import Role
-from kb.environment import Environment
-from kb.launcher import Launcher
-from kb.plan import Plan, make_plan
+from kb.content.catalog import Catalog, load_catalog
+from kb.content.entry import Role
+from kb.content.roots import builtin_root
+from kb.harness.launcher import Launcher
+from kb.machine import snapshot
+from kb.machine.snapshot import Environment
 from kb.probe import ARMS, Experiment
-from kb.verdict import Verdict, judge
-from kb.verify import JOBS
+from kb.verify.plan import Plan, make_plan
+from kb.verify.runner import JOBS
+from kb.verify.verdict import Verdict, judge
 
-CATALOG = catalog.load((root.built_in(),))
+CATALOG = load_catalog((builtin_root(),))
 IDS = [entry.id for entry in CATALOG if entry.meta.probe]
 
 
@@ -32,7 +33,7 @@ def launcher() -> Iterator[Launcher]:
 
 @pytest.fixture(scope="module")
 def machine() -> Environment:
-    return environment.capture(Path(sys.executable))
+    return snapshot.capture(Path(sys.executable))
 
 
 def plan_of(entry_id: str, launcher: Launcher, machine: Environment) -> Plan:

@@ -10,9 +10,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from support import CHECKOUT
 
-from kb import catalog, hardware, root
+from kb.content import gpu_records
+from kb.content.catalog import load_catalog
+from kb.content.roots import builtin_root
+from tests.support.console import CHECKOUT
 
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 
@@ -51,12 +53,12 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def test_every_entry_has_a_page_with_its_verdicts(site: Path) -> None:
-    found = catalog.load((root.built_in(),))
+    found = load_catalog((builtin_root(),))
     for entry in found.current():
         text = (site / "entries" / entry.id / "index.html").read_text(encoding="utf-8")
         assert f"kb verify {entry.id}" in text
-        assert (hardware.NEVER in text) == (
-            hardware.has_gpu_arms(found.probe_file(entry)) and entry.id not in hardware.proofs((root.built_in(),))
+        assert (gpu_records.NEVER in text) == (
+            gpu_records.has_gpu_arms(found.probe_file(entry)) and entry.id not in gpu_records.proofs((builtin_root(),))
         )
 
 
@@ -82,4 +84,4 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
 
 def test_the_graph_is_drawn_with_the_entries_as_links(site: Path) -> None:
     whole = Page((site / "graph" / "index.html").read_text(encoding="utf-8"))
-    assert sum(link.startswith("../entries/") for link in whole.links) >= len(catalog.load((root.built_in(),)))
+    assert sum(link.startswith("../entries/") for link in whole.links) >= len(load_catalog((builtin_root(),)))

@@ -11,7 +11,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from support import CHECKOUT
+
+from tests.support.console import CHECKOUT
 
 INSTALL_S = 900
 

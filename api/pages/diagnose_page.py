@@ -12,9 +12,9 @@ from fastapi.responses import HTMLResponse
 from kb.diagnose.diagnosis import Diagnosis
 from kb.errors import UsageError
 
-from ..content import Content, Loaded
-from ..diagnose import MOST_BYTES
-from ..scanning import begun
+from ..routes.diagnose import MOST_BYTES
+from ..state.content import Content, Loaded
+from ..state.scanning import begun
 from .entry_page import section_html
 from .excerpt import Texts, excerpts, texts
 from .page import language, page

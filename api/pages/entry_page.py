@@ -9,13 +9,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from kb import picture
-from kb.document import chinese_cause
-from kb.entry import Entry
-from kb.graph import Graph
-from kb.rendering import rendered
+from kb.content import causes_svg
+from kb.content.causes import Graph
+from kb.content.entry import Entry
+from kb.content.html import rendered
+from kb.search.document import chinese_cause
 
-from ..content import Content, Loaded
+from ..state.content import Content, Loaded
 from .page import LANGUAGES, address, language, page
 from .verdicts import rows
 
@@ -88,7 +88,7 @@ def section_html(text: str, known: frozenset[str], lang: str = "en") -> str:
 
 
 def _picture(links: Graph, entry_id: str) -> str:
-    return picture.neighbourhood(links, entry_id, lambda one: f"/entries/{one}")
+    return causes_svg.neighbourhood(links, entry_id, lambda one: f"/entries/{one}")
 
 
 def _around(links: Graph, entry_id: str) -> list[tuple[str, list[dict[str, str]]]]:

@@ -10,8 +10,8 @@ from markupsafe import Markup, escape
 
 from kb.errors import IndexUnavailable
 
-from ..access import sign_out
-from ..content import loaded
+from ..requests.access import sign_out
+from ..state.content import loaded
 from .page import address, page
 
 WORD = re.compile(r"(`[^`]+`|[a-z0-9]+(?:-[a-z0-9]+)+)")

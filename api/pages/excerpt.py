@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kb.diagnose.evidence import CONCLUDED, LONGEST_SHOWN, Line
-from kb.diagnose.prefix import plain
+from kb.diagnose.scan.log_prefix import plain
 
 from .upload import Log
 

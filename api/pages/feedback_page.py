@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from kb.errors import UsageError
 
-from ..access import Reader
-from ..content import Kept, Loaded
-from ..feedback import post_feedback
-from ..feedback_schemas import FeedbackDocument
+from ..requests.access import Reader
+from ..routes.feedback import post_feedback
+from ..schemas.feedback import FeedbackDocument
+from ..state.content import Kept, Loaded
 from .page import address
 
 router = APIRouter()

@@ -7,7 +7,7 @@ from fastapi.responses import HTMLResponse
 
 from kb.store import gaps
 
-from ..content import Kept
+from ..state.content import Kept
 from .page import page
 
 SHOWN = 50

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from kb import picture
+from kb.content import causes_svg
 
-from ..content import Loaded
+from ..state.content import Loaded
 from .page import page
 
 router = APIRouter()
@@ -20,7 +20,7 @@ async def graph_page(request: Request, content: Loaded) -> HTMLResponse:
     return page(
         request,
         "graph.html",
-        picture=picture.whole(links, lambda one: f"/entries/{one}"),
+        picture=causes_svg.whole(links, lambda one: f"/entries/{one}"),
         causes=[(cause, links.consequences_of(cause)) for cause in sorted({cause for cause, _ in links.causes})],
         alone=sorted(set(links.titles) - linked),
         titles=links.titles,

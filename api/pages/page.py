@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from kb import __version__
 
-from ..accept import preferred
+from ..requests.accept import preferred
 from .static_files import URLS
 
 LANGUAGES = {"en": "en", "zh": "zh-CN"}  # as we name them, and as HTML does

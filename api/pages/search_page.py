@@ -10,16 +10,16 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ValidationError
 
-from kb.entry import Status
+from kb.content.entry import Status
+from kb.content.filters import STATUSES, Filter
 from kb.errors import UsageError
-from kb.filter import STATUSES, Filter
-from kb.hit import Answer
-from kb.query import LONGEST_TEXT
+from kb.search.query import LONGEST_TEXT
+from kb.search.results import Answer
 
-from ..answers import answer
-from ..content import Content, Listing, listed, loaded
-from ..questions import SearchQuestion
-from ..unanswered import count
+from ..requests.questions import SearchQuestion
+from ..state.content import Content, Listing, listed, loaded
+from ..state.response_cache import answer
+from ..state.unanswered import count
 from .highlight import highlighted
 from .page import language, page
 

@@ -9,7 +9,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from kb.errors import KeyNeeded
 
-from ..access import sign_in, sign_out
+from ..requests.access import sign_in, sign_out
 from .page import page
 
 router = APIRouter()

@@ -11,10 +11,10 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from kb.diagnose.source import Stream
+from kb.diagnose.inputs.sources import Stream
 from kb.errors import UsageError
 
-from ..diagnose import MOST_BYTES, MOST_UNPACKED
+from ..routes.diagnose import MOST_BYTES, MOST_UNPACKED
 
 MOST_FILES = 64  # the logs of so many ranks at once
 LONGEST_NAME = 200

@@ -12,11 +12,12 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from kb import catalog, hardware, picture, root
-from kb.catalog import Catalog
-from kb.entry import SECTIONS, Entry
-from kb.graph import Graph, graph
-from kb.rendering import rendered
+from kb.content import causes_svg, gpu_records
+from kb.content.catalog import Catalog, load_catalog
+from kb.content.causes import Graph, graph
+from kb.content.entry import SECTIONS, Entry
+from kb.content.html import rendered
+from kb.content.roots import builtin_root
 
 WIDE = "---\nhide: [navigation, toc]\n---\n"
 
@@ -37,11 +38,11 @@ STYLE = """\
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages. Raises `ContentError` for an entry that cannot be read."""
-    roots = (root.built_in(),)
-    found = catalog.load(roots)
+    roots = (builtin_root(),)
+    found = load_catalog(roots)
     if found.problems:
         raise found.problems[0]
-    known, links = hardware.proofs(roots), graph(found.current())
+    known, links = gpu_records.proofs(roots), graph(found.current())
     pages = {
         f"entries/{entry.id}.md": entry_page(entry, found, links, known.get(entry.id, ())) for entry in found.current()
     }
@@ -54,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[hardware.Proof, ...]) -> str:
+def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[gpu_records.Proof, ...]) -> str:
     def address(one: str) -> str:
         return f"../{one}/" if one in found.entries else ""
 
@@ -64,7 +65,7 @@ def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[hardware
         f"---\ntitle: {_yaml(meta.title)}\nhide: [navigation]\n---\n",
         f"# {meta.title}\n\n{' · '.join(facts)}\n",
         html(f"<p>{escape(meta.title_zh)} · <a href='#_1'>中文</a></p>"),
-        html(picture.neighbourhood(links, entry.id, address)),
+        html(causes_svg.neighbourhood(links, entry.id, address)),
     ]
     for heading in SECTIONS:
         if heading == "中文":
@@ -74,10 +75,10 @@ def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[hardware
     return "\n".join(parts)
 
 
-def verdicts(entry: Entry, found: Catalog, known: tuple[hardware.Proof, ...]) -> str:
+def verdicts(entry: Entry, found: Catalog, known: tuple[gpu_records.Proof, ...]) -> str:
     """What this site knows of proofs, and how the reader gets one."""
     told = f"On your machine: `kb verify {entry.id}`.\n"
-    standing = hardware.standing(found.probe_file(entry), known, entry.digest)
+    standing = gpu_records.standing(found.probe_file(entry), known, entry.digest)
     if not known:
         return f"{told}\n{standing}\n" if standing else told
     rows = [f"| {one.machine} | {one.verdict} | {one.day} |" for one in known]
@@ -95,7 +96,7 @@ def references(entry: Entry) -> str:
 def index_page(found: Catalog, known: dict[str, Any]) -> str:
     rows = []
     for entry in found.current():
-        standing = hardware.standing(found.probe_file(entry), known.get(entry.id, ()))
+        standing = gpu_records.standing(found.probe_file(entry), known.get(entry.id, ()))
         meta = entry.meta
         title = meta.title.replace("|", "\\|")
         rows.append(f"| [{title}]({entry.id}.md) | {meta.status} | {meta.severity} | {standing.partition(': ')[2]} |")
@@ -109,7 +110,7 @@ def graph_page(links: Graph) -> str:
     alone = sorted(set(links.titles) - linked)
     told = "An arrow leads from a cause to what it brings about. A timeout is nearly always a consequence."
     rest = ", ".join(f"[{one}](entries/{one}.md)" for one in alone)
-    drawn = html(picture.whole(links, lambda one: f"../entries/{one}/"))
+    drawn = html(causes_svg.whole(links, lambda one: f"../entries/{one}/"))
     return f"{WIDE}# Graph of causes\n\n{told}\n\n{drawn}\n\nNot linked to another incident: {rest or 'none'}.\n"
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kb.diagnose.culprit import Culprits, culprits
-from kb.diagnose.elsewhere import is_before, is_elsewhere, objection
 from kb.diagnose.evidence import Failure, Line, Scan, Sighting
-from kb.diagnose.failing import is_interruption, is_launcher, is_log
+from kb.diagnose.failure_lines import is_interruption, is_launcher, is_log
 from kb.diagnose.finding import Finding
-from kb.diagnose.nextstep import LIKELY, NextStep, next_step, read_first
+from kb.diagnose.first_failure import Culprits, culprits
+from kb.diagnose.next_step import LIKELY, NextStep, next_step, read_first
 from kb.diagnose.ranking import Candidate, rank
-from kb.index import Index
-from kb.search import likeness
+from kb.diagnose.unknown_cause import is_before, is_elsewhere, objection
+from kb.search.index import Index
+from kb.search.ranking import likeness
 
 MOST_SEEN = 20
 

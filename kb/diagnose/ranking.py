@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kb.diagnose.evidence import Line, Sighting
-from kb.diagnose.failing import is_launcher
+from kb.diagnose.failure_lines import is_launcher
 
 STRENGTH = {"root": 1.0, "cascade": 0.45, "last": 0.4}
 FURTHER = {"root": 0.2, "cascade": 0.08, "last": 0.2, "context": 0.12}

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from markdown_it.token import Token
 
-from kb.markdown import markdown_parser
+from kb.content.parser import markdown_parser
 
 
 class Kind(StrEnum):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from kb.entry import Grade
+from kb.content.grades import GRADES, LIKE_A_MARK, MARK, Grade
 from kb.lint.body import Kind
 from kb.lint.rule import Draft, EntryRule, Remark
 
 CLAIMING = ("Root cause", "Fix", "Why it works", "Known cases")
-MARK = re.compile(r"\[(?:(probe|inferred)|(source|thread|claimed) ([1-9]\d*))\]")
-LIKE_A_MARK = re.compile(r"\[(?:[a-z]+|(?i:probe|inferred|source|thread|claimed)s?)(?: ?[#\d, ]+)?\]")
-GRADES = {"source": Grade.SOURCE, "thread": Grade.THREAD, "claimed": Grade.CLAIMED}
 
 
 def unmarked_claim(draft: Draft) -> Iterator[Remark]:

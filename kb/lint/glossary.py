@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kb.glossary import Key, key_of
 from kb.lint.rule import CHINESE, Remark
+from kb.search.synonyms import Key, key_of
 
 MOST_IN_GROUP = 16
 MOST_WORDS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from kb.entry import ID, Status
+from kb.content.entry import ID, Status
 from kb.lint.rule import Draft, EntryRule, Remark
 
 LINKS = ("causes", "caused_by", "masked_by")

@@ -13,22 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kb import catalog
-from kb.catalog import Catalog
-from kb.check import why
-from kb.declaration import from_description
-from kb.entry import Entry
+from kb.content.catalog import Catalog, load_catalog
+from kb.content.entry import Entry
+from kb.content.roots import BUILT_IN, Root
 from kb.errors import UsageError
-from kb.glossary import FILE
-from kb.launcher import Launcher, Task
-from kb.lint import claims, glossary, links, probes, pump, sections, signatures
-from kb.lint.backtracking import backtracking_risk
+from kb.harness.launcher import Launcher, Task
+from kb.lint import claims, glossary, links, probes, sections, signatures
 from kb.lint.body import blocks
 from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy import HEALTHY
 from kb.lint.rule import Draft, EntryRule, Finding, ProbeFile, ProbeRule, name_of
-from kb.plan import DESCRIBE_S
-from kb.root import BUILT_IN, Root
+from kb.patterns import redos_timing
+from kb.patterns.redos import backtracking_risk
+from kb.runtime.declaration import from_description
+from kb.search.synonyms import FILE
+from kb.verify.checks import why
+from kb.verify.plan import DESCRIBE_S
 
 AT_ONCE = 4  # probes that are loaded at one time
 
@@ -78,7 +78,7 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
 
     Raises `LaunchError` when no child process can be started, `UsageError` for a file that no root has.
     """
-    found = catalog.load(roots)
+    found = load_catalog(roots)
     problems = [one for one in found.problems if not only or one.path in only]
     entries = [entry for entry in found if not only or entry.path in only]
     for path in only.difference((one.path for one in problems), (entry.path for entry in entries)):
@@ -137,9 +137,9 @@ def slow_patterns(entries: Iterable[Entry]) -> frozenset[str]:
             if backtracking_risk(one.pattern):
                 risky.add(one.pattern)
             else:
-                texts.setdefault(one.pattern, [*HEALTHY]).extend(pump.pumped(one.pattern, one.sample))
+                texts.setdefault(one.pattern, [*HEALTHY]).extend(redos_timing.pumped(one.pattern, one.sample))
                 texts[one.pattern] += entry.meta.not_signatures
-    return pump.slow(texts) | risky
+    return redos_timing.slow(texts) | risky
 
 
 def _probe_files(found: Catalog, entries: list[Entry], roots: Iterable[Root]) -> list[ProbeFile]:

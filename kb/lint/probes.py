@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 
-from kb.hardware import GPU_ARMS
+from kb.content.gpu_records import GPU_ARMS
 from kb.lint.rule import ProbeFile, ProbeRule, Remark
 
 ALLOWED = frozenset(sys.stdlib_module_names)

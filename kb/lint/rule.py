@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kb.entry import Entry, FrontMatter
+from kb.content.entry import Entry, FrontMatter
 from kb.lint.body import Block, Kind
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")

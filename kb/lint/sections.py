@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from packaging.utils import canonicalize_name
 
-from kb.entry import CHINESE_PARTS, SECTIONS
+from kb.content.entry import CHINESE_PARTS, SECTIONS
 from kb.lint.body import Block, Kind
 from kb.lint.rule import CHINESE, Draft, EntryRule, Remark
 

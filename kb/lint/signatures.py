@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kb.entry import Role, Signature
-from kb.lint.backtracking import backtracking_risk
+from kb.content.entry import Role, Signature
 from kb.lint.healthy import HEALTHY
 from kb.lint.rule import Draft, EntryRule, Remark
-from kb.signature import find, literals
+from kb.patterns.literals import find, literals
+from kb.patterns.redos import backtracking_risk
 
 SHORTEST_LITERAL = 4
 

@@ -1,4 +1,1 @@
-"""What is to be known of this machine, one noun per module; `kb.environment` puts it together.
-
-`survey.py` and `reading.py` also run in the reader's interpreter: standard library and Python 3.9.
-"""
+"""What is to be known of this machine, one noun per module; `kb.machine.snapshot` puts it together."""

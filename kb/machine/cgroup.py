@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kb.machine.reading import UNLIMITED, Unknown, text
+from kb.runtime.survey_fields import UNLIMITED, Unknown, text
 
 ROOT = Path("/sys/fs/cgroup")
 MOUNTS = Path("/proc/self/mounts")

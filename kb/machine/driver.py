@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kb.commands import Ran
+from kb.harness.subprocesses import Ran
 from kb.machine.gpus import said, smi
-from kb.machine.reading import Unknown, text
+from kb.runtime.survey_fields import Unknown, text
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")

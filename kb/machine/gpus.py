@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kb.commands import Ran, run
-from kb.machine.reading import Reader, Unknown
+from kb.harness.subprocesses import Ran, run
+from kb.runtime.survey_fields import Reader, Unknown
 
 SMI_S = 10.0  # without persistence mode the driver first wakes every GPU, about a second each
 TOLERANCE_MIB = 100

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kb.machine.reading import UNLIMITED, Unknown, text
+from kb.runtime.survey_fields import UNLIMITED, Unknown, text
 
 
 def _id() -> str:

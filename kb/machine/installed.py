@@ -1,4 +1,4 @@
-"""The versions in a training environment, for judging whether an incident applies to it: `kb.applies`."""
+"""The versions in a training environment, for judging whether an incident applies to it: `kb.content.applicability`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from kb.errors import InterpreterError
 from kb.machine import interpreter
-from kb.machine.reading import Reader
+from kb.runtime.survey_fields import Reader
 
 NCCL = re.compile(r"nvidia-nccl(-cu\d+)?")
 

@@ -1,4 +1,4 @@
-"""What is installed in the training interpreter, as `survey.py` finds it: in a child process with a deadline."""
+"""What is installed in the training interpreter: runs `kb.runtime.machine_survey` in it, with a deadline."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from kb.commands import Command, Ran
-from kb.machine.reading import Reader, Unknown
+from kb.harness.subprocesses import Command, Ran
+from kb.runtime import start
+from kb.runtime.survey_fields import Reader, Unknown
 
-SURVEY = Path(__file__).with_name("survey.py")
+START = Path(start.__file__)
 SURVEY_S = {False: 15.0, True: 60.0}  # without and with importing torch, from a cold network disk
 
 
 def survey(python: Path, import_torch: bool) -> Command:
     """The survey, to be started by a `with` block and read in it."""
     flags = ["--import-torch"] if import_torch else []
-    return Command([str(python), "-B", str(SURVEY), *flags], SURVEY_S[import_torch])
+    return Command([str(python), "-B", str(START), "machine_survey", *flags], SURVEY_S[import_torch])
 
 
 def read(reader: Reader, python: Path, running: Command, import_torch: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kb.machine.reading import Reader, text
+from kb.runtime.survey_fields import Reader, text
 
 NICS = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")

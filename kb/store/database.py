@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlmodel import Session
 
 from kb.errors import StoreUnavailable, UsageError
-from kb.store.place import Place
+from kb.store.backend import Place
 from kb.store.postgresql import PostgresqlDatabase
 from kb.store.schema import SCHEMA, upgrade
 from kb.store.sqlite import SqliteFile, default_path

@@ -14,8 +14,8 @@ from sqlmodel import Session, col, select
 from kb.errors import UsageError
 from kb.store import audit
 from kb.store.database import Database
-from kb.store.inserting import insert
 from kb.store.tables import GapRow, Moment, now
+from kb.store.upsert import insert
 
 MOST = 10_000
 

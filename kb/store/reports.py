@@ -14,8 +14,8 @@ from sqlmodel import Session, col, select
 from kb.errors import KeyReused
 from kb.store import audit
 from kb.store.database import Database
-from kb.store.inserting import insert
 from kb.store.tables import KeyRow, Moment, ReportRow, bounded, now
+from kb.store.upsert import insert
 
 AS_THEY_ARE = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
 

@@ -12,7 +12,7 @@ from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import OperationalError
 
 from kb.errors import StoreUnavailable
-from kb.places import data_home
+from kb.paths import data_home
 
 APPLICATION = 0x6B625250  # "kbRP" in the header of the file tells it from another program's database
 BUSY_S = 10.0  # how long a writer waits for another one; a save takes milliseconds

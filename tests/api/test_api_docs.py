@@ -13,10 +13,10 @@ from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
-from replicas import Place, started
-from support import CHECKOUT, GENEROUS_S, wait_for
 
-from kb.shared_report import Fidelity
+from kb.sharing.shared_report import Fidelity
+from tests.support.console import CHECKOUT, GENEROUS_S, wait_for
+from tests.support.replicas import Place, started
 
 PAGE = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```\n(?:\n```(json|text)\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -106,7 +106,7 @@ def test_a_wrong_example_would_be_noticed() -> None:
 
 
 def test_every_role_and_fidelity_is_explained_on_the_page() -> None:
-    finding = resolve_name("kb.api.diagnosis_schemas:FindingDocument").model_json_schema()
+    finding = resolve_name("kb.api.schemas.diagnosis:FindingDocument").model_json_schema()
     for word in (*finding["properties"]["role"]["enum"], *get_args(Fidelity)):
         assert f"`{word}`" in PAGE
 

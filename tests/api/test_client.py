@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import missing
-from replicas import Place, started
-from support import CHECKOUT, GENEROUS_S
+
+from tests.support.console import CHECKOUT, GENEROUS_S
+from tests.support.programs import missing
+from tests.support.replicas import Place, started
 
 GENERATOR = "openapi-python-client==0.29.1"
 HOME = CHECKOUT / "build" / "client-venv"  # an environment of its own: the generator needs another typer than kb

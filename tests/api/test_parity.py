@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from model import Model, over_http, over_stdio
-from replicas import Place, started
-from support import CHECKOUT
+
+from tests.support.console import CHECKOUT
+from tests.support.mcp_client import Model, over_http, over_stdio
+from tests.support.replicas import Place, started
 
 QUESTIONS = CHECKOUT / "tests" / "bench" / "questions.jsonl"
 ENVELOPE = ("schema", "ok")

@@ -7,9 +7,7 @@ import platform
 import sys
 from pathlib import Path
 
-import arms
-import rest
-import search
+from tests.bench import arms, rest, search
 
 
 def main() -> None:

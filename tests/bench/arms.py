@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from measured import run
-from search import KB
-
-from kb.launcher import Launcher, Task
+from kb.harness.launcher import Launcher, Task
+from tests.bench.measured import run
+from tests.bench.search import KB
 
 ROUNDS = 20
 ALL_REDUCE = """

@@ -21,21 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from matrix import Cell, picture
-
-from kb import catalog, environment, root
-from kb.catalog import Catalog
+from kb.content.catalog import Catalog, load_catalog
+from kb.content.causes import Graph, graph
+from kb.content.entry import Entry
+from kb.content.roots import configured_roots
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.evidence import Scan
-from kb.diagnose.matcher import Matcher
-from kb.diagnose.scan import scan
-from kb.diagnose.source import sources
-from kb.entry import Entry
-from kb.graph import Graph, graph
-from kb.index import Index, open_index
-from kb.launcher import Launcher
-from kb.plan import make_plan
-from kb.verify import JOBS
+from kb.diagnose.inputs.sources import sources
+from kb.diagnose.scan.scan import scan
+from kb.diagnose.scan.signature_matcher import Matcher
+from kb.harness.launcher import Launcher
+from kb.machine import snapshot
+from kb.search.index import Index, open_index
+from kb.verify.plan import make_plan
+from kb.verify.runner import JOBS
+from tests.bench.matrix import Cell, picture
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "confusion.svg"
 OWN, TOLD, LINKED, WRONG, SILENT = "its own", "its own by its probe's sentence", "linked", "wrong", "none"
@@ -74,8 +74,8 @@ class Row:
 
 def main() -> int:
     arguments = parsed()
-    roots = root.configured(())
-    found = catalog.load(roots)
+    roots = configured_roots(())
+    found = load_catalog(roots)
     entries = [found.get(one) for one in arguments.ids] if arguments.ids else found.current()
     with tempfile.TemporaryDirectory(prefix="kb-confusion-") as temporary:
         folder = arguments.logs or arguments.keep or Path(temporary)
@@ -105,7 +105,7 @@ def run_control_arms(found: Catalog, entries: Sequence[Entry], folder: Path) -> 
         ThreadPoolExecutor(JOBS) as pool,
     ):
         launcher.preload()
-        machine = environment.capture(launcher.python)
+        machine = snapshot.capture(launcher.python)
 
         def run(entry: Entry) -> tuple[str, str]:
             if not entry.meta.probe:

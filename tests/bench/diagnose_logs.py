@@ -12,13 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import diagnosed
-import scanning
-
-from kb import catalog, root
-from kb.diagnose.matcher import Matcher
-from kb.fixtures import healthy_logs
-from kb.index import open_index
+from kb.authoring.signature_tests import healthy_logs
+from kb.content.catalog import load_catalog
+from kb.content.roots import configured_roots
+from kb.diagnose.scan.signature_matcher import Matcher
+from kb.search.index import open_index
+from tests.bench import diagnosed, scanning
 
 
 def main() -> int:
@@ -35,11 +34,11 @@ def main() -> int:
 
 
 def _report(options: argparse.Namespace, failed: list[str]) -> Iterator[str]:
-    roots = root.configured(())
+    roots = configured_roots(())
     healthy = healthy_logs(roots)
     with tempfile.TemporaryDirectory() as name, open_index(roots, lambda _: None) as index:
         matcher = Matcher(index.signatures)
-        samples = {one.pattern: one.sample for entry in catalog.load(roots) for one in entry.meta.signatures}
+        samples = {one.pattern: one.sample for entry in load_catalog(roots) for one in entry.meta.signatures}
         files = [diagnosed.QUESTIONS, *options.cases]
         yield from diagnosed.accuracy(index, matcher, roots, files, failed)
         yield ""

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from kb import catalog
+from kb.authoring.signature_tests import HealthyLog
+from kb.content.catalog import load_catalog
+from kb.content.entry import SECTIONS, Entry
+from kb.content.roots import Root
 from kb.diagnose.diagnosis import Diagnosis, diagnose
-from kb.diagnose.matcher import Matcher
-from kb.diagnose.scan import scan
-from kb.diagnose.source import Stream
-from kb.entry import SECTIONS, Entry
-from kb.fixtures import HealthyLog
-from kb.index import Index
-from kb.root import Root
+from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.scan.scan import scan
+from kb.diagnose.scan.signature_matcher import Matcher
+from kb.search.index import Index
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 HIGH = 0.8
@@ -72,7 +72,7 @@ def accuracy(
     """The tables of accuracy and calibration. The bars are for the cases that development may see."""
     asked = [case for path in files for case in cases(path)]
     answers = [_answer(index, matcher, case) for case in asked]
-    entries = list(catalog.load(tuple(roots)))
+    entries = list(load_catalog(tuple(roots)))
     engines = {
         "FTS5, one line an entry": FullText(
             {entry.id: f"{entry.id} {entry.meta.title} {entry.meta.title_zh}" for entry in entries}

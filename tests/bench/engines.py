@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from kb import root
-from kb.analysis import terms
+from kb.content.roots import Root, builtin_root, root_at
+from kb.search.tokenizer import terms
 
 TITLES = {"kb": "kb", "fts5": "SQLite FTS5", "tantivy": "tantivy", "bm25s": "bm25s"}
 LIMIT = 10
@@ -42,13 +42,13 @@ class Engine(ABC):
         """Ids of entries, best first."""
 
 
-def roots(place: Path) -> tuple[root.Root, ...]:
-    return root.built_in(), *(root.at(Path(path)) for path in json.loads((place / "roots.json").read_text()))
+def roots(place: Path) -> tuple[Root, ...]:
+    return builtin_root(), *(root_at(Path(path)) for path in json.loads((place / "roots.json").read_text()))
 
 
 def write_terms(place: Path) -> None:
     """The terms of each entry, for the engines that have no analysis for two languages: id and terms on a line."""
-    from kb.document import collect
+    from kb.search.document import collect
 
     with (place / "terms.txt").open("w", encoding="utf-8") as file:
         for stored, parts in collect(roots(place), lambda _: None)[0]:
@@ -73,13 +73,13 @@ class Kb(Engine):
         self.open()
 
     def open(self) -> None:
-        from kb.index import open_index
+        from kb.search.index import open_index
 
         os.environ["XDG_CACHE_HOME"] = str(self.home)
         self._index = open_index(roots(self.place))
 
     def search(self, text: str) -> list[str]:
-        from kb.search import search
+        from kb.search.ranking import search
 
         return [hit.id for hit in search(self._index, text, LIMIT).hits]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from kb import catalog
-from kb.entry import SECTIONS, Entry
-from kb.root import Root, built_in
+from kb.content.catalog import load_catalog
+from kb.content.entry import SECTIONS, Entry
+from kb.content.roots import Root, builtin_root
 
 KINDS = re.compile(r"(?P<cjk>[\u4e00-\u9fff]{2,})|(?P<name>\w*[_\d]\w*|\w+[a-z][A-Z]\w*)|(?P<word>[A-Za-z]{4,})", re.A)
 REPLACED = {"cjk": 0.15, "name": 0.25, "word": 0.25}
@@ -78,7 +78,7 @@ class Vocabulary:
 def generate(home: Path, count: int, seed: int = 0) -> Root:
     """Write `count` entries into a new content root at `home`; the same seed gives the same files."""
     rng = random.Random(seed)
-    models = list(catalog.load((built_in(),)))
+    models = list(load_catalog((builtin_root(),)))
     words = Vocabulary(models, rng)
     root = Root(f"generated-{count}", home / "entries", home / "probes", home / "verified")
     root.entries.mkdir(parents=True)

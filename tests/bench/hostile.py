@@ -6,9 +6,10 @@ import random
 import re
 import string
 
-from kb import catalog, glossary
-from kb.query import LONGEST_TEXT
-from kb.root import Root, built_in
+from kb.content.catalog import load_catalog
+from kb.content.roots import Root, builtin_root
+from kb.search import synonyms
+from kb.search.query import LONGEST_TEXT
 
 
 def texts(roots: tuple[Root, ...]) -> dict[str, str]:
@@ -18,14 +19,14 @@ def texts(roots: tuple[Root, ...]) -> dict[str, str]:
     raw = "\n".join(path.read_text(encoding="utf-8") for path in rng.sample(files, min(len(files), 60)))
     words = re.findall(r"[A-Za-z]{4,}", raw)
     chinese = re.findall(r"[\u4e00-\u9fff]+", raw)
-    samples = [one.sample for entry in catalog.load((built_in(),)) for one in entry.meta.signatures]
+    samples = [one.sample for entry in load_catalog((builtin_root(),)) for one in entry.meta.signatures]
     return {
         "text of entries": _cut(raw[len(raw) // 2 :]),
         "thousands of words": _cut(" ".join(rng.sample(words, min(len(words), 3000)))),
         "Chinese only": _cut("".join(rng.sample(chinese, min(len(chinese), 3000)))),
         "two languages": _cut(" ".join(one for pair in zip(words, chinese, strict=False) for one in pair)),
         "log lines of many incidents": _cut("\n".join(rng.sample(samples, len(samples)))),
-        "every synonym": _cut(" ".join(word for group in glossary.read() for word in group)),
+        "every synonym": _cut(" ".join(word for group in synonyms.read() for word in group)),
         "the commonest words": "torch distributed nccl rank error timeout training gpu process 训练 超时 报错 显存",
         "one word repeated": _cut("timeout " * 2000),
         "one Chinese word repeated": "超时" * (LONGEST_TEXT // 2),

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from search import KB
+from tests.bench.search import KB
 
 SCRIPT = Path(__file__).with_name("wrk.lua")
 CONNECTIONS = 32

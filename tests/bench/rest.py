@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import quantiles
 from urllib.parse import quote
 
-import load
+from tests.bench import load
 
 CLIENTS = 8
 REQUESTS = 10_000

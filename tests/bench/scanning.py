@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from measured import run
-from training_log import pieces
-
-from kb.diagnose.matcher import Matcher
-from kb.diagnose.scan import scan
-from kb.diagnose.source import Stream, sources
-from kb.fixtures import HealthyLog
-from kb.lint.pump import pumped
-from kb.signature import spans_lines
+from kb.authoring.signature_tests import HealthyLog
+from kb.diagnose.inputs.sources import Stream, sources
+from kb.diagnose.scan.scan import scan
+from kb.diagnose.scan.signature_matcher import Matcher
+from kb.patterns.literals import spans_lines
+from kb.patterns.redos_timing import pumped
+from tests.bench.measured import run
+from tests.bench.training_log import pieces
 
 KB = str(Path(sys.executable).with_name("kb"))
 RG = str(Path(sys.executable).with_name("rg"))

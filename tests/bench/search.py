@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from measured import run
+from tests.bench.measured import run
 
 KB = str(Path(sys.executable).with_name("kb"))
 QUESTION = "ALLGATHER timeout save"

@@ -17,12 +17,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import engines
-import generated
-from hostile import texts
-from measured import Cost, run
-
-from kb.root import Root, built_in
+from kb.content.roots import Root, builtin_root
+from tests.bench import engines, generated
+from tests.bench.hostile import texts
+from tests.bench.measured import Cost, run
+from tests.support.console import CHECKOUT
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 SIZES = (1_000, 10_000)
@@ -62,12 +61,12 @@ def main() -> int:
     options = parser.parse_args()
     cases = [json.loads(line) for line in options.cases.read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as name:
-        found = {one.name: one for one in _measure(Path(name), (built_in(),), cases)}
+        found = {one.name: one for one in _measure(Path(name), (builtin_root(),), cases)}
         _print(_relevance(found, cases))
         _print(_speed(found))
         missed = [*_missed_relevance(found, cases, *options.bars)]
         for size in SIZES[: 1 if options.small else 2]:
-            grown = [*_measure(Path(name), (built_in(), generated.generate(Path(name) / str(size), size)), cases)]
+            grown = [*_measure(Path(name), (builtin_root(), generated.generate(Path(name) / str(size), size)), cases)]
             _print(_growth(size, grown))
             missed += _missed_speed(grown[0]) if size == SIZES[-1] else ()
     for bar in missed:
@@ -92,7 +91,7 @@ def _measure(home: Path, roots: tuple[Root, ...], cases: list[Case]) -> Iterator
 
 
 def _step(step: str, name: str, place: Path) -> Cost:
-    cost = run([sys.executable, __file__, step, name, str(place)], place)
+    cost = run([sys.executable, "-m", "tests.bench.search_engines", step, name, str(place)], CHECKOUT)
     if cost.code:
         sys.exit(f"{step} of {name} ended with {cost.code}")
     return cost

@@ -18,11 +18,9 @@ from pathlib import Path
 from statistics import quantiles
 from urllib.parse import quote_plus
 
-import load
-import training_log
-
-from kb.fixtures import healthy_logs
-from kb.root import built_in
+from kb.authoring.signature_tests import healthy_logs
+from kb.content.roots import builtin_root
+from tests.bench import load, training_log
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 ROUND_S, ROUNDS = 10.0, 3
@@ -107,7 +105,7 @@ def _memory(home: Path, requests: int, missed: list[str]) -> Iterator[str]:
 
 def _beside(home: Path, missed: list[str]) -> Iterator[str]:
     """Searches of one client while eight others send logs, or flight-recorder dumps in JSON, without a pause."""
-    log = b"".join(training_log.pieces(BODY, healthy_logs((built_in(),))))
+    log = b"".join(training_log.pieces(BODY, healthy_logs((builtin_root(),))))
     asked = _paths(home).read_text().splitlines()
     with load.kb(home) as (port, _), ProcessPoolExecutor(UPLOADERS) as pool:
         rows = [("alone", _searches(port, asked), "")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from kb.fixtures import HealthyLog
+from kb.authoring.signature_tests import HealthyLog
 
 RANKS = 8
 BLOCK = 256 << 10  # bytes

@@ -20,13 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import kb.document
-import kb.index
-import kb.query
-import kb.search
-import kb.spelling
-from kb import glossary, root
-from kb.index import Index, open_index
+from kb.content.roots import builtin_root
+from kb.search import document, index, query, ranking, spelling, synonyms
+from kb.search.index import Index, open_index
 
 FOLDS = 5
 CHINESE = re.compile(r"[\u3400-\u9fff]+")
@@ -59,15 +55,15 @@ class Weight:
 
 
 WEIGHTS = (
-    Weight(kb.document, "HEADLINE", 0.2501, (1.0, 2.0, 4.0, 6.0)),
-    Weight(kb.document, "SHOWN", 0.25, (1.0, 1.5)),
-    Weight(kb.document, "PROSE", 0.0, (0.1, 0.5, 1.0)),
-    Weight(kb.index, "K1", 1.2, (3.0, 5.0, 12.0)),
-    Weight(kb.index, "B", 0.0, (0.4, 1.0)),
-    Weight(kb.search, "LEAST_COVERAGE", 1.0, (0.4, 0.55, 0.85)),
-    Weight(kb.query, "SYNONYM_WEIGHT", 0.0, (0.3, 0.7, 1.0)),
-    Weight(kb.query, "WHOLE_WEIGHT", 1.0, (1.5, 3.0)),
-    Weight(kb.spelling, "CORRECTION_WEIGHT", 0.0, (0.5, 1.0)),
+    Weight(document, "HEADLINE", 0.2501, (1.0, 2.0, 4.0, 6.0)),
+    Weight(document, "SHOWN", 0.25, (1.0, 1.5)),
+    Weight(document, "PROSE", 0.0, (0.1, 0.5, 1.0)),
+    Weight(index, "K1", 1.2, (3.0, 5.0, 12.0)),
+    Weight(index, "B", 0.0, (0.4, 1.0)),
+    Weight(ranking, "LEAST_COVERAGE", 1.0, (0.4, 0.55, 0.85)),
+    Weight(query, "SYNONYM_WEIGHT", 0.0, (0.3, 0.7, 1.0)),
+    Weight(query, "WHOLE_WEIGHT", 1.0, (1.5, 3.0)),
+    Weight(spelling, "CORRECTION_WEIGHT", 0.0, (0.5, 1.0)),
 )
 
 
@@ -123,7 +119,7 @@ def cross_validated(tried: dict[float, Ranks]) -> tuple[Ranks, list[float]]:
 
 def of_glossary(questions: Sequence[Question]) -> Iterator[str]:
     chinese = [question for question in questions if question.lang == "zh"]
-    groups = glossary.read()
+    groups = synonyms.read()
     with _opened() as index, _without_chinese(), _opened() as english:
         views: tuple[tuple[Index, Sequence[Question]], ...] = ((index, questions), (english, chinese))
         base = [_ranks(*view) for view in views]
@@ -151,7 +147,7 @@ def _glossary_row(name: str, base: list[Ranks], left: list[Ranks]) -> str:
 
 
 def _without_group(rest: list[list[str]], view: tuple[Index, Sequence[Question]]) -> Ranks:
-    with _set(view[0], "synonyms", glossary.table(rest)):
+    with _set(view[0], "synonyms", synonyms.table(rest)):
         return _ranks(*view)
 
 
@@ -165,7 +161,7 @@ def _opened() -> Iterator[Index]:
     """Built anew, in a cache of its own: no stamp tells that a weight was changed."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        with open_index((root.built_in(),)) as index:
+        with open_index((builtin_root(),)) as index:
             yield index
 
 
@@ -182,13 +178,13 @@ def _set(owner: Any, name: str, value: object) -> Iterator[None]:
 @contextmanager
 def _without_chinese() -> Iterator[None]:
     """Documents are collected without what is Chinese in them."""
-    whole: Callable[..., kb.document.Document] = kb.document.document
+    whole: Callable[..., document.Document] = document.document
 
-    def english(*args: Any) -> kb.document.Document:
+    def english(*args: Any) -> document.Document:
         stored, parts = whole(*args)
         return stored, [(weight, CHINESE.sub(" ", text)) for weight, text in parts]
 
-    with _set(kb.document, "document", english):
+    with _set(document, "document", english):
         yield
 
 
@@ -197,7 +193,7 @@ def _ranks(index: Index, questions: Sequence[Question]) -> Ranks:
 
 
 def _rank(index: Index, question: Question) -> int:
-    hits = kb.search.search(index, question.text, 10).hits
+    hits = ranking.search(index, question.text, 10).hits
     return next((rank for rank, hit in enumerate(hits) if hit.id in question.right), UNRANKED)
 
 

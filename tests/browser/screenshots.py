@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(CHECKOUT / "tests"))
+from playwright.sync_api import Page
 
-from chromium import PHONE, filled_service, launched, visit  # noqa: E402
-from playwright.sync_api import Page  # noqa: E402
-from shown import ENTRY, QUESTION  # noqa: E402
-from support import run_kb  # noqa: E402
+from tests.support.chromium import PHONE, filled_service, launched, visit
+from tests.support.console import CHECKOUT, run_kb
+from tests.support.sample_data import ENTRY, QUESTION
 
 FOLDER = CHECKOUT / "docs" / "pages"
 PORT = "8790"  # it is in the pictures

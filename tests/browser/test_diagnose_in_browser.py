@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from chromium import visit
 from playwright.sync_api import Browser, Page, expect
-from replicas import Replica
-from shown import ENTRY
 
-pytest_plugins = ["browsing"]
+from tests.support.chromium import visit
+from tests.support.replicas import Replica
+from tests.support.sample_data import ENTRY
+
+pytest_plugins = ["tests.support.browser_fixtures"]
 
 LOG = Path(__file__).with_name("save.log")
 DROP = """([zone, name, packed]) => {

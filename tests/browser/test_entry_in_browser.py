@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from chromium import visit
 from playwright.sync_api import Browser, expect
-from replicas import Replica
-from shown import ENTRY
 
-pytest_plugins = ["browsing"]
+from tests.support.chromium import visit
+from tests.support.replicas import Replica
+from tests.support.sample_data import ENTRY
+
+pytest_plugins = ["tests.support.browser_fixtures"]
 
 
 def test_a_command_is_copied(chromium: Browser, service: Replica) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from chromium import visit
 from playwright.sync_api import Browser, Route, expect
-from replicas import Replica
-from shown import ENTRY, QUESTION
 
-pytest_plugins = ["browsing"]
+from tests.support.chromium import visit
+from tests.support.replicas import Replica
+from tests.support.sample_data import ENTRY, QUESTION
+
+pytest_plugins = ["tests.support.browser_fixtures"]
 
 
 def test_typing_shows_results_and_the_address_follows(chromium: Browser, service: Replica) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from chromium import DESKTOP, PHONE, visit
 from playwright.sync_api import Browser, Page
-from replicas import Replica
-from shown import ENTRY, QUESTION
 
-pytest_plugins = ["browsing"]
+from tests.support.chromium import DESKTOP, PHONE, visit
+from tests.support.replicas import Replica
+from tests.support.sample_data import ENTRY, QUESTION
+
+pytest_plugins = ["tests.support.browser_fixtures"]
 
 PAGES = {
     "home": "/",

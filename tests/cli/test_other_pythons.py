@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import Kb
+
+from tests.support.console import Kb
 
 VERSIONS = ("3.9", "3.10", "3.12", "3.13")
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support import BREAKS, ContentRoot, Kb
 
-from kb import root
+from kb.content.roots import BUILT_IN
+from tests.support.console import BREAKS, ContentRoot, Kb
 
 REPLACED = "checkpoint-save-allgather-timeout"
 
@@ -59,7 +59,7 @@ def test_a_built_in_entry_is_replaced_in_every_answer(team: ContentRoot, kb: Kb)
 
 def test_the_same_id_without_replaces_is_a_finding_and_the_built_in_entry_stays(team: ContentRoot, kb: Kb) -> None:
     team.incident(REPLACED)
-    assert kb("show", REPLACED, "--json").json["origin"] == root.BUILT_IN
+    assert kb("show", REPLACED, "--json").json["origin"] == BUILT_IN
     rules = {one["rule"] for one in kb("lint", "--json").json["findings"] if str(team.path) in one["file"]}
     assert "duplicate-id" in rules
 

@@ -11,8 +11,9 @@ from importlib.metadata import requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from replicas import Place, started
-from support import CHECKOUT
+
+from tests.support.console import CHECKOUT
+from tests.support.replicas import Place, started
 
 FILE = CHECKOUT / "deploy" / "Containerfile"
 IGNORED = CHECKOUT / "deploy" / "Containerfile.dockerignore"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from support import CHECKOUT
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from kb.errors import UsageError
+from tests.support.console import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
 Object = dict[str, Any]

@@ -19,9 +19,10 @@ import httpx2
 import pytest
 from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
-from proxy import Proxy, nginx
-from replicas import Place, Replica, started
-from support import GENEROUS_S, ContentRoot, wait_for
+
+from tests.support.console import GENEROUS_S, ContentRoot, wait_for
+from tests.support.nginx import Proxy, nginx
+from tests.support.replicas import Place, Replica, started
 
 PATHS = (
     "/v1/search?q=ALLGATHER+timeout+save&limit=3",

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import yaml
-from pgserver import free_port
-from serving import listening
-from support import CHECKOUT
 
 from kb.store import feedback, keys, reports
 from kb.store.database import Database
 from kb.store.keys import Scope
+from tests.support.console import CHECKOUT
+from tests.support.kb_serve import listening
+from tests.support.postgres_server import free_port
 
-pytest_plugins = ["postgres"]
+pytest_plugins = ["tests.support.postgres_fixtures"]
 
 DEPLOY = CHECKOUT / "deploy"
 README = (DEPLOY / "README.md").read_text(encoding="utf-8")

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import program
-from replicas import Place, started
-from support import CHECKOUT, KB, Ended
+
+from tests.support.console import CHECKOUT, KB, Ended
+from tests.support.programs import program
+from tests.support.replicas import Place, started
 
 UNIT = CHECKOUT / "deploy" / "kb.service"
 MOST_EXPOSED = 15  # tenths; what systemd calls OK begins at 4.9

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import BREAKS, ContentRoot, Kb
 
-from kb.markdown import read_entry
+from kb.content.parser import read_entry
+from tests.support.console import BREAKS, ContentRoot, Kb
 
 
 def broken_yaml(path: Path) -> None:

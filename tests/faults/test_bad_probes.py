@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support import ContentRoot, Kb, arm_directories
+
+from tests.support.console import ContentRoot, Kb, arm_directories
 
 BROKEN = {
     "raises at import": ("raise ValueError('no luck')", "ValueError: no luck"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support import Kb
+
+from tests.support.console import Kb
 
 QUERIES = {
     "operators": "*a*~5 OR (((((",

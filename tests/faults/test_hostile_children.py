@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import ContentRoot, Kb, arm_directories, is_running
+
+from tests.support.console import ContentRoot, Kb, arm_directories, is_running
 
 IGNORES_TERM = """
 if not is_fixed:

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import CHECKOUT
 
-from kb import catalog
+from kb.content.catalog import load_catalog
+from kb.content.roots import builtin_root
 from kb.diagnose.evidence import Scan
-from kb.diagnose.matcher import Matcher
-from kb.diagnose.scan import scan
-from kb.diagnose.source import Stream, sources
-from kb.lint.pump import pumped
-from kb.root import built_in
-from kb.signature import literals
+from kb.diagnose.inputs.sources import Stream, sources
+from kb.diagnose.scan.scan import scan
+from kb.diagnose.scan.signature_matcher import Matcher
+from kb.patterns.literals import literals
+from kb.patterns.redos_timing import pumped
+from tests.support.console import CHECKOUT
 
-SIGNATURES = [one for entry in catalog.load((built_in(),)) for one in entry.meta.signatures]
+SIGNATURES = [one for entry in load_catalog((builtin_root(),)) for one in entry.meta.signatures]
 MATCHER = Matcher(
     {"id": str(number), "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
     for number, one in enumerate(SIGNATURES)

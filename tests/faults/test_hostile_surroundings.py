@@ -8,9 +8,9 @@ import venv
 from pathlib import Path
 
 import pytest
-from support import BREAKS, ContentRoot, Kb
 
 from kb import doctor
+from tests.support.console import BREAKS, ContentRoot, Kb
 
 POISON = "raise SystemExit('the file of the user was imported: ' + __file__)\n"
 

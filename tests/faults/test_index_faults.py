@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import KB, Kb, end, wait_for
 
-from kb import index, root
+from kb.content.roots import builtin_root
+from kb.search import index
+from tests.support.console import KB, Kb, end, wait_for
 
 QUESTION = "ALLGATHER timeout save"
 ANSWER = "checkpoint-save-allgather-timeout"
@@ -37,8 +38,8 @@ def first_hit(kb: Kb, **env: str) -> str:
 
 
 def index_home(home: Path) -> Path:
-    assert index.home((root.built_in(),)).is_relative_to(home)
-    return index.home((root.built_in(),))
+    assert index.home((builtin_root(),)).is_relative_to(home)
+    return index.home((builtin_root(),))
 
 
 def generation(home: Path) -> Path:
@@ -201,7 +202,7 @@ def test_a_build_killed_in_the_middle_leaves_the_old_index_and_no_lock(kb: Kb, h
 
 
 def test_an_edited_entry_is_found_by_its_new_words(kb: Kb, content: object) -> None:
-    from support import ContentRoot
+    from tests.support.console import ContentRoot
 
     assert isinstance(content, ContentRoot)
     content.entry("edited", has_probe=False)

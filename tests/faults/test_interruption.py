@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
+
+from tests.support.console import KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
 
 WAITS = """
 Path(os.environ["PIDS"], str(os.getpid())).touch()

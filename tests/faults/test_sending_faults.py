@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from peer import Peer, delivery_of, drop, keep_and_hang, listening, report, start_node
-from programs import program
-from replicas import Place, Replica, started
-from support import wait_for
 
-from kb.outbox import Outbox
+from kb.sharing.outbox import Outbox
+from tests.support.console import wait_for
+from tests.support.fake_service import Peer, delivery_of, drop, keep_and_hang, listening, report, start_node
+from tests.support.programs import program
+from tests.support.replicas import Place, Replica, started
 
 if TYPE_CHECKING:
-    from pgserver import Server as Postgres
+    from tests.support.postgres_server import Server as Postgres
 
-pytest_plugins = ["postgres"]
+pytest_plugins = ["tests.support.postgres_fixtures"]
 NODES = 20
 SMALL_DISK = 40 << 10  # bytes of one file: less than the store has, so that its journal has room for few reports
 Arrived = Callable[[], Counter[str]]

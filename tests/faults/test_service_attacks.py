@@ -11,12 +11,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from serving import Serving, serving
-from support import GENEROUS_S, wait_for
 
 from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
+from tests.support.console import GENEROUS_S, wait_for
+from tests.support.kb_serve import Serving, serving
 
 SLOTS = 4  # logs that are read at the same time
 FORGED = {"Cookie": f"kb_key=kb_aaaaaaaa_{'A' * 43}", "Sec-Fetch-Site": "same-origin"}

@@ -12,8 +12,9 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from serving import Serving, serving
-from support import wait_for
+
+from tests.support.console import wait_for
+from tests.support.kb_serve import Serving, serving
 
 SLOW = 10_000
 OURS = 200  # file descriptors of a test for everything else

@@ -8,15 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
-from pgserver import Server as Postgres
-from serving import Serving, listening, serving
-from support import GENEROUS_S, wait_for
-
 from kb.store import feedback, keys
 from kb.store.database import Database
 from kb.store.keys import Scope
+from tests.support.console import GENEROUS_S, wait_for
+from tests.support.kb_serve import Serving, listening, serving
+from tests.support.postgres_server import Server as Postgres
 
-pytest_plugins = ["postgres"]
+pytest_plugins = ["tests.support.postgres_fixtures"]
 
 HELPED = {"entry": "nan-loss", "helped": True}
 CLIENTS = 3

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Serving, serving
-from support import wait_for
 
 from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
+from tests.support.console import wait_for
+from tests.support.kb_serve import Serving, serving
 
 NOTICED_S = 2.0  # after at most this time a revoked key is refused; the rest is for a busy machine
 

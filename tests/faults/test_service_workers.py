@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
-from serving import Serving, serving
-from support import is_running, wait_for
+from tests.support.console import is_running, wait_for
+from tests.support.kb_serve import Serving, serving
 
 CLIENTS = 6
 

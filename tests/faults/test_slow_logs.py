@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-from replicas import Place, Replica, started
+
+from tests.support.replicas import Place, Replica, started
 
 LOG = b"[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB.\n"
 MANY = 40  # more than there are threads that read logs

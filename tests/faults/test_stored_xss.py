@@ -8,13 +8,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from chromium import launched, visit
 from playwright.sync_api import Browser, Page
-from replicas import Place, Replica, started
-from shown import report
 
 from kb.store import feedback, gaps, reports
 from kb.store.database import Database
+from tests.support.chromium import launched, visit
+from tests.support.replicas import Place, Replica, started
+from tests.support.sample_data import report
 
 SCRIPT = "<script>alert(1)</script>"
 TEMPLATE = "{{ 1337 * 1337 }}${1337*1337}"

@@ -10,19 +10,19 @@ import sys
 
 import atheris  # type: ignore[import-untyped, unused-ignore]  # not in the development environment: it has few wheels
 
-with atheris.instrument_imports(include=["kb.diagnose", "kb.signature"]):
-    from kb.diagnose.matcher import Matcher
-    from kb.diagnose.scan import scan
-    from kb.diagnose.source import Stream
+with atheris.instrument_imports(include=["kb.diagnose", "kb.patterns.literals"]):
+    from kb.diagnose.inputs.sources import Stream
+    from kb.diagnose.scan.scan import scan
+    from kb.diagnose.scan.signature_matcher import Matcher
 
-from kb import catalog
-from kb.root import built_in
-from kb.signature import literals
+from kb.content.catalog import load_catalog
+from kb.content.roots import builtin_root
+from kb.patterns.literals import literals
 
 NAMES = ("train.log", "rank_1.log", "nccl_trace_rank_0", "error.json", "1.stacks")
 MATCHER = Matcher(
     {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
-    for entry in catalog.load((built_in(),))
+    for entry in load_catalog((builtin_root(),))
     for one in entry.meta.signatures
 )
 

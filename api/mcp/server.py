@@ -1,0 +1,173 @@
+"""The MCP server, over stdio and over HTTP. It and `consent` alone know the SDK.
+
+Over HTTP it is stateless, so that any replica can answer any request. Verification is there on stdio alone, only
+when it was allowed, and only with the consent of the person in front of the client, asked for each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
+from mcp.server.mcpserver.tools import Tool
+from mcp.server.transport_security import TransportSecuritySettings
+from mcp.shared.exceptions import MCPError
+from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, Resource, ToolAnnotations
+from pydantic import ValidationError
+from starlette.types import ASGIApp
+
+from kb import __version__
+from kb.content.roots import Root
+from kb.errors import KbError, UnknownEntry
+
+from ..state.content import Content
+from .consent import verify_fix
+from .inline_schema import plain
+from .instructions import INSTRUCTIONS, triage
+from .machine import Machine
+from .tools import Tools
+
+MARKDOWN = "text/markdown"
+READS = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
+RUNS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
+# Who may ask, and under which name of the host, is decided before: see `access`.
+CHECKED_BEFORE = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+
+
+class Server(MCPServer[Tools]):
+    """The tools, the entries as resources, and the prompt; with `allows_verify` the tool that runs probes, too."""
+
+    def __init__(self, tools: Tools, *, allows_verify: bool = False) -> None:
+        @asynccontextmanager
+        async def lifespan(_: MCPServer[Tools]) -> AsyncIterator[Tools]:
+            yield tools
+
+        with _logging_left_alone():
+            super().__init__(
+                "kb",
+                title="Distributed-training incidents",
+                instructions=INSTRUCTIONS,
+                version=__version__,
+                tools=_tools(tools, allows_verify),
+                lifespan=lifespan,
+                subscriptions=False,  # the content never changes under a connection
+            )
+        self._tools = tools
+        self.resource("kb://entries/{id}", name="entry", title="An incident", mime_type=MARKDOWN)(self.entry)
+        self.prompt(title="Triage of a failed job", description="From a log or a symptom to a proved fix.")(triage)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            raise ToolError(_misfits(error.__cause__)) from None
+
+    async def get_prompt(self, name: str, arguments: dict[str, Any] | None = None, context: Any = None) -> Any:
+        try:
+            return await super().get_prompt(name, arguments, context)
+        except ValueError as error:  # the caller's fault, which the SDK takes for its own
+            raise MCPError(INVALID_PARAMS, str(error)) from None
+
+    async def list_resources(self) -> list[Resource]:
+        try:
+            content = await self._tools.content()
+        except KbError as error:
+            raise MCPError(INTERNAL_ERROR, self._tools.told(error)) from None
+        return [
+            Resource(uri=f"kb://entries/{one.id}", name=one.id, title=one.meta.title, mime_type=MARKDOWN)
+            for one in content.catalog.current()
+        ]
+
+    async def entry(self, id: str) -> str:  # noqa: A002  # as the template names it
+        """The file of an incident as it was written."""
+        try:
+            content = await self._tools.content()
+            return content.texts[content.catalog.get(id).id]
+        except KbError as error:
+            kind = ResourceNotFoundError if isinstance(error, UnknownEntry) else ResourceError
+            raise kind(self._tools.told(error)) from None
+
+
+def _tools(tools: Tools, allows_verify: bool) -> list[Tool]:
+    offered = [
+        _tool(tools, tools.search_incidents, "Search incidents", READS),
+        _tool(tools, tools.get_incident, "Read an incident", READS),
+        _tool(tools, tools.diagnose_log, "Diagnose a log", READS),
+        _tool(tools, tools.check_environment, "Check an environment", READS),
+    ]
+    return [*offered, _tool(tools, verify_fix, "Verify a fix on this machine", RUNS)] if allows_verify else offered
+
+
+def _tool(tools: Tools, function: Callable[..., Awaitable[Any]], title: str, annotations: ToolAnnotations) -> Tool:
+    """A tool whose errors are for the reader, and whose schemas a simple client understands."""
+
+    @functools.wraps(function)
+    async def asked(*args: Any, **named: Any) -> Any:
+        try:
+            return await function(*args, **named)
+        except KbError as error:
+            raise ToolError(tools.told(error)) from None
+
+    made = Tool.from_function(asked, title=title, description=inspect.getdoc(function), annotations=annotations)
+    made.parameters = plain(made.parameters)
+    made.fn_metadata.output_schema = plain(made.fn_metadata.output_schema or {})
+    return made
+
+
+def _misfits(error: ValidationError) -> str:
+    """Which arguments do not fit, without what was sent: that may be a log."""
+    misfits = (
+        f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
+    )
+    return f"{'; '.join(misfits)}; hint: the schema of the tool says what it takes"
+
+
+@contextmanager
+def _logging_left_alone() -> Iterator[None]:
+    """The SDK gives the root logger of the process a handler and a level of its own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+@asynccontextmanager
+async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
+    """What answers the requests under /mcp, while it is open. It has no machine to look at, and runs no probe."""
+    assert tools.machine is None
+    server = Server(tools)
+    server.streamable_http_app(
+        stateless_http=True,
+        json_response=True,
+        transport_security=CHECKED_BEFORE,
+    )
+    async with server.session_manager.run():
+        yield server.session_manager.handle_request
+
+
+def over_stdio(roots: tuple[Root, ...], machine: Machine, *, allows_verify: bool) -> None:
+    """Serve until standard input ends. Blocks. Requests wait until the content is read; the handshake does not."""
+
+    async def serve() -> None:
+        with ThreadPoolExecutor(1, "kb-search") as searching:
+            loading = searching.submit(Content.load, roots, searching)
+            tools = Tools(lambda: asyncio.wrap_future(loading), machine=machine)
+            try:
+                await Server(tools, allows_verify=allows_verify).run_stdio_async()
+            finally:
+                (await asyncio.wrap_future(loading)).close()
+
+    asyncio.run(serve())

@@ -1,0 +1,189 @@
+"""What a language model can ask for: the functions behind the MCP tools, which read and change nothing.
+
+What their docstrings and the descriptions of their arguments say is all that a model knows of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from anyio import CancelScope
+
+from kb.diagnose.diagnosis import Diagnosis
+from kb.diagnose.inputs.sources import Stream
+from kb.errors import IndexUnavailable, KbError, UsageError
+from kb.search.results import Answer
+from kb.store.reports import Standing
+
+from ..requests.problems import UNAVAILABLE, log
+from ..requests.questions import LONGEST_ECHO, SearchQuestion
+from ..schemas.content import EntryDocument, SearchResult
+from ..schemas.diagnosis import DiagnosisDocument
+from ..state.content import Content
+from ..state.response_cache import answer
+from .arguments import (
+    EntryId,
+    Frameworks,
+    GpuName,
+    Language,
+    Limit,
+    Log,
+    Packages,
+    Query,
+    ReaderGpu,
+    ReaderTorch,
+    Statuses,
+    Tags,
+)
+from .exposure import CheckAnswer, EnvironmentDocument, judge
+from .machine import Machine
+
+MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
+STOPPING_S = 0.1
+CHINESE = "中文"
+PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
+
+Found = TypeVar("Found")
+
+
+class Ear(Protocol):
+    """Hears what was asked, so that a service counts it."""
+
+    def searched(self, text: str, found: Answer) -> None:
+        """`text` is "" for a question with filters, which may have no answer for their sake."""
+
+    def diagnosed(self, found: Diagnosis) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools over one content, which may still be on its way. `machine` only where that is the caller's own.
+
+    `standings`: what reports say of entries, where others report. `turn`: one thing at a time on that machine.
+    """
+
+    content: Callable[[], Awaitable[Content]]
+    standings: Callable[[], Sequence[Standing]] = tuple
+    machine: Machine | None = None
+    ear: Ear | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def search_incidents(
+        self,
+        query: Query,
+        limit: Limit = 5,
+        tags: Tags = None,
+        frameworks: Frameworks = None,
+        statuses: Statuses = None,
+        gpu: ReaderGpu = "",
+        torch: ReaderTorch = "",
+    ) -> SearchResult:
+        """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
+
+        Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first, each
+        with its cause in one sentence and the words that matched. `answered` is false when even the best has but some
+        words in common with the question: then say that nothing is known of it. Read an incident with get_incident
+        before you advise a fix, and cite its id and the section you rely on.
+        """
+        question = SearchQuestion(
+            q=query, limit=limit, tag=tags, framework=frameworks, status=statuses, why=False, gpu=gpu, torch=torch
+        )
+        found = await answer(await self.content(), self.standings(), question)
+        if self.ear:
+            self.ear.searched("" if question.only else query, found)
+        return SearchResult(
+            query=query[:LONGEST_ECHO],
+            hits=found.hits,
+            did_you_mean=found.did_you_mean or None,
+            answered=found.answered,
+        )
+
+    async def get_incident(self, id: EntryId, language: Language = None) -> EntryDocument:  # noqa: A002  # its name there
+        """Read one incident: symptom, cause, how to tell it from look-alikes, fix with its cost, known cases.
+
+        Every claim ends with its grade: [probe] an experiment shows it, [source N] and [thread N] it was read in
+        reference N, [claimed N] somebody asserts it and nobody checked, [inferred] a conclusion. Keep the grade when
+        you pass a claim on, and cite it as the id and the section, for instance `address-in-use, Fix`.
+        """
+        content = await self.content()
+        entry = content.catalog.get(id)
+        document = {**entry.to_json(), "hardware": content.hardware[entry.id] or None}
+        document["sections"] = _in(language, document["sections"])
+        return EntryDocument.model_validate(document, strict=False)
+
+    async def diagnose_log(self, text: Log) -> DiagnosisDocument:
+        """Find what made a job fail, from its log: the cause before what followed from it, with the lines that say so.
+
+        Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence; `next_step`
+        is what to ask or look at when they cannot be told apart; `unexplained` means that no incident fits, and then
+        say so. The log is not kept. Read the finding with get_incident, and cite its id and section.
+        """
+        data = text.encode(errors="replace")
+        if not data:
+            raise UsageError("the text is empty", "send the log as it was printed")
+        if len(data) > MOST_TEXT:
+            message = f"the text is {len(data) / (1 << 20):.1f} MB, and {MOST_TEXT >> 20} MB is the most"
+            raise UsageError(message, "send its end, or run `kb diagnose FILE`, which reads files of any size")
+        content = await self.content()
+        async with content.scanning.place:
+            found = await content.scanning.begin([Stream("body", iter([data]))])
+        diagnosis = await content.diagnose(found)
+        if self.ear:
+            self.ear.diagnosed(diagnosis)
+        return DiagnosisDocument.model_validate(diagnosis.to_json())
+
+    async def check_environment(self, packages: Packages = None, gpu: GpuName = "") -> EnvironmentDocument:
+        """Say which known incidents can happen with these versions, which cannot, and why.
+
+        Use it before a job runs, before an upgrade, or to see whether a candidate applies at all. Where the server
+        runs on the person's own machine, packages may be left out: then it looks at that machine. Everywhere else they
+        are needed. What only a version excludes has state does-not-apply; unknown means that a version is missing.
+        """
+        content = await self.content()
+        if packages is not None:
+            return judge(content.catalog.current(), packages, gpu, content.hardware)
+        if self.machine is None:
+            raise UsageError("this server does not run on your machine, and cannot look at it", PACKAGES_HINT)
+        machine = self.machine
+        versions = await self.on_machine(machine.versions)
+        gpu = gpu or await self.on_machine(machine.gpu)
+        answers = await self.on_machine(lambda: machine.checks(content.catalog))
+        checks = tuple(CheckAnswer.model_validate(one) for one in answers if one["state"] != "unknown")
+        return judge(content.catalog.current(), versions, gpu, content.hardware).model_copy(update={"checks": checks})
+
+    def told(self, error: KbError) -> str:
+        """An error for a model. To strangers only what they can mend: the rest may name files of this machine."""
+        if self.machine is None and not isinstance(error, UsageError | IndexUnavailable):
+            log.error("%s", error.message)
+            return UNAVAILABLE
+        return f"{error.message}; hint: {error.hint}" if error.hint else error.message
+
+    async def on_machine(self, work: Callable[[], Found]) -> Found:
+        """Do it in a thread, when what others asked for is done. Whoever stops waiting, as one that leaves, ends it."""
+        async with self.turn:
+            doing = asyncio.ensure_future(asyncio.to_thread(work))
+            try:
+                return await asyncio.shield(doing)
+            except asyncio.CancelledError:
+                with CancelScope(shield=True):
+                    await self._stopped(doing)
+                raise
+
+    async def _stopped(self, doing: asyncio.Future[Any]) -> None:
+        """Wait for the end of what is told to stop: again and again, since it may be about to start something."""
+        assert self.machine is not None
+        while not doing.done():
+            self.machine.stop()
+            await asyncio.wait([doing], timeout=STOPPING_S)
+        with suppress(Exception):  # nobody waits for it any more
+            doing.result()
+
+
+def _in(language: Literal["en", "zh"] | None, sections: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: text for name, text in sections.items() if language is None or (name == CHINESE) == (language == "zh")
+    }

@@ -1,0 +1,78 @@
+"""What a client asks, checked: by the query of a GET or the body of a POST, which have the same members."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kb.content.filters import Filter
+from kb.search.query import LONGEST_TEXT
+from kb.search.ranking import MOST_HITS
+from kb.sharing.hardware_boost import Hardware
+
+MOST_VALUES = 20  # of one filter
+LEAST_CHARS, MOST_CHARS = 500, 20_000
+LONGEST_ECHO = 1000  # characters of a question that its answer repeats
+
+Value = Annotated[str, Field(max_length=100)]
+Values = Annotated[list[Value] | None, Field(max_length=MOST_VALUES)]
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the query is empty")
+    return text
+
+
+Text = Annotated[str, Field(max_length=LONGEST_TEXT, json_schema_extra={"pattern": r"\S"}), AfterValidator(_not_blank)]
+
+
+class SearchQuestion(BaseModel):
+    """A question about a failure, and what its answer may hold."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"q": "ALLGATHER timeout save", "limit": 3, "gpu": "H100"}]}
+    )
+    q: Text = Field(
+        description="Words or an error, English or Chinese; no operators.", examples=["ALLGATHER timeout save"]
+    )
+    limit: int = Field(5, ge=1, le=MOST_HITS, description="At most this many hits.")
+    tag: Values = Field(None, description="Only entries with this tag; repeated: with all of them.")
+    framework: Values = Field(
+        None, description="Only entries about this package or framework; repeated: about any of them."
+    )
+    status: Values = Field(
+        None, description="Only entries of this status: confirmed, reported, disputed; repeated: of any of them."
+    )
+    why: bool = Field(False, description="Say of each hit what its score is made of.")
+    gpu: Value = Field(
+        "", description="Your GPU: good answers whose fix was verified on that model come first.", examples=["H100"]
+    )
+    torch: Value = Field(
+        "", description="Your torch: of such answers, those of the same release come first.", examples=["2.7.1"]
+    )
+
+    @property
+    def only(self) -> Filter:
+        return Filter.of(self.tag, self.framework, self.status)
+
+    @property
+    def here(self) -> Hardware:
+        return Hardware(self.gpu, self.torch)
+
+
+class SearchText(SearchQuestion):
+    """A question in a body, where a number is a number: no text stands for one."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ContextQuestion(BaseModel):
+    """A question that a language model is to answer, and how much it may read for that."""
+
+    q: Text = Field(description="The question, or an error; English or Chinese.", examples=["ALLGATHER timeout save"])
+    max_chars: int = Field(
+        4000, ge=LEAST_CHARS, le=MOST_CHARS, description="At most so many characters, citations counted."
+    )
+    lang: Literal["en", "zh"] = Field("en", description="The language of the claims.")

@@ -1,0 +1,97 @@
+"""GET /v1/entries, and one entry as JSON, as its Markdown file or as its page."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from kb.content.entry import Entry, Status
+from kb.content.filters import Filter
+
+from ..pages.entry_page import render_entry
+from ..pages.page import language
+from ..requests import paging
+from ..requests.accept import preferred
+from ..requests.paging import Cursor
+from ..requests.problems import documented
+from ..requests.representation import CACHING, represent
+from ..schemas.content import ID, EntryDocument, EntryList
+from ..state.content import Content, Loaded
+
+JSON, MARKDOWN, HTML = "application/json", "text/markdown", "text/html"
+VARY = {"Vary": "Accept, Accept-Language"}
+LISTING = "entries"
+TEXT = {"schema": {"type": "string"}}
+
+router = APIRouter(prefix="/v1/entries", tags=["entries"])
+
+IfNoneMatch = Annotated[
+    str | None, Header(description="The ETag of what you have: 304 without a body when it is what you would get.")
+]
+
+
+@router.get(
+    "",
+    operation_id="listEntries",
+    summary="List the entries",
+    response_model=EntryList,
+    responses={**CACHING, **documented(422, 503)},
+)
+async def list_entries(
+    content: Loaded,
+    tag: Annotated[
+        list[str] | None, Query(description="Only entries with this tag; repeated: with all of them.")
+    ] = None,
+    framework: Annotated[str, Query(description="Only entries about this package or framework.")] = "",
+    status: Annotated[Status | None, Query(description="Only entries of this status; default: not withdrawn.")] = None,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most this many entries.")] = 100,
+    cursor: Cursor = None,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """Every entry that is not withdrawn, by id, or those that fit all filters.
+
+    A filter that no entry can pass is an error that names the nearest.
+    """
+    after = paging.position(LISTING, cursor) or ""
+    only = Filter.of(tag, [framework] if framework else None, [status] if status else None)
+    found = [one for one in only.listed(content.listing.summaries) if one["id"] > after]
+    shown, following = paging.page(LISTING, found, limit, lambda one: one["id"])
+    body = EntryList.model_validate({"entries": shown, "next": following}).model_dump_json().encode()
+    return represent(body, JSON, if_none_match or "")
+
+
+@router.get(
+    "/{id}",
+    operation_id="getEntry",
+    summary="Read an entry",
+    response_model=EntryDocument,
+    responses={
+        200: {**CACHING[200], "content": {MARKDOWN: {**TEXT, "example": "# …"}, HTML: TEXT}},
+        304: CACHING[304],
+        **documented(404, 406, 422, 503),
+    },
+)
+async def get_entry(
+    request: Request,
+    content: Loaded,
+    entry_id: Annotated[str, Path(alias="id", description="The id of an entry.", examples=[ID])],
+    accept: Annotated[str, Header(include_in_schema=False)] = "*/*",
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """The entry as JSON; under `Accept: text/markdown` the file as it is written, under `text/html` its page."""
+    entry = content.catalog.get(entry_id)
+    kind = preferred(accept, (JSON, MARKDOWN, HTML))
+    if kind is None:
+        raise HTTPException(406, f"an entry is {JSON}, {MARKDOWN} or {HTML}", VARY)
+    return represent(_form(request, content, entry, kind), kind, if_none_match or "", VARY)
+
+
+def _form(request: Request, content: Content, entry: Entry, kind: str) -> bytes:
+    if kind == MARKDOWN:
+        return content.texts[entry.id].encode()
+    if kind == HTML:
+        return bytes(render_entry(request, content, entry, language(request)).body)
+    return bytes(JSONResponse({**entry.to_json(), "hardware": content.hardware[entry.id] or None}).body)

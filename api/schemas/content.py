@@ -1,0 +1,149 @@
+"""The documents of the API: what the CLI prints under `--json`, described for OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, WrapSerializer
+
+from kb.content.entry import FrontMatter
+from kb.search.results import Hit, asked
+
+ID = "checkpoint-save-allgather-timeout"
+TITLE = "All-gather times out while a sharded model is saved"
+SUMMARY: dict[str, Any] = {
+    "id": ID,
+    "title": TITLE,
+    "title_zh": "保存分片模型的检查点时 all-gather 超时",
+    "status": "confirmed",
+    "severity": "high",
+    "tags": ["collectives", "checkpoint", "fsdp"],
+    "frameworks": ["torch"],
+    "origin": "built-in",
+    "probe": "checkpoint_save_allgather_timeout",
+    "hardware": "GPU arms: never run on hardware",
+    "cause": "A collective inside the save is not entered by every rank.",
+}
+ENTRY: dict[str, Any] = {
+    **{key: value for key, value in SUMMARY.items() if key != "frameworks"},
+    "aliases": ["ALLGATHER timeout save"],
+    "signatures": [
+        {
+            "pattern": r"Timed out waiting \d+ms for (recv|send) operation to complete",
+            "role": "cascade",
+            "source": "gloo",
+            "sample": "Timed out waiting 1800000ms for send operation to complete",
+        }
+    ],
+    "not_signatures": ["To avoid data inconsistency, we are taking the entire process down."],
+    "applies_to": {"torch": ">=1.12"},
+    "fixed_in": {},
+    "causes": ["connection-reset-by-peer"],
+    "caused_by": [],
+    "masked_by": [],
+    "references": [
+        {
+            "url": "https://github.com/huggingface/accelerate/issues/2000",
+            "shows": "save_state on the main process only hangs",
+            "grade": "read in thread",
+        }
+    ],
+    "probe_waiver": None,
+    "replaces": None,
+    "reviewed": "2026-03-01",
+    "sections": {"Symptom": "…", "Root cause": "…", "Fix": "…"},
+    "digest": "5f0c…",
+}
+WHY: dict[str, Any] = {
+    "concepts": [
+        {"word": "ALLGATHER", "term": "allgath", "idf": 2.1, "weight": 1.0, "bm25": 8.5, "score": 8.5},
+        {"word": "timeout", "term": "time out", "idf": 1.5, "weight": 0.5, "bm25": 4.0, "score": 2.0},
+    ],
+    "coverage": 0.8,
+    "signature": 0.0,
+}
+HIT: dict[str, Any] = {
+    **{key: value for key, value in SUMMARY.items() if key != "hardware"},
+    "cause_zh": "保存过程中的集合通信并非所有 rank 都进入。",
+    "score": 8.4,
+    "matched": ["ALLGATHER", "timeout"],
+    "signature": "",
+    "snippet": "ALLGATHER timeout save",
+    "why": WHY,
+}
+
+
+# Without the members that were not asked for. A lambda: the annotation of a function would be the schema of the hit.
+AskedHit = Annotated[Hit, WrapSerializer(lambda hit, dump: asked(dump(hit)))]
+
+
+class SearchResult(BaseModel):
+    """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
+
+    A hit has `why` only when that was asked for, `verified_on` when its fix was verified on hardware like that which
+    the question names, and never `applicability`: the versions here are not the reader's. `answered` is false when even
+    the best hit has but some words in common with the question: then say that nothing is known of it.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None, "answered": True}]
+        }
+    )
+    query: str
+    hits: tuple[AskedHit, ...]
+    did_you_mean: str | None
+    answered: bool
+
+
+class Summary(BaseModel):
+    """An entry in a list."""
+
+    id: str
+    title: str
+    title_zh: str
+    status: str
+    severity: str
+    tags: list[str]
+    frameworks: list[str]
+    origin: str
+    probe: str | None
+    hardware: str | None
+    cause: str
+
+
+class EntryList(BaseModel):
+    """Entries by id; `next` is the cursor to the rest, null at the end."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"entries": [SUMMARY], "next": None}]})
+    entries: list[Summary]
+    next: str | None
+
+
+class EntryDocument(FrontMatter):
+    """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file.
+
+    `hardware` says what is known of its GPU arms; null when it has none.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [ENTRY]})
+    cause: str
+    sections: dict[str, str]
+    origin: str
+    digest: str
+    hardware: str | None
+
+
+class Health(BaseModel):
+    """The process answers."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok"}]})
+    status: str
+
+
+class Readiness(BaseModel):
+    """Questions can be answered."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ready", "entries": 24}]})
+    status: str
+    entries: int

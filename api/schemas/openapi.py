@@ -1,0 +1,119 @@
+"""/openapi.json: what FastAPI finds out by itself, and what every operation has because the front gives it to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.dependencies.models import Dependant
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+
+from kb.sharing.shared_report import SharedReport
+
+from ..requests import access
+from ..requests.problems import MEDIA_TYPE, Problem, documented
+
+REF = "#/components/schemas/{model}"
+KEY = "key"
+SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "bearerFormat": "kb_<id>_<secret>",
+    "description": "A key of `kb key new`: to read, report or administer. Programs on the same machine read without.",
+}
+SCOPES: dict[object, str] = {access.reporter: "report", access.admin: "admin"}
+TAGS = {
+    "search": "The incident that a text is about.",
+    "diagnose": "What made a job fail, from its log.",
+    "context": "Cited claims for a language model.",
+    "entries": "The incidents: symptom, cause, fix.",
+    "reports": "What verifications proved, on which machines.",
+    "feedback": "Did an entry help?",
+    "gaps": "Questions without a good answer.",
+    "admin": "For who runs the service.",
+    "health": "For who watches the service.",
+}
+REQUEST_ID = {"description": "Number of this request, for the log of the server.", "schema": {"type": "string"}}
+SECONDS = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
+CHALLENGE = {"description": "`Bearer`", "schema": {"type": "string"}}
+HEADERS = {"401": {"WWW-Authenticate": CHALLENGE}, "429": {"Retry-After": SECONDS}, "503": {"Retry-After": SECONDS}}
+
+
+def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Describe the application, which has these routers; once, when it is asked for first."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app, routers)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+
+
+def describe(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    scopes = {route.operation_id: _scope(route.dependant) for route in routes}
+    for path, method, operation in operations(document):
+        is_open, scope = path in access.OPEN, scopes.get(operation["operationId"], "")
+        if not is_open:
+            _add_front(operation, method, scope)
+        operation["security"] = [] if is_open else _security(scope)
+        _tell_headers(operation)
+    used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
+    document["tags"] = [{"name": name, "description": told} for name, told in TAGS.items() if name in used]
+    components = document.setdefault("components", {})
+    components["securitySchemes"] = {KEY: SCHEME}
+    components["schemas"] = dict(sorted({**components.get("schemas", {}), **_models()}.items()))
+    return document
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(path, method, operation) of each."""
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield path, method, operation
+
+
+def _scope(dependant: Dependant) -> str:
+    """The scope that an operation needs beyond reading; "" for none."""
+    for one in dependant.dependencies:
+        if found := SCOPES.get(one.call, "") or _scope(one):
+            return found
+    return ""
+
+
+def _add_front(operation: dict[str, Any], method: str, scope: str) -> None:
+    """What the front may answer in place of the operation."""
+    statuses = [401, 429, 503]
+    if scope or method != "get":
+        statuses.append(403)
+    if "requestBody" in operation:
+        statuses += [400, 408, 413]
+    added = {str(status): response for status, response in documented(*statuses).items()}
+    operation["responses"] = dict(sorted({**added, **operation["responses"]}.items()))
+
+
+def _security(scope: str) -> list[dict[str, list[str]]]:
+    """An empty requirement: nobody has to say who they are where the service lets everybody read."""
+    return [{KEY: [scope]}] if scope else [{KEY: []}, {}]
+
+
+def _tell_headers(operation: dict[str, Any]) -> None:
+    for status, response in operation["responses"].items():
+        told = {**response.get("headers", {}), **HEADERS.get(status, {}), "X-Request-ID": REQUEST_ID}
+        response["headers"] = told
+        if MEDIA_TYPE in response.get("content", {}):
+            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": REF.format(model=Problem.__name__)}}}
+
+
+def _models() -> dict[str, Any]:
+    """Those that no signature of an operation names."""
+    found: dict[str, Any] = {}
+    for model in (Problem, SharedReport):
+        schema = model.model_json_schema(ref_template=REF)
+        found |= schema.pop("$defs", {})
+        found[model.__name__] = schema
+    return found

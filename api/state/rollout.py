@@ -1,0 +1,97 @@
+"""Puts new content in the place of what is served, when the database says that there is some."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from kb.content.roots import Root
+from kb.errors import KbError
+
+from ..requests.problems import log
+from .content import Content, Listing
+from .scanning import Scanning
+from .snapshot import Snapshot
+
+LONGEST_LOOK_S = 10.0  # at a database that may be away
+
+
+class Rollout:
+    """Reads content in a thread, first at the start and then for every new generation.
+
+    `state.loading` is the future of what is served: of the first content before it is read, then of the newest that
+    could be read; `state.listing` are its entries, which the front page shows before the index is built. Requests hold
+    the content that they began with, and an old one is closed when nobody holds it.
+    """
+
+    def __init__(
+        self, state: Any, roots: Sequence[Root], snapshot: Snapshot, served: Callable[[int, int], None]
+    ) -> None:
+        self._state = state
+        self._roots = roots
+        self._snapshot = snapshot
+        self._served = served  # is told the generation and the number of entries
+        self._generation: int | None = None
+        state.listing = None
+        state.loading = self._begin()
+        self._reading.add_done_callback(self._put_in_place)
+
+    def follow(self) -> None:
+        """Begin to read when the database asks for another generation than the last one that was begun."""
+        if self._reading.done() and self._snapshot.generation not in (None, self._generation):
+            self._begin().add_done_callback(self._put_in_place)
+
+    def close(self) -> None:
+        """Wait for what is being read, and close what is served. No question may be in flight."""
+        self._searching.shutdown(cancel_futures=True)
+        served = _content_of(self._state.loading)
+        if served:
+            served.close()
+            served.searching.shutdown()
+
+    def _begin(self) -> Future[Content]:
+        self._searching = ThreadPoolExecutor(1, "kb-search")
+        self._reading = self._searching.submit(self._read, self._searching)
+        return self._reading
+
+    def _read(self, searching: ThreadPoolExecutor) -> Content:
+        """The generation is known before the files are read, or a change between the two would be missed."""
+        self._snapshot.looked.wait(LONGEST_LOOK_S)
+        self._generation = self._snapshot.generation
+        listing = Listing.load(self._roots)
+        if self._state.listing is None:
+            self._state.listing = listing
+        return Content.load(self._roots, searching, listing)
+
+    def _put_in_place(self, reading: Future[Content]) -> None:
+        content, old = _content_of(reading), self._state.loading
+        if content is None:
+            _log_failure(reading)
+            return
+        self._served(self._generation or 0, len(content.catalog))
+        self._state.loading, self._state.listing = reading, content.listing
+        replaced = None if old is reading else _content_of(old)
+        if replaced:
+            closing = weakref.finalize(replaced, _close, replaced.index, replaced.searching, replaced.scanning)
+            closing.atexit = False
+
+
+def _content_of(reading: Future[Content]) -> Content | None:
+    is_read = reading.done() and not reading.cancelled() and not reading.exception()
+    return reading.result() if is_read else None
+
+
+def _close(index: Any, searching: ThreadPoolExecutor, scanning: Scanning) -> None:
+    """In the thread of the questions, after the last one, which may run on although nobody waits for it."""
+    searching.submit(index.__exit__, None, None, None)
+    searching.shutdown(wait=False)
+    scanning.close()
+
+
+def _log_failure(reading: Future[Content]) -> None:
+    error = None if reading.cancelled() else reading.exception()
+    if error:
+        traceback = None if isinstance(error, KbError) else error
+        log.error("the content cannot be served: %s", error, exc_info=traceback)

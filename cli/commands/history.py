@@ -1,0 +1,58 @@
+"""`kb history`: what earlier verifications proved on this machine."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Any
+
+import typer
+
+from kb.content.roots import configured_roots
+
+from ..terminal.output import JsonFlag, RootOption, clock, emit, style
+
+
+def history(
+    entry_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only reports of this entry.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most this many reports.")] = 20,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Show the reports of `kb verify`, newest first. Exit code 0 when there is one, 1 when there is none.
+
+    "earlier wording": the entry has been edited since, so the report judged another text than today's.
+    """
+    from kb.content.catalog import load_catalog
+    from kb.store import reports as kept
+    from kb.store.database import Database
+
+    found = load_catalog(configured_roots(tuple(roots or ())))
+    with Database.open() as database:
+        documents = kept.history(database, entry_id, limit)
+    if entry_id and not documents:
+        found.get(entry_id)
+    reports = kept.compare_wording(documents, {entry.id: entry.digest for entry in found})
+    if as_json:
+        emit("history", reports=reports)
+    elif reports:
+        _print(reports)
+    else:
+        print(f"no report yet. `kb verify {entry_id or '<id>'}` makes one.")
+    return 0 if reports else 1
+
+
+def _print(reports: list[dict[str, Any]]) -> None:
+    from kb.verify.verdict import EXIT_CODES
+
+    from ..terminal.verdicts import COLORS
+
+    colors = {verdict.value: COLORS[code] for verdict, code in EXIT_CODES.items()}
+    width = max(len(report["id"]) for report in reports)
+    for report in reports:
+        verdict = style(f"{report['verdict']:<15}", colors.get(report["verdict"], ""))
+        started = datetime.datetime.fromisoformat(report["started_at"])
+        mark = style("  earlier wording", dim=True) if report["earlier_wording"] else ""
+        print(
+            f"{clock(started)}  {report['id']:<{width}}  {verdict}  "
+            f"{report['fidelity']:<9}{report['duration_s']:8.1f} s{mark}"
+        )

@@ -1,0 +1,28 @@
+"""`kb index`: build the search index now; searches do it by themselves when it is stale."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kb.content.roots import configured_roots
+from kb.search.index import home, open_index
+
+from ..terminal.output import JsonFlag, RootOption, emit, notice
+
+
+def index(
+    force: Annotated[bool, typer.Option("--force", help="Build it again even when it is fresh.")] = False,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Build the search index. Normally automatic: `kb search` does it when an entry has changed."""
+    chosen = configured_roots(tuple(roots or ()))
+    with open_index(chosen, notice, force=force) as opened:
+        count, problems = len(opened), opened.problems
+    if as_json:
+        emit("index", entries=count, path=str(home(chosen)), problems=problems)
+    else:
+        print(f"{count} entries in {home(chosen)}")
+    return 1 if problems else 0

@@ -1,0 +1,63 @@
+"""`kb mcp`: the tools of kb for a language model on this machine, over stdio."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Annotated
+
+import typer
+
+from kb.content.roots import configured_roots
+from kb.errors import UsageError
+
+from ..terminal.output import RootOption, interpreter_of
+
+SERVER = "kb.api.mcp.server:over_stdio"
+
+
+def mcp(
+    allow_verify: Annotated[
+        bool,
+        typer.Option("--allow-verify", help="Offer to run probes here; you are asked for consent each time."),
+    ] = False,
+    python: Annotated[Path | None, typer.Option(help="Interpreter of your training environment.")] = None,
+    roots: RootOption = None,
+) -> int:
+    """Serve search, diagnosis and entries to a language model over stdio (Model Context Protocol).
+
+    A client starts it: claude mcp add kb -- kb mcp. Needs gpu-kb[server]. Over HTTP it is /mcp of `kb serve`.
+    """
+    from ..this_machine import ThisMachine
+
+    if sys.__stdin__ is None or sys.__stdout__ is None:
+        raise UsageError("standard input or output is closed, and the protocol needs both", "let a client start it")
+    chosen = configured_roots(tuple(roots or ()))
+    serve = _server()
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="kb: %(message)s")
+    sys.stdout = sys.__stdout__  # the protocol has it to itself
+    for number in (signal.SIGINT, signal.SIGTERM):  # what runs ends with this process, and nothing else is to be saved
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        serve(chosen, ThisMachine(interpreter_of(python)), allows_verify=allow_verify)
+    except* BrokenPipeError:  # the client left with an answer under way
+        pass
+    return 0
+
+
+def _server() -> Callable[..., None]:
+    """By its name, since no shell imports another one. Raises `UsageError` without the extra."""
+    try:
+        found: Callable[..., None] = resolve_name(SERVER)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("fastapi", "mcp"):
+            raise
+        raise UsageError(
+            f"`kb mcp` needs {missing}, which is not installed here", "pip install 'gpu-kb[server]'"
+        ) from None
+    return found

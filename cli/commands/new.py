@@ -1,0 +1,75 @@
+"""`kb new`: the two files of a new incident."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kb.content.roots import BUILT_IN, configured_roots
+from kb.errors import UsageError
+
+from ..terminal.output import JsonFlag, emit, shown
+
+if TYPE_CHECKING:
+    from kb.authoring.log_excerpt import Draft
+
+
+def new(
+    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Says what is wrong: lower-case words with hyphens.")],
+    home: Annotated[
+        Path | None, typer.Option("--root", metavar="DIR", help="The content root to write into; made when missing.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE|QUEUE-ID", help="A log, or an id of the queue of unexplained logs."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Write an entry and a probe to fill in; `kb lint` then names what is left to do.
+
+    With --from the entry begins with that log, redacted, and with signatures to choose from.
+    """
+    from kb.authoring.log_excerpt import NO_DRAFT
+    from kb.authoring.scaffold import scaffold
+
+    home = _home(home)
+    draft = _draft(source) if source is not None else NO_DRAFT
+    entry, probe = scaffold(home, entry_id, datetime.date.today(), draft)
+    if as_json:
+        emit("new", entry=str(entry), probe=str(probe))
+    else:
+        print(f"{shown(entry)}\n{shown(probe)}")
+        if draft is not NO_DRAFT:
+            print("read its log before you share it: redaction knows forms, not what is confidential to you")
+        print(f"next: kb lint {shown(entry)}, until it is clean; then kb verify {entry_id} --root {shown(home)}")
+    return 0
+
+
+def _draft(source: str) -> Draft:
+    """From the queue if it is an id of it, else from a file. Raises `UsageError`."""
+    from kb.authoring import unexplained_queue
+    from kb.authoring.log_excerpt import draft
+
+    if unexplained_queue.ID.fullmatch(source):
+        one = unexplained_queue.load(source)
+        return draft(one.excerpt.splitlines(), one.seen)
+    try:
+        with Path(source).expanduser().open(encoding="utf-8", errors="replace") as file:
+            return draft(file)
+    except OSError as error:
+        raise UsageError(f"{source}: {error.strerror}", "name a log, or an id of the queue") from error
+
+
+def _home(given: Path | None) -> Path:
+    """The root that was named, or the only one of the team. Raises `UsageError` when that is not clear."""
+    if given is not None:
+        return given.expanduser().absolute()
+    roots = [one for one in configured_roots() if one.name != BUILT_IN]
+    if len(roots) == 1:
+        return roots[0].entries.parent
+    if (Path.cwd() / "entries").is_dir():
+        return Path.cwd()
+    raise UsageError("into which content root?", "name it with --root DIR, or set KB_ROOTS to your team's")

@@ -1,0 +1,39 @@
+"""`kb redact`: a filter that hides secrets, people and machines in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from kb.errors import UsageError
+
+from ..terminal.stdin import stdin
+
+
+def redact(
+    file: Annotated[str, typer.Argument(metavar="[FILE|-]", help="A log; `-` is standard input.")] = "-",
+) -> int:
+    """Print a log with placeholders for secrets, user names, hosts and addresses: equal ones for equal ones."""
+    from kb.redaction.redactor import here
+
+    with _opened(file) as stream, open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        try:
+            for line in here().lines(stream):
+                out.write(line)
+                out.flush()  # `tail -f train.log | kb redact` shows each line as it comes
+        except BrokenPipeError:  # the reader left, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    return 0
+
+
+def _opened(file: str) -> BinaryIO:
+    if file == "-":
+        return open(stdin().fileno(), "rb", closefd=False)
+    try:
+        return Path(file).expanduser().open("rb")
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}", "name a log, or `-` for standard input") from error

@@ -1,0 +1,137 @@
+"""`kb search`: the entries that answer a question or a pasted log line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import Annotated
+
+import typer
+
+from kb.content.filters import Filter
+from kb.content.roots import configured_roots
+from kb.errors import UsageError
+from kb.search.explanation import Explanation
+from kb.search.index import open_index
+from kb.search.ranking import search as find
+from kb.search.results import Answer, Hit
+
+from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, notice, style
+from ..terminal.stdin import stdin
+
+MOST_INPUT = 4 << 20  # bytes read from standard input
+WIDEST = 110
+STATES = {"applies": "applies", "unknown": "unknown", "does-not-apply": "does not apply"}
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def search(
+    query: Annotated[
+        list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")
+    ],
+    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 3,
+    tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
+    framework: Annotated[
+        list[str] | None, typer.Option(help="Only entries about this package or framework. Repeatable: any of them.")
+    ] = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option(help="Only entries of this status: confirmed, reported, disputed. Repeatable: any of them."),
+    ] = None,
+    applies_here: Annotated[
+        bool, typer.Option("--applies-here", help="First what fits the versions of your environment, with the reason.")
+    ] = False,
+    python: Annotated[
+        Path | None, typer.Option(help="Interpreter of your training environment, for --applies-here.")
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Show what each score is made of.")] = False,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Find the entry for a failure: paste an error or describe it, in English or Chinese.
+
+    Exit code 0 when something was found, 1 when not.
+    """
+    text = _text(query)
+    if not text.strip():
+        raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
+    if python and not applies_here:
+        raise UsageError("--python says nothing without --applies-here", "add --applies-here")
+    only = Filter.of(tag, framework, status)
+    installed = _installed(interpreter_of(python)) if applies_here else None
+    with open_index(configured_roots(tuple(roots or ())), notice) as index:
+        answer = find(index, text, limit, only=only, installed=installed, explain=why)
+    if as_json:
+        hits = [hit.to_json() for hit in answer.hits]
+        emit(
+            "search",
+            query=text[:1000],
+            hits=hits,
+            did_you_mean=answer.did_you_mean or None,
+            answered=answer.answered,
+            problems=index.problems,
+        )
+    else:
+        _print(answer, in_chinese=bool(CHINESE.search(text)))
+    return 0 if answer.hits else 1
+
+
+def _text(query: list[str]) -> str:
+    """What is asked. Bytes that are no UTF-8 are replaced; Python carries those of a command line as surrogates."""
+    given = stdin().read(MOST_INPUT) if query == ["-"] else " ".join(query).encode(errors="surrogateescape")
+    return given.decode(errors="replace")
+
+
+def _installed(python: Path) -> dict[str, str | None]:
+    from kb.machine import installed  # only who asks pays for the question
+
+    return installed.versions(python)
+
+
+def _print(answer: Answer, *, in_chinese: bool) -> None:
+    if answer.did_you_mean:
+        print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
+    if answer.hits and not answer.answered:
+        print("No entry answers this well; these have some words in common with it.\n")
+    for number, hit in enumerate(answer.hits, 1):
+        _print_hit(number, hit, in_chinese)
+    if not answer.hits:
+        print("nothing found. Fewer words, fewer filters or the error line itself find more; `kb list` shows all.")
+
+
+def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
+    title = hit.title_zh if in_chinese else hit.title
+    cause = hit.cause_zh if in_chinese and hit.cause_zh else hit.cause
+    origin = "" if hit.origin == "built-in" else f" · from {hit.origin}"
+    matched = ", ".join(hit.matched[:8])
+    why = "a signature of this entry matches your text; " if hit.signature else ""
+    print(f"{number}. {style(title, bold=True)}")
+    print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} entry · {hit.severity} severity{origin}', dim=True)}")
+    print(wrapped("cause", cause))
+    print(wrapped("matched", why + matched))
+    if hit.applicability:
+        print(wrapped("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
+    if hit.why:
+        _print_why(hit.why)
+    print(f"   seen as  {style(hit.snippet, dim=True)}")
+    print(f"   prove    {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
+    print()
+
+
+def _print_why(why: Explanation) -> None:
+    """The sum, then a line for each summand, aligned as a table."""
+    words = sum(one.score for one in why.concepts)
+    lift = f" + {why.signature:.3f} signature" if why.signature else ""
+    print(f"   score    {why.score:.3f} = {words:.3f} words x {why.coverage:.3f} coverage{lift}")
+    width = max((len(one.word) for one in why.concepts), default=0)
+    for one in why.concepts:
+        how = f"{one.bm25:.3f} bm25 x {one.weight:g} of {one.term!r}, idf {one.idf:.2f}"
+        print(style(f"            {one.score:7.3f}  {one.word:<{width}}  {how}", dim=True))
+
+
+def wrapped(label: str, text: str) -> str:
+    """A labelled text, its further lines under its first."""
+    width = min(get_terminal_size().columns, WIDEST)
+    return fill(text, width, initial_indent=f"   {label:<8} ", subsequent_indent=" " * 12)

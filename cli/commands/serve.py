@@ -1,0 +1,137 @@
+"""`kb serve`: the service on this machine."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kb.content.roots import configured_roots
+from kb.errors import StoreUnavailable, UsageError
+
+from ..terminal.output import RootOption, notice
+
+if TYPE_CHECKING:
+    import uvicorn
+
+APPLICATION, SETTINGS = "kb.api.app:create_app", "kb.api.settings:Settings"
+ANONYMOUS = "kb.api.settings:Anonymous"
+CONNECTION = "kb.api.requests.connection:Connection"
+NEEDED = ("fastapi", "uvicorn", "jinja2", "nh3", "prometheus_client", "pythonjsonlogger")
+LONGEST_HEAD = 128 << 10  # bytes: the longest query in Chinese is 72 kB when it is quoted
+GRACE_S = 5
+UNREAD_MS = 30_000  # how long a client may leave an answer unread
+
+
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Beyond loopback, only keys get answers.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that answer; one that dies is replaced.")] = 1,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let everybody who reaches it read, without a key.")
+    ] = False,
+    roots: RootOption = None,
+) -> int:
+    """Serve pages, REST and MCP until Ctrl-C. Needs gpu-kb[server]; `kb key new` makes keys."""
+    for name in NEEDED:
+        if find_spec(name) is None:
+            hint = "pip install 'gpu-kb[server]'"
+            raise UsageError(f"`kb serve` needs {name}, which is not installed here", hint)
+    extra = tuple(roots or ())
+    with _listen(host, port) as listener:
+        address, number = listener.getsockname()[:2]
+        settings = _settings(address, extra, insecure=insecure)
+        notice(f"serving on http://{f'[{address}]' if ':' in address else address}:{number} (Ctrl-C ends it)")
+        _allow_many_connections()
+        _run(_config(settings, workers), listener)
+    return 0
+
+
+def _settings(address: str, extra: tuple[Any, ...], *, insecure: bool) -> Any:
+    """Who may read without a key follows from the address. Raises `UsageError` beyond loopback without any key."""
+    nobody, everybody = map(resolve_name(ANONYMOUS), ("nobody", "everybody"))
+    made = resolve_name(SETTINGS).from_environment(roots=configured_roots(extra))
+    if insecure or made.anonymous is everybody:
+        notice(f"warning: INSECURE: whoever reaches {address} can read every entry and report without a key")
+        return made.but(anonymous=everybody)
+    if ip_address(address.partition("%")[0]).is_loopback:
+        return made
+    _demand_key(made.database, address)
+    return made.but(anonymous=nobody)
+
+
+def _demand_key(where: Any, address: str) -> None:
+    from kb.store import keys
+    from kb.store.database import Database
+
+    with Database.open(where) as database:
+        try:
+            has_key = any(one.key.revoked_at is None for one in keys.everything(database))
+        except StoreUnavailable as error:
+            notice(f"warning: {error.message}; until it is back, nobody gets an answer")
+            return
+        if not has_key:
+            hint = "make one: `kb key new NAME --scope read`, with the same KB_DATABASE_URL; or --insecure"
+            raise UsageError(f"{address} can be reached by others, and {database.name} holds no key", hint)
+
+
+def _config(settings: Any, workers: int) -> uvicorn.Config:
+    """The app by its name, since no shell imports another one."""
+    import uvicorn
+
+    from ..service.server_log import configuration
+
+    return uvicorn.Config(
+        partial(resolve_name(APPLICATION), settings.but(listens_early=workers == 1)),
+        factory=True,
+        http=resolve_name(CONNECTION),
+        ws="none",
+        workers=workers,
+        log_config=configuration(is_terminal=sys.stderr.isatty()),
+        access_log=False,  # it would have the query, which may be a pasted log with names in it
+        server_header=False,
+        h11_max_incomplete_event_size=LONGEST_HEAD,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+def _run(config: uvicorn.Config, listener: socket.socket) -> None:
+    if config.workers > 1:
+        from ..service import workers
+
+        workers.run(config, listener)
+    else:
+        import uvicorn
+
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _allow_many_connections() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS says that there is no limit, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `UsageError` for an address that cannot be taken."""
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        message = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+        raise UsageError(message, "choose another with --port, or --port 0") from None
+    # Connections inherit these. asyncio sets the first only on sockets that name their protocol, which this one does
+    # not; without it every answer waits 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+    return listener

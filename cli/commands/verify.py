@@ -1,0 +1,127 @@
+"""`kb verify`: run an entry's probe on this machine and say what it proved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kb.content.roots import configured_roots
+from kb.errors import BadParameter, UsageError
+
+from ..delivery import Recipient, ReportOption, send_waiting
+from ..terminal.output import JsonFlag, RootOption, interpreter_of, notice
+from ..terminal.verification import show_plans, show_run
+from ..verification import session
+
+if TYPE_CHECKING:
+    from kb.content.catalog import Catalog
+    from kb.content.entry import Entry
+    from kb.verify.report import Report
+
+
+def verify(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Entries to verify.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Verify every entry.")] = False,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Show what would run, run nothing.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Point a probe at your numbers or files. Repeatable."),
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Interpreter of your training environment; nothing is installed into it.")
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(min=0, max=100, help="Run N pairs of arms and judge the counts (0: the probe decides).")
+    ] = 0,
+    timeout: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Deadline for the whole command.")
+    ] = None,
+    keep_logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the logs and records of every rank there.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also use GPUs that are busy.")] = False,
+    report_to: ReportOption = None,
+    as_json: JsonFlag = False,
+    roots: RootOption = None,
+) -> int:
+    """Prove an entry here: its control arm must fail with the entry's signature, its treatment must complete.
+
+    Exit codes: 0 verified or clear; 1 exposed, fix-ineffective, inverted, other-failure; 2 bad input;
+    3 not-reproduced, inconclusive; 4 not-applicable; 124 deadline; 130 interrupted.
+    """
+    from kb.content.catalog import load_catalog
+    from kb.verify.runner import Options
+
+    _refuse_under_a_launcher()
+    recipient = Recipient.at(report_to)
+    if recipient and not ids and not everything and not plan_only:
+        return send_waiting(recipient, as_json=as_json)
+    found = load_catalog(configured_roots(tuple(roots or ())))
+    entries = _chosen(found, ids or [], everything)
+    values = _settings(settings or [])
+    _make_folder(keep_logs)
+    with session(found, entries, values, interpreter_of(python), keep_logs, force=force) as ready:
+        if plan_only:
+            return show_plans(ready.plans, ready.launcher, recipient, as_json=as_json)
+        done = ready.run(Options(repeat, timeout))
+    return show_run(done, recipient, as_json=as_json, as_list=everything or len(entries) > 1)
+
+
+def verify_quietly(
+    ids: list[str], python: Path | None, roots: tuple[Path, ...]
+) -> tuple[int, tuple[Report, ...], dict[str, int]]:
+    """(exit code, reports, verdicts counted) of these entries; prints nothing but progress."""
+    from kb.content.catalog import load_catalog
+    from kb.verify.report import exit_code, summary
+    from kb.verify.runner import Options
+
+    _refuse_under_a_launcher()
+    found = load_catalog(configured_roots(roots))
+    with session(found, [found.get(entry_id) for entry_id in ids], {}, interpreter_of(python)) as ready:
+        done = ready.run(Options(0, None))
+    return exit_code(done.reports), done.reports, summary(done.reports)
+
+
+def _refuse_under_a_launcher() -> None:
+    """torchrun and srun start a command once per rank; a probe starts its own ranks."""
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise UsageError(
+                f"this is rank {os.environ[name]} of another launcher ({name} is set)",
+                "run `kb verify` once per machine, outside torchrun, srun or mpirun",
+            )
+
+
+def _chosen(found: Catalog, ids: list[str], everything: bool) -> list[Entry]:
+    if everything == bool(ids):
+        raise UsageError(
+            "name the entries to verify, or say --all" if not ids else "either ids or --all, not both",
+            "for instance: kb verify checkpoint-save-allgather-timeout",
+        )
+    if everything:
+        for problem in found.problems:
+            notice(f"left out: {problem.message}")
+        return found.current()
+    return [found.get(entry_id) for entry_id in dict.fromkeys(ids)]
+
+
+def _settings(pairs: list[str]) -> dict[str, str]:
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise BadParameter(f"--set {pair}: expected KEY=VALUE", "for instance: --set world_size=7")
+        values[key.strip()] = value
+    return values
+
+
+def _make_folder(keep_logs: Path | None) -> None:
+    """Before anything runs: logs that cannot be kept are the caller's mistake, not a failure of an arm."""
+    try:
+        if keep_logs:
+            keep_logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--keep-logs {keep_logs}: {error.strerror}", "name a folder that can be written") from error

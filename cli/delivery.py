@@ -1,0 +1,120 @@
+"""`kb verify --report URL`: reports to a team's service, through the outbox, and what became of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from kb.errors import KbError, StoreUnavailable
+
+from .terminal.output import emit, notice
+
+if TYPE_CHECKING:
+    from kb.sharing.client import Service
+    from kb.sharing.outbox import Outbox
+    from kb.verify.report import Report
+
+KEY_VARIABLE = "KB_API_KEY"  # not an option: every user of a machine can read the command lines of all
+WHAT = "verdict, evidence, digests, versions, names of GPUs; no hosts, users, files, variables or logs"
+ReportOption = Annotated[
+    str | None,
+    typer.Option(
+        "--report",
+        metavar="URL",
+        envvar="KB_REPORT_URL",
+        help=f"Send the redacted report to this kb service, with the key in {KEY_VARIABLE}. While it is away, reports "
+        "wait; without an ID, those that wait are sent.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipient:
+    """The service that the reports of this command go to, and the outbox in which they wait for it."""
+
+    service: Service
+    outbox: Outbox
+
+    @classmethod
+    def at(cls, url: str | None) -> Self | None:
+        """None when no report is to be sent. Raises `UsageError` for what is no address, before anything runs."""
+        if not url:
+            return None
+        from kb.sharing.client import Service
+        from kb.sharing.outbox import Outbox, default_directory
+
+        service = Service.at(url, os.environ.get(KEY_VARIABLE, "").strip())
+        if service.is_exposed:
+            notice(f"warning: {KEY_VARIABLE} and the reports can be read on their way to {service.url}: use https")
+        return cls(service, Outbox(default_directory()))
+
+    def report(self, reports: Sequence[Report] = ()) -> dict[str, Any]:
+        """Queue these, send what waits, say so on stderr. Returns the member `reported`; trouble is part of it."""
+        from kb.sharing.sender import send
+
+        queueing = self._queue(reports)
+        delivery = send(self.outbox, self.service)
+        problem = "; ".join((*queueing, *delivery.problems)) or None
+        reported = {
+            "url": self.service.url,
+            "sent": delivery.sent,
+            "queued": delivery.queued,
+            "refused": delivery.refused,
+            "problem": problem,
+        }
+        _say(reported)
+        return reported
+
+    def waiting(self) -> int:
+        """How many reports wait for it, as far as that can be read."""
+        try:
+            return len(self.outbox.waiting(self.service.url))
+        except StoreUnavailable as error:
+            notice(error.message)
+            return 0
+
+    def _queue(self, reports: Sequence[Report]) -> list[str]:
+        """What went wrong: a report that cannot be kept costs nothing but itself."""
+        if not reports:
+            return []
+        from kb.sharing.shared_report import shared
+
+        try:
+            documents = [shared(report.to_json()).model_dump(mode="json") for report in reports]
+            dropped = self.outbox.add(self.service.url, documents)
+        except KbError as error:
+            return [f"not queued: {error.message}: {error.hint}"]
+        return [f"{_reports(dropped)} dropped, the oldest, because too many wait"] if dropped else []
+
+
+def send_waiting(recipient: Recipient, *, as_json: bool) -> int:
+    """`kb verify --report URL` without an ID. Exit code 1 when a report could not be sent."""
+    reported = recipient.report()
+    if as_json:
+        emit("verify", reports=[], summary={}, reported=reported)
+    elif not any(reported[name] for name in ("sent", "queued", "refused", "problem")):
+        notice(f"no report waits for {recipient.service.url}")
+    return 1 if reported["queued"] or reported["problem"] else 0
+
+
+def print_destination(recipient: Recipient) -> None:
+    """A line of `--plan`."""
+    print(f"report       to {recipient.service.url}: {WHAT}; {_reports(recipient.waiting())} waiting already")
+
+
+def _say(reported: Mapping[str, Any]) -> None:
+    url = reported["url"]
+    if reported["sent"]:
+        notice(f"{_reports(reported['sent'])} sent to {url}")
+    if reported["problem"]:
+        notice(reported["problem"])
+    if reported["queued"]:
+        notice(f"{_reports(reported['queued'])} waiting: `kb verify --report {url}` tries again")
+
+
+def _reports(count: int) -> str:
+    return f"{count} report{'' if count == 1 else 's'}"

@@ -1,0 +1,82 @@
+"""One line on a terminal that says what is running, or how much was read; silence anywhere else.
+
+It hides no cursor and changes no terminal mode, so that even a SIGKILL leaves the terminal sane.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+TURN_S = 0.2
+TURN_BYTES = 16 << 20  # read between two turns
+
+
+class StatusLine:
+    """A `kb.verify.runner.Progress` on stderr."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._is_shown = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        if self._is_shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._done.set()
+        if self._is_shown:
+            self._thread.join()
+            self._write("")
+
+    def begin(self, key: str, text: str) -> None:
+        with self._lock:
+            self._running[key] = (text, time.monotonic())
+
+    def end(self, key: str) -> None:
+        with self._lock:
+            self._running.pop(key, None)
+
+    def _draw(self) -> None:
+        while not self._done.wait(TURN_S):
+            with self._lock:
+                running = list(self._running.values())
+            now = time.monotonic()
+            self._write(" | ".join(f"{now - since:4.1f} s  {text}" for text, since in running))
+
+    def _write(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[K{text[:width]}")
+        sys.stderr.flush()
+
+
+class ReadingLine:
+    """How much was read, on a terminal; silence anywhere else."""
+
+    def __init__(self) -> None:
+        self._bytes = self._shown = 0
+        self._began = time.monotonic()
+        self._is_shown = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+
+    def read(self, count: int) -> None:
+        self._bytes += count
+        if self._is_shown and self._bytes - self._shown > TURN_BYTES:
+            self._shown = self._bytes
+            rate = self._bytes / 1e6 / max(1e-3, time.monotonic() - self._began)
+            sys.stderr.write(f"\r\x1b[Kread {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")
+            sys.stderr.flush()

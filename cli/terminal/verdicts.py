@@ -1,0 +1,113 @@
+"""Plans and reports for a person at a terminal: the verdict in one line, the evidence in a few, the next step."""
+
+from __future__ import annotations
+
+import re
+
+from kb.harness.outcome import ArmOutcome
+from kb.probe import Arm, Needs
+from kb.verify.plan import Plan
+from kb.verify.report import Report, Trial
+from kb.verify.verdict import EXIT_CODES, Verdict
+
+from .output import style
+
+BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # of the machine that torch was built on
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # what a rank printed must not colour or move our terminal
+COLORS = {0: "green", 1: "red", 3: "yellow", 4: "cyan"}
+MEANING = {
+    "hardware": "on your GPUs",
+    "cpu": "the real mechanism, on CPU and gloo",
+    "stand-in": "shown by a stand-in",
+    "model": "shown by arithmetic",
+    "check": "this machine and its configuration",
+}
+
+
+def print_report(report: Report, *, is_short: bool) -> None:
+    """One report; in a list only what is not as it should be is shown in full."""
+    fidelity = MEANING[report.fidelity]
+    print(f"{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  ({fidelity}, {report.duration_s:.1f} s)")
+    _print_check(report, is_short=is_short)
+    if is_short and report.exit_code == 0:
+        return
+    print(f"  {report.judgement.reason}")
+    for number, trial in enumerate(report.trials):
+        if number:
+            print(f"  variant {style(trial.experiment.name, bold=True)}: {trial.judgement.verdict.value}")
+        _print_trial(trial)
+    for name, reason in report.skipped:
+        print(f"  {style(f'not run: {name}', dim=True)} {reason}")
+    for leftover in report.leftovers:
+        print(f"  {style('left behind:', 'red')} {leftover}")
+    print(f"  next: {report.next_step}")
+
+
+def _print_check(report: Report, *, is_short: bool) -> None:
+    """What the check said, which concerns this machine or the file that was named: before what the arms showed."""
+    check = report.check
+    if check is None or (is_short and check.state != "exposed" and not report.is_asked):
+        return
+    color = {"exposed": "red", "clear": "green"}.get(check.state, "yellow")
+    whose = "your file" if report.is_asked else "this machine"
+    print(f"  {whose}: {style(check.state, color, bold=True)}")
+    for line in check.evidence[:1] if is_short else check.evidence:
+        print(f"    {line}")
+
+
+def _print_trial(trial: Trial) -> None:
+    _print_arm("control", trial.experiment.control, trial.control)
+    _print_arm("treatment", trial.experiment.treatment, trial.treatment)
+    if trial.experiment.control.stands_for:
+        print(f"  {style('stands for', dim=True)} {trial.experiment.control.stands_for}")
+    if trial.counts and trial.counts.pairs > 1:
+        one = trial.counts
+        print(f"  {one.pairs} pairs: control failed {one.control}, treatment {one.treatment}, p {one.p:.3g}")
+
+
+def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
+    print(f"  {name:<9} {outcome.kind} after {outcome.duration_s:.1f} s: {arm.because}")
+    first = outcome.first_failure
+    if first:
+        said = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
+        said = ESCAPES.sub("", BUILD_PATH.sub(r"[\1]", said))
+        print(f"            first failing rank: {first.rank} {first.type or first.signal or first.kind} {said[:300]}")
+    for sentence in outcome.flight:
+        print(f"            {sentence}")
+
+
+def print_summary(counts: dict[str, int]) -> None:
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+def print_plan(plan: Plan) -> None:
+    """What would run for one entry."""
+    print(style(plan.entry.id, bold=True))
+    if plan.fault or plan.waiver:
+        print(f"  nothing: {plan.fault or plan.waiver}")
+    if plan.probe.check:
+        print("  check: is this machine or configuration exposed? read-only")
+    for experiment in plan.experiments:
+        seconds = " + ".join(f"{one:g}" for one in experiment.expected_s)
+        print(f"  experiment {experiment.name}: {experiment.world_size} ranks, {experiment.backend}, about {seconds} s")
+        print(f"    needs     {_needs(experiment.needs)}; deadline {experiment.deadline_s:g} s an arm")
+        for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):
+            print(f"    {name:<9} {arm.because} ({arm.fidelity}; must be {arm.expect.kind})")
+    for name, reason in plan.skipped:
+        print(f"  not experiment {name}: {reason}")
+    for name, (kind, value) in plan.params.items():
+        given = "not given" if value is None else value
+        print(f"  --set {name}=<{kind}>: {plan.probe.params[name].help} ({given})")
+    if plan.probe_file:
+        print(f"  probe file {plan.probe_file}")
+    print()
+
+
+def _needs(needs: Needs) -> str:
+    packages = [f"{name} {specifier}".strip() for name, specifier in needs.packages.items()]
+    gpus = [f"{needs.gpus} GPUs with {needs.gpu_memory_mib} MiB each"] if needs.gpus else []
+    return ", ".join([*gpus, f"{needs.memory_mib} MiB of memory", *packages, *needs.programs])
+
+
+def _verdict(verdict: Verdict) -> str:
+    return style(f"{verdict.value:<15}", COLORS[EXIT_CODES[verdict]], bold=True)

@@ -1,0 +1,85 @@
+"""What `kb verify` proved or would do: as the one JSON document, or for a person at a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kb.errors import DeadlineExceeded
+
+from ..delivery import Recipient, print_destination
+from .output import emit, emit_error, notice
+
+if TYPE_CHECKING:
+    from kb.harness.launcher import Launcher
+    from kb.verify.plan import Plan
+    from kb.verify.runner import Run
+
+LATE = DeadlineExceeded("the overall deadline came before every entry was done", "give more time with --timeout")
+
+
+def show_run(run: Run, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
+    """Show the reports and send them to the recipient; the exit code is that of the verdicts."""
+    from kb.verify.report import exit_code
+
+    if as_json:
+        _emit_reports(run, recipient, as_list=as_list)
+    else:
+        _print_reports(run, as_list=as_list)
+        sys.stdout.flush()  # nobody waits for a service to read a verdict
+        if recipient:
+            recipient.report(run.reports)
+    return LATE.exit_code if run.is_cut else exit_code(run.reports)
+
+
+def _emit_reports(run: Run, recipient: Recipient | None, *, as_list: bool) -> None:
+    from kb.verify.report import summary
+
+    documents = [report.to_json() for report in run.reports]
+    body: dict[str, Any] = {"reports": documents, "summary": summary(run.reports)} if as_list else documents[0]
+    if recipient:
+        body["reported"] = recipient.report(run.reports)
+    if run.is_cut:
+        emit_error("verify", LATE, **body)
+    else:
+        emit("verify", **body)
+
+
+def _print_reports(run: Run, *, as_list: bool) -> None:
+    from kb.verify.report import summary
+
+    from .verdicts import print_report, print_summary
+
+    for report in run.reports:
+        print_report(report, is_short=as_list)
+    if as_list:
+        print_summary(summary(run.reports))
+    if run.is_cut:
+        notice(LATE.message)
+
+
+def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None, *, as_json: bool) -> int:
+    """What would run, and what would be sent. Runs and sends nothing."""
+    if as_json:
+        emit(
+            "verify-plan",
+            python=str(launcher.python),
+            removed_variables=list(launcher.removed),
+            plans=[one.to_json() for one in plans],
+            report={"url": recipient.service.url, "queued": recipient.waiting()} if recipient else None,
+        )
+    else:
+        _print_plans(plans, launcher, recipient)
+    return 0
+
+
+def _print_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None) -> None:
+    from .verdicts import print_plan
+
+    for one in plans:
+        print_plan(one)
+    print(f"interpreter  {launcher.python}")
+    print("files        one temporary directory per arm, deleted afterwards; the report goes into the store")
+    print(f"environment  yours, without {', '.join(launcher.removed) or 'any change'}")
+    if recipient:
+        print_destination(recipient)

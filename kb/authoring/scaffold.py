@@ -1,0 +1,195 @@
+"""The two files of a new incident, with `TODO` wherever something is to be said: `kb lint` names each of them."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from kb.authoring.log_excerpt import NO_DRAFT, Draft
+from kb.content.entry import ID
+from kb.errors import UsageError
+
+ENTRY = """\
+---
+id: {id}
+title: "TODO the symptom in one line, as one would say it"
+title_zh: "TODO 一句话说明症状"
+status: reported
+severity: high
+tags: [TODO]
+aliases:
+  - TODO what people type, in English
+  - TODO 大家会怎么搜
+signatures:
+{signatures}
+not_signatures: []
+references:
+  - url: https://example.org/TODO
+    shows: TODO what is to be seen there, in your words
+    grade: claimed
+probe: {probe}
+reviewed: {today}
+---
+
+## Symptom
+
+TODO what one sees first, and what does not happen.
+{seen}
+{fence}log
+{log}
+{fence}
+
+```log
+TODO another one: another framework, version or rank layout
+```
+
+## Environment
+
+TODO versions, number of ranks, what it takes.
+
+## Root cause
+
+TODO one sentence that stands alone: a search result shows it. [claimed 1]
+
+## How to tell
+
+TODO the observation that separates it from what looks alike, for instance this log:
+
+```log look-alike
+TODO a log of another incident: no pattern above may match it
+```
+
+## Fix
+
+TODO something to paste, what it costs, and when not to use it. [claimed 1]
+
+```bash
+TODO
+```
+
+## Why it works
+
+TODO [probe]
+
+## Known cases
+
+- TODO framework, model, GPUs, what was done. [claimed 1]
+
+## 中文
+
+### 症状
+
+TODO 症状
+
+### 环境
+
+TODO 环境
+
+### 原因
+
+TODO 原因
+
+### 修复
+
+TODO 修复
+"""
+
+PROBE = '''\
+"""TODO the incident in one sentence: who does what, and why it fails."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kb.probe import Arm, Context, Experiment, Probe, completed, raised
+
+
+def train(ctx: Context, *, is_fixed: bool) -> None:
+    """TODO the job of both arms; the keyword is the fix, and the only difference."""
+    dist = ctx.init_process_group(timeout_s=5)
+    ctx.reached()  # set-up is done: what follows is the incident, or its fix
+    dist.barrier()
+    if not is_fixed:
+        raise RuntimeError("TODO")
+
+
+probe = Probe(
+    experiments=(
+        Experiment(
+            name="gloo",
+            control=Arm(
+                partial(train, is_fixed=False),
+                expect=raised(r"TODO"),
+                because="TODO what this arm does",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(train, is_fixed=True), expect=completed(), because="TODO what it does instead", fidelity="cpu"
+            ),
+        ),
+    ),
+)
+'''
+
+
+SIGNATURE = """\
+  - pattern: '{pattern}'
+    role: root{choose}
+    source: TODO who prints it
+    sample: '{sample}'"""
+
+
+def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_DRAFT) -> tuple[Path, Path]:
+    """Write entry and probe into the content root `home`, made when it is not there; (entry, probe).
+
+    A draft gives the entry its log and signatures to choose from.
+
+    Raises `UsageError` for an id that is none, and for files that exist: nothing is overwritten.
+    """
+    if not ID.fullmatch(entry_id):
+        raise UsageError(
+            f"{entry_id!r} is no id: lower-case words joined by single hyphens", "for instance: loader-stalls-on-nfs"
+        )
+    stem = entry_id.replace("-", "_")
+    files = {
+        home / "entries" / f"{entry_id}.md": _entry(entry_id, stem, today, draft),
+        home / "probes" / f"{stem}.py": PROBE,
+    }
+    for path in files:
+        if path.exists():
+            raise UsageError(f"{path} exists already", "choose another id, or edit what is there")
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "name a folder that can be written with --root") from error
+    entry, probe = files
+    return entry, probe
+
+
+def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
+    ticks = "`" * max(3, draft.longest_fence + 1)
+    return ENTRY.format(
+        id=entry_id,
+        probe=stem,
+        today=today,
+        signatures="\n".join(
+            SIGNATURE.format(
+                pattern=_quoted(one.pattern),
+                sample=_quoted(one.sample),
+                choose="  # TODO keep it if only this incident prints it; root, cascade or context?"
+                if draft.is_real
+                else "",
+            )
+            for one in draft.candidates
+        ),
+        seen="".join(f"\nTODO kb saw: {sentence}\n" for sentence in draft.seen),
+        fence=ticks,
+        log=draft.log,
+    )
+
+
+def _quoted(text: str) -> str:
+    """For between the single quotes of YAML."""
+    return text.replace("'", "''")

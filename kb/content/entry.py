@@ -1,0 +1,201 @@
+"""What an entry is: one incident class, as its front matter and its sections say.
+
+`FrontMatter` is strict (unknown keys and implicit conversions are errors) and its JSON Schema is
+published by `kb lint --schema`. `Entry` joins it with the body. Reading files is `kb.content.parser`'s job.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kb.content.grades import Grade
+from kb.patterns.reserved_sets import may_change
+
+ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+
+SECTIONS = ("Symptom", "Environment", "Root cause", "How to tell", "Fix", "Why it works", "Known cases", "中文")
+CHINESE_PARTS = ("症状", "环境", "原因", "修复")
+
+
+class Status(StrEnum):
+    """How far the entry as a whole is established."""
+
+    CONFIRMED = "confirmed"  # its probe reproduces the mechanism
+    REPORTED = "reported"  # only threads say so
+    DISPUTED = "disputed"
+    WITHDRAWN = "withdrawn"  # never a search hit; kept because ids are never reused
+
+
+class Severity(StrEnum):
+    """What the incident costs when it is met."""
+
+    CRITICAL = "critical"  # silently wrong results, or a checkpoint is lost
+    HIGH = "high"  # a running job hangs or dies
+    MEDIUM = "medium"  # the job fails at its start
+    LOW = "low"  # a warning, or waste
+
+
+class Role(StrEnum):
+    """What a matching line says about the cause."""
+
+    ROOT = "root"  # the line names the cause
+    CASCADE = "cascade"  # a consequence, often printed by a healthy rank
+    CONTEXT = "context"  # where it happened; never evidence alone
+
+
+def _entry_id(value: str) -> str:
+    if not ID.fullmatch(value):
+        raise ValueError("an id is lower-case words joined by single hyphens")
+    return value
+
+
+def _regex(value: str) -> str:
+    if may_change(value):
+        raise ValueError("not a regular expression: it has a set that will mean something else, as `[[` or `&&`")
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return value
+
+
+def _specifier(value: str) -> str:
+    try:
+        SpecifierSet(value)
+    except InvalidSpecifier:
+        raise ValueError(f"{value!r} is not a PEP 440 specifier") from None
+    return value
+
+
+EntryId = Annotated[str, AfterValidator(_entry_id)]
+Regex = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
+Specifier = Annotated[str, AfterValidator(_specifier)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Signature(_Strict):
+    """A pattern that points to this entry when a log matches it: see `kb.patterns.literals.find`."""
+
+    pattern: Regex
+    role: Annotated[Role, Field(strict=False)]
+    source: Text
+    sample: Text
+
+
+class Reference(_Strict):
+    """Where a claim can be checked, what is to be seen there, and how we know."""
+
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    shows: Text
+    grade: Annotated[Grade, Field(strict=False)]
+
+
+class FrontMatter(_Strict):
+    """The YAML block of an entry."""
+
+    id: EntryId
+    title: Annotated[str, Field(min_length=1, max_length=120)]
+    title_zh: Annotated[str, Field(min_length=1, max_length=80)]
+    status: Annotated[Status, Field(strict=False)]
+    severity: Annotated[Severity, Field(strict=False)]
+    tags: Annotated[list[Text], Field(min_length=1)]
+    aliases: list[Text] = []
+    signatures: Annotated[list[Signature], Field(min_length=1)]
+    not_signatures: list[Text] = []
+    applies_to: dict[str, Specifier] = {}
+    fixed_in: dict[str, Specifier] = {}
+    causes: list[EntryId] = []
+    caused_by: list[EntryId] = []
+    masked_by: list[EntryId] = []
+    references: list[Reference] = []
+    probe: Annotated[str | None, Field(pattern=r"^[a-z0-9_]+$")] = None
+    probe_waiver: Text | None = None
+    replaces: EntryId | None = None
+    reviewed: datetime.date
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One `##` section of the body: its Markdown source and the line its text starts at."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One incident class.
+
+    `origin` names the content root it came from; `digest` (sha256 of the file's bytes) ties a report to
+    the wording that it judged; `logs` are the fixtures that its signatures must match, `look_alikes` those
+    that they must not; `lines` maps a front-matter path such as `("signatures", 0)` to its line.
+    """
+
+    meta: FrontMatter
+    sections: dict[str, Section]
+    logs: tuple[Section, ...]
+    look_alikes: tuple[Section, ...]
+    path: Path
+    origin: str
+    digest: str
+    lines: dict[tuple[str | int, ...], int]
+
+    @property
+    def id(self) -> str:
+        return self.meta.id
+
+    @property
+    def cause(self) -> str:
+        """The root cause in one line: the first sentence of that section, without its grade marks."""
+        return first_sentence(self.section("Root cause"))
+
+    def summary(self) -> dict[str, Any]:
+        """The entry in a list. `frameworks` are the packages of which it names a version."""
+        meta = self.meta
+        return {
+            "id": self.id,
+            "title": meta.title,
+            "title_zh": meta.title_zh,
+            "cause": self.cause,
+            "status": meta.status.value,
+            "severity": meta.severity.value,
+            "tags": meta.tags,
+            "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
+            "origin": self.origin,
+            "probe": meta.probe,
+        }
+
+    def section(self, heading: str) -> str:
+        found = self.sections.get(heading)
+        return found.text if found else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as `kb show --json` and the API give it."""
+        body = {heading: section.text for heading, section in self.sections.items()}
+        return {
+            **self.meta.model_dump(mode="json"),
+            "cause": self.cause,
+            "sections": body,
+            "origin": self.origin,
+            "digest": self.digest,
+        }
+
+
+def first_sentence(markdown: str) -> str:
+    """First sentence of a Markdown text as plain text, English or Chinese."""
+    paragraph = markdown.strip().split("\n\n", 1)[0]
+    plain = re.sub(r"\s*\[(?:probe|(?:source|thread|claimed) \d+|inferred)\]", "", " ".join(paragraph.split()))
+    plain = re.sub(r"[`*]", "", plain)
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", plain, maxsplit=1)[0]

@@ -1,0 +1,25 @@
+"""How a claim of an entry is known, and the marks that say so in its text."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+
+class Grade(StrEnum):
+    """How a claim is known. `[probe]` has no grade here: the probe is its own reference."""
+
+    THREAD = "read in thread"
+    SOURCE = "read in source"
+    CLAIMED = "claimed"
+    INFERRED = "inferred"
+
+
+MARK = re.compile(r"\[(?:(probe|inferred)|(source|thread|claimed) ([1-9]\d*))\]")
+LIKE_A_MARK = re.compile(r"\[(?:[a-z]+|(?i:probe|inferred|source|thread|claimed)s?)(?: ?[#\d, ]+)?\]")
+GRADES = {"source": Grade.SOURCE, "thread": Grade.THREAD, "claimed": Grade.CLAIMED}  # word of a mark with a number
+
+
+def without_marks(text: str) -> str:
+    """The text as a sentence for somebody who wants no grades."""
+    return re.sub(f" ?{MARK.pattern}", "", text)

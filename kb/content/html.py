@@ -1,0 +1,100 @@
+"""The Markdown of an entry as HTML that can be shown to anybody: no raw HTML, no script, no address but http and https.
+
+Marks of how a claim is known lead to the references of the page, ids of entries to their pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from html import escape
+from typing import Any
+
+import nh3
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from kb.content.grades import MARK
+from kb.content.parser import markdown_parser
+
+Address = Callable[[str], str]
+
+MAYBE_ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)+")
+LOOK_ALIKE = "Not this incident: the log of another one"
+
+TEXT = {"a", "br", "code", "em", "span", "strong"}
+BLOCKS = {"blockquote", "figcaption", "figure", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "ul"}
+TABLE = {"table", "tbody", "td", "th", "thead", "tr"}
+ATTRIBUTES = {"a": {"href", "title"}, "ol": {"start"}}
+CLASSES = {"a": {"grade"}, "span": {"grade"}, "figure": {"look-alike"}}
+SCHEMES = {"http", "https"}
+
+
+def rendered(text: str, address: Address) -> str:
+    """One section. `address` gives the page of an entry by its id, "" for a word that is the id of none."""
+    parser = _parser()
+    env: dict[str, Any] = {}
+    tokens = list(_framed(parser.parse(text, env)))
+    for token in tokens:
+        if token.children:
+            token.children = [made for child in token.children for made in _linked(child, address)]
+    return cleaned(parser.renderer.render(tokens, parser.options, env))
+
+
+def cleaned(html: str) -> str:
+    """What is left of some HTML: the elements that Markdown makes and the classes that are given here."""
+    return nh3.clean(
+        html,
+        tags=TEXT | BLOCKS | TABLE,
+        attributes=ATTRIBUTES,
+        allowed_classes=CLASSES,
+        url_schemes=SCHEMES,
+        link_rel="noopener nofollow",
+    )
+
+
+@cache
+def _parser() -> MarkdownIt:
+    return markdown_parser()
+
+
+def _framed(tokens: list[Token]) -> Iterator[Token]:
+    """With a caption around each log that is there to be told from this incident."""
+    for token in tokens:
+        if token.type == "fence" and "look-alike" in token.info.split():
+            yield _html(f'<figure class="look-alike"><figcaption>{LOOK_ALIKE}</figcaption>', "html_block")
+            yield token
+            yield _html("</figure>", "html_block")
+        else:
+            yield token
+
+
+def _linked(token: Token, address: Address) -> Iterator[Token]:
+    """A piece of a line, with marks and ids made links."""
+    if token.type == "text":
+        yield from _marked(token.content)
+    elif token.type == "code_inline" and MAYBE_ID.fullmatch(token.content) and (url := address(token.content)):
+        yield _html(f'<a href="{escape(url)}">')
+        yield token
+        yield _html("</a>")
+    else:
+        yield token
+
+
+def _marked(text: str) -> Iterator[Token]:
+    end = 0
+    for mark in MARK.finditer(text):
+        yield _text(text[end : mark.start()])
+        to_reference = f'<a class="grade" href="#ref-{mark[3]}">{mark[0]}</a>'
+        yield _html(to_reference if mark[3] else f'<span class="grade">{mark[0]}</span>')
+        end = mark.end()
+    yield _text(text[end:])
+
+
+def _text(content: str) -> Token:
+    return Token("text", "", 0, content=content)
+
+
+def _html(content: str, kind: str = "html_inline") -> Token:
+    return Token(kind, "", 0, content=content)

@@ -1,0 +1,167 @@
+"""Turns the bytes of an entry file into an `Entry`, or into one `ContentError` with file, line and rule.
+
+markdown-it-py with the front-matter plugin finds the parts, PyYAML's safe loader reads the front matter,
+the pydantic model in `kb.content.entry` judges it. Nothing here decides whether an entry is *good*: `kb.lint` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from mdit_py_plugins.front_matter import front_matter_plugin
+from pydantic import ValidationError
+
+from kb.content.entry import Entry, FrontMatter, Section
+from kb.errors import ContentError
+
+MAYBE_ANCHOR = re.compile(r"(?<![^\s\[\]{},:?-])[&*]\S")  # where none is, the slow and exact look can be spared
+LARGEST = 1 << 20  # bytes; the longest entry we have written is below 20 kB
+Lines = dict[tuple[str | int, ...], int]
+
+
+def read_entry(path: Path, origin: str) -> Entry:
+    """The entry in a file. Raises `ContentError`; the rule names are those of `kb lint`."""
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise ContentError(path, 1, "too-large", f"{size} bytes; an entry has at most {LARGEST}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ContentError(path, 1, "unreadable", error.strerror or str(error)) from error
+    return parse_entry(data, path, origin)
+
+
+def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
+    """The entry in `data`; `path` serves messages and the check that the id is the file stem."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ContentError(path, line, "not-utf8", f"byte {data[error.start]:#04x} is not UTF-8") from None
+    tokens = _blocks().parse(text)
+    if not tokens or tokens[0].type != "front_matter":
+        raise ContentError(path, 1, "no-front-matter", "an entry starts with a YAML block between two `---` lines")
+    values, lines = _load_yaml(tokens[0].content, path)
+    meta = _validate(values, lines, path)
+    if meta.id != path.stem:
+        raise ContentError(path, lines.get(("id",), 1), "id-is-not-file-name", f"id {meta.id!r}, file {path.name!r}")
+    return Entry(
+        meta=meta,
+        sections=_sections(tokens, text.splitlines(), path),
+        logs=_fenced(tokens, "log"),
+        look_alikes=_fenced(tokens, "log look-alike"),
+        path=path,
+        origin=origin,
+        digest=hashlib.sha256(data).hexdigest(),
+        lines=lines,
+    )
+
+
+def markdown_parser() -> MarkdownIt:
+    """CommonMark plus tables and front matter; raw HTML is off, so that it stays text everywhere."""
+    return MarkdownIt("commonmark", {"html": False}).enable("table").use(front_matter_plugin)
+
+
+@cache
+def _blocks() -> MarkdownIt:
+    """The same, which leaves the text within blocks as it is: half of the time of reading an entry."""
+    return markdown_parser().disable("inline")
+
+
+def _line(token: Token) -> int:
+    return (token.map[0] if token.map else 0) + 1
+
+
+def _fenced(tokens: list[Token], info: str) -> tuple[Section, ...]:
+    """The fenced blocks that are opened with these words."""
+    fences = (token for token in tokens if token.type == "fence" and " ".join(token.info.split()) == info)
+    return tuple(Section(token.content, _line(token) + 1) for token in fences)
+
+
+def _sections(tokens: list[Token], lines: list[str], path: Path) -> dict[str, Section]:
+    """The text under each level-two heading, as source, without the heading itself."""
+    heads: list[tuple[str, int]] = []
+    for token, inline in pairwise(tokens):
+        if token.type == "heading_open" and token.tag == "h2":
+            heads.append((inline.content.strip(), _line(token)))
+    sections: dict[str, Section] = {}
+    for (heading, start), (_, end) in pairwise([*heads, ("", len(lines) + 1)]):
+        if heading in sections:
+            raise ContentError(path, start, "duplicate-section", f"two sections are called {heading!r}")
+        text = "\n".join(lines[start : end - 1])
+        blank = len(text) - len(text.lstrip("\n"))
+        sections[heading] = Section(text.strip(), start + 1 + blank)
+    return sections
+
+
+def _validate(values: Any, lines: Lines, path: Path) -> FrontMatter:
+    try:
+        return FrontMatter.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = tuple(part for part in first["loc"] if isinstance(part, str | int))
+        line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), 1)
+        name = ".".join(str(part) for part in where)
+        message = first["msg"].removeprefix("Value error, ")
+        raise ContentError(path, line, "front-matter", f"{name}: {message}") from None
+
+
+_LOADER: Any = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # libyaml, ten times as fast, where PyYAML was built with it
+
+
+def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
+    """Front matter as plain values, and the line in the file of every key and list item."""
+    try:
+        _refuse_anchors(text)
+        loader = _LOADER(text)
+        try:
+            node = loader.get_single_node()
+            lines = dict(_positions(node, (), path))
+            return (loader.construct_document(node) if node else {}), lines
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ContentError(path, mark.line + 2 if mark else 1, "yaml", error.problem or str(error)) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ContentError(path, 1, "yaml", str(error).splitlines()[0]) from None
+
+
+def _refuse_anchors(text: str) -> None:
+    """An alias bomb needs one, and duplicates of values are not used here."""
+    if not MAYBE_ANCHOR.search(text):
+        return
+    events: Any = yaml.parse(text, Loader=_LOADER)
+    for event in events:
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not used here", problem_mark=event.start_mark)
+
+
+def _positions(node: Any, at: tuple[str | int, ...], path: Path) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """(path of keys, line in the file) for every value; +2 because the YAML starts after the `---` line."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            line = key.start_mark.line + 2
+            if not isinstance(key, yaml.ScalarNode):
+                raise ContentError(path, line, "yaml", "a key is a word")
+            if key.value in seen:
+                raise ContentError(path, line, "duplicate-key", f"{key.value!r} stands twice")
+            seen.add(key.value)
+            yield (*at, key.value), line
+            yield from _positions(value, (*at, key.value), path)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            yield (*at, number), item.start_mark.line + 2
+            yield from _positions(item, (*at, number), path)

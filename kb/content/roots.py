@@ -1,0 +1,87 @@
+"""Content roots: directories with `entries/` and `probes/` side by side.
+
+The built-in root ships with kb; a team adds its own by `KB_ROOTS` (paths joined by `:`), by `--root`, or by
+a package that declares the entry-point group `kb.roots`. A content package is located, never imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kb.errors import UsageError
+
+VARIABLE = "KB_ROOTS"
+GROUP = "kb.roots"
+BUILT_IN = "built-in"
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """One content root. `name` is the origin shown in every answer: `built-in`, a package or a path."""
+
+    name: str
+    entries: Path
+    probes: Path
+    verified: Path
+
+    def entry_files(self) -> list[Path]:
+        """The entry files, sorted, so that every run sees the same order."""
+        return sorted(path for path in self.entries.glob("*.md") if path.is_file())
+
+    def healthy_logs(self) -> list[Path]:
+        """Logs of jobs that ended well: no signature may match one."""
+        return sorted((self.entries / "healthy").glob("*.log"))
+
+    def verified_files(self) -> list[Path]:
+        """Records of machines with GPUs: see `kb.content.gpu_records`."""
+        return sorted(self.verified.glob("*.json"))
+
+    def probe_file(self, stem: str) -> Path:
+        return self.probes / f"{stem}.py"
+
+
+def builtin_root() -> Root:
+    """The root that ships with kb: inside the package when installed, beside it in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    home = here if (here / "entries").is_dir() else here.parent
+    verified = home / "verified" if home == here else home / "docs" / "verified"
+    return Root(BUILT_IN, home / "entries", home / "probes", verified)
+
+
+def root_at(path: Path, name: str | None = None) -> Root:
+    """The root at a directory. Raises `UsageError` when it holds no `entries/`."""
+    path = path.expanduser().resolve()
+    if not (path / "entries").is_dir():
+        raise UsageError(
+            f"{path} is not a content root: it has no entries/ folder",
+            "a content root holds entries/ and probes/ side by side",
+        )
+    return Root(name or str(path), path / "entries", path / "probes", path / "verified")
+
+
+def configured_roots(extra: tuple[Path, ...] = ()) -> tuple[Root, ...]:
+    """Built-in root, then packages, then `KB_ROOTS`, then `extra`; one directory counts once."""
+    roots = [builtin_root(), *_packages()]
+    roots += [root_at(Path(part)) for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
+    roots += [root_at(path) for path in extra]
+    unique = {root.entries: root for root in reversed(roots)}
+    return tuple(root for root in roots if unique.pop(root.entries, None))
+
+
+def _packages() -> list[Root]:
+    """Roots that installed packages declare. Metadata is only read when a file mentions the group: it is slow."""
+    files = (path for part in sys.path if part for path in Path(part).glob("*-info/entry_points.txt"))
+    if not any(GROUP.encode() in path.read_bytes() for path in files):
+        return []
+    from importlib.metadata import entry_points
+
+    found = []
+    for point in entry_points(group=GROUP):
+        spec = importlib.util.find_spec(point.value)
+        for location in (spec.submodule_search_locations or ()) if spec else ():
+            found.append(root_at(Path(location), point.name))
+    return found

@@ -1,0 +1,143 @@
+"""The inputs of a diagnosis: files, folders, pipes and standard input, in a fixed order, each a stream of bytes.
+
+Of a folder everything below it counts that is not hidden and not evidently binary. Links are followed and a file
+counts once however many names it has. Where there is more than can be read, what was written last is nearest to the
+failure and is read; `Sources.problems` says in sentences what was left out, and by which rule.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kb.diagnose.inputs.directory import Identity, Listing, identity, listed, shown
+from kb.diagnose.inputs.formats import Kind, kind
+from kb.diagnose.inputs.streams import HEAD, Report, read_file, read_pieces, read_stdin, reason
+from kb.errors import UsageError
+
+MOST_FILES = 5_000  # of one folder that are read
+MOST_ENTRIES = 100_000  # of one folder that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input. `name` is how the user finds it again (`-` is standard input); `modified` seconds since the epoch."""
+
+    name: str
+    path: str = ""
+    modified: float | None = None
+    is_pipe: bool = False
+
+    def open(self, report: Report = lambda _: None) -> io.BufferedReader:
+        """Its bytes: unpacked if they are gzip or zstd, UTF-8 if they are UTF-16, never more than it holds now.
+
+        Reading never raises: what goes wrong ends the stream, and `report` gets a sentence about it. `peek(HEAD)`
+        gives the head that `kb.diagnose.inputs.formats.kind` wants without taking it away. A pipe waits for its writer.
+        """
+        return read_file(self.path, self.name, report, waits=self.is_pipe) if self.path else read_stdin(report)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An input that arrives in pieces and is nowhere on disk; to be opened once. `most` bytes of it are unpacked."""
+
+    name: str
+    pieces: Iterator[bytes]
+    modified: float | None = None
+    most: int = sys.maxsize
+
+    def open(self, report: Report = lambda _: None) -> io.BufferedReader:
+        """As that of a `Source`. An error that the pieces raise goes to the reader."""
+        return read_pieces(self.pieces, self.name, report, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is to be read, and sentences about what is not."""
+
+    found: tuple[Source, ...]
+    problems: tuple[str, ...]
+
+
+def sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: int = MOST_ENTRIES) -> Sources:
+    """The inputs that these arguments mean. UsageError for an argument that is none; a pipe is not opened yet."""
+    found: dict[Identity, Source] = {}
+    problems: list[str] = []
+    for path in paths:
+        if path == "-":
+            found.setdefault((-1, -1), Source("-"))
+            continue
+        status = _status(path)
+        if stat.S_ISDIR(status.st_mode):
+            chosen, said = _folder(path, most_files, most_entries)
+            found |= {key: source for key, source in chosen.items() if key not in found}
+            problems += said
+        else:
+            found.setdefault(identity(status), _named(path, status))
+    return Sources(tuple(found.values()), tuple(problems))
+
+
+def _status(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{shown(path)} cannot be read: {reason(error)}") from error
+
+
+def _named(path: str, status: os.stat_result) -> Source:
+    is_pipe = stat.S_ISFIFO(status.st_mode)
+    if not is_pipe and not stat.S_ISREG(status.st_mode):
+        hint = "`-` reads what a command prints: `dmesg | kb diagnose -`"
+        raise UsageError(f"{shown(path)} is neither a file, a folder nor a pipe", hint)
+    try:
+        if not is_pipe:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as error:
+        raise UsageError(f"{shown(path)} cannot be read: {reason(error)}") from error
+    return Source(shown(path), path, None if is_pipe else status.st_mtime, is_pipe)
+
+
+def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identity, Source], list[str]]:
+    """The files of a folder that are read, sorted by name, and sentences about the others."""
+    listing = listed(path, most_entries)
+    left = deque(sorted(listing.files.items(), key=lambda item: (item[1].modified, item[1].path)))
+    chosen: dict[Identity, Source] = {}
+    binary = 0
+    while left and len(chosen) < most_files:
+        key, file = left.pop()
+        source = Source(shown(file.path), file.path, file.modified)
+        found, trouble = _look(source)
+        if trouble:
+            listing.troubles.append(trouble)
+        elif found is Kind.BINARY:
+            binary += 1
+        elif found is not Kind.OWN:
+            chosen[key] = source
+    problems = [f"{shown(path)}: {sentence}" for sentence in _left_out(listing, most_entries, len(left), binary)]
+    if not chosen:
+        raise UsageError(f"{shown(path)} holds no log", "; ".join(problems) or "it has no files")
+    return dict(sorted(chosen.items(), key=lambda item: item[1].path)), problems
+
+
+def _left_out(listing: Listing, most_entries: int, older: int, binary: int) -> Iterator[str]:
+    if listing.is_cut:
+        yield f"more than {most_entries:,} files and folders, the others were not looked at"
+    if older:
+        yield f"left out as older than what is read: {older:,}"
+    if binary:
+        yield f"left out as binary: {binary:,}"
+    if listing.troubles:
+        yield f"left out as unreadable: {len(listing.troubles):,}, the first is {listing.troubles[0]}"
+
+
+def _look(source: Source) -> tuple[Kind, str]:
+    """The kind of a file and, if nothing of it can be read, why. What fails further on is told when it is read."""
+    troubles: list[str] = []
+    with source.open(troubles.append) as stream:
+        head = stream.peek(HEAD)
+    return kind(head, source.name), troubles[0] if troubles and not head else ""

@@ -1,0 +1,222 @@
+"""Stacks of the processes of a job to one sentence each: in which collective a rank waits, or what it does instead.
+
+Read are dumps of py-spy (text and `--json`), of faulthandler, and of torch's debug server, which puts
+`=== Rank 2: host ===` above what either of them printed. Only the main thread of a process counts; a worker of a
+DataLoader and a launcher are no ranks, nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kb.diagnose.evidence import LONGEST_SHOWN, Line
+from kb.diagnose.readers.safe_unpickler import Unreadable, load_json, number
+from kb.diagnose.readers.safe_unpickler import text as plain
+
+LARGEST = 64 << 20  # characters
+LONGEST_LINE = 1000
+MOST_PROCESSES = 10_000
+MOST_THREADS = 20_000
+MOST_FRAMES = 500
+
+PREFIX = re.compile(r"\[(?:rank|default)(\d{1,6})\]:? ?")  # torchrun's, before each line
+RANK = re.compile(r"=== Rank (\d{1,6}): ")
+PROCESS = re.compile(r"Process (\d{1,10}): ")
+THREAD = re.compile(r'Thread (?:0x[0-9A-Fa-f]+|\d+) \((?:active|idle)[^)]*\)(?:: "([^"]*)")?$')
+FAULT_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[[^\]]*\])? \(most recent call first\):$")
+FRAME = re.compile(r"    ([^ (][^(]*) \(([^():]+):(\d{1,9})\)$")
+FAULT_FRAME = re.compile(r'  File "([^"]+)", line (\d{1,9}) in (.+)$')
+
+C10D = re.compile(r"(^|/)torch/distributed/(distributed_c10d|c10d_logger|_functional_collectives)\.py$")
+NO_COLLECTIVE = ("wrapper", "init_process_group", "destroy_process_group", "new_group", "_store_based_barrier")
+TRAINS_NOTHING = re.compile(
+    r"/data/_utils/worker\.py$|torch/distributed/(elastic/agent/|run\.py|launch)|accelerate/commands/launch"
+    r"|deepspeed/launcher/|multiprocessing/(resource_tracker|forkserver)\.py$|_inductor/compile_worker/"
+)
+LIBRARY = re.compile(
+    r"(^|/)(site-packages|dist-packages|lib/python3\.\d+)/|^<|(^|/)(torch|transformers|accelerate|deepspeed|datasets|trl)/"
+    r"|(^|/)(lightning|pytorch_lightning|lightning_fabric|tokenizers|huggingface_hub|filelock|ray|tqdm)/"
+    r"|(^|/)kb/(context|worker|guard|forkserver)\.py$"  # under the arms of a probe
+)
+
+
+class Activity(NamedTuple):
+    """What a thread does, told by a file and function of its stack. Some may hide a collective in C++ or on the GPU."""
+
+    name: str
+    pattern: re.Pattern[str]  # searched in `file:function`
+    may_hide_collective: bool = False
+
+
+ACTIVITIES = (
+    Activity("the debugger", re.compile(r"(^|/)(pdb|bdb)\.py:")),
+    Activity("torch.compile", re.compile(r"(^|/)torch/(_inductor|_dynamo)/.*:(?!_?(fn|wrapper|inner|_fn)$)"), True),
+    Activity("tokenization", re.compile(r"(^|/)tokenization_\w+\.py:|:\w*tokeniz(e|ing|ation)(_\w*)?$", re.IGNORECASE)),
+    Activity("datasets.map", re.compile(r"(^|/)datasets/(arrow_dataset|dataset_dict)\.py:_?map")),
+    Activity("the DataLoader", re.compile(r"(^|/)torch/utils/data/")),
+    Activity("torch.distributed.checkpoint", re.compile(r"(^|/)torch/distributed/checkpoint/")),
+    Activity("torch.save", re.compile(r"(^|/)torch/serialization\.py:_?save$")),
+    Activity("torch.load", re.compile(r"(^|/)torch/serialization\.py:_?load$")),
+    Activity("a download", re.compile(r"(^|/)huggingface_hub/")),
+    Activity("a multiprocessing pool", re.compile(r"(^|/)multiprocess(ing)?/pool\.py:(wait|get|next)$")),
+    Activity("a file lock", re.compile(r"(^|/)filelock/|(^|/)torch/utils/file_baton\.py:wait$")),
+    Activity("torch.cuda.synchronize", re.compile(r"(^|/)torch/(cuda|accelerator)/.*:synchronize$"), True),
+    Activity("backward", re.compile(r"(^|/)torch/autograd/"), True),
+    Activity("init_process_group", re.compile(r"/distributed_c10d\.py:init_process_group$")),
+    Activity("new_group", re.compile(r"/distributed_c10d\.py:new_group$")),
+    Activity("destroy_process_group", re.compile(r"/distributed_c10d\.py:destroy_process_group$")),
+)
+
+
+class Frame(NamedTuple):
+    """A level of a stack; the name is that of the function alone, which py-spy qualifies and faulthandler does not."""
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.split('/')[-1]}:{self.line} {self.name}"
+
+
+@dataclass(slots=True)
+class Thread:
+    """Frames innermost first; the name is Python's, empty where the dump does not say."""
+
+    name: str = ""
+    frames: list[Frame] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Process:
+    """Threads in the order of the dump; rank or pid, whichever it says."""
+
+    rank: int | None = None
+    pid: int | None = None
+    threads: list[Thread] = field(default_factory=list)
+
+
+def observations(text: str, source: str, rank: int | None = None) -> list[Line]:
+    """At most one sentence per process. `rank` is whose dump it is, where the file's name says so.
+
+    Raises `Unreadable` when there is no stack in it.
+    """
+    if len(text) > LARGEST:
+        raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
+    is_json = re.match(r"\s*\[\s*[\]{]", text[:LONGEST_LINE]) is not None
+    processes = _from_json(text, rank) if is_json else _from_text(text, rank)
+    if not any(thread.frames for process in processes for thread in process.threads):
+        raise Unreadable("there is no stack in it")
+    told = ((process, _sentence(process)) for process in processes)
+    return [Line(source, 0, said[:LONGEST_SHOWN], process.rank) for process, said in told if said]
+
+
+def _from_json(text: str, rank: int | None) -> list[Process]:
+    """py-spy's list of threads, of one or more processes."""
+    found: dict[int | None, Process] = {}
+    for one in load_json(text)[:MOST_THREADS]:
+        if not isinstance(one, dict) or not isinstance(one.get("frames"), list):
+            raise Unreadable("it is no dump of py-spy: a thread has no frames")
+        pid = number(one.get("pid"))
+        frames = [_json_frame(frame) for frame in one["frames"][:MOST_FRAMES] if isinstance(frame, dict)]
+        found.setdefault(pid, Process(rank, pid)).threads.append(Thread(plain(one.get("thread_name")), frames))
+    return list(found.values())
+
+
+def _json_frame(frame: dict[Any, Any]) -> Frame:
+    file = plain(frame.get("filename")) or plain(frame.get("short_filename"))
+    return Frame(_function(plain(frame.get("name"))), file, number(frame.get("line")) or 0)
+
+
+def _from_text(text: str, rank: int | None) -> list[Process]:
+    """Lines of several ranks may be interleaved when torchrun's prefix tells them apart."""
+    found = [Process(rank)]
+    current: dict[int | None, Process] = {None: found[0]}
+    for whose, line in _lines(text):
+        if heading := RANK.match(line) or PROCESS.match(line):
+            is_rank = heading.re is RANK
+            now = Process(int(heading[1])) if is_rank else Process(current[None].rank, int(heading[1]))
+            current[whose] = now
+            found.append(now)
+        elif whose not in current:
+            found.append(current.setdefault(whose, Process(whose)))
+        _add(current[whose], line)
+        if len(found) > MOST_PROCESSES:
+            raise Unreadable(f"it has more than {MOST_PROCESSES} processes")
+    return found
+
+
+def _lines(text: str) -> Iterator[tuple[int | None, str]]:
+    for line in text.splitlines():
+        prefix = PREFIX.match(line[:20])
+        rest = line[prefix.end() :] if prefix else line
+        if len(rest) <= LONGEST_LINE:
+            yield (int(prefix[1]) if prefix else None), rest.rstrip()
+
+
+def _add(process: Process, line: str) -> None:
+    """A line that is neither a thread nor a frame (locals, say) changes nothing."""
+    if (thread := THREAD.match(line)) or FAULT_THREAD.match(line):
+        if len(process.threads) < MOST_THREADS:
+            process.threads.append(Thread((thread[1] or "") if thread else ""))
+    elif process.threads and len(process.threads[-1].frames) < MOST_FRAMES:
+        if frame := FRAME.match(line):
+            process.threads[-1].frames.append(Frame(_function(frame[1]), frame[2], int(frame[3])))
+        elif frame := FAULT_FRAME.match(line):
+            process.threads[-1].frames.append(Frame(_function(frame[3]), frame[1], int(frame[2])))
+
+
+def _function(name: str) -> str:
+    return name.rsplit(".", 1)[-1][:100]
+
+
+def _sentence(process: Process) -> str:
+    frames = _main_frames(process)
+    if not frames or any(TRAINS_NOTHING.search(frame.file) for frame in frames):
+        return ""
+    who = f"rank {process.rank}" if process.rank is not None else "rank ?"
+    if process.rank is None and process.pid is not None:
+        who = f"rank ? (pid {process.pid})"
+    if (call := _collective(frames)) is not None:
+        return f"{who} is in {frames[call].name}{_called_from(frames[call + 1 :])}"
+    for activity in ACTIVITIES:
+        at = next((i for i, one in enumerate(frames) if activity.pattern.search(f"{one.file}:{one.name}")), None)
+        if at is not None:
+            end = "" if activity.may_hide_collective else ", not in a collective"
+            return f"{who} is in {activity.name}{_called_from(frames[at:])}{end}"
+    own = next((frame for frame in frames if not _is_library(frame)), frames[0])
+    return f"{who} is in {own.place}"
+
+
+def _main_frames(process: Process) -> list[Frame]:
+    """Of the main thread: called so by Python, or begun by a module, or the last, as faulthandler orders them."""
+    threads = [thread for thread in process.threads if thread.frames]
+    named = [thread for thread in threads if thread.name == "MainThread"]
+    begun = [thread for thread in threads if thread.frames[-1].name in ("<module>", "_run_module_as_main", "_run_code")]
+    chosen = named or begun or threads
+    return chosen[-1].frames if chosen else []
+
+
+def _collective(frames: list[Frame]) -> int | None:
+    """Index of the call of torch.distributed that is the user's: the outermost of the innermost run of them."""
+    inside = [index for index, frame in enumerate(frames) if C10D.search(frame.file)]
+    run = [index for index in inside if index - inside[0] == inside.index(index)]
+    calls = [index for index in run if frames[index].name not in NO_COLLECTIVE]
+    is_set_up = any(frames[index].name in NO_COLLECTIVE[1:] for index in run)
+    return calls[-1] if calls and not is_set_up else None
+
+
+def _called_from(frames: list[Frame]) -> str:
+    own = next((frame for frame in frames if not _is_library(frame)), None)
+    return f" called from {own.place}" if own else ""
+
+
+def _is_library(frame: Frame) -> bool:
+    """py-spy cuts a path at its place in sys.path: `threading.py`, `torch/...`, but also the user's `train.py`."""
+    module = frame.file.split("/")[0].removesuffix(".py")
+    return module in sys.stdlib_module_names or LIBRARY.search(frame.file) is not None

@@ -1,0 +1,45 @@
+"""torchrun's `error.json`, written by `record` from torch.distributed.elastic into TORCHELASTIC_ERROR_FILE, to lines.
+
+Two shapes exist (`torch/distributed/elastic/multiprocessing/errors/`): the message is an object with `message`,
+`extraInfo` and, when the agent has copied it, `errorCode`; or it is text, with `timestamp` beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kb.diagnose.evidence import LONGEST_SHOWN, Line
+from kb.diagnose.readers.safe_unpickler import Unreadable, load_json, number
+
+LARGEST = 16 << 20  # bytes
+MOST_LINES = 2000  # the last ones of a traceback
+LATEST = 1 << 33  # seconds since the epoch; beyond it the number is no such time
+
+
+def read(data: bytes, source: str, rank: int | None = None) -> list[Line]:
+    """The traceback, then what of the message it does not end with. Raises `Unreadable`."""
+    if len(data) > LARGEST:
+        raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
+    document = load_json(data)
+    if not isinstance(document, dict) or not isinstance(document.get("message"), (str, dict)):
+        raise Unreadable("it is no error file of torchrun: it has no message")
+    inner = document["message"] if isinstance(document["message"], dict) else document
+    extra = inner.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    traceback = _lines(extra.get("py_callstack"))
+    message = [line for line in _lines(inner.get("message")) if line not in traceback]
+    code = number(inner.get("errorCode"))
+    said = traceback + message + ([f"torchrun recorded the exit code {code}"] if code else [])
+    time = _time(extra.get("timestamp", inner.get("timestamp")))
+    return [Line(source, 0, line, rank, time) for line in said]
+
+
+def _lines(value: Any) -> list[str]:
+    """Not the placeholder that torch writes when there is no message."""
+    lines = value.splitlines() if isinstance(value, str) and value != "<NONE>" else []
+    return [line.rstrip()[:LONGEST_SHOWN] for line in lines[-MOST_LINES:] if line.strip()]
+
+
+def _time(value: Any) -> float | None:
+    seconds = number(value)
+    return float(seconds) if seconds is not None and 0 < seconds < LATEST else None

@@ -1,0 +1,107 @@
+"""Who printed a line: the rank that its prefixes name, the time, and the text without them.
+
+Four voices may name a rank, and the first of these that does is believed:
+  1. `[rank3]:`, which torch writes with the global rank, in front or behind what a launcher put there;
+  2. the text in brackets at its front: `[Rank 3]`, `[RANK 3]`, `[PG ID 0 ... Rank 3]`, `[rank: 3]`, `GLOBAL_RANK: 3`.
+     Of another process group than the first, torch prints the rank within that group, which is not taken;
+  3. a launcher: `[default3]:` and `[trainer3]:` of torchrun, `3: ` of `srun -l` and Megatron, `[1,3]<stderr>:` of
+     mpirun, `(VllmWorker rank=3 pid=12)`. torchrun means the rank on its node: with several nodes in one log it is
+     ambiguous, which only `[rank3]:` can heal;
+  4. the file, when the caller knows its rank (`kb.diagnose.scan.rank_attribution`).
+A pod or a container is a node, not a rank; its number is dropped with the prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kb.diagnose.scan.timestamps import moment
+
+LONGEST_LINE = 8192  # characters of a line that are looked at
+FRONT = 240  # characters in which the text names its own rank
+MOST_PREFIXES = 6
+
+ESCAPES = rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
+_ESCAPES = re.compile(ESCAPES)
+_ESCAPES_TEXT = re.compile(ESCAPES.decode())
+
+_PREFIX = re.compile(
+    r"""\A[ ]{0,4}(?P<task>\d{1,5}):(?:[ ]|$)                           # srun -l
+    | [ ]{0,4}(?:
+        \[rank(?P<rank>\d{1,6})\]:[ ]?
+      | \[(?:default|trainer|worker)(?P<local>\d{1,6})\]:[ ]?           # torchrun --tee
+      | \[[^][,\s]{1,80},(?P<mpi>\d{1,6})\]<std\w{3,4}>:[ ]?            # mpirun --tag-output
+      | \([\w.:<>-]{1,80}(?:[ ](?:rank=(?P<ray>\d{1,6})|\w{1,40}))?[ ]pid=\d{1,9}(?:,[ ]ip=[\w.:]{1,60})?\)[ ]?
+      | \[pod/[^]\s]{1,300}\][ ]?                                       # kubectl logs --prefix
+      | [A-Za-z][\w.-]{0,120}[-_]\d{1,6}[ ]{1,40}\|[ ]                  # docker compose
+      | [A-Za-z][\w.-]{0,80}:[ ](?=\[(?:rank|default|trainer)\d|[\w.-]{1,80}:\d{1,9}:\d{1,9}[ ]\[)  # pdsh
+      | (?P<time>
+          \[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:[ ]?(?:Z|UTC|[+-]\d\d:?\d\d))?\]?
+            (?:[ ]std(?:out|err)[ ][FP](?=[ ]))?                        # a container's runtime
+        | \[?\d\d/\d\d/(?:\d{4}|\d\d)[ ]\d\d:\d\d:\d\d\]?
+        | \[(?:[A-Z][a-z]{2}[ ])?[A-Z][a-z]{2}[ ]{1,2}\d{1,2}[ ]\d\d:\d\d:\d\d[ ]\d{4}\]  # dmesg -T
+        | \[[ ]{0,8}\d{1,10}\.\d{3,9}\]                                 # dmesg
+        | \[?1\d{9}(?:\.\d{1,9})?\]?(?=[ ])
+        | [A-Z][a-z]{2}[ ]{1,2}\d{1,2}[ ]\d\d:\d\d:\d\d(?:\.\d{1,9})?   # journal
+            [ ][\w.-]{1,80}[ ][\w./@-]{1,80}(?:\[\d{1,9}\])?:
+        )[ ]?(?:[-|:][ ])?
+    )""",
+    re.ASCII | re.VERBOSE,
+)
+_OWN = re.compile(
+    r"""\[(?:PG[ ](?:ID[ ])?(?P<group>\d{1,9})[^][]{0,120}?[ ])?
+          (?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ =:]{0,2}(?P<rank>\d{1,6})\]
+      | \bGLOBAL_RANK:[ ](?P<lightning>\d{1,6})
+      | \brank(?P<composer>\d{1,6})\[\d{1,9}\]\[""",
+    re.ASCII | re.VERBOSE,
+)
+
+
+class Origin(NamedTuple):
+    """What a line says about itself. `rank` and `time` (seconds) are None where it does not.
+
+    `text` has no colours, no launcher's prefix and no leading time; a header with a severity and the text's own
+    `[Rank 3]` stay. Signatures are matched on the whole line, this is what is shown and compared.
+    """
+
+    rank: int | None
+    time: float | None
+    text: str
+
+
+def parse(line: str, written: float | None = None, rank: int | None = None) -> Origin:
+    """A line without its end. `written` (when its log was last written, seconds since the epoch) dates a line that
+    names no year; `rank` is that of its file, for a line that names none."""
+    text = line[:LONGEST_LINE]
+    if "\x1b" in text:
+        text = _ESCAPES_TEXT.sub("", text)
+    at, said, launched, timed = 0, None, None, -1
+    for _ in range(MOST_PREFIXES):
+        match = _PREFIX.match(text, at)
+        if match is None:
+            break
+        which = match.lastgroup
+        if which == "rank":
+            said = said or match[which]
+        elif which == "time":
+            timed = at if timed < 0 else timed
+        elif which:
+            launched = launched or match[which]
+        at = match.end()
+    named = said or _own(text, at) or launched
+    when = moment(text[at if timed < 0 else timed :].lstrip(), written)
+    return Origin(int(named) if named else rank, when, text[at:])
+
+
+def plain(line: bytes) -> bytes:
+    """Without colours, cursor movements and terminal titles."""
+    return _ESCAPES.sub(b"", line) if b"\x1b" in line else line
+
+
+def _own(text: str, at: int) -> str | None:
+    front = text[at : at + FRONT]
+    match = _OWN.search(front) if "ank" in front or "RANK" in front else None
+    if match is None or match["group"] not in (None, "0"):
+        return None
+    return match["rank"] or match["lightning"] or match["composer"]

@@ -1,0 +1,62 @@
+"""Describes one collective of a flight record, and whether it completed; records: `kb.harness.flight_compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+Record = dict[str, Any]
+
+MOST_SHOWN = 8  # tensors of a call, pieces of a list of ranks
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 0 and 2`, `ranks 0-3, 6 and 9`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [name for run in runs for name in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    if len(names) > MOST_SHOWN:
+        names[MOST_SHOWN:] = ["others"]
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+def operation(record: Record) -> str:
+    """`all_reduce` of `nccl:all_reduce`, `send` of `nccl:send 0->1`."""
+    return str(record["op"]).split(":")[-1].split(" ")[0]
+
+
+def describe(record: Record) -> str:
+    """`all_reduce [4] Float`, and the outputs where they are of other sizes."""
+    sizes, outputs = _sizes(record["sizes"]), _sizes(record.get("outputs") or [])
+    dtypes = "/".join(dict.fromkeys(map(str, record["dtypes"])))
+    into = f"-> {outputs}" if outputs and outputs != sizes else ""
+    return " ".join(filter(None, (operation(record), sizes, dtypes, into)))
+
+
+def _sizes(sizes: list[Any]) -> str:
+    more = f" and {len(sizes) - MOST_SHOWN} more" if len(sizes) > MOST_SHOWN else ""
+    return " ".join(map(str, sizes[:MOST_SHOWN])) + more
+
+
+def place(record: Record) -> str:
+    """Where the user's code called it, ` (train.py:42 step)`; empty where the record does not say."""
+    frames = record.get("frames")
+    return f" ({frames[0]})" if frames else ""
+
+
+def created(record: Record) -> float | None:
+    """When it was issued, in seconds since the epoch."""
+    at = record.get("time_created_ns")
+    return at / 1e9 if at else None
+
+
+def has_completed(record: Record) -> bool:
+    """gloo records no states, only that it is done with a call; with NCCL that may have been a timeout."""
+    if str(record["op"]).startswith("gloo:") or "state" not in record:
+        return bool(record["retired"])
+    return bool(record["state"] == "completed")

@@ -1,0 +1,136 @@
+"""One fork server (`kb.runtime.forkserver`), seen from the process that started it: hand it arms, wait, end it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from kb.errors import InterpreterError, LaunchError
+from kb.runtime import processes, start
+from kb.runtime.guard import NO_RECORD
+
+START = Path(start.__file__)
+READY_S = {False: 30.0, True: 180.0}  # torch from a cold network disk takes minutes
+OUTSIDE_S = 15.0  # the guard's own grace and kill periods, generously
+
+
+class ForkClient:
+    """Starts a fork server in an interpreter at once; with `preload` it imports torch. To be closed."""
+
+    def __init__(self, python: Path, environment: Mapping[str, str], *, preload: bool) -> None:
+        self._preload = preload
+        self._python = python
+        self._news = threading.Condition()
+        self._pids: dict[str, int] = {}
+        self._exited: dict[str, int] = {}
+        self._ready = False
+        self._dead = False
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
+        argv = [str(python), str(START), "forkserver", *(["--preload"] if preload else [])]
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=dict(environment),
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InterpreterError(
+                f"{python} cannot be started: {error.strerror}", "--python takes the path of a Python interpreter"
+            ) from error
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def run(self, spec: dict[str, Any], limit_s: float) -> str:
+        """Have one arm run. Returns "" when its guard ended by itself, else why the harness failed."""
+        self._wait(lambda: self._ready, READY_S[self._preload])
+        self._send(spec)
+        arm_id = spec["arm_id"]
+        self._wait(lambda: arm_id in self._pids, 10.0)
+        pid = self._pids[arm_id]
+        try:
+            self._wait(lambda: arm_id in self._exited, limit_s)
+        except _TooLate:
+            guard = processes.read(pid)
+            for process in [*processes.descendants(pid), *([guard] if guard else [])]:
+                processes.send(process, signal.SIGKILL)
+            return f"its guard did not end it within {limit_s:.0f} s"
+        code = self._exited[arm_id]
+        return "nothing could be written into its directory; is the disk full?" if code == NO_RECORD else ""
+
+    def close(self) -> None:
+        """Close the pipe: fork server and guards end what they run. Waits for them, but not for ever."""
+        if self._errors.closed:
+            return
+        with self._news:
+            guards = [pid for arm_id, pid in self._pids.items() if arm_id not in self._exited]
+        if self._process.stdin:
+            self._process.stdin.close()
+        end = time.monotonic() + OUTSIDE_S
+        while time.monotonic() < end and any((p := processes.read(pid)) and p.is_alive for pid in guards):
+            time.sleep(0.02)
+        try:
+            self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=5)
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._errors.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            message = json.loads(line)
+            with self._news:
+                self._ready |= "ready" in message
+                if "started" in message:
+                    self._pids[message["started"]] = message["pid"]
+                if "exited" in message:
+                    self._exited[message["exited"]] = message["code"]
+                self._news.notify_all()
+        with self._news:
+            self._dead = True
+            self._news.notify_all()
+
+    def _send(self, spec: dict[str, Any]) -> None:
+        assert self._process.stdin
+        try:
+            with self._news:
+                self._process.stdin.write((json.dumps(spec) + "\n").encode())
+                self._process.stdin.flush()
+        except (OSError, ValueError) as error:
+            raise LaunchError("the fork server is gone", "run the command again") from error
+
+    def _wait(self, is_true: Callable[[], bool], seconds: float) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: is_true() or self._dead, seconds):
+                raise _TooLate(f"{self._python} did not answer within {seconds:.0f} s", "is its disk reachable?")
+            if not is_true():
+                raise self._died()
+
+    def _died(self) -> LaunchError | InterpreterError:
+        """Why the fork server is gone: before it was ready, the interpreter is to blame."""
+        said = ""
+        if not self._errors.closed:
+            self._errors.seek(0)
+            said = self._errors.read()[-500:].decode(errors="replace").strip().replace("\n", " | ")
+        if self._ready:
+            return LaunchError(f"the fork server died: {said}", "run the command again; was memory short?")
+        return InterpreterError(
+            f"{self._python} cannot run probes: {said or 'it ended at once'}",
+            "--python takes a Python interpreter, 3.9 or newer",
+        )
+
+
+class _TooLate(LaunchError):
+    """Something did not happen in time."""

@@ -1,0 +1,236 @@
+"""Runs one arm of a probe and says how it ended. Never hangs, and leaves nothing behind.
+
+The launcher itself only starts fork servers, hands them work and reads what guards and ranks wrote:
+
+    launcher -> forkserver -> guard (one per arm) -> ranks
+    (kb)        (reader's interpreter, by path)
+
+The guard keeps the deadline; should it fail to, the launcher ends the guard's tree from outside. It is
+used as a context manager, in the thread that lives longest: a fork server dies with the thread that
+started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kb.errors import LaunchError
+from kb.harness import arm_environment, flight_compare
+from kb.harness.forkserver_client import OUTSIDE_S, ForkClient
+from kb.harness.outcome import ArmOutcome, RankOutcome, rank_outcome
+
+MEMORY_CAP_MIB = 8192
+LOG_BYTES = 32_768  # kept of each end of a rank's log
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing for a guard to do. Directory and identity are added by the launcher.
+
+    `execute` starts every rank as a fresh interpreter, `has_torch` forks them from one that has torch.
+    """
+
+    action: str
+    probe: Path
+    deadline_s: float
+    world_size: int = 1
+    backend: str = "gloo"
+    experiment: int = 0
+    arm: str = ""
+    params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    settle_s: float = 0.0
+    linger: bool = False
+    execute: bool = False
+    has_torch: bool = False
+    gpus: tuple[str, ...] = ()
+    gpu_memory_mib: int = 0
+
+    def spec(self, directory: Path) -> dict[str, Any]:
+        """What travels to the fork server, as JSON."""
+        return {
+            "arm_id": uuid.uuid4().hex,
+            "dir": str(directory),
+            "started": time.time(),
+            "memory_cap_bytes": MEMORY_CAP_MIB << 20,
+            "action": self.action,
+            "probe": str(self.probe),
+            "deadline_s": self.deadline_s,
+            "settle_s": self.settle_s,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "experiment": self.experiment,
+            "arm": self.arm,
+            "params": {name: [kind, str(v) if isinstance(v, Path) else v] for name, (kind, v) in self.params.items()},
+            "env": {"TMPDIR": str(directory)} | self._arm_env(directory) | dict(self.env),
+            "linger": self.linger,
+            "execute": self.execute,
+            "gpu_memory_mib": self.gpu_memory_mib,
+        }
+
+    def _arm_env(self, directory: Path) -> dict[str, str]:
+        return arm_environment.for_arm(directory, self.backend, self.gpus) if self.action == "run" else {}
+
+
+class Launcher:
+    """Starts arms in one interpreter.
+
+    `removed` names the variables that are kept from the arms; `of_caller` has their values, for checks,
+    whose question is about the caller's environment.
+    """
+
+    def __init__(self, python: Path, keep_logs: Path | None = None) -> None:
+        self.python = python
+        self.keep_logs = keep_logs
+        self.environment, self.removed = arm_environment.scrubbed()
+        self.of_caller = {name: os.environ[name] for name in self.removed}
+        self._servers: dict[bool, ForkClient] = {}
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        self._servers[False] = ForkClient(self.python, self.environment, preload=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that runs. What waits for an arm gets a `LaunchError`; nothing can be started after."""
+        self._is_closed = True
+        for server in self._servers.values():
+            server.close()
+
+    def preload(self) -> None:
+        """Begin to import torch for the CPU arms; returns at once. To be called from the long-lived thread."""
+        if True not in self._servers and not self._is_closed:
+            self._servers[True] = ForkClient(self.python, self.environment, preload=True)
+
+    def rank_results(self, task: Task) -> tuple[dict[str, Any] | None, ArmOutcome]:
+        """Run a task of one rank and give its result as written (None when it wrote none) and its outcome."""
+        outcome, results = self._run(task, "")
+        return results.get(0), outcome
+
+    def run(self, task: Task, label: str) -> ArmOutcome:
+        """Run an arm; again, up to `ATTEMPTS` times, when it ended before its mechanism was reached."""
+        outcome = ArmOutcome(failure="not started")
+        for attempt in range(1, ATTEMPTS + 1):
+            outcome, _ = self._run(task, f"{label}-{attempt}" if attempt > 1 else label)
+            outcome = replace(outcome, attempts=attempt)
+            if outcome.has_reached or outcome.kind == "unavailable":
+                break
+        return outcome
+
+    def _run(self, task: Task, label: str) -> tuple[ArmOutcome, dict[int, dict[str, Any]]]:
+        warm = task.has_torch and not task.execute
+        if warm:
+            self.preload()
+        if self._is_closed:
+            raise LaunchError("the launcher has been closed", "run the command again")
+        server = self._servers[warm]
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="kb-arm-"))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot create a directory for the arm: {error}", "free some space, or set TMPDIR to a writable disk"
+            ) from error
+        try:
+            spec = task.spec(directory)
+            (directory / "spec.json").write_text(json.dumps(spec))
+            limit = task.deadline_s + task.settle_s + OUTSIDE_S
+            ended = server.run(spec, limit)
+            results = {
+                rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.json"))
+            }
+            outcome = _read_arm(directory, task, results, ended)
+            if label and self.keep_logs:
+                _keep(directory, self.keep_logs / label)
+        except OSError as error:
+            raise LaunchError(f"the arm's directory failed: {error}", "is the disk full?") from error
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            outcome = replace(outcome, leftovers=(*outcome.leftovers, f"directory {directory}"))
+        return outcome, results
+
+
+def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], failure: str) -> ArmOutcome:
+    record = _json(directory, "guard.json") or {}
+    ending = str(record.get("ending", ""))
+    if not record and not failure:
+        failure = "its guard died"
+    exits = {one["rank"]: one for one in record.get("exits", ())}
+    records = {rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.flight.json"))}
+
+    def outcome_of(rank: int) -> RankOutcome:
+        seen = None if rank in record.get("cut", ()) else exits.get(rank)
+        return rank_outcome(
+            rank,
+            results.get(rank),
+            seen["code"] if seen else None,
+            ending,
+            _ends(directory / f"rank{rank}.log"),
+            _ends(directory / f"rank{rank}.stacks"),
+            str(record.get("evidence", {}).get(str(rank), "")),
+            seen["time"] if seen else None,
+            _json(directory, f"rank{rank}.facts.json"),
+        )
+
+    return ArmOutcome(
+        ranks=tuple(outcome_of(rank) for rank in range(task.world_size)),
+        has_reached=all((directory / f"reached-{rank}").exists() for rank in range(task.world_size)),
+        failure=failure,
+        duration_s=float(record.get("duration_s", 0.0)),
+        peak_mib=int(record.get("peak_mib", 0)),
+        flight=flight_compare.compare(records, task.world_size),
+        strays=tuple(record.get("strays", ())),
+        leftovers=tuple(record.get("leftovers", ())),
+    )
+
+
+def _json(directory: Path, name: str) -> Any:
+    try:
+        return json.loads((directory / name).read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def _ends(path: Path) -> str:
+    """A log, or its beginning and its end when it is long."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(LOG_BYTES)
+            size = path.stat().st_size
+            file.seek(max(len(head), size - LOG_BYTES))
+            tail = file.read(LOG_BYTES)
+    except OSError:
+        return ""
+    left_out = size - len(head) - len(tail)
+    middle = f"\n... {left_out} bytes left out ...\n".encode() if left_out > 0 else b""
+    return (head + middle + tail).decode(errors="replace")
+
+
+def _keep(directory: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    names = (
+        "rank*.log",
+        "launcher.log",
+        "rank*.stacks",
+        "nccl_trace_rank_*[0-9]",
+        "rank*.json",
+        "guard.json",
+        "spec.json",
+    )
+    for pattern in names:
+        for path in directory.glob(pattern):
+            shutil.copy(path, target)

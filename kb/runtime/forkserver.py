@@ -1,0 +1,89 @@
+"""Forks one guard per arm from a process that has already imported what the arms need.
+
+Started by path in the reader's training interpreter (standard library, Python 3.9): importing torch for
+every rank costs four seconds an arm, forking a warm process a tenth of a second. With `--preload` it
+imports torch; without, it is the cheap server of descriptions and checks, and of ranks that are executed
+afresh. One JSON line in starts one arm; JSON lines out say `ready`, `started` and `exited`.
+It never touches CUDA, so a fork of it may.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import traceback
+from typing import Any, Dict, List  # Python 3.9 reads this
+
+from kb.runtime import guard, worker
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.utils.data",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch._dynamo",  # FSDP and DDP import it lazily, a second and a half per arm
+)
+
+
+def start(arguments: List[str]) -> None:
+    """`forkserver [--preload]`: serve until standard input closes, as it does however the supervisor ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards notice on their own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    missing = {}
+    with tempfile.TemporaryDirectory(prefix="kb-preload-") as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # torch._dynamo makes it while it is imported
+        for name in PRELOAD if "--preload" in arguments else ():
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # an old torch lacks a module, a broken one raises anything
+                missing[name] = "%s: %s" % (type(error).__name__, error)
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    gc.collect()
+    gc.freeze()
+    threads = len(os.listdir("/proc/self/task"))
+    _say({"ready": True, "python": sys.version.split()[0], "missing": missing, "threads": threads})
+    _serve()
+
+
+def _serve() -> None:
+    guards: Dict[int, str] = {}
+    received = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.005 if guards else 60)
+        if readable:
+            data = os.read(0, 65536)
+            if not data:
+                os._exit(0)
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                spec = json.loads(line)
+                guards[_fork_guard(spec)] = spec["arm_id"]
+        for pid in list(guards):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                _say({"exited": guards.pop(pid), "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1})
+
+
+def _fork_guard(spec: Dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            guard.main(spec, worker.main)
+        except BaseException:
+            traceback.print_exc()
+        finally:  # never back into our loop: there would be two fork servers on one pipe
+            os._exit(70)
+    _say({"started": spec["arm_id"], "pid": pid})
+    return pid
+
+
+def _say(message: Dict[str, Any]) -> None:
+    os.write(1, (json.dumps(message) + "\n").encode())

@@ -1,0 +1,140 @@
+"""What a user typed or pasted, as a bounded list of concepts. No operators: nothing a text can abuse.
+
+A concept is a word, an identifier or a phrase together with its alternatives (other forms, synonyms); a
+document is scored by the best alternative of each concept, so synonyms never add up.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kb.search.tokenizer import Term, normal, terms, words
+
+LONGEST_TEXT = 8000  # characters of a query that are looked at
+MOST_CONCEPTS = 24
+SYNONYM_WEIGHT = 0.5  # both are cross-validated by tests/bench/tuning.py
+WHOLE_WEIGHT = 2.0  # of an identifier as it was written
+
+# What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
+VOLATILE = r"""(?x)
+      \d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?
+      | \b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?\b
+      | \b0x[0-9a-fA-F]{4,}\b | \b[0-9a-f]{12,}\b
+      | \[(?:rank|default)?\d+\]: | \b(?:pid|PID)[=:\ ]+\d+
+      | \b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b
+      | \bE\d{3,4}\b | \b\d{5,}\b
+      | File\ "[^"]*/(?=[^/"]+") | (?<![\w/])/(?:[\w.\-]+/)+
+"""
+A_QUESTION = 120  # characters; what is longer was pasted
+
+
+class Alternative(NamedTuple):
+    """Terms that stand for a concept: one term, or several as a phrase."""
+
+    terms: tuple[str, ...]
+    weight: float
+
+
+class Concept(NamedTuple):
+    """One thing the user named, as they wrote it, and the terms that stand for it."""
+
+    surface: str
+    alternatives: tuple[Alternative, ...]
+
+
+class _Unit(NamedTuple):
+    """One run of the text: a word or identifier with its forms, or one Chinese bigram."""
+
+    surface: str
+    forms: tuple[str, ...]
+    is_cjk: bool
+    words: tuple[str, ...]  # what the glossary may know it by
+    run: int  # which stretch of the text it is from
+
+    @property
+    def is_plain(self) -> bool:
+        return len(self.forms) == 1
+
+
+Synonyms = Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]
+
+
+def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple[Concept, ...]:
+    """The distinct concepts of a text in order. `has` says whether a term is in the index."""
+    longest = max(map(len, synonyms), default=0)
+    text = unicodedata.normalize("NFKC", text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
+    units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))
+    found: dict[tuple[Alternative, ...], Concept] = {}
+    at = 0
+    while at < len(units):
+        known = _synonym(units[at : at + longest], synonyms) or _joined(units, at, has)
+        taken, concept = known or (1, _single(units[at]))
+        if known or not _is_bridge(units, at, longest, synonyms):
+            found.setdefault(concept.alternatives, concept)
+        at += taken
+    return tuple(found.values())
+
+
+def _is_bridge(units: list[_Unit], at: int, longest: int, synonyms: Synonyms) -> bool:
+    """Whether a Chinese bigram is but the last character of one word and the first of another, which is known."""
+    following = units[at + 1 : at + 1 + longest]
+    is_inside = units[at].is_cjk and bool(following) and following[0].is_cjk and following[0].run == units[at].run
+    return is_inside and _synonym(following, synonyms) is not None
+
+
+def _units(text: str) -> list[_Unit]:
+    runs: dict[int, list[Term]] = {}
+    for term in terms(text):
+        runs.setdefault(term.run, []).append(term)
+    units: list[_Unit] = []
+    for forms in runs.values():
+        if forms[0].is_cjk:
+            units += [_Unit(term.text, (term.text,), True, (term.text,), term.run) for term in forms]
+        else:
+            units.append(_word(forms[0].surface, tuple(term.text for term in forms), forms[0].run))
+    return units
+
+
+def _word(surface: str, forms: tuple[str, ...], run: int) -> _Unit:
+    return _Unit(surface, forms, False, forms if len(forms) == 1 else words(surface), run)
+
+
+def _synonym(units: list[_Unit], table: Synonyms) -> tuple[int, Concept] | None:
+    """The longest glossary word that these units begin with, with its synonyms at a lower weight."""
+    for length in range(len(units), 0, -1):
+        some = units[:length]
+        key = tuple(word for unit in some for word in unit.words)
+        if key in table:
+            own = _single(some[0]).alternatives if length == 1 else (Alternative(key, 1.0),)
+            others = (Alternative(other, SYNONYM_WEIGHT) for other in table[key])
+            return length, Concept(_surface(some), (*own, *others))
+    return None
+
+
+def _joined(units: list[_Unit], at: int, has: Callable[[str], bool]) -> tuple[int, Concept] | None:
+    """Two words that the index knows as one: `all gather`, `world size`."""
+    some = units[at : at + 2]
+    if len(some) < 2 or any(unit.is_cjk or not unit.is_plain or not unit.surface.isalpha() for unit in some):
+        return None
+    solid = normal(some[0].surface + some[1].surface)
+    if not has(solid):
+        return None
+    phrase = tuple(unit.forms[0] for unit in some)
+    return 2, Concept(_surface(some), (Alternative((solid,), 1.0), Alternative(phrase, 1.0)))
+
+
+def _single(unit: _Unit) -> Concept:
+    """A word as it is; an identifier whole at double weight, and its parts as words."""
+    if unit.is_plain:
+        return Concept(unit.surface, (Alternative(unit.forms, 1.0),))
+    whole, *rest = unit.forms
+    return Concept(unit.surface, (Alternative((whole,), WHOLE_WEIGHT), *(Alternative((part,), 1.0) for part in rest)))
+
+
+def _surface(units: list[_Unit]) -> str:
+    if units[0].is_cjk:
+        return units[0].surface + "".join(unit.surface[-1] for unit in units[1:])
+    return " ".join(unit.surface for unit in units)

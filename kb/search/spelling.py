@@ -1,0 +1,97 @@
+"""Words of a question that no entry has, and the spelling they were probably meant in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from kb.search.index import Index
+from kb.search.query import Alternative, Concept
+from kb.search.tokenizer import SEPARATORS, normal
+
+A_QUESTION = 200  # characters; what is longer was pasted, and its unknown words are names and not slips
+CORRECTION_WEIGHT = 0.8
+MOST_SPELLINGS = 2
+MOST_SLIPS = 10  # with more unknown words a question is in a language that no entry speaks
+WORD = re.compile(r"[A-Za-z0-9]+")  # ends where Chinese begins, which `\b` would not see
+
+Corrections = dict[str, tuple[str, ...]]  # an unknown word in lower case: the nearest terms, best first
+
+
+def corrected(index: Index, text: str, asked: Iterable[Concept]) -> tuple[list[Concept], str]:
+    """The concepts of a question with the nearest spelling of each unknown word as an alternative, and the question
+    respelled, or "" when there is nothing to respell.
+    """
+    concepts = list(asked)
+    if len(text) > A_QUESTION:
+        return concepts, ""
+    unknown = dict.fromkeys(word for concept in concepts for word in _unknown(index, concept))
+    if not 0 < len(unknown) <= MOST_SLIPS:
+        return concepts, ""
+    spellings = _spellings(index, {word[0] for word in unknown})
+    nearest = {word: _nearest(index, word, spellings[word[0]]) for word in unknown}
+    return [_with_spellings(concept, nearest) for concept in concepts], _respelled(index, text, nearest)
+
+
+def _unknown(index: Index, concept: Concept) -> Iterator[str]:
+    """The words, or words of an identifier, that neither an entry nor the glossary has."""
+    for word in _words(concept.surface):
+        is_a_word = word.isascii() and word.isalpha() and 3 < len(word) < 25
+        if is_a_word and not index.has(normal(word)) and (normal(word),) not in index.synonyms:
+            yield word
+
+
+def _words(surface: str) -> list[str]:
+    return [word for piece in surface.lower().split() for word in SEPARATORS.split(piece)]
+
+
+def _spellings(index: Index, letters: set[str]) -> dict[str, list[tuple[str, list[str]]]]:
+    """Terms with their spellings, by first letter. That one is seldom mistaken, and leaves little to compare with."""
+    found: dict[str, list[tuple[str, list[str]]]] = {letter: [] for letter in letters}
+    for term, spellings in index.surfaces.items():
+        if term[0] in letters:
+            found[term[0]].append((term, spellings))
+    return found
+
+
+def _nearest(index: Index, word: str, spellings: list[tuple[str, list[str]]]) -> tuple[str, ...]:
+    """Terms of which a spelling is as near to the word as any, if it is near at all; the commonest first."""
+    most = 1 if len(word) < 6 else 2
+    found = {term: min(distance(word, spelling, most) for spelling in some) for term, some in spellings}
+    least = min(found.values(), default=most + 1)
+    near = sorted((term for term, how_far in found.items() if how_far == least <= most), key=index.idf)
+    return tuple(near[:MOST_SPELLINGS])
+
+
+def distance(one: str, other: str, most: int) -> int:
+    """Edits between two words, where letters that changed places are one edit; `most + 1` for all beyond `most`."""
+    if abs(len(one) - len(other)) > most or len(set(one) ^ set(other)) > 2 * most:
+        return most + 1
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 < j and a == other[j - 2] and b == one[i - 2]:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return min(last[-1], most + 1)
+
+
+def _with_spellings(concept: Concept, nearest: Corrections) -> Concept:
+    near = [term for word in _words(concept.surface) for term in nearest.get(word, ())]
+    spellings = (Alternative((term,), CORRECTION_WEIGHT) for term in near)
+    return Concept(concept.surface, (*spellings, *concept.alternatives)) if near else concept
+
+
+def _respelled(index: Index, text: str, nearest: Corrections) -> str:
+    """The text with its unknown words respelled, and nothing else changed; "" when there are none."""
+    spelt = {
+        word: min(index.surfaces[near[0]], key=lambda spelling: distance(word, spelling, len(word)))
+        for word, near in nearest.items()
+        if near
+    }
+    respelled = WORD.sub(lambda found: spelt.get(found.group().lower(), found.group()), text)
+    return "" if respelled == text else respelled

@@ -1,0 +1,48 @@
+"""Synonyms of the field, English and Chinese, from `synonyms.toml`.
+
+They are applied to queries; the index keeps the table beside it only so that a search need not read it again.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from kb.search.tokenizer import terms, words
+
+FILE = Path(__file__).with_name("synonyms.toml")
+Key = tuple[str, ...]
+
+
+def read(path: Path = FILE) -> list[list[str]]:
+    """The groups as written."""
+    groups: list[list[str]] = tomllib.loads(path.read_text(encoding="utf-8"))["groups"]
+    return groups
+
+
+def synonyms() -> dict[Key, tuple[Key, ...]]:
+    """For each word or phrase of the glossary, as the terms it is indexed under, the others of its group."""
+    return table(read())
+
+
+def table(groups: list[list[str]]) -> dict[Key, tuple[Key, ...]]:
+    """`synonyms` of groups other than the shipped ones."""
+    found: dict[Key, dict[Key, None]] = {}
+    for group in groups:
+        keys = list(dict.fromkeys(key_of(word) for word in group))
+        for key in keys:
+            found.setdefault(key, {}).update((other, None) for other in keys if other != key)
+    return {key: tuple(others) for key, others in found.items()}
+
+
+def key_of(word: str) -> Key:
+    """The words as terms, those of an identifier one by one; every bigram of a Chinese word."""
+    key: list[str] = []
+    seen = set()
+    for term in terms(word):
+        if term.is_cjk or term.surface.startswith("-"):  # an exit code
+            key += [term.text] if term.is_cjk or term.run not in seen else []
+        elif term.run not in seen:
+            key += words(term.surface)
+        seen.add(term.run)
+    return tuple(key)

@@ -1,0 +1,207 @@
+"""The record of one verification: what was run where, how it ended, and what that means."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kb import __version__
+from kb.harness.outcome import ArmOutcome
+from kb.probe import FIDELITIES, Arm, Experiment, Finding
+from kb.verify.statistics import Counts, interval
+from kb.verify.verdict import EXIT_CODES, Judgement, Verdict
+
+NEXT_STEPS = {
+    Verdict.VERIFIED: "apply the fix: `kb show {id} --section fix`",
+    Verdict.EXPOSED: "mend what the check names, then verify again",
+    Verdict.CLEAR: "nothing to do here for this entry",
+    Verdict.NOT_REPRODUCED: "this stack does not show the incident: compare versions, `kb show {id}`, Environment",
+    Verdict.FIX_INEFFECTIVE: "do not rely on this fix here; keep the logs (--keep-logs DIR) and report them",
+    Verdict.OTHER_FAILURE: "the text of the failure has drifted, or something else is broken: read the evidence",
+    Verdict.INVERTED: "the entry or its probe is wrong on this stack: please report it",
+    Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
+    Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
+}
+NOTHING_RAN: dict[str, Any] = {"experiment": None, "stands_for": None, "arms": None, "repeats": None}
+WITH_PYTHON = "kb verify {id} --python /path/to/your/training/env/bin/python"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One experiment that ran, its verdict, and the last pair of arms; `counts` when there were several pairs."""
+
+    experiment: Experiment
+    judgement: Judgement
+    control: ArmOutcome
+    treatment: ArmOutcome
+    counts: Counts | None = None
+
+    @property
+    def fidelity(self) -> str:
+        """The weaker of the two arms."""
+        arms = (self.experiment.control, self.experiment.treatment)
+        return max((arm.fidelity for arm in arms), key=FIDELITIES.index)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether this machine lacks what the job needed once it ran."""
+        return self.judgement.verdict is Verdict.NOT_APPLICABLE
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return (*self.control.leftovers, *self.treatment.leftovers)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "experiment": self.experiment.name,
+            "verdict": self.judgement.verdict.value,
+            "reason": self.judgement.reason,
+            "evidence": self.judgement.evidence,
+            "fidelity": self.fidelity,
+            "stands_for": self.experiment.control.stands_for or None,
+            "arms": {
+                "control": _arm_json(self.experiment.control, self.control),
+                "treatment": _arm_json(self.experiment.treatment, self.treatment),
+            },
+            "repeats": _counts_json(self.counts),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe.
+
+    `trials` are the experiment that ran and then the variants; `judgement` is the verdict over all of them.
+    `is_asked` when the caller named a file: then what the check says of it comes first.
+    """
+
+    entry_id: str
+    title: str
+    judgement: Judgement
+    entry_digest: str
+    probe_digest: str
+    started_at: datetime.datetime
+    duration_s: float
+    environment: Mapping[str, Any]
+    trials: tuple[Trial, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    check: Finding | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    is_asked: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+    @property
+    def fidelity(self) -> str:
+        """That of the experiment; `check` when none ran."""
+        return self.trials[0].fidelity if self.trials else "check"
+
+    @property
+    def exit_code(self) -> int:
+        """An exposed machine is never a success, whatever the arms showed; nor is a named file nobody could judge."""
+        if self.check is None or self.check.state == "clear":
+            return EXIT_CODES[self.verdict]
+        if self.check.state == "exposed":
+            return max(EXIT_CODES[self.verdict], 1)
+        return EXIT_CODES[self.verdict] or (EXIT_CODES[Verdict.INCONCLUSIVE] if self.is_asked else 0)
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        return tuple(one for trial in self.trials for one in trial.leftovers)
+
+    @property
+    def next_step(self) -> str:
+        if self.check and self.check.advice and self.check.state != "clear":
+            return self.check.advice
+        if self.is_asked and self.check and self.check.state == "unknown":
+            return "name a file that the check can read: the verdict is about the mechanism, not about your file"
+        if self.verdict is Verdict.NOT_APPLICABLE and any(
+            "is not installed in" in reason for _, reason in self.skipped
+        ):
+            return f"install it there, or name your training environment: {WITH_PYTHON.format(id=self.entry_id)}"
+        return NEXT_STEPS[self.verdict].format(id=self.entry_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `kb verify --json`, the store and the API give it."""
+        first, *variants = [trial.to_json() for trial in self.trials] or [NOTHING_RAN]
+        return {
+            **first,
+            "id": self.entry_id,
+            "title": self.title,
+            "verdict": self.verdict.value,
+            "reason": self.judgement.reason,
+            "evidence": self.judgement.evidence,
+            "fidelity": self.fidelity,
+            "variants": variants,
+            "skipped": [{"experiment": name, "reason": reason} for name, reason in self.skipped],
+            "check": _check_json(self.check),
+            "params": {name: str(value) for name, value in self.params.items() if value is not None},
+            "next_step": self.next_step,
+            "environment": dict(self.environment),
+            "entry_digest": self.entry_digest,
+            "probe_digest": self.probe_digest,
+            "started_at": self.started_at.isoformat(),
+            "duration_s": round(self.duration_s, 3),
+            "leftovers": list(self.leftovers),
+            "kb_version": __version__,
+        }
+
+
+def overall(trials: Sequence[Trial]) -> Judgement:
+    """The experiment's verdict, unless a variant contradicts it: then that one's."""
+    for trial in trials[1:]:
+        if trials[0].judgement.verdict is Verdict.VERIFIED is not trial.judgement.verdict:
+            return replace(trial.judgement, reason=f"variant {trial.experiment.name}: {trial.judgement.reason}")
+    return trials[0].judgement
+
+
+def _arm_json(arm: Arm, outcome: ArmOutcome) -> dict[str, Any]:
+    return {
+        "because": arm.because,
+        "expected": arm.expect.kind,
+        "pattern": arm.expect.pattern or None,
+        "fidelity": arm.fidelity,
+        **outcome.to_json(),
+    }
+
+
+def _check_json(check: Finding | None) -> dict[str, Any] | None:
+    if check is None:
+        return None
+    return {"state": check.state, "evidence": list(check.evidence), "advice": check.advice or None}
+
+
+def _counts_json(counts: Counts | None) -> dict[str, Any] | None:
+    if counts is None or counts.pairs == 0:
+        return None
+    return {
+        "pairs": counts.pairs,
+        "control_failures": counts.control,
+        "treatment_failures": counts.treatment,
+        "control_rate_95": interval(counts.control, counts.pairs),
+        "treatment_rate_95": interval(counts.treatment, counts.pairs),
+        "p": round(counts.p, 6),
+    }
+
+
+def summary(reports: Sequence[Report]) -> dict[str, int]:
+    """How many reports have each verdict."""
+    return dict(sorted(Counter(report.verdict.value for report in reports).items()))
+
+
+def exit_code(reports: Sequence[Report]) -> int:
+    """One code for several reports: a negative finding (1) first, then doubt (3), then not applicable (4).
+
+    Not applicable counts only when nothing else was said: on a machine without GPUs `--all` is a success
+    when everything that could run was verified.
+    """
+    codes = [report.exit_code for report in reports]
+    for code in (1, 3):
+        if code in codes:
+            return code
+    return 0 if 0 in codes else max(codes, default=0)

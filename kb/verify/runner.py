@@ -1,0 +1,236 @@
+"""Plans to reports: runs checks and arms, judges them, and stops in order when asked to.
+
+The only module that knows both the launcher and the verdict. It stores nothing and prints nothing: the
+command that called it does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from threading import Event, Lock
+from typing import Any, Protocol
+
+from kb.content.catalog import file_digest
+from kb.content.entry import Role
+from kb.errors import KbError
+from kb.harness.launcher import Launcher
+from kb.harness.outcome import ArmOutcome
+from kb.machine import gpus
+from kb.patterns.redos import backtracking_risk
+from kb.probe import Experiment, Finding
+from kb.verify.checks import run_check
+from kb.verify.plan import Plan
+from kb.verify.report import Report, Trial, overall
+from kb.verify.statistics import judge_repeats, majority
+from kb.verify.verdict import Judgement, Verdict, judge
+
+JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
+ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is decided (p = 1/70)
+MOST_PAIRS = 10
+
+
+class Progress(Protocol):
+    """Hears what is running now. `key` names one running thing."""
+
+    def begin(self, key: str, text: str) -> None: ...
+    def end(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`repeat` pairs of arms per experiment, 0 to let the experiment decide; `timeout_s` bounds the whole run."""
+
+    repeat: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Reports in the order of the plans, and whether the overall deadline cut some of them."""
+
+    reports: tuple[Report, ...]
+    is_cut: bool
+
+
+def verify(
+    plans: list[Plan], launcher: Launcher, environment: Mapping[str, Any], options: Options, progress: Progress
+) -> Run:
+    """Run all plans, CPU experiments two at a time, GPU experiments one at a time.
+
+    On KeyboardInterrupt everything that runs is ended before it is raised again.
+    """
+    if any(plan.has_torch for plan in plans):
+        launcher.preload()
+    end = time.monotonic() + options.timeout_s if options.timeout_s else None
+    worker = _Worker(launcher, environment, options, progress, Lock(), Event(), Event())
+    pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
+    try:
+        futures = [pool.submit(worker.report, plan) for plan in plans]
+        is_cut = _wait(futures, end)
+        if is_cut:
+            worker.stop.set()
+            launcher.close()
+        return Run(tuple(future.result() for future in futures), is_cut)
+    except BaseException:
+        worker.stop.set()
+        launcher.close()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _wait(futures: Iterable[Future[Report]], end: float | None) -> bool:
+    """Wait for all, in short turns so that signals are seen; True when the deadline came first."""
+    open_futures = set(futures)
+    while open_futures:
+        if end is not None and time.monotonic() > end:
+            return True
+        _, open_futures = wait(open_futures, timeout=0.2, return_when=FIRST_COMPLETED)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What every thread needs to turn a plan into a report."""
+
+    launcher: Launcher
+    environment: Mapping[str, Any]
+    options: Options
+    progress: Progress
+    one_gpu_arm: Lock
+    gpu_trouble: Event
+    stop: Event
+
+    def report(self, plan: Plan) -> Report:
+        """Never raises a `KbError`: what went wrong is the report's reason."""
+        started, clock = datetime.datetime.now(datetime.UTC), time.monotonic()
+        blank = Report(
+            entry_id=plan.entry.id,
+            title=plan.entry.meta.title,
+            judgement=Judgement(Verdict.INCONCLUSIVE, "nothing ran"),
+            entry_digest=plan.entry.digest,
+            probe_digest=file_digest(plan.probe_file),
+            started_at=started,
+            duration_s=0.0,
+            environment=self.environment,
+            skipped=plan.skipped,
+            params={name: value for name, (_, value) in plan.params.items()},
+            is_asked=plan.is_asked,
+        )
+        try:
+            if self.stop.is_set():
+                raise KbError("the overall deadline came before it could start")
+            done = self._fill(plan, blank)
+        except KbError as error:
+            reason = "the overall deadline came first" if self.stop.is_set() else error.message
+            done = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
+        return replace(done, duration_s=time.monotonic() - clock)
+
+    def _fill(self, plan: Plan, blank: Report) -> Report:
+        if plan.waiver:
+            return replace(blank, judgement=Judgement(Verdict.NOT_APPLICABLE, plan.waiver))
+        if plan.fault:
+            return replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, plan.fault))
+        finding = self._check(plan) if plan.probe.check else None
+        if not plan.experiments:
+            return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
+        trials = (*self._until_one_runs(plan), *(self._trial(plan, variant) for variant in plan.variants))
+        ran = tuple(one for one in trials if not one.is_refused) or trials[:1]
+        refused = tuple((one.experiment.name, one.judgement.reason) for one in trials if one not in ran)
+        return replace(blank, check=finding, judgement=overall(ran), trials=ran, skipped=plan.skipped + refused)
+
+    def _until_one_runs(self, plan: Plan) -> Iterator[Trial]:
+        """From the strongest on; one that this machine refuses only when it runs (`Unavailable`) is not the last."""
+        for experiment in plan.runnable:
+            trial = self._trial(plan, experiment)
+            yield trial
+            if not trial.is_refused:
+                return
+
+    def _trial(self, plan: Plan, experiment: Experiment) -> Trial:
+        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
+
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> Trial:
+        """As `_experiment`, one at a time, and none after one that left a GPU in trouble: it would prove nothing."""
+        with self.one_gpu_arm:
+            if self.gpu_trouble.is_set():
+                raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
+            done = self._experiment(plan, experiment)
+            if done.leftovers:
+                self.gpu_trouble.set()
+            return done
+
+    def _check(self, plan: Plan) -> Finding | None:
+        assert plan.probe_file is not None
+        key = f"{plan.entry.id} check"
+        self.progress.begin(key, key)
+        try:
+            finding, _ = run_check(plan.probe_file, self.launcher, plan.params)
+        finally:
+            self.progress.end(key)
+        return finding
+
+    def _experiment(self, plan: Plan, experiment: Experiment) -> Trial:
+        """Run pairs of arms until the verdict stands."""
+        evidence = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
+        patterns = [pattern for pattern in evidence if not backtracking_risk(pattern)]
+        judgements: list[Judgement] = []
+        while True:
+            control = self._arm(plan, experiment, "control", len(judgements))
+            treatment = self._arm(plan, experiment, "treatment", len(judgements))
+            judgements.append(judge(experiment, control, treatment, patterns))
+            if is_decided(judgements, experiment, self.options.repeat):
+                break
+        if len(judgements) == 1:
+            return Trial(experiment, judgements[0], control, treatment)
+        judgement, counts = judge_repeats(judgements)
+        if not (self.options.repeat or experiment.stochastic):
+            judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
+        return Trial(experiment, judgement, control, treatment, counts)
+
+    def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
+        key = f"{plan.entry.id} {name}"
+        self.progress.begin(key, f"{key}: {getattr(experiment, name).because}")
+        before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}
+        try:
+            label = f"{plan.entry.id}-{experiment.name}-{name}" + (f"-pair{pair + 1}" if pair else "")
+            outcome = self.launcher.run(plan.task(experiment, name), label)
+        finally:
+            self.progress.end(key)
+        if before:
+            outcome = replace(outcome, leftovers=(*outcome.leftovers, *gpus.not_released(before)))
+        return outcome
+
+
+def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int) -> bool:
+    """Whether another pair of arms is needed.
+
+    Asked for N pairs: after N. A deterministic experiment: when it is verified, or two runs agree, or after
+    three. A stochastic one: when `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
+    """
+    pairs = len(judgements)
+    if judgements[-1].verdict is Verdict.NOT_APPLICABLE:
+        return True
+    if repeat:
+        return pairs >= repeat
+    if not experiment.stochastic:
+        return judgements[0].verdict is Verdict.VERIFIED or majority(judgements) is not None or pairs >= 3
+    all_verified = all(one.verdict is Verdict.VERIFIED for one in judgements)
+    return pairs >= MOST_PAIRS or (pairs >= ENOUGH and all_verified)
+
+
+def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...]) -> Judgement:
+    """The verdict when no experiment ran."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
+    if finding is None:
+        return Judgement(Verdict.NOT_APPLICABLE, reasons or "the probe has nothing to run")
+    told = "; ".join(finding.evidence)
+    if finding.state == "exposed":
+        return Judgement(Verdict.EXPOSED, "the check found this machine or configuration exposed", told)
+    if finding.state == "clear":
+        return Judgement(Verdict.CLEAR, "the check found nothing", told)
+    return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (told, reasons))))

@@ -1,0 +1,80 @@
+"""Judging repeated runs: what they agree on, failures per arm with intervals, and whether chance explains the split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+from kb.verify.verdict import Judgement, Verdict
+
+CERTAIN = 0.05  # one-sided p below which the arms differ; 4 of 4 against 0 of 4 gives 1/70
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Failures as declared in each arm over `pairs` judged pairs."""
+
+    pairs: int
+    control: int
+    treatment: int
+
+    @property
+    def p(self) -> float:
+        """Fisher's exact test, one-sided: the chance of a split at least this clear if the fix did nothing."""
+        failures = self.control + self.treatment
+        most = min(failures, self.pairs)
+        ways = sum(comb(self.pairs, k) * comb(self.pairs, failures - k) for k in range(self.control, most + 1))
+        return ways / comb(2 * self.pairs, failures)
+
+
+def interval(failures: int, runs: int, level: float = 0.95) -> tuple[float, float]:
+    """Clopper-Pearson interval of a failure rate (Clopper and Pearson 1934), by bisection on the binomial."""
+    tail = (1 - level) / 2
+    low = 0.0 if failures == 0 else _solve(lambda rate: 1 - _at_most(failures - 1, runs, rate) < tail)
+    high = 1.0 if failures == runs else _solve(lambda rate: _at_most(failures, runs, rate) > tail)
+    return low, high
+
+
+def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
+    """One judgement over several pairs. Pairs that were inconclusive are left out of the counts."""
+    verdicts = [one.verdict for one in judgements]
+    judged = [v for v in verdicts if v not in (Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)]
+    failing = (Verdict.VERIFIED, Verdict.FIX_INEFFECTIVE)
+    counts = Counts(
+        pairs=len(judged),
+        control=sum(v in failing for v in judged),
+        treatment=sum(v in (Verdict.FIX_INEFFECTIVE, Verdict.INVERTED) for v in judged),
+    )
+    if not judged or len(set(verdicts)) == 1 or Verdict.OTHER_FAILURE in judged:
+        worst = next((one for one in judgements if one.verdict is Verdict.OTHER_FAILURE), judgements[0])
+        return worst, counts
+    told = f"control failed {counts.control} of {counts.pairs}, treatment {counts.treatment} of {counts.pairs}"
+    evidence = next((one.evidence for one in judgements if one.evidence), "")
+    if counts.treatment:
+        verdict = Verdict.FIX_INEFFECTIVE if counts.control else Verdict.INVERTED
+    elif counts.control == 0:
+        verdict = Verdict.NOT_REPRODUCED
+    else:
+        verdict = Verdict.VERIFIED if counts.p < CERTAIN else Verdict.INCONCLUSIVE
+    return Judgement(verdict, f"{told} (one-sided p {counts.p:.3f})", evidence), counts
+
+
+def majority(judgements: Sequence[Judgement]) -> Judgement | None:
+    """The judgement two runs agree on, or None as long as none do."""
+    for number, one in enumerate(judgements):
+        if any(one.verdict is other.verdict for other in judgements[:number]):
+            return one
+    return None
+
+
+def _at_most(k: int, n: int, rate: float) -> float:
+    return sum(comb(n, i) * rate**i * (1 - rate) ** (n - i) for i in range(k + 1))
+
+
+def _solve(is_below: Callable[[float], bool]) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return round((low + high) / 2, 4)

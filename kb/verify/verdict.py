@@ -1,0 +1,123 @@
+"""`judge`: two arms to one verdict. Pure: no process, no clock, no file.
+
+| control            | treatment            | verdict         |
+|--------------------|----------------------|-----------------|
+| fails as declared  | completes            | verified        |
+| fails as declared  | fails the same way   | fix-ineffective |
+| fails as declared  | fails some other way | other-failure   |
+| completes          | completes            | not-reproduced  |
+| completes          | fails                | inverted        |
+| fails some other way | anything           | other-failure   |
+
+Before that: an arm that could not run makes it not-applicable; a harness that failed, a mechanism mark
+that was not reached, or a deadline nobody declared makes it inconclusive. Without an experiment the
+finding of the check is the verdict: exposed, clear, or not-applicable when it could not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kb.harness.outcome import HUNG, UNAVAILABLE, ArmOutcome
+from kb.patterns.literals import find
+from kb.probe import Experiment
+
+
+class Verdict(StrEnum):
+    VERIFIED = "verified"
+    NOT_REPRODUCED = "not-reproduced"
+    FIX_INEFFECTIVE = "fix-ineffective"
+    OTHER_FAILURE = "other-failure"
+    INVERTED = "inverted"
+    INCONCLUSIVE = "inconclusive"
+    NOT_APPLICABLE = "not-applicable"
+    EXPOSED = "exposed"
+    CLEAR = "clear"
+
+
+EXIT_CODES = {
+    Verdict.VERIFIED: 0,
+    Verdict.CLEAR: 0,
+    Verdict.EXPOSED: 1,
+    Verdict.FIX_INEFFECTIVE: 1,
+    Verdict.INVERTED: 1,
+    Verdict.OTHER_FAILURE: 1,
+    Verdict.NOT_REPRODUCED: 3,
+    Verdict.INCONCLUSIVE: 3,
+    Verdict.NOT_APPLICABLE: 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, the sentence that explains it, and the line of evidence it stands on."""
+
+    verdict: Verdict
+    reason: str
+    evidence: str = ""
+
+
+def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, patterns: Sequence[str]) -> Judgement:
+    """Judge one run of both arms. `patterns` are the entry's root and cascade signatures."""
+    for name, arm in (("control", control), ("treatment", treatment)):
+        early = _cannot_judge(name, arm)
+        if early:
+            return early
+    declared = control.evidence_for(experiment.control.expect)
+    if declared is not None:
+        return _judge_reproduced(experiment, control, treatment, declared, patterns)
+    if control.has_completed:
+        if treatment.has_completed:
+            return Judgement(Verdict.NOT_REPRODUCED, "the control arm did not fail on this machine")
+        return Judgement(Verdict.INVERTED, "the control arm passed and the treatment failed", _words(treatment))
+    return _undeclared("control", control)
+
+
+def _judge_reproduced(
+    experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, declared: str, patterns: Sequence[str]
+) -> Judgement:
+    if experiment.control.expect.kind == "raised" and not _matches_entry(control, patterns):
+        return Judgement(
+            Verdict.OTHER_FAILURE, "the control arm failed, but not with a signature of the entry", declared
+        )
+    if treatment.has_completed:
+        return Judgement(
+            Verdict.VERIFIED, "the control arm failed as the entry says, the treatment completed", declared
+        )
+    same = treatment.evidence_for(experiment.control.expect)
+    if same is not None:
+        return Judgement(Verdict.FIX_INEFFECTIVE, "the treatment failed the same way as the control arm", same)
+    return _undeclared("treatment", treatment)
+
+
+def _matches_entry(arm: ArmOutcome, patterns: Sequence[str]) -> bool:
+    return any(find(pattern, rank.text) for pattern in patterns for rank in arm.ranks if rank.has_failed)
+
+
+def _cannot_judge(name: str, arm: ArmOutcome) -> Judgement | None:
+    if arm.failure:
+        return Judgement(Verdict.INCONCLUSIVE, f"the harness failed in the {name} arm: {arm.failure}")
+    for rank in arm.ranks:
+        if rank.kind == UNAVAILABLE:
+            return Judgement(Verdict.NOT_APPLICABLE, rank.message)
+    if not arm.has_reached:
+        reason = f"the {name} arm ended before its mechanism was reached, {arm.attempts} times"
+        return Judgement(Verdict.INCONCLUSIVE, reason, _words(arm))
+    return None
+
+
+def _undeclared(name: str, arm: ArmOutcome) -> Judgement:
+    if arm.kind == HUNG:
+        return Judgement(Verdict.INCONCLUSIVE, f"the {name} arm was still running at its deadline", _words(arm))
+    return Judgement(Verdict.OTHER_FAILURE, f"the {name} arm failed in a way the entry does not declare", _words(arm))
+
+
+def _words(arm: ArmOutcome) -> str:
+    """What the first failing rank said, in one line."""
+    rank = arm.first_failure
+    if rank is None:
+        return ""
+    said = rank.message or rank.signal or (rank.log.strip().splitlines() or [""])[-1]
+    return f"rank {rank.rank}: {rank.type or rank.kind}: {' '.join(said.split())}"[:500]

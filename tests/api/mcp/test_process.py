@@ -1,0 +1,197 @@
+"""`kb mcp` as a process: what is on its standard output, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.console import GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
+
+HELLO = {
+    "protocolVersion": "2025-11-25",
+    "capabilities": {"elicitation": {}},
+    "clientInfo": {"name": "a test", "version": "1"},
+}
+WAITS = """\
+    Path({mark!r}).write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+class Raw:
+    """A `kb mcp` that is spoken to line by line."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def say(self, line: bytes) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next message; fails when it is none."""
+        assert self.process.stdout
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, method: str, name: str = "", /, **params: Any) -> None:
+        """A request; its id is its method, or the name it is given."""
+        message = {"jsonrpc": "2.0", "id": name or method, "method": method, "params": params}
+        self.say(json.dumps(message).encode())
+
+    def tell(self, method: str, **params: Any) -> None:
+        self.say(json.dumps({"jsonrpc": "2.0", "method": method, "params": params}).encode())
+
+    def consent(self) -> None:
+        """Say yes to the question that comes next."""
+        question = self.hear()
+        assert question["method"] == "elicitation/create"
+        answer = {"action": "accept", "content": {"run": True}}
+        self.say(json.dumps({"jsonrpc": "2.0", "id": question["id"], "result": answer}).encode())
+
+    def cancel(self, name: str) -> None:
+        self.tell("notifications/cancelled", requestId=name, reason="the person left")
+
+    def pong(self) -> bool:
+        """Whether a ping is answered, whatever else is heard before."""
+        self.ask("ping")
+        while (answer := self.hear())["id"] != "ping":
+            pass
+        return bool(answer["result"] == {})
+
+    def greet(self) -> None:
+        self.ask("initialize", **HELLO)
+        assert self.hear()["result"]["serverInfo"]["name"] == "kb"
+        self.tell("notifications/initialized")
+
+    def rest(self) -> tuple[int, bytes, bytes]:
+        """(exit code, the rest of stdout, stderr) once it has ended."""
+        out, err = self.process.communicate(timeout=GENEROUS_S)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def started(*args: str | Path) -> Iterator[Raw]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([str(KB), "mcp", *map(str, args)], stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        yield Raw(process)
+    finally:
+        end(process)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            assert stream
+            if not stream.closed:
+                stream.close()
+
+
+def test_nothing_but_the_protocol_is_on_standard_output_and_it_ends_with_its_input() -> None:
+    with started() as server:
+        server.greet()
+        server.say(b"this is no JSON")
+        server.ask("tools/call", name="search_incidents", arguments={"query": "ALLGATHER timeout save"})
+        server.ask("no/such/method")
+        answers = {one["id"]: one for one in (server.hear(), server.hear()) if "id" in one}
+        assert answers["tools/call"]["result"]["structuredContent"]["hits"]
+        assert answers["no/such/method"]["error"]["code"] == -32601
+        assert server.rest()[:2] == (0, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_without_a_traceback(number: signal.Signals) -> None:
+    with started() as server:
+        server.greet()
+        server.process.send_signal(number)
+        assert server.rest() == (-number, b"", b"")
+
+
+@pytest.fixture
+def mark(content: ContentRoot, tmp_path: Path) -> Path:
+    """Where the job of a probe that takes ten minutes writes its process id."""
+    path = tmp_path / "pid"
+    content.incident("waits", WAITS.format(mark=str(path)), probe='make(hung("sleep"), deadline_s=600)')
+    return path
+
+
+@contextmanager
+def verifying(mark: Path) -> Iterator[tuple[Raw, int]]:
+    """A server that verifies with consent, and the process of the job that takes its time."""
+    with started("--allow-verify") as server:
+        server.greet()
+        server.ask("tools/call", name="verify_fix", arguments={"id": "waits"})
+        server.consent()
+        wait_for(lambda: mark.exists() and mark.read_text(), "the job to begin")
+        yield server, int(mark.read_text())
+
+
+def test_a_client_that_vanishes_ends_what_runs_for_it(mark: Path) -> None:
+    with verifying(mark) as (server, job):
+        for stream in (server.process.stdout, server.process.stdin):
+            assert stream
+            stream.close()
+        assert server.process.wait(GENEROUS_S) == 0
+        wait_for(lambda: not is_running(job), "the job to be ended")
+        assert server.process.stderr
+        assert b"Traceback" not in server.process.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_what_runs_as_well(mark: Path, number: signal.Signals) -> None:
+    with verifying(mark) as (server, job):
+        server.process.send_signal(number)
+        assert server.process.wait(GENEROUS_S) == -number
+        wait_for(lambda: not is_running(job), "the job to be ended")
+
+
+def test_a_call_that_is_cancelled_ends_what_runs_and_the_next_one_is_answered(mark: Path) -> None:
+    with verifying(mark) as (server, job):
+        server.cancel("tools/call")
+        wait_for(lambda: not is_running(job), "the job to be ended")
+        assert server.pong()
+
+
+def test_a_call_that_is_cancelled_before_its_turn_disturbs_nobody_and_never_runs(mark: Path) -> None:
+    with verifying(mark) as (server, job):
+        server.ask("tools/call", "second", name="verify_fix", arguments={"id": "waits"})
+        server.consent()
+        server.cancel("second")
+        assert server.pong()
+        assert is_running(job)
+        server.cancel("tools/call")
+        wait_for(lambda: not is_running(job), "the job to be ended")
+        assert server.process.stdin
+        server.process.stdin.close()
+        assert server.process.wait(GENEROUS_S) == 0
+        assert mark.read_text() == str(job)
+
+
+def test_a_root_that_is_none_is_a_usage_error(kb: Kb, tmp_path: Path) -> None:
+    ended = kb("mcp", "--root", tmp_path)
+    assert (ended.code, ended.out) == (2, "")
+    assert "not a content root" in ended.err
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "mcp"])
+def test_without_the_extra_it_names_it(missing: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from kb.cli.main import run; sys.exit(run(['mcp']))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert ended.returncode == 2
+    assert f"`kb mcp` needs {missing}" in ended.stderr
+    assert "pip install 'gpu-kb[server]'" in ended.stderr
+
+
+def test_the_sdk_leaves_the_log_of_the_process_alone() -> None:
+    code = (
+        "import logging; from pkgutil import resolve_name; "
+        "server, tools = resolve_name('kb.api.mcp.server:Server'), resolve_name('kb.api.mcp.tools:Tools'); server(tools(None)); "
+        "assert (logging.getLogger().handlers, logging.getLogger().level) == ([], logging.WARNING)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "KB_ROOTS": ""})

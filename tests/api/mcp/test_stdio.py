@@ -1,0 +1,213 @@
+"""`kb mcp`: a real process, asked by the SDK's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # what the SDK checks answers with
+from mcp.shared.exceptions import MCPError
+from mcp_types import INVALID_PARAMS, TextContent
+
+from tests.support.console import CHECKOUT, ContentRoot
+from tests.support.mcp_client import Model, over_stdio
+
+TOOLS = ("search_incidents", "get_incident", "diagnose_log", "check_environment")
+ENTRY = "checkpoint-save-allgather-timeout"
+LOG = "RuntimeError: The server socket has failed to listen on any local network address. port: 29500, EADDRINUSE\n"
+
+
+@pytest.fixture(scope="module", params=["auto", "legacy"], ids=["2026", "2025"])
+def model(
+    request: pytest.FixtureRequest, built_in_index: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    """A client of either kind of protocol, connected to a server over the built-in entries."""
+    home = str(tmp_path_factory.mktemp("home"))
+    own = {"HOME": home, "XDG_CACHE_HOME": str(built_in_index), "XDG_DATA_HOME": home, "KB_ROOTS": ""}
+    with over_stdio(env={**os.environ, **own}, mode=request.param) as model:
+        yield model
+
+
+def test_it_offers_tools_that_only_read(model: Model) -> None:
+    tools = model.do("list_tools").tools
+    assert tuple(tool.name for tool in tools) == TOOLS
+    for tool in tools:
+        hints = tool.annotations
+        assert (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint) == (True, False, True)
+        assert hints.open_world_hint is False
+        assert tool.title
+        assert len(tool.description) > 200
+
+
+@pytest.mark.parametrize("kind", ["input_schema", "output_schema"])
+def test_schemas_are_plain(model: Model, kind: str) -> None:
+    for tool in model.do("list_tools").tools:
+        schema = getattr(tool, kind)
+        Draft202012Validator.check_schema(schema)
+        assert schema["type"] == "object"
+        assert not {"$ref", "$defs", "examples"} & set(_keys(schema))
+
+
+def _keys(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from node
+        node = list(node.values())
+    if isinstance(node, list):
+        for one in node:
+            yield from _keys(one)
+
+
+def test_a_model_is_told_to_cite_and_to_read_before_it_advises(model: Model) -> None:
+    assert "Cite the id and the section" in (model.client.instructions or "")
+    told = {tool.name: tool.description for tool in model.do("list_tools").tools}
+    assert "for a whole log use diagnose_log" in told["search_incidents"]
+    assert "cite its id" in told["search_incidents"]
+    assert "cite its id and section" in told["diagnose_log"]
+
+
+def test_a_search_answers_as_data_and_as_text(model: Model) -> None:
+    result = model.call("search_incidents", query="ALLGATHER timeout save", limit=2)
+    document = result.structured_content
+    assert document
+    assert document["hits"][0]["id"] == ENTRY
+    assert len(document["hits"]) == 2
+    [content] = result.content
+    assert isinstance(content, TextContent)
+    assert json.loads(content.text) == document
+
+
+def test_filters_of_a_search_count(model: Model) -> None:
+    found = model.told("search_incidents", query="timeout", tags=["fsdp"], statuses=["confirmed"])["hits"]
+    assert found
+    assert all("fsdp" in hit["tags"] and hit["status"] == "confirmed" for hit in found)
+    assert "nearest:" in model.refused("search_incidents", query="timeout", tags=["fsdpp"])
+
+
+def test_an_incident_comes_whole_or_in_one_language(model: Model) -> None:
+    whole = model.told("get_incident", id=ENTRY)["sections"]
+    chinese = model.told("get_incident", id=ENTRY, language="zh")["sections"]
+    english = model.told("get_incident", id=ENTRY, language="en")["sections"]
+    assert list(chinese) == ["中文"]
+    assert {**english, **chinese} == whole
+
+
+def test_an_unknown_incident_names_the_nearest(model: Model) -> None:
+    assert f"nearest: {ENTRY}" in model.refused("get_incident", id="checkpoint-save-allgather")
+
+
+def test_a_log_is_diagnosed(model: Model) -> None:
+    found = model.told("diagnose_log", text=LOG)
+    assert found["findings"][0]["id"] == "address-in-use"
+    assert found["findings"][0]["evidence"][0]["text"] == LOG.strip()
+
+
+def test_a_log_of_more_than_2_mb_is_refused_with_the_way_out(model: Model) -> None:
+    told = model.refused("diagnose_log", text="step 1 loss 2.0\n" * 150_000)
+    assert "the text is 2.3 MB, and 2 MB is the most" in told
+    assert "`kb diagnose FILE`" in told
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        ("search_incidents", {}, "query: Field required"),
+        ("search_incidents", {"query": "x", "limit": 0}, "limit: Input should be greater than or equal to 1"),
+        ("search_incidents", {"query": " \n"}, "the query is empty"),
+        ("search_incidents", {"query": "secret " * 5000}, "query: String should have at most"),
+        ("get_incident", {"id": ["a"]}, "id: Input should be a valid string"),
+        ("get_incident", {"id": ENTRY, "language": "fr"}, "language: Input should be 'en' or 'zh'"),
+        ("diagnose_log", {"text": ""}, "the text is empty"),
+        ("check_environment", {"packages": {"torch": 2}}, "packages.torch: Input should be a valid string"),
+        ("no_such_tool", {}, "Unknown tool: no_such_tool"),
+    ],
+)
+def test_bad_arguments_are_named_and_not_repeated(
+    model: Model, tool: str, arguments: dict[str, object], message: str
+) -> None:
+    told = model.refused(tool, **arguments)
+    assert message in told
+    assert "Traceback" not in told
+    assert "secret" not in told
+    assert "pydantic" not in told
+
+
+def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
+    ids = [path.stem for path in sorted((CHECKOUT / "entries").glob("*.md"))][:20]
+    calls = [("get_incident", {"id": one, "language": "zh"}) for one in ids]
+    searches = [("search_incidents", {"query": one.replace("-", " "), "limit": 1}) for one in ids]
+    logs = [("diagnose_log", {"text": LOG * (10 * number)}) for number in range(1, 9)]
+    answers = model.at_once([*calls, *searches, *logs])
+    contents = [answer.structured_content or {} for answer in answers]
+    assert [one["id"] for one in contents[:20]] == ids
+    assert [one["query"] for one in contents[20:40]] == [one.replace("-", " ") for one in ids]
+    assert [one["read"]["lines"] for one in contents[40:]] == [10 * number for number in range(1, 9)]
+
+
+def test_stated_versions_are_judged(model: Model) -> None:
+    document = model.told("check_environment", packages={"torch": "2.1.0"}, gpu="H100")
+    by_id = {one["id"]: one for one in document["incidents"]}
+    assert by_id[ENTRY]["state"] == "applies"
+    assert "torch 2.1.0" in by_id[ENTRY]["reason"]
+    assert document["packages"] == {"torch": "2.1.0"}
+    assert document["checks"] is None
+
+
+def test_without_versions_it_looks_at_this_machine(model: Model) -> None:
+    document = model.told("check_environment")
+    assert document["packages"]["python"] == platform.python_version()
+    assert "address-in-use" in [one["id"] for one in document["checks"]]
+
+
+def test_every_entry_is_a_resource_as_it_is_written(model: Model) -> None:
+    listed = model.do("list_resources").resources
+    assert f"kb://entries/{ENTRY}" in [one.uri for one in listed]
+    assert len(listed) == len(list((CHECKOUT / "entries").glob("*.md")))
+    [content] = model.do("read_resource", f"kb://entries/{ENTRY}").contents
+    assert content.mime_type == "text/markdown"
+    assert content.text == (CHECKOUT / "entries" / f"{ENTRY}.md").read_text(encoding="utf-8")
+    [template] = model.do("list_resource_templates").resource_templates
+    assert template.uri_template == "kb://entries/{id}"
+
+
+@pytest.mark.parametrize("name", ["nothing-like-it", "..%2F..%2Fpyproject.toml", "%2Fetc%2Fpasswd", ""])
+def test_a_resource_that_is_no_entry_is_the_fault_of_the_caller(model: Model, name: str) -> None:
+    with pytest.raises(MCPError) as caught:
+        model.do("read_resource", f"kb://entries/{name}")
+    assert caught.value.code == INVALID_PARAMS
+
+
+def test_the_prompt_leads_from_the_symptom_to_the_proof(model: Model) -> None:
+    [prompt] = model.do("list_prompts").prompts
+    assert (prompt.name, [one.name for one in prompt.arguments]) == ("triage", ["symptom"])
+    [message] = model.do("get_prompt", "triage", {"symptom": "it hangs {at} step 7"}).messages
+    order = [
+        "diagnose_log",
+        "get_incident",
+        "ask the person that one question",
+        "grade",
+        "`kb verify ID`",
+        "it hangs {at} step 7",
+    ]
+    places = [message.content.text.index(one) for one in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"symptom": ""}])
+def test_a_prompt_without_its_argument_is_the_fault_of_the_caller(model: Model, arguments: dict[str, str]) -> None:
+    with pytest.raises(MCPError) as caught:
+        model.do("get_prompt", "triage", arguments)
+    assert caught.value.code == INVALID_PARAMS
+
+
+def test_a_private_root_is_served_and_what_is_broken_in_it_is_said_on_stderr(tmp_path: Path) -> None:
+    root = ContentRoot(tmp_path / "team")
+    root.entry("only-ours", title="A thing that only our team has")
+    root.entry("broken").write_text("no front matter")
+    with (tmp_path / "stderr").open("w") as stderr, over_stdio("--root", root.path, stderr=stderr) as model:
+        assert model.told("search_incidents", query="only our team")["hits"][0]["id"] == "only-ours"
+        assert "broken.md" in model.refused("get_incident", id="broken")
+    assert "broken.md" in (tmp_path / "stderr").read_text()

@@ -1,0 +1,97 @@
+"""`kb check`: every check is asked, none can stop it, and the exit code says what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.console import ContentRoot, Kb
+
+READS_CONFIG = """
+import json
+from kb.probe import Param, Probe, clear, exposed, unknown
+
+def check(params):
+    if params["config"] is None:
+        return unknown("no configuration was named")
+    stage = json.loads(params["config"].read_text()).get("stage")
+    if stage is None:
+        return unknown("it says no stage")
+    return exposed("stage %d" % stage, advice="lower it") if stage > 2 else clear("stage %d" % stage)
+
+probe = Probe(check=check, params={"config": Param("path", "the configuration")})
+"""
+
+
+def always(answer: str) -> str:
+    return f"from kb.probe import *\nprobe = Probe(check=lambda params: {answer})"
+
+
+def answer_of(document: Any, entry_id: str) -> Any:
+    (found,) = [one for one in document["answers"] if one["id"] == entry_id]
+    return found
+
+
+@pytest.mark.parametrize("stage, state, code", [("3", "exposed", 1), ("1", "clear", 0), ("null", "unknown", 3)])
+def test_a_configuration_is_handed_to_the_checks_that_read_one(
+    kb: Kb, content: ContentRoot, tmp_path: Path, stage: str, state: str, code: int
+) -> None:
+    content.raw_probe("staged", READS_CONFIG)
+    (tmp_path / "ds.json").write_text(f'{{"stage": {stage}}}')
+    ended = kb("check", "--config", "ds.json", "--json")
+    answer = answer_of(ended.json, "staged")
+    assert (answer["state"], answer["takes_given_file"]) == (state, True)
+    if state == "exposed":
+        assert ended.code == code
+    others = {one["state"] for one in ended.json["answers"] if one["takes_given_file"]}
+    assert ended.code == (1 if ended.json["counts"]["exposed"] else 0 if "clear" in others else 3)
+
+
+def test_what_is_exposed_comes_first_with_what_to_do(kb: Kb, content: ContentRoot) -> None:
+    content.raw_probe("bare", always('exposed("too small", advice="make it larger")'))
+    ended = kb("check")
+    assert ended.code == 1
+    first = ended.out[ended.out.index("bare") :].splitlines()
+    assert first[1:4] == ["  too small", "  do: make it larger", "  read: kb show bare"]
+
+
+def test_nagios_gets_one_line_and_its_own_exit_codes(kb: Kb, content: ContentRoot) -> None:
+    content.raw_probe("bare", always('exposed("a | b")'))
+    ended = kb("check", "--format", "nagios")
+    (line,) = ended.out.splitlines()
+    assert ended.code == (2 if "CRITICAL" in line else 1)
+    told, _, data = line.partition(" | ")
+    assert "bare (a / b)" in told
+    assert data.startswith("exposed=")
+
+
+@pytest.mark.parametrize(
+    "answer", ["1 / 0", "__import__('time').sleep(60)", "__import__('os').kill(0, 9)", "None", "exposed(1) if 0 else 3"]
+)
+def test_a_broken_check_is_an_answer_and_the_others_go_on(kb: Kb, content: ContentRoot, answer: str) -> None:
+    content.raw_probe("broken", always(answer))
+    content.raw_probe("whole", always('clear("fine")'))
+    document = kb("check", "--json").json
+    assert answer_of(document, "broken")["state"] == "unknown"
+    assert answer_of(document, "broken")["evidence"][0].startswith("the check failed: ")
+    assert answer_of(document, "whole")["state"] == "clear"
+
+
+def test_a_missing_configuration_is_bad_input(kb: Kb) -> None:
+    ended = kb("check", "--config", "none.json", "--json")
+    assert (ended.code, ended.json["ok"], ended.json["error"]["type"]) == (2, False, "usage-error")
+
+
+def test_no_arm_runs(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
+    content.incident("armed", f"Path({str(tmp_path)!r}, 'ran').touch()")
+    kb("check")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_built_in_check_answers_about_this_machine(kb: Kb) -> None:
+    answers = kb("check", "--json").json["answers"]
+    assert len(answers) >= 14
+    assert not [one for one in answers if "the check failed" in " ".join(one["evidence"])], json.dumps(answers)

@@ -1,0 +1,69 @@
+"""`kb doctor` as a reader meets it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kb import doctor
+from kb.store.database import Database
+from tests.support.console import Kb
+
+pytest_plugins = ["tests.support.postgres_fixtures"]
+
+
+def test_an_interpreter_is_found_as_every_other_command_finds_it(kb: Kb, home: Path) -> None:
+    (home / "env").mkdir()
+    python = home / "env" / "python"
+    python.symlink_to(sys.executable)
+    findings = kb("doctor", "--json", "--python", "~/env/python").json["findings"]
+    (torch,) = (finding for finding in findings if finding["subject"] == "torch")
+    assert str(python) in torch["message"]
+    assert "is not an interpreter" not in torch["message"]
+
+
+def test_the_database_of_a_service_is_looked_at_beside_the_own_store(kb: Kb, tmp_path: Path) -> None:
+    where = tmp_path / "service" / "kb.db"
+    ended = kb("doctor", "--json", KB_DATABASE_URL=f"sqlite:///{where}")
+    found = {finding["subject"]: finding for finding in ended.json["findings"]}
+    assert (ended.code, found["store"]["is_fine"]) == (1, True)
+    assert found["database"]["message"] == f"nothing was ever kept in {where}"
+    assert "kb key new" in found["database"]["mend"]
+    assert not where.parent.exists(), "whoever looks does not begin it"
+
+
+def test_a_database_that_is_in_use_is_fine(database_url: str) -> None:
+    with Database.open(database_url) as opened:
+        opened.prepare()
+        assert doctor.database(database_url) == doctor.Finding("database", True, f"writable, {opened.name}")
+
+
+def test_an_empty_database_of_postgresql_stays_empty(empty_postgres_url: str) -> None:
+    assert "nothing was ever kept" in doctor.database(empty_postgres_url).message
+    with Database.open(empty_postgres_url) as opened, opened.reading() as session:
+        assert session is None
+
+
+@pytest.mark.parametrize(
+    ("url", "mend"),
+    [
+        ("mysql://kb:geheim@localhost/kb", "postgresql://user:password@host/database"),
+        ("postgresql://kb:geheim@127.0.0.1:1/kb", "is the server of KB_DATABASE_URL up"),
+        ("postgresql://127.0.0.1:1/kb?user=kb&password=geheim", "is the server of KB_DATABASE_URL up"),
+        ("postgresql://kb:a@geheim@127.0.0.1:1/kb", "%40"),
+        ("postgresql://kb:a@geheim/geheim@127.0.0.1:1/kb", "%40"),
+        ("postgresql://kb:geheim@[::1/kb", "sqlite:////absolute/path"),
+    ],
+)
+def test_a_database_that_cannot_be_used_has_a_hint_and_its_password_is_not_shown(url: str, mend: str) -> None:
+    found = doctor.database(url)
+    assert not found.is_fine
+    assert mend in found.mend
+    assert "geheim" not in f"{found.message} {found.mend}"
+
+
+def test_a_file_that_is_no_database_is_no_database_of_a_service(tmp_path: Path) -> None:
+    (tmp_path / "kb.db").write_text("no database " * 100)
+    assert not doctor.database(str(tmp_path / "kb.db")).is_fine

@@ -1,0 +1,163 @@
+"""`kb search`, `kb show`, `kb list`, `kb index` as a reader meets them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.console import ContentRoot, Kb
+
+ENTRY = "checkpoint-save-allgather-timeout"
+
+
+def test_a_search_shows_title_cause_reason_and_the_command_that_proves_it(kb: Kb) -> None:
+    ended = kb("search", "ALLGATHER timeout save")
+    assert ended.code == 0
+    first = ended.out.split("\n\n")[0]
+    assert "1. All-gather times out while a sharded model is saved" in first
+    assert "cause    Saving a sharded model is a collective" in first
+    assert "matched  " in first
+    assert f"kb verify {ENTRY}" in first
+    assert "\x1b" not in ended.out, "no colour where there is no terminal"
+
+
+def test_a_chinese_question_is_answered_in_chinese(kb: Kb) -> None:
+    ended = kb("search", "Mixtral 保存 NCCL 超时")
+    assert "1. 保存分片模型的检查点时 all-gather 超时" in ended.out
+    assert "cause    保存分片模型本身就是一次集合通信" in ended.out
+
+
+def test_words_need_no_quotes(kb: Kb) -> None:
+    quoted = kb("search", "ALLGATHER timeout save", "--json").json
+    plain = kb("search", "ALLGATHER", "timeout", "save", "--json").json
+    assert [hit["id"] for hit in quoted["hits"]] == [hit["id"] for hit in plain["hits"]]
+
+
+def test_a_typo_is_corrected_and_said(kb: Kb) -> None:
+    found = kb("search", "NCLL timout chekpoint save", "--json").json
+    assert found["hits"][0]["id"] == ENTRY
+    assert found["did_you_mean"] == "nccl timeout checkpoint save"
+
+
+def test_a_pasted_log_line_says_that_a_signature_matched(kb: Kb) -> None:
+    line = (
+        "Saving model checkpoint\n[Rank 5] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=11, OpType=_ALLGATHER_BASE, Timeout(ms)=600000)"
+    )
+    hit = kb("search", line, "--json").json["hits"][0]
+    assert hit["id"] == ENTRY
+    assert hit["signature"]
+    assert "a signature of this entry matches" in kb("search", line).out
+
+
+def test_a_question_that_no_entry_answers_well_says_so_before_the_nearest(kb: Kb) -> None:
+    for question, is_answered in (("ALLGATHER timeout save", True), ("bread rises too slowly in the oven", False)):
+        assert kb("search", question, "--json").json["answered"] is is_answered
+        assert ("No entry answers this well" in kb("search", question).out) is not is_answered
+
+
+def test_hits_keep_their_contract(kb: Kb) -> None:
+    found = kb("search", "ALLGATHER timeout save", "--json", "--limit", "1").json
+    assert found["schema"] == "kb.search.v1"
+    assert found["ok"] is True
+    (hit,) = found["hits"]
+    assert {"id", "title", "score", "origin", "matched", "snippet"} <= hit.keys()
+
+
+def test_the_first_search_builds_its_index_and_says_no_more_than_that(kb: Kb, home: Path) -> None:
+    shutil.rmtree(home / "cache")
+    said = kb("search", "ALLGATHER timeout save").err
+    assert all(line.startswith("kb: building the search index of") for line in said.splitlines()), said
+    (directory,) = (home / "cache" / "kb" / "index").iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_show_renders_markdown_json_and_chinese(kb: Kb) -> None:
+    page = kb("show", ENTRY).out
+    assert "Root cause" in page
+    assert "References" in page
+    assert "中文" not in page
+    assert "### 症状" not in kb("show", ENTRY, "--lang", "zh").out
+    assert "修复" in kb("show", ENTRY, "--lang", "zh").out
+    assert kb("show", ENTRY, "--markdown").out.startswith("---\nid: " + ENTRY)
+    document = kb("show", ENTRY, "--json").json
+    assert document["schema"] == "kb.show.v1"
+    assert document["id"] == ENTRY
+    assert document["sections"]["Fix"]
+    assert document["probe"] == ENTRY.replace("-", "_")
+
+
+def test_one_section_is_shown_with_code_that_can_be_copied(kb: Kb) -> None:
+    shown = kb("show", "host-oom-killed", "--section", "FIX").out
+    assert shown.startswith("Fix")
+    assert 'model = AutoModelForCausalLM.from_pretrained(name, torch_dtype="auto")' in shown
+    assert "Symptom" not in shown
+    whole = kb("show", "host-oom-killed").out
+    assert "'--local_rank=7'] exits with return code = -9\n" in whole, "a line of a log is one line at any width"
+    assert whole.count("https://github.com/pytorch/pytorch/issues/20433") == 1
+    ended = kb("show", "host-oom-killed", "--section", "cure")
+    assert ended.code == 2
+    assert "Root cause" in ended.err
+
+
+def test_list_filters_by_tag_framework_and_status(kb: Kb) -> None:
+    def ids(*options: str) -> set[str]:
+        return {entry["id"] for entry in kb("list", "--json", *options).json["entries"]}
+
+    everything = ids()
+    assert len(everything) >= 14
+    assert ENTRY in ids("--tag", "checkpoint")
+    assert ids("--tag", "checkpoint") < everything
+    assert ids("--tag", "checkpoint", "--tag", "fsdp") <= ids("--tag", "fsdp")
+    assert ENTRY in ids("--framework", "fsdp")
+    assert ENTRY in ids("--status", "confirmed")
+    assert ids("--framework", "fsdp", "--framework", "deepspeed") > ids("--framework", "fsdp")
+    assert ids("--tag", "FSDP") == ids("--tag", "fsdp"), "as a search takes it"
+    assert kb("list", "--tag", "fsdp", "--status", "withdrawn").code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (["--tag", "checkpont"], "nearest: checkpoint"),
+        (["--framework", "transfomers"], "nearest: transformers"),
+        (["--status", "confrmed"], "confirmed, disputed, reported, withdrawn"),
+    ],
+)
+def test_a_list_of_what_no_entry_has_is_a_usage_error_with_the_nearest(kb: Kb, options: list[str], hint: str) -> None:
+    ended = kb("list", "--json", *options)
+    assert ended.code == 2
+    assert hint in ended.json["error"]["hint"]
+
+
+def test_a_withdrawn_entry_answers_nothing_and_is_still_listed_when_asked(kb: Kb, content: ContentRoot) -> None:
+    path = content.entry("old-story", has_probe=False, symptom="The zirconium broke.")
+    path.write_text(path.read_text().replace("status: confirmed", "status: withdrawn"))
+    assert kb("search", "zirconium", "--json").json["hits"] == []
+    assert [entry["id"] for entry in kb("list", "--status", "withdrawn", "--json").json["entries"]] == ["old-story"]
+    assert kb("show", "old-story", "--json").json["status"] == "withdrawn"
+
+
+def test_a_private_root_is_searched_and_named_as_origin(kb: Kb, tmp_path: Path) -> None:
+    content = ContentRoot(tmp_path / "team")
+    content.entry("team-incident", has_probe=False, symptom="The zirconium broke.")
+    hit = kb("search", "zirconium", "--json", "--root", content.path).json["hits"][0]
+    assert hit["id"] == "team-incident"
+    assert hit["origin"] == str(content.path)
+    assert f"from {content.path}" in kb("search", "zirconium", "--root", content.path).out
+
+
+@pytest.mark.parametrize("path", ["/does/not/exist", "/tmp"])
+def test_a_folder_that_is_no_content_root_is_bad_input(kb: Kb, path: str) -> None:
+    ended = kb("search", "timeout", "--json", "--root", path)
+    assert ended.code == 2
+    assert "not a content root" in ended.json["error"]["message"]
+
+
+def test_index_can_be_built_by_hand(kb: Kb, home: Path) -> None:
+    built = kb("index", "--json").json
+    assert built["entries"] >= 14
+    assert built["path"].startswith(str(home))
+    assert kb("index", "--force").code == 0

@@ -1,0 +1,187 @@
+"""A service as one that reports to it sees it: which addresses are one, and what each answer means."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kb.errors import UsageError
+from kb.sharing.client import Service
+from kb.sharing.response import Ending, Response
+from tests.support.fake_service import Behaviour, Peer, drop, drop_unread, garbage, hang, listening, says, take, torn
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    with listening() as peer:
+        yield peer
+
+
+def post(peer: Peer, *behaviours: Behaviour, api_key: str = "", timeout_s: float = 60) -> Response:
+    peer.behaviours += behaviours
+    return Service.at(peer.url, api_key).post("key-1", b'{"id": "the-entry"}', timeout_s)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "kb.example.org", "ftp://kb.example.org", "file:///etc/passwd", "https://", "https://kb.example.org:x",
+     "https://kb.example.org:0", "https://kb example.org", "https://kb.example.org/\r\nX: y", "https://[::1"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(UsageError, match="is no address of a kb service"):
+        Service.at(url)
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@kb.example", "https://me:secret@kb:x", "https://kb?key=secret"])
+def test_secrets_in_an_address_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Service.at(url)
+    assert "secret" not in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("api_key", ["kb_a b", "kb_\n", "kb_ä"])
+def test_what_can_be_no_key_is_refused_and_not_repeated(api_key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Service.at("https://kb.example.org", api_key)
+    assert api_key not in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_key_is_shown_nowhere() -> None:
+    assert "kb_secret" not in repr(Service.at("https://kb.example.org", "kb_secret"))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_exposed"),
+    [
+        ("https://kb.example.org", False),
+        ("http://kb.example.org", True),
+        ("http://10.0.0.1:8000", True),
+        ("http://127.0.0.1:8000", False),
+        ("http://[::1]:8000", False),
+        ("http://localhost", False),
+    ],
+)
+def test_plain_http_beyond_this_machine_is_exposed(url: str, is_exposed: bool) -> None:
+    assert Service.at(url).is_exposed is is_exposed
+
+
+def test_a_try_carries_key_body_and_a_path_below_the_address(peer: Peer) -> None:
+    assert Service.at(f"{peer.url}/team/", "kb_secret").post("key-1", b"{}", 60).ending is Ending.TAKEN
+    (request,) = peer.requests
+    assert (request.path, request.body, request.key) == ("/team/v1/reports", b"{}", "key-1")
+    assert request.headers["Authorization"] == "Bearer kb_secret"
+    assert request.headers["Content-Type"] == "application/json"
+
+
+def test_without_a_key_none_is_sent(peer: Peer) -> None:
+    post(peer)
+    assert peer.requests[0].headers["Authorization"] is None
+
+
+def test_a_new_report_and_a_repeated_one_are_taken(peer: Peer) -> None:
+    assert post(peer) == post(peer) == Response(Ending.TAKEN)
+    assert len(peer.kept) == 1
+
+
+ANSWERS = {
+    "a report of the wrong shape": (says(422, "no verdict"), Ending.REFUSED, "422 Unprocessable", "no verdict"),
+    "a report that is too large": (says(413, "too long"), Ending.REFUSED, "413", "too long"),
+    "a problem of the service": (says(500, "oops"), Ending.FAILED, "500", "oops"),
+    "a proxy without a service": (says(502, "<h1>Bad</h1>", "text/html"), Ending.FAILED, "502", "no kb service"),
+    "a proxy that finds it too large": (says(413, "<h1>", "text/html"), Ending.FAILED, "413", "no kb service"),
+    "a request that took too long": (says(408, "slow"), Ending.FAILED, "408", "slow"),
+    "a page that asks to log in": (says(200, "<h1>Welcome</h1>", "text/html"), Ending.FAILED, "200", "no kb service"),
+    "a list": (says(201, "[1]", "text/plain"), Ending.FAILED, "201", "no kb service"),
+    "nested brackets": (says(201, "[" * 60_000, "text/plain"), Ending.FAILED, "201", "no kb service"),
+    "an unknown status": (says(299, "?"), Ending.FAILED, "299", "?"),
+    "another service": (says(404, "<h1>", "text/html"), Ending.CLOSED, "takes reports", "404 Not Found"),
+    "an older service": (says(405, "GET only"), Ending.CLOSED, "takes reports", "405"),
+    "a proxy that wants a password": (says(407), Ending.CLOSED, "takes reports", "407"),
+    "a missing key": (says(401), Ending.CLOSED, "wants a key that it knows", "set KB_API_KEY"),
+    "nothing at all": (drop_unread, Ending.FAILED, "gave no answer", ""),
+    "a lost answer": (drop, Ending.FAILED, "gave no answer", ""),
+    "half an answer": (torn, Ending.FAILED, "201 Created", "no kb service"),
+    "no http": (garbage, Ending.FAILED, "gave no answer", "SSH"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_each_answer_has_its_meaning(peer: Peer, name: str) -> None:
+    behaviour, ending, *words = ANSWERS[name]
+    answer = post(peer, behaviour)
+    assert answer.ending is ending
+    assert all(word in answer.problem for word in words), answer.problem
+    assert peer.url in answer.problem
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_not_accepted_is_named_by_its_variable_only(peer: Peer, status: int) -> None:
+    answer = post(peer, says(status), api_key="kb_secret")
+    assert answer.ending is Ending.CLOSED
+    assert "KB_API_KEY" in answer.problem
+    assert "kb_secret" not in answer.problem
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("7", 7), ("0", 0), ("soon", 1), ("-5", 1), ("9" * 30, 1), ("", 1)])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_service_is_given_the_time_it_asks_for(peer: Peer, status: int, given: str, seconds: int) -> None:
+    answer = post(peer, says(status, "later", Retry_After=given))
+    assert (answer.ending, answer.wait_s) == (Ending.BUSY, seconds)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_key_follows_no_redirect(peer: Peer, status: int) -> None:
+    with listening() as elsewhere:
+        answer = post(peer, says(status, Location=f"{elsewhere.url}/v1/reports"), api_key="kb_secret")
+        assert not elsewhere.requests
+    assert answer.ending is Ending.CLOSED
+    assert elsewhere.url in answer.problem
+
+
+def test_a_service_that_is_away_is_closed() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        answer = Service.at(f"http://127.0.0.1:{unused.getsockname()[1]}").post("key-1", b"{}", 60)
+    assert answer.ending is Ending.CLOSED
+    assert answer.problem.endswith("cannot be reached: Connection refused")
+
+
+def test_a_name_that_nobody_knows_is_closed() -> None:
+    answer = Service.at("https://nowhere.invalid").post("key-1", b"{}", 60)
+    assert answer.ending is Ending.CLOSED
+    assert "https://nowhere.invalid cannot be reached" in answer.problem
+
+
+def test_an_answer_that_never_comes_times_out(peer: Peer) -> None:
+    answer = post(peer, hang, timeout_s=0.2)
+    assert answer == Response(Ending.FAILED, f"{peer.url} gave no answer: timed out")
+
+
+def test_what_a_service_says_cannot_move_the_terminal(peer: Peer) -> None:
+    answer = post(peer, says(422, "\x1b[2J\r\nkb: all is well\u202e" + "x" * 9999))
+    assert answer.problem.isprintable()
+    assert len(answer.problem) < 500
+
+
+def test_an_environments_proxy_is_asked_for_others_and_not_for_this_machine(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with listening() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert post(peer).ending is Ending.TAKEN
+        assert not proxy.requests
+        assert Service.at("http://kb.example.org").post("key-2", b"{}", 60).ending is Ending.TAKEN
+        assert [request.path for request in proxy.requests] == ["http://kb.example.org/v1/reports"]
+
+
+def test_take_is_what_a_service_does(peer: Peer) -> None:
+    """The same key with the same body is one report."""
+    peer.behaviours += [drop, take]
+    assert post(peer).ending is Ending.FAILED
+    assert post(peer).ending is Ending.TAKEN
+    assert len(peer.kept) == 1

@@ -1,0 +1,136 @@
+"""The API in this process, over a small content root and a store of its own: fixtures for tests/api.
+
+A test file says `pytest_plugins = ["tests.support.app_fixtures"]`: a second conftest.py would be the same module to mypy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import httpx
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from fastapi import FastAPI
+
+from kb.content.roots import root_at
+from kb.store import keys
+from kb.store.database import Database
+from kb.store.keys import Scope
+from tests.support.console import ContentRoot, wait_until_ready
+
+
+class Pieces(httpx.AsyncByteStream):
+    """A plain iterator of bytes for the event loop."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.pieces = pieces
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+
+class InProcess(httpx.BaseTransport):
+    """Carries the requests of a plain `httpx.Client` to an application in the event loop of a portal."""
+
+    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
+        self.app = app
+        self.portal = portal
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self.portal.call(self._answer, request)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        address = request.extensions.get("client", "127.0.0.1")
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(address, 50000))
+        if not isinstance(request.stream, httpx.AsyncByteStream):  # a body that is made while it is sent
+            request.stream = Pieces(request.stream)
+        answer = await transport.handle_async_request(request)
+        packed = b"".join([piece async for piece in answer.aiter_raw()])
+        return httpx.Response(answer.status_code, headers=answer.headers, content=packed)
+
+
+@pytest.fixture
+def entries(content: ContentRoot) -> ContentRoot:
+    """Three entries: one current, one withdrawn, one about something else."""
+    content.entry("broken-thing")
+    withdrawn = content.entry("old-thing", title="The thing that was never true")
+    withdrawn.write_text(withdrawn.read_text().replace("status: confirmed", "status: withdrawn"))
+    other = content.entry("slow-disk", title="The disk is slow", extra='applies_to: {torch: ">=2.0"}\n')
+    other.write_text(other.read_text().replace("tags: [test]", "tags: [test, storage]"))
+    return content
+
+
+@pytest.fixture
+def written() -> Iterator[list[str]]:
+    """Files that Python opens for writing during the test. SQLite opens its own by itself."""
+    found: list[str] = []
+    is_watching = True
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:  # for the rest of the process: a hook cannot be taken away
+        if is_watching and event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and ".pyc" not in str(args[0]):
+            found.append(str(args[0]))
+
+    sys.addaudithook(hear)
+    yield found
+    is_watching = False
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    return tmp_path / "store" / "reports.db"
+
+
+@pytest.fixture
+def admin(store_path: Path) -> dict[str, str]:
+    """The header of a key that may do everything."""
+    with Database.open(store_path) as store:
+        _, text = keys.new(store, "test", Scope.ADMIN, actor="tester")
+    return {"Authorization": f"Bearer {text}"}
+
+
+@pytest.fixture
+def make_app(entries: ContentRoot, store_path: Path) -> Callable[..., FastAPI]:
+    """Makes an application over the entries and the store, with other settings than the usual ones."""
+    create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # nothing imports a shell
+    settings: Any = resolve_name("kb.api.settings:Settings")
+
+    def make(**chosen: Any) -> FastAPI:
+        return create_app(settings(**{"roots": (root_at(entries.path),), "database": store_path, **chosen}))
+
+    return make
+
+
+@pytest.fixture
+def app(make_app: Callable[..., FastAPI]) -> FastAPI:
+    return make_app()
+
+
+@contextmanager
+def serve(app: FastAPI) -> Iterator[httpx.Client]:
+    """A client of an application whose lifespan has begun, and that may still be reading its content."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(app.router.lifespan_context(app)),
+        httpx.Client(transport=InProcess(app, portal), base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+@pytest.fixture(name="serve")
+def served() -> Callable[[FastAPI], AbstractContextManager[httpx.Client]]:
+    return serve
+
+
+@pytest.fixture
+def client(app: FastAPI) -> Iterator[httpx.Client]:
+    """A client of an application that is ready."""
+    with serve(app) as client:
+        wait_until_ready(app)
+        yield client

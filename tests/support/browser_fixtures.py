@@ -1,0 +1,25 @@
+"""A Chromium and a service for all tests of a module. A test file says `pytest_plugins = ["tests.support.browser_fixtures"]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.support.chromium import filled_service, launched
+from tests.support.replicas import Replica
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path, chromium: Browser) -> Iterator[Replica]:
+    """Asks for Chromium first: without it no service is started for nothing."""
+    with filled_service(tmp_path_factory.mktemp("service"), built_in_index) as replica:
+        yield replica

@@ -1,0 +1,188 @@
+"""For every rule that judges the text of an entry: edits that break it, and the nearest ones that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.support.console import ENTRY
+
+SOUND = ENTRY.format(id="example", title="The thing", extra="probe: example\n", symptom="The thing broke.")
+
+Edits = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """`bad` and `good` replace texts of the sound entry; `bad` breaks the rule, and no other, in the line with `at`."""
+
+    rule: str
+    bad: Edits
+    at: str
+    good: Edits = field(default_factory=dict)
+
+
+def edited(edits: Edits) -> str:
+    """The sound entry after the edits, each of which must find its text."""
+    text = SOUND
+    for old, new in edits.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+SAMPLE = "    sample: 'the thing broke: code 7'\n"
+PROBE = "probe: example\n"
+REFERENCE = "    grade: claimed\n"
+CAUSE = "The thing is made to break. [probe]"
+FIX = "Do not break it. [probe]"
+TELL = "It says so."
+SECOND = "```log\n[rank3]"
+WHY = "Nothing breaks it. [probe] [claimed 1]"
+
+
+def signature(pattern: str, sample: str, role: str = "root") -> Edits:
+    """The sound entry with one more signature."""
+    more = f"  - pattern: '{pattern}'\n    role: {role}\n    source: a test\n    sample: '{sample}'\n"
+    return {SAMPLE: SAMPLE + more}
+
+
+def reference(url: str, grade: str, mark: str) -> Edits:
+    """The sound entry with one more reference, and a mark."""
+    more = f"  - url: {url}\n    shows: nothing\n    grade: {grade}\n"
+    return {REFERENCE: REFERENCE + more, WHY: f"{WHY} {mark}"}
+
+
+def link(lines: str) -> Edits:
+    return {PROBE: PROBE + lines}
+
+
+def fix(command: str) -> Edits:
+    return {FIX: f"{FIX}\n\n```bash\n# once\n{command}\n```"}
+
+
+def cause(length: int) -> Edits:
+    return {CAUSE: "The " + "x" * (length - 5) + ". [probe]"}
+
+
+NOT = "not_signatures:\n  - 'the thing held'\n"
+BOOTSTRAP = "NCCL INFO Bootstrap : Using lo:127.0.0.1<0>"
+
+SIGNATURES = (
+    Example("sample-not-matched", {SAMPLE: SAMPLE.replace("7", "x")}, "sample:", {SAMPLE: SAMPLE.replace("7", "42")}),
+    Example("not-signature-matched", link(f"{NOT}  - 'a thing broke: code 8; the thing broke: code 9'\n"), "code 8",
+            link(f"{NOT}  - 'a thing broke: code 8; the thing broke: code N'\n")),
+    Example("matches-empty-text", signature("(a thing)?", "a thing", "context"), "(a thing)?",
+            signature("(a )?thing", "a thing", "context")),
+    Example("matches-healthy-log", signature("NCCL INFO Bootstrap : Using", BOOTSTRAP), "pattern: 'NCCL",
+            signature("NCCL INFO Bootstrap : Using lo:", BOOTSTRAP)),
+    Example("matches-healthy-log", signature("RuntimeError:", "RuntimeError: it broke", "cascade"), "pattern: 'Run",
+            signature("RuntimeError:", "RuntimeError: it broke", "context")),
+    Example("ambiguous-repeat", signature(r"broke: (\w+\s?)+$", "broke: it did"), r"(\w+\s?)+$",
+            signature(r"broke: (\w+\s)*\w+$", "broke: it did")),
+    Example("ambiguous-repeat", signature(r"broke (.*a){20}", "broke " + "a" * 20), "(.*a)",
+            signature(r"broke (.*a){2}", "broke aa")),
+    Example("slow-pattern", signature("(?:a?){30}a{30}broke", "a" * 30 + "broke"), "(?:a?)",
+            signature("a{30,60}broke", "a" * 30 + "broke")),
+    Example("no-literal", signature("(?i)it snapped", "it snapped"), "(?i)it",
+            signature("it snapped|a thing is lost", "it snapped")),
+    Example("only-context", {"role: root": "role: context"}, "signatures:", {"role: root": "role: cascade"}),
+    Example("duplicate-pattern", signature(r"the thing broke: code \d+", "the thing broke: code 7"), r"code \d+",
+            signature(r"the thing broke: code \w+", "the thing broke: code 7")),
+)  # fmt: skip
+
+LINKS = (
+    Example("unknown-link", link("caused_by:\n  - sound-one\n  - sound-on\n"), "- sound-on",
+            link("caused_by:\n  - sound-one\n")),
+    Example("link-to-itself", link("masked_by: [example]\n"), "masked_by:", link("masked_by: [sound-one]\n")),
+    Example("circular-link", link("causes: [sound-one]\ncaused_by: [sound-one]\n"), "caused_by:",
+            link("causes: [sound-one]\ncaused_by: [rank-divergent-collectives]\n")),
+    Example("misspelt-id", {TELL: f"{TELL}\nNot so: see\n`rank-divergent-collective`."}, "`rank-",
+            {TELL: "Not so: see `rank-divergent-collectives`, `sound-on`, or `nvidia-container-toolkit`."}),
+    Example("probe-or-waiver", link("probe_waiver: no time\n"), "probe_waiver:"),
+    Example("probe-or-waiver", {PROBE: "", "[probe]": "[inferred]", "confirmed": "reported"}, "id: example",
+            {PROBE: "probe_waiver: needs a lightning strike\n", "[probe]": "[inferred]", "confirmed": "reported"}),
+    Example("probe-name", {PROBE: "probe: another\n"}, PROBE[:7]),
+    Example("confirmed-without-probe", {PROBE: "probe_waiver: no time\n", "[probe]": "[inferred]"}, "status:",
+            {PROBE: "probe_waiver: no time\n", "[probe]": "[inferred]", "confirmed": "disputed"}),
+)  # fmt: skip
+
+CLAIMS = (
+    Example("unmarked-claim", {CAUSE: f"{CAUSE}\n\nIt is also\nfragile."}, "It is also",
+            {CAUSE: f"{CAUSE}\n\n1. It is also:\n\n   - fragile [inferred]\n   - old\n\n   and it shows."}),
+    Example("unmarked-claim", {FIX: f"1. {FIX}\n2. Glue it:\n\n   ```bash\n   glue  # [probe]\n   ```"}, "2. Glue it",
+            {FIX: f"{FIX} Or glue it:\n\n```bash\nglue\n```\n\n用胶水：\n\n```bash\nglue\n```"}),
+    Example("unmarked-claim", {WHY: f"{WHY}\n\nIt is `[probe]`."}, "It is `", {WHY: f"{WHY}\n\n| a | b |\n|--|--|"}),
+    Example("unknown-mark", {WHY: f"{WHY}\nReally so. [sourc 1]"}, "[sourc 1]", {WHY: f"{WHY} [Rank 1] `[sourc 1]`"}),
+    Example("unknown-mark", {WHY: f"{WHY} [source]"}, "[source]"),
+    Example("unknown-mark", {WHY: f"{WHY} [Thread 1, 2]"}, "[Thread 1, 2]"),
+    Example("dangling-mark", {TELL: f"{TELL} [claimed 2]"}, "[claimed 2]", {TELL: f"{TELL} [claimed 1]"}),
+    Example("wrong-grade", {TELL: f"{TELL}\nSo. [thread 1]"}, "[thread 1]", {TELL: f"{TELL}\nSo. [claimed 1]"}),
+    Example("wrong-grade", reference("https://x.org", "read in thread", "[thread 2] [source 2]"), "[source 2]",
+            reference("https://x.org", "read in source", "[source 2]")),
+    Example("probe-mark-without-probe",
+            {PROBE: "probe_waiver: no time\n", "confirmed": "reported", CAUSE: "So. [inferred]", FIX: "No. [inferred]"},
+            WHY, {PROBE: "probe_waiver: no time\n", "confirmed": "reported", "[probe]": "[inferred]"}),
+    Example("no-reference",
+            {"references:\n": "", "  - url: https://example.org/example\n    shows: nothing, it is a test\n": "",
+             REFERENCE: "references: []\n", " [claimed 1]": ""}, "references: []"),
+    Example("duplicate-reference", reference("https://example.org/example", "claimed", "[claimed 2]"), "- url",
+            reference("https://example.org/example", "read in thread", "[thread 2]")),
+    Example("unused-reference", reference("https://x.org", "claimed", ""), "https://x.org",
+            reference("https://x.org", "inferred", "")),
+)  # fmt: skip
+
+FORM = (
+    Example("headings", {"## How to tell": "## How to notice"}, "## How to notice"),
+    Example("headings", {"## Fix": "## X", "## Why it works": "## Fix", "## X": "## Why it works"}, "## Why it works"),
+    Example("empty-section", {"A test.\n": ""}, "## Environment", {"A test.\n": "```bash\nls\n```\n"}),
+    Example("few-logs", {SECOND: SECOND.replace("log", "text")}, "## Symptom"),
+    Example("no-look-alike", {"log look-alike": "text"}, "## How to tell", {"log look-alike": "log  look-alike"}),
+    Example("long-cause", cause(241), "The xx", cause(240)),
+    Example("chinese-parts", {"### 环境": "### 环境说明"}, "### 环境说明"),
+    Example("chinese-parts", {"测试。": ""}, "### 环境", {"测试。": "```log\n测试\n```"}),
+    Example("chinese-text", {"测试条目": "a test"}, "title_zh:", {"测试条目": "test 条目"}),
+    Example("chinese-text", {"不要弄坏。": "Do not break it."}, "Do not break it."),
+    Example("aliases", {"[made for a test, 测试]": "[made for a test]"}, "aliases:",
+            {"[made for a test, 测试]": "[made for a test, test 测试]"}),
+    Example("aliases", {"[made for a test, 测试]": "[made for 测试]"}, "aliases:"),
+    Example("reviewed-in-future", {"2026-01-01": "2026-01-03"}, "reviewed:", {"2026-01-01": "2026-01-02"}),
+    Example("unfinished", {TELL: f"{TELL} TODO"}, "TODO", {TELL: f"{TELL} todo"}),
+    Example("package-name", link('applies_to:\n  torch: ">=2"\n  Flash_Attn: ""\n'), "Flash_Attn",
+            link('applies_to:\n  torch: ">=2"\n  flash-attn: ""\n')),
+    Example("folklore", fix("NCCL_P2P_DISABLE=1 torchrun"), "P2P", fix("NCCL_P2P_DISABLE=0 torchrun")),
+    Example("folklore", fix("export NCCL_IB_DISABLE=1"), "IB",
+            {**fix("export NCCL_IB_DISABLE=1"), "[test]": "[test, transport]"}),
+    Example("folklore", fix("rm -rf ~/.cache && reboot"), "rm -rf", fix("rm -rf ~/.cache/torch_extensions/py311")),
+)  # fmt: skip
+
+READING = (
+    Example("no-front-matter", {"---\nid": "id"}, "id: example"),
+    Example("yaml", {"tags: [test]": "tags: [test"}, "aliases:", {"tags: [test]": "tags: [test, test-2]"}),
+    Example("yaml", {"tags: [test]": "tags: &a [test]"}, "tags:"),
+    Example("duplicate-key", {"severity: low": "severity: low\nseverity: high"}, "severity: high"),
+    Example("front-matter", {"severity: low": "severity: fatal"}, "severity:", {"severity: low": "severity: high"}),
+    Example("front-matter", {REFERENCE: ""}, "- url: https://example.org/example"),
+    Example("id-is-not-file-name", {"id: example": "id: examples"}, "id: examples"),
+    Example("duplicate-section", {"## Environment": "## Symptom"}, "## Symptom"),
+)  # fmt: skip
+
+EXAMPLES = (*SIGNATURES, *LINKS, *CLAIMS, *FORM, *READING)
+
+# Glossaries: rule to (one that breaks it, the line that is named, one that nearly breaks it).
+GLOSSARIES = {
+    "unreadable-glossary": ('groups = ["save", "保存"]\n', 1, 'groups = [["save", "保存"]]\n'),
+    "glossary-word-twice": (
+        'groups = [\n  ["save", "保存"],\n  ["keep", "all-saved"],\n  ["saving", "存盘"],\n]\n',
+        4,
+        'groups = [\n  ["save", "保存"],\n  ["keep", "all-saved"],\n  ["all", "存盘"],\n]\n',
+    ),
+    "glossary-language": ('groups = [\n  ["保存", "存盘"],\n]\n', 2, 'groups = [\n  ["保存 ckpt", "ckpt"],\n]\n'),
+    "glossary-group-size": ('groups = [\n  ["save"],\n]\n', 2, 'groups = [\n  ["save", "ckpt"],\n]\n'),
+    "glossary-stop-word": ('groups = [\n  ["save", "with the"],\n]\n', 2, 'groups = [\n  ["save", "with disk"],\n]\n'),
+    "glossary-long-word": (
+        'groups = [\n  ["hang",\n   "it does not go on"],\n]\n',
+        3,
+        'groups = [\n  ["hang",\n   "does not go on"],\n]\n',
+    ),
+}

@@ -1,0 +1,107 @@
+"""A client of the MCP server as a chatbot has one: the SDK's own, over stdio or HTTP, for tests that are not async."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import anyio
+import httpx2
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from mcp import Client
+from mcp.client.session import ElicitationFnT
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CallToolResult, TextContent
+
+from tests.support.console import GENEROUS_S, KB
+
+
+class Model:
+    """What a language model does through its client."""
+
+    def __init__(self, client: Client, portal: BlockingPortal) -> None:
+        self.client = client
+        self._portal = portal
+
+    def call(self, tool: str, **arguments: Any) -> CallToolResult:
+        return self._portal.call(partial(self.client.call_tool, tool, arguments))
+
+    def told(self, tool: str, **arguments: Any) -> dict[str, Any]:
+        """The structured answer of a call that succeeds."""
+        result = self.call(tool, **arguments)
+        assert not result.is_error, result.content
+        assert isinstance(result.structured_content, dict)
+        return result.structured_content
+
+    def refused(self, tool: str, **arguments: Any) -> str:
+        """The message of a call that fails."""
+        result = self.call(tool, **arguments)
+        assert result.is_error
+        assert isinstance(result.content[0], TextContent)
+        return result.content[0].text
+
+    def at_once(self, calls: list[tuple[str, dict[str, Any]]]) -> list[CallToolResult]:
+        """The answers to calls that are all under way at the same time."""
+        return self._portal.call(self._at_once, calls)
+
+    async def _at_once(self, calls: list[tuple[str, dict[str, Any]]]) -> list[CallToolResult]:
+        answers: dict[int, CallToolResult] = {}
+
+        async def ask(number: int, tool: str, arguments: dict[str, Any]) -> None:
+            answers[number] = await self.client.call_tool(tool, arguments)
+
+        async with anyio.create_task_group() as group:
+            for number, (tool, arguments) in enumerate(calls):
+                group.start_soon(ask, number, tool, arguments)
+        return [answers[number] for number in range(len(calls))]
+
+    def do(self, method: str, *args: Any) -> Any:
+        """Another method of the client, for instance `list_tools`."""
+        return self._portal.call(partial(getattr(self.client, method), *args))
+
+
+@contextmanager
+def connected(client: AbstractAsyncContextManager[Client]) -> Iterator[Model]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(client) as opened:
+        yield Model(opened, portal)
+
+
+@contextmanager
+def over_http(url: str, key: str = "", mode: str = "auto", consent: ElicitationFnT | None = None) -> Iterator[Model]:
+    """A client of /mcp of a service. `mode` "legacy" speaks as clients did before 2026; `consent` is the person's."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Client]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=GENEROUS_S, trust_env=False) as http,
+            Client(
+                streamable_http_client(f"{url}/mcp", http_client=http), mode=mode, elicitation_callback=consent
+            ) as client,
+        ):
+            yield client
+
+    with connected(opened()) as model:
+        yield model
+
+
+@contextmanager
+def over_stdio(
+    *args: str | Path,
+    env: Mapping[str, str] | None = None,
+    mode: str = "auto",
+    consent: ElicitationFnT | None = None,
+    stderr: TextIO | None = None,
+) -> Iterator[Model]:
+    """A client of a `kb mcp` of its own."""
+    server = StdioServerParameters(command=str(KB), args=["mcp", *map(str, args)], env=dict(env or os.environ))
+    transport = stdio_client(server, stderr or sys.__stderr__ or sys.stderr)
+    client = Client(transport, mode=mode, elicitation_callback=consent, read_timeout_seconds=GENEROUS_S)
+    with connected(client) as model:
+        yield model

@@ -1,0 +1,95 @@
+"""A real PostgreSQL server for tests, and `database`: a store of the test's own, once in SQLite and once there.
+
+A test file takes them by `pytest_plugins = ["tests.support.postgres_fixtures"]`. Without PostgreSQL its half is skipped; under
+KB_REQUIRE_ALL=1 it fails instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kb.store.database import Database
+from tests.support.postgres_server import Server, binaries, free_port, user
+
+NUMBERS = count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """The server, shared by all tests of a process. A test that kills it need not start it again."""
+    found = binaries()
+    if found is None:
+        message = "PostgreSQL is not installed (Debian: apt-get install postgresql)"
+        if os.environ.get("KB_REQUIRE_ALL") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    # Not below pytest's directories, which another user cannot enter; nor deep, for its socket has a short name.
+    directory = Path(tempfile.mkdtemp(prefix="kb-postgres-", dir="/tmp"))
+    if os.getuid() == 0:
+        os.chown(directory, user().pw_uid, user().pw_gid)
+    server = Server(found, directory, free_port())
+    try:
+        server.init()
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres: Server) -> str:
+    """A database with today's schema, to copy from: quicker than to migrate each."""
+    postgres.start()
+    postgres.execute("CREATE DATABASE migrated")
+    with Database.open(postgres.url("migrated")) as opened:
+        opened.prepare()
+    return "migrated"
+
+
+@pytest.fixture
+def empty_postgres_url(postgres: Server) -> Iterator[str]:
+    """The URL of a database without any table, of this test's own."""
+    with _fresh(postgres, "template1") as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(postgres: Server, postgres_template: str) -> Iterator[str]:
+    """The URL of a store with today's schema, of this test's own."""
+    with _fresh(postgres, postgres_template) as url:
+        yield url
+
+
+@contextmanager
+def _fresh(server: Server, template: str) -> Iterator[str]:
+    server.start()
+    name = f"test_{next(NUMBERS)}"
+    server.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield server.url(name)
+    server.start()
+    server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a store of this test's own is, of both kinds; for processes that open it themselves."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'store' / 'reports.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """A store of this test's own, of both kinds."""
+    with Database.open(database_url) as opened:
+        yield opened

@@ -1,0 +1,91 @@
+"""Real `kb serve` processes over one database, as several hosts would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.console import GENEROUS_S, KB, end, wait_for
+
+
+@dataclass
+class Place:
+    """Where replicas live: their cache, their database and the folder of their content."""
+
+    path: Path
+    cache: Path
+    more: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("KB_")}
+        own = {
+            "HOME": str(self.path),
+            "XDG_CACHE_HOME": str(self.cache),
+            "XDG_DATA_HOME": str(self.path),
+            "TMPDIR": str(self.path),
+            "KB_DATABASE_URL": f"sqlite:///{self.path}/service.db",
+        }
+        return {**inherited, **own, **self.more}
+
+    def kb(self, *args: str) -> str:
+        """What `kb` prints here."""
+        command = [str(KB), *args]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=GENEROUS_S, check=True
+        ).stdout
+
+    def key(self, scope: str) -> str:
+        """A new API key."""
+        return self.kb("key", "new", f"for {scope}", "--scope", scope).strip()
+
+
+class Replica:
+    """A running `kb serve`. Its log is a file: a pipe that nobody reads would stop it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        wait_for(lambda: process.poll() is not None or self._served(), "the replica to listen", GENEROUS_S)
+        found = self._served()
+        assert found, f"it ended before it served: {self.said}"
+        self.url, self.port = found[1], int(found[2])
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        """(status, document)."""
+        answer = httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False)
+        return answer.status_code, json.loads(answer.content)
+
+    def _served(self) -> re.Match[str] | None:
+        return re.search(r"serving on (http://\S+:(\d+))", self.said)
+
+
+@contextmanager
+def started(place: Place, *args: str, prefix: Sequence[str] = ()) -> Iterator[Replica]:
+    """A replica that is ready. `prefix` is a command that starts the one it is given."""
+    number, name = tempfile.mkstemp(".log", "replica-", place.path)
+    with os.fdopen(number, "wb") as log:
+        command = [*prefix, str(KB), "serve", "--port", "0", *args]
+        process = subprocess.Popen(
+            command, env=place.environment, cwd=place.path, stdout=subprocess.DEVNULL, stderr=log
+        )
+    try:
+        replica = Replica(process, Path(name))
+        wait_for(lambda: replica.get("/readyz")[0] == 200, "the replica to be ready", GENEROUS_S)
+        yield replica
+    finally:
+        end(process)
