@@ -58,7 +58,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tensors, storages, names = _read_in_child(path, form)
     except Unreadable as error:
         raise Unreadable("%s: %s" % (path, error), error.is_torn) from None
-    return Checkpoint(form, tuple(_tensor(one) for one in tensors), storages, tuple(names))
+    return Checkpoint(form, tuple(_tensor(tensor) for tensor in tensors), storages, tuple(names))
 
 
 def _tensor(fields: List[Any]) -> Tensor:
@@ -150,7 +150,7 @@ def _read_safetensors(path: Path) -> Contents:
         tensors = [_described(name, one) for name, one in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Unreadable("its header is not that of a safetensors file") from None
-    end = max((one.stop for one in tensors), default=0)
+    end = max((tensor.stop for tensor in tensors), default=0)
     if there < end:
         raise Unreadable("%d of %d bytes of tensors are there: the file is cut short" % (there, end), is_torn=True)
     return Contents(tensors, {"file": there}, [])

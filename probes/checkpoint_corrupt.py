@@ -101,13 +101,17 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-500")
     try:
         files = [path] if not path.is_dir() else sorted(one for one in _inside(path) if one.is_file())
-        size = sum(one.stat().st_size for one in files)
+        size = sum(file.stat().st_size for file in files)
         disk = os.statvfs(path)
     except OSError as error:
         return unknown("%s cannot be read: %s" % (path, error.strerror))
     torn, unread = _torn(files)
-    folders = {one.parent for one in files if one.suffix == ".distcp"}
-    torn += ["%s: shards without .metadata, which is written last" % one for one in folders if not _has_metadata(one)]
+    folders = {file.parent for file in files if file.suffix == ".distcp"}
+    torn += [
+        "%s: shards without .metadata, which is written last" % folder
+        for folder in folders
+        if not _has_metadata(folder)
+    ]
     if torn:
         return exposed(*torn[:8], advice="resume from the checkpoint before this one, and keep this one for the report")
     room = disk.f_bavail * disk.f_frsize

@@ -106,9 +106,9 @@ def check(_: Mapping[str, Any]) -> Finding:
     how = f"trl {trl.version}, judged by {' and '.join(sorted(judged_by))}"
     if not suspects:
         return clear(how, "none of the known gathers of unequal tensors is in its trainers; your own code was not read")
-    fixed = ".".join(map(str, max(one.last for one in suspects)))
-    lines = [f"{one.who}: {one.code} in trl/trainer/{one.file}" for one in suspects]
-    if any(one.file == "orpo_trainer.py" for one in suspects) and _axolotl_overrides():
+    fixed = ".".join(map(str, max(suspect.last for suspect in suspects)))
+    lines = [f"{suspect.who}: {suspect.code} in trl/trainer/{suspect.file}" for suspect in suspects]
+    if any(suspect.file == "orpo_trainer.py" for suspect in suspects) and _axolotl_overrides():
         lines.append("axolotl 0.8.0 or newer is installed and overrides ORPOTrainer's method: only its ORPO is safe")
     return exposed(how, *lines, advice=f"pip install 'trl>{fixed}'")
 

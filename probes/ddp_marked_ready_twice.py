@@ -66,7 +66,7 @@ def train(ctx: Context, *, fixed: bool) -> None:
         loss.backward()
         everyones = [torch.empty_like(weight.grad) for _ in range(ctx.world_size)]
         dist.all_gather(everyones, weight.grad)
-        averaged.append(all(torch.equal(one, weight.grad) for one in everyones))
+        averaged.append(all(torch.equal(everyone, weight.grad) for everyone in everyones))
     assert all(averaged), "the ranks have different gradients; averaged in steps 1, 2, 3: %s" % averaged
 
 

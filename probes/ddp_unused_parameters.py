@@ -67,7 +67,7 @@ def train(ctx: Context, *, fixed: bool) -> None:
     mine = model.text.weight.detach()
     everyones = [torch.empty_like(mine) for _ in range(ctx.world_size)]
     dist.all_gather(everyones, mine)
-    assert all(torch.equal(one, mine) for one in everyones), "the ranks trained different weights"
+    assert all(torch.equal(everyone, mine) for everyone in everyones), "the ranks trained different weights"
 
 
 MESSAGE = r"Expected to have finished reduction in the prior iteration before starting a new one"

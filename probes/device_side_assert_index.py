@@ -47,7 +47,7 @@ def train(ctx: Context, *, in_range: bool) -> None:
     weights = next(model.parameters()).detach()
     everyones = [torch.empty_like(weights) for _ in range(ctx.world_size)]
     dist.all_gather(everyones, weights)
-    assert all(torch.equal(one, weights) for one in everyones), "the ranks trained different weights"
+    assert all(torch.equal(everyone, weights) for everyone in everyones), "the ranks trained different weights"
 
 
 def check(params: Mapping[str, Any]) -> Finding:

@@ -126,7 +126,9 @@ def symbols(path: Path) -> Iterator[Tuple[str, bool]]:
                 return
             start, size, count = struct.unpack_from("<Q10xHH", data, 0x28)
             sections = [struct.unpack_from("<4xI16xQQI12xQ", data, start + size * index) for index in range(count)]
-            table: Optional[Tuple[int, ...]] = next((one for one in sections if one[0] == 11), None)  # SHT_DYNSYM
+            table: Optional[Tuple[int, ...]] = next(
+                (section for section in sections if section[0] == 11), None
+            )  # SHT_DYNSYM
             if table is None:
                 return
             names = sections[table[3]][1]

@@ -107,10 +107,10 @@ class DeepSpeedScaler:
     def __call__(self, loss: Any, optimizer: Any) -> None:
         (loss * self.scaler.loss_scale).backward()
         gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
-        overflow = not all(one.isfinite().all() for one in gradients)
+        overflow = not all(gradient.isfinite().all() for gradient in gradients)
         self.scaler.update_scale(overflow)
-        for one in gradients:
-            one /= self.scaler.loss_scale
+        for gradient in gradients:
+            gradient /= self.scaler.loss_scale
         if not overflow:
             optimizer.step()
 

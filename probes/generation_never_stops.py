@@ -191,7 +191,7 @@ def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
     template = _template(folder, tokenizer)
     names = _token_ids(folder, tokenizer)
     eos = _content(tokenizer.get("eos_token"))
-    ends = [one for one in MARKERS if one in template]
+    ends = [marker for marker in MARKERS if marker in template]
     if "eos_token" in template and eos and eos not in ends:
         ends.append(eos)
     notes = ["generation stops at %s (%s)" % (_shown(stops, names), source)]
@@ -201,13 +201,13 @@ def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
         return unknown("there is no chat template: what ends a turn is not known", *notes), []
     if not ends:
         return unknown("the chat template has no end of a turn that is known here", *notes), []
-    lost = [one for one in ends if one not in names]
+    lost = [end for end in ends if end not in names]
     if lost or not stops:
         what = "no eos_token_id was found" if not stops else "%s has no id in the tokenizer files" % ", ".join(lost)
-        return unknown(what, *notes), [names[one] for one in ends if one in names]
-    ids = [names[one] for one in ends]
-    missed = [one for one in ends if names[one] not in stops]
-    told = "the chat template ends turns with %s" % ", ".join("%s (%d)" % (one, names[one]) for one in ends)
+        return unknown(what, *notes), [names[end] for end in ends if end in names]
+    ids = [names[end] for end in ends]
+    missed = [end for end in ends if names[end] not in stops]
+    told = "the chat template ends turns with %s" % ", ".join("%s (%d)" % (end, names[end]) for end in ends)
     if not missed:
         return clear(told, *notes), ids
     if len(missed) < len(ends):
@@ -230,7 +230,7 @@ def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
                 if not line:
                     break
                 labels = json.loads(line)["labels"]
-                taught += any(one in labels for one in end_ids)
+                taught += any(end_id_ in labels for end_id_ in end_ids)
                 rows += 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return unknown('%s: line %d is not {"labels": [...]}: %s' % (path, rows + 1, type(error).__name__))
@@ -297,7 +297,7 @@ def _ids(value: Any) -> List[int]:
 
 def _shown(ids: List[int], names: Mapping[str, int]) -> str:
     by_id = {number: name for name, number in names.items()}
-    return ", ".join("%s (%d)" % (by_id.get(one, "?"), one) for one in ids[:8]) or "nothing"
+    return ", ".join("%s (%d)" % (by_id.get(id_, "?"), id_) for id_ in ids[:8]) or "nothing"
 
 
 NEVER = symptom(r"6 of 6 answers ran on to the limit of \d+ tokens")

@@ -78,7 +78,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("%s cannot be read: %s" % (path, error.strerror))
     if wrong:
         return exposed(*wrong[:8], advice="fetch these files again: git lfs pull, or hf download with --force-download")
-    if unread or not any(one.suffix in WEIGHTS for one in names):
+    if unread or not any(name.suffix in WEIGHTS for name in names):
         return unknown(*(unread[:5] or ["no file of weights in %s" % path]))
     return clear("%d files of %s are what their names say" % (len(names), path), "their checksums were not compared")
 
@@ -87,14 +87,14 @@ def _look(names: List[Path]) -> Any:
     wrong: List[str] = []
     unread: List[str] = []
     end = time.monotonic() + SECONDS
-    for one in names:
+    for name in names:
         if time.monotonic() > end:
-            unread.append("%s and the rest: out of time, name them one by one" % one)
+            unread.append("%s and the rest: out of time, name them one by one" % name)
             break
-        if one.is_symlink() and not one.exists():
-            wrong.append("%s: a link to %s, which is not there" % (one, os.readlink(one)))
-        elif one.is_file():
-            wrong += _not_what_it_says(one, unread)
+        if name.is_symlink() and not name.exists():
+            wrong.append("%s: a link to %s, which is not there" % (name, os.readlink(name)))
+        elif name.is_file():
+            wrong += _not_what_it_says(name, unread)
     return wrong, unread
 
 

@@ -65,7 +65,7 @@ def train(model: Any, device: Any) -> Any:
     import torch
 
     tokens = torch.tensor(PROMPT, device=device)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
     for _ in range(2):
         model(tokens).square().mean().backward()
         optimizer.step()
@@ -156,7 +156,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         read: Checkpoint = read_checkpoint(path)
     except Unreadable as error:
         return unknown(str(error))
-    names = [one.name for one in read.tensors]
+    names = [tensor.name for tensor in read.tensors]
     adapter = [name for name in names if any(kind in name for kind in KINDS)]
     told = "%d tensors, %d of them of an adapter" % (len(names), len(adapter))
     if not adapter:
@@ -166,7 +166,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     wrapped = [name for name in adapter if name.startswith(WRAPPERS) or "._orig_mod." in name]
     if wrapped:
         return exposed(told, "names of a wrapper, PEFT will not find them: %s" % wrapped[0], advice="rename and reload")
-    empty = [one.name for one in read.tensors if one.name in adapter and 0 in one.shape]
+    empty = [tensor.name for tensor in read.tensors if tensor.name in adapter and 0 in tensor.shape]
     if empty:
         return exposed(told, "%d without elements, %s" % (len(empty), empty[0]), advice="see zero3-empty-weights")
     zero = _zero_b(path, read) if read.format == "safetensors" else None
@@ -179,7 +179,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
     """A word about the B matrices when all that were looked at are zero, "" when one is not, None without any."""
-    these = [one for one in read.tensors if "lora_B" in one.name][:8]
+    these = [tensor for tensor in read.tensors if "lora_B" in tensor.name][:8]
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         for one in these:

@@ -137,7 +137,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=model.safetensors (or a file of torch.save)")
     try:
-        tensors = [one for one in read_checkpoint(path).tensors if one.dtype in BITS]
+        tensors = [tensor for tensor in read_checkpoint(path).tensors if tensor.dtype in BITS]
     except Unreadable as error:
         return unknown(str(error))
     end = time.monotonic() + 0.5
@@ -173,7 +173,7 @@ class Bytes:
         self.file.seek(0)
         self.header = 0 if self.archive else 8 + int.from_bytes(self.file.read(8), "little")
         names = self.archive.namelist() if self.archive else []
-        self.members: Dict[str, str] = {one.rsplit("/", 1)[-1]: one for one in names if "/data/" in one}
+        self.members: Dict[str, str] = {name.rsplit("/", 1)[-1]: name for name in names if "/data/" in name}
 
     def __enter__(self) -> Bytes:
         return self

@@ -123,7 +123,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not params["log"]:
         why = "what NCCL needs is known from a run only: it depends on GPUs, links, groups and operations"
         advice = "one run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC, then --set log=FILE --set free_mib=N"
-        return unknown(why, *(f"set here, and changes it: {one}" for one in settings), advice=advice)
+        return unknown(why, *(f"set here, and changes it: {setting}" for setting in settings), advice=advice)
     try:
         text = params["log"].read_text(errors="replace")
     except OSError as error:

@@ -78,7 +78,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 def lopsided(tree: ast.AST) -> Iterator[Call]:
     """Collectives in one branch of an `if` over the rank that the other branch calls more or less often."""
     blocks = [getattr(node, field, None) for node in ast.walk(tree) for field in ("body", "orelse", "finalbody")]
-    for block in [one for one in blocks if isinstance(one, list)]:
+    for block in [block for block in blocks if isinstance(block, list)]:
         for index, item in enumerate(block):
             if not isinstance(item, ast.If) or not asks_for_rank(item.test):
                 continue

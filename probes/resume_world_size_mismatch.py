@@ -179,7 +179,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         latest = folder / "latest"
         tag = latest.read_text(errors="replace")[:200].strip() if latest.is_file() else ""
         folders = [folder / tag] if tag and (folder / tag).is_dir() else [folder, *sorted(_folders(folder))[:200]]
-        names = [name for one in folders for name in sorted(os.listdir(one))][:MOST]
+        names = [name for folder in folders for name in sorted(os.listdir(folder))][:MOST]
     except (OSError, ValueError) as error:
         return unknown("%s cannot be read: %s" % (folder, error))
     wanted = params["gpus"] or int(os.environ.get("WORLD_SIZE", "0") or 0)
@@ -187,11 +187,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         found = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
         if found:
             return _compare(writer, found, wanted)
-    if "latest_universal" in names or any((one / "zero" / "optimizer_state.pt").exists() for one in folders):
+    if "latest_universal" in names or any((folder / "zero" / "optimizer_state.pt").exists() for folder in folders):
         return clear("a universal checkpoint of DeepSpeed: loads on any number of processes")
     if any(name.endswith(".distcp") for name in names):
         return clear("written by torch.distributed.checkpoint, which reshards; state of data loaders may not")
-    return unknown("no file in %s has a rank in its name" % ", ".join(one.name for one in folders[:5]))
+    return unknown("no file in %s has a rank in its name" % ", ".join(folder.name for folder in folders[:5]))
 
 
 def _folders(folder: Path) -> List[Path]:

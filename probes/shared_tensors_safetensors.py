@@ -120,9 +120,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if read.format == "safetensors":
         return unknown("a safetensors file: shared tensors cannot be in it", "whether two are equal was not compared")
     by_storage: Dict[str, List[Tuple[int, int, str]]] = {}
-    for one in read.tensors:
-        if one.stop > one.start:
-            by_storage.setdefault(one.storage, []).append((one.start, one.stop, one.name))
+    for tensor in read.tensors:
+        if tensor.stop > tensor.start:
+            by_storage.setdefault(tensor.storage, []).append((tensor.start, tensor.stop, tensor.name))
     found: List[str] = []
     views = 0
     for inside in by_storage.values():

@@ -72,7 +72,7 @@ def all_reduce(ctx: Context, *, shm_mib: int) -> None:
     ctx.reached()
     tensors = [torch.full((1 << 20,), float(gpu + 1), device=f"cuda:{gpu}") for gpu in range(2)]
     torch.cuda.nccl.all_reduce(tensors)
-    assert all((one == 3).all().item() for one in tensors)
+    assert all((tensor == 3).all().item() for tensor in tensors)
 
 
 def own_dev_shm(mib: int) -> None:
@@ -104,7 +104,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if free >= max(needed, ENOUGH_MIB // 4):
         return clear(*evidence)
     distances = gpu_distances()
-    if distances and all(one.startswith("NV") for one in distances) and free > SEGMENT >> 20:
+    if distances and all(distance.startswith("NV") for distance in distances) and free > SEGMENT >> 20:
         return unknown(*evidence, "all pairs are on NVLink, where NCCL needs little of it", advice=advice)
     if free < needed:
         return exposed(*evidence, advice=advice)

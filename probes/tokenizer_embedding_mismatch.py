@@ -59,7 +59,7 @@ def train(ctx: Context, *, fixed: bool) -> None:
     weight = model.embedding.weight.detach()
     everyones = [torch.empty_like(weight) for _ in range(ctx.world_size)]
     dist.all_gather(everyones, weight)
-    assert all(torch.equal(one, weight) for one in everyones), "the ranks trained different embeddings"
+    assert all(torch.equal(everyone, weight) for everyone in everyones), "the ranks trained different embeddings"
     assert not torch.equal(weight[NEW_ID], first[NEW_ID]), "the new row was never trained"
 
 
@@ -136,7 +136,7 @@ def saved_rows(model: Path) -> Optional[Tuple[str, int]]:
         tensors = read_checkpoint(model / str(file)).tensors
     except Unreadable:
         return None
-    found = [one for one in tensors if one.name.endswith(EMBEDDINGS) and len(one.shape) == 2]
+    found = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
     return (found[0].name, found[0].shape[0]) if found else None
 
 

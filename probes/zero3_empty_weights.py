@@ -128,8 +128,10 @@ def _file(path: Path) -> Finding:
         read: Checkpoint = read_checkpoint(path)
     except Unreadable as error:
         return unknown(str(error))
-    empty: List[str] = [one.name for one in read.tensors if one.shape in ((0,), (1,)) and _is_matrix(one.name)]
-    matrices = sum(_is_matrix(one.name) for one in read.tensors)
+    empty: List[str] = [
+        tensor.name for tensor in read.tensors if tensor.shape in ((0,), (1,)) and _is_matrix(tensor.name)
+    ]
+    matrices = sum(_is_matrix(tensor.name) for tensor in read.tensors)
     told = "%d of %d weights have the shape [0] or [1]" % (len(empty), matrices)
     if not matrices:
         return unknown("%d tensors, none of them named like a weight" % len(read.tensors))

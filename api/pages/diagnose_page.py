@@ -65,7 +65,8 @@ def _view(content: Content, answer: Diagnosis, near: Texts, lang: str) -> dict[s
     step = answer.next_step
     return {
         "findings": [
-            {"finding": one, "excerpts": excerpts(one.evidence[:SHOWN_LINES], near)} for one in answer.findings[:SHOWN]
+            {"finding": finding, "excerpts": excerpts(finding.evidence[:SHOWN_LINES], near)}
+            for finding in answer.findings[:SHOWN]
         ],
         "seen": list(chain.from_iterable(excerpts([one.line], near) for one in answer.seen[:SHOWN_SEEN])),
         "next_step": section_html(step.text, known, lang) if step else "",

@@ -88,7 +88,7 @@ def section_html(text: str, known: frozenset[str], lang: str = "en") -> str:
 
 
 def _picture(links: Graph, entry_id: str) -> str:
-    return causes_svg.neighbourhood(links, entry_id, lambda one: f"/entries/{one}")
+    return causes_svg.neighbourhood(links, entry_id, lambda link: f"/entries/{link}")
 
 
 def _around(links: Graph, entry_id: str) -> list[tuple[str, list[dict[str, str]]]]:

@@ -20,7 +20,7 @@ async def graph_page(request: Request, content: Loaded) -> HTMLResponse:
     return page(
         request,
         "graph.html",
-        picture=causes_svg.whole(links, lambda one: f"/entries/{one}"),
+        picture=causes_svg.whole(links, lambda link: f"/entries/{link}"),
         causes=[(cause, links.consequences_of(cause)) for cause in sorted({cause for cause, _ in links.causes})],
         alone=sorted(set(links.titles) - linked),
         titles=links.titles,

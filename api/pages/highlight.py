@@ -17,5 +17,5 @@ def highlighted(text: str, words: Iterable[str]) -> Markup:
         return escape(text)
     pieces = re.split(f"({'|'.join(map(re.escape, wanted))})", text, flags=re.IGNORECASE)
     return Markup("").join(
-        Markup("<mark>{}</mark>").format(one) if i % 2 else escape(one) for i, one in enumerate(pieces)
+        Markup("<mark>{}</mark>").format(piece) if i % 2 else escape(piece) for i, piece in enumerate(pieces)
     )

@@ -99,7 +99,7 @@ def hits(answer: Answer) -> list[dict[str, Any]]:
 
 def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
     """The entries that pass, without a question. Raises `UsageError` for a filter that nothing can pass."""
-    current = [one for one in listing.summaries if one["status"] != Status.WITHDRAWN]
+    current = [summary for summary in listing.summaries if summary["status"] != Status.WITHDRAWN]
     passing = only.admitted(dict(enumerate(current)))
     listed = [current[number] for number in sorted(passing)]
     return {
@@ -113,17 +113,17 @@ def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
 
 def popular(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
     """Tags with how many entries have each, most first; the rare ones are found by words."""
-    counts = Counter(tag for one in summaries for tag in one["tags"])
+    counts = Counter(tag for summary in summaries for tag in summary["tags"])
     return [(tag, count) for tag, count in counts.most_common() if count >= LEAST_GROUP]
 
 
 def groups(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Entries under the tag that they name first; where few do, under the tag of theirs that most name first."""
     summaries = list(summaries)
-    first = Counter(one["tags"][0] for one in summaries)
+    first = Counter(summary["tags"][0] for summary in summaries)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for one in summaries:
-        own = one["tags"][0]
-        heading = own if first[own] >= LEAST_GROUP else max(one["tags"], key=lambda tag: first[tag])
-        found[heading if first[heading] >= LEAST_GROUP else OTHERS].append(one)
+    for summary in summaries:
+        own = summary["tags"][0]
+        heading = own if first[own] >= LEAST_GROUP else max(summary["tags"], key=lambda tag: first[tag])
+        found[heading if first[heading] >= LEAST_GROUP else OTHERS].append(summary)
     return sorted(found.items(), key=lambda item: (item[0] == OTHERS, -len(item[1]), item[0]))

@@ -27,5 +27,5 @@ class StaticFile:
 
 
 FILES = [StaticFile.read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES]
-BY_ADDRESS = {one.address: one for one in FILES}
-URLS = {one.name: f"/static/{one.address}" for one in FILES}
+BY_ADDRESS = {file.address: file for file in FILES}
+URLS = {file.name: f"/static/{file.address}" for file in FILES}

@@ -34,21 +34,23 @@ def rows(entry_id: str, digest: str, standings: Iterable[Standing], proofs: Iter
     """Of one entry: the current wording first, then by GPU, driver and torch, newest first."""
     found = [
         Row(
-            one.gpu,
-            one.driver,
-            one.torch,
-            one.verdict,
-            one.fidelity,
-            one.count,
-            str(one.last)[:10],
-            one.entry_digest != digest,
+            standing.gpu,
+            standing.driver,
+            standing.torch,
+            standing.verdict,
+            standing.fidelity,
+            standing.count,
+            str(standing.last)[:10],
+            standing.entry_digest != digest,
         )
-        for one in standings
-        if one.entry_id == entry_id
+        for standing in standings
+        if standing.entry_id == entry_id
     ]
     found += [
-        Row(one.gpus, one.driver, one.torch, one.verdict, "hardware", 1, one.day, one.entry_digest != digest)
-        for one in proofs
+        Row(
+            proof.gpus, proof.driver, proof.torch, proof.verdict, "hardware", 1, proof.day, proof.entry_digest != digest
+        )
+        for proof in proofs
     ]
     found.sort(key=lambda row: row.day, reverse=True)
     return sorted(found, key=lambda row: (row.is_earlier, row.gpu == "", row.gpu, row.driver, row.torch))

@@ -13,7 +13,7 @@ def preferred(accept: str, offers: tuple[str, ...]) -> str | None:
 def _quality(offer: str, ranges: list[tuple[str, float]]) -> float:
     """That of the most specific range the offer is in; without any range everything is acceptable."""
     kind = offer.partition("/")[0]
-    qualities = dict(sorted(ranges, key=lambda one: one[1]))  # of a range that comes twice the best counts
+    qualities = dict(sorted(ranges, key=lambda range_: range_[1]))  # of a range that comes twice the best counts
     for candidate in (offer, f"{kind}/*", "*/*"):
         if candidate in qualities:
             return qualities[candidate]

@@ -186,7 +186,7 @@ def _request_id(headers: Headers) -> str:
 def _without_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """For the application, which has no use for cookies and would parse them: http.cookies takes half a minute for
     120 kB that somebody made for it."""
-    return [one for one in headers if one[0] != b"cookie"]
+    return [header for header in headers if header[0] != b"cookie"]
 
 
 def _demand_plain_forms(headers: Iterable[tuple[bytes, bytes]]) -> None:

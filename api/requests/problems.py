@@ -140,7 +140,7 @@ def _invalid_request(request: Request, error: RequestValidationError) -> Respons
         }
         for one in error.errors()
     ]
-    detail = "; ".join(f"{one['parameter']}: {one['detail']}" for one in errors)
+    detail = "; ".join(f"{error['parameter']}: {error['detail']}" for error in errors)
     is_other = any(one["loc"] == ("body",) for one in error.errors()) and not _sends_json(request)
     hint = "send the body as JSON, with the header Content-Type: application/json" if is_other else ""
     return _problem(request, 422, "invalid-request", detail, hint=hint, errors=errors)

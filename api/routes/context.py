@@ -73,7 +73,7 @@ def _document(question: ContextQuestion, built: Context) -> dict[str, object]:
     return {
         "query": question.q[:LONGEST_ECHO],
         "context": built.text,
-        "claims": [_claim(one) for one in built.claims],
+        "claims": [_claim(claim) for claim in built.claims],
         "truncated": built.truncated,
     }
 

@@ -75,7 +75,7 @@ def list_comments(
 ) -> CommentPage:
     """Newest first, for who cares for the entries: anybody who reads here can write one."""
     found = feedback.comments(database, limit + 1, paging.number(COMMENTS, cursor))
-    shown, following = paging.page(COMMENTS, found, limit, lambda one: one.id)
+    shown, following = paging.page(COMMENTS, found, limit, lambda comment: comment.id)
     return CommentPage(comments=tuple(map(CommentDocument.of, shown)), next=following)
 
 

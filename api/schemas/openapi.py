@@ -79,8 +79,8 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 
 def _scope(dependant: Dependant) -> str:
     """The scope that an operation needs beyond reading; "" for none."""
-    for one in dependant.dependencies:
-        if found := SCOPES.get(one.call, "") or _scope(one):
+    for dependency in dependant.dependencies:
+        if found := SCOPES.get(dependency.call, "") or _scope(dependency):
             return found
     return ""
 

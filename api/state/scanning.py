@@ -51,7 +51,7 @@ class Scanning:
             if self._closing.is_set():
                 raise IndexUnavailable("the service is ending", "ask again in a moment")
 
-        watched = [replace(one, pieces=_heard(one.pieces, look)) for one in streams]
+        watched = [replace(stream, pieces=_heard(stream.pieces, look)) for stream in streams]
         return scan(watched, self._matcher, look, LIMITS)
 
 

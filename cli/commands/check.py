@@ -98,7 +98,9 @@ def _nagios_code(answers: tuple[Answer, ...], code: int) -> int:
 
 def _nagios(answers: tuple[Answer, ...], code: int) -> str:
     """One line with performance data, as https://nagios-plugins.org/doc/guidelines.html wants it."""
-    exposed = [f"{one.entry.id} ({next(iter(one.finding.evidence), '')})" for one in answers if one.is_exposed]
+    exposed = [
+        f"{answer.entry.id} ({next(iter(answer.finding.evidence), '')})" for answer in answers if answer.is_exposed
+    ]
     told = "; ".join(exposed) or "nothing exposed"
     data = " ".join(f"{state}={count}" for state, count in _counts(answers).items())
     return f"KB {NAMES[code]} - {told.replace('|', '/')} | {data}"

@@ -138,7 +138,7 @@ def _print_unexplained(diagnosis: Diagnosis, limit: int) -> None:
 
 
 def _listed(findings: tuple[Finding, ...]) -> str:
-    return ", ".join(f"{one.id} ({one.role}, {one.confidence:.2f})" for one in findings)
+    return ", ".join(f"{finding.id} ({finding.role}, {finding.confidence:.2f})" for finding in findings)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -67,8 +67,8 @@ def _entry_file(path: Path) -> Path:
 
 
 def _print(result: Result, counts: dict[str, int]) -> None:
-    for one in result.findings:
-        print(f"{shown(one.path)}:{one.line}: {style(one.rule, 'cyan')}: {one.message}")
+    for finding in result.findings:
+        print(f"{shown(finding.path)}:{finding.line}: {style(finding.rule, 'cyan')}: {finding.message}")
     checked = f"{_count(result.entries, 'entry', 'entries')}, {_count(result.probes, 'probe')}, {counts['rules']} rules"
     print(f"{checked}: {_count(len(result.findings), 'finding') if result.findings else 'clean'}")
 

@@ -67,7 +67,7 @@ def _home(given: Path | None) -> Path:
     """The root that was named, or the only one of the team. Raises `UsageError` when that is not clear."""
     if given is not None:
         return given.expanduser().absolute()
-    roots = [one for one in configured_roots() if one.name != BUILT_IN]
+    roots = [configured_root for configured_root in configured_roots() if configured_root.name != BUILT_IN]
     if len(roots) == 1:
         return roots[0].entries.parent
     if (Path.cwd() / "entries").is_dir():

@@ -122,13 +122,13 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
 
 def _print_why(why: Explanation) -> None:
     """The sum, then a line for each summand, aligned as a table."""
-    words = sum(one.score for one in why.concepts)
+    words = sum(concept.score for concept in why.concepts)
     lift = f" + {why.signature:.3f} signature" if why.signature else ""
     print(f"   score    {why.score:.3f} = {words:.3f} words x {why.coverage:.3f} coverage{lift}")
-    width = max((len(one.word) for one in why.concepts), default=0)
-    for one in why.concepts:
-        how = f"{one.bm25:.3f} bm25 x {one.weight:g} of {one.term!r}, idf {one.idf:.2f}"
-        print(style(f"            {one.score:7.3f}  {one.word:<{width}}  {how}", dim=True))
+    width = max((len(concept.word) for concept in why.concepts), default=0)
+    for concept in why.concepts:
+        how = f"{concept.bm25:.3f} bm25 x {concept.weight:g} of {concept.term!r}, idf {concept.idf:.2f}"
+        print(style(f"            {concept.score:7.3f}  {concept.word:<{width}}  {how}", dim=True))
 
 
 def wrapped(label: str, text: str) -> str:

@@ -64,9 +64,10 @@ def page(entry: Entry, lang: str, hardware: str = "") -> str:
     if lang == "zh":
         body = entry.section("中文")
     else:
-        body = "\n\n".join(f"## {name}\n\n{one.text}" for name, one in entry.sections.items() if name != "中文")
+        body = "\n\n".join(f"## {name}\n\n{section.text}" for name, section in entry.sections.items() if name != "中文")
     references = "\n".join(
-        f"{number}. {one.shows} ({one.grade}): {one.url}" for number, one in enumerate(meta.references, 1)
+        f"{number}. {reference.shows} ({reference.grade}): {reference.url}"
+        for number, reference in enumerate(meta.references, 1)
     )
     proof = f"`kb verify {entry.id}`" if meta.probe else f"no probe: {meta.probe_waiver}"
     label = ("参考", "在本机验证") if lang == "zh" else ("References", "Prove it on this machine")

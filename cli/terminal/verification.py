@@ -65,7 +65,7 @@ def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | Non
             "verify-plan",
             python=str(launcher.python),
             removed_variables=list(launcher.removed),
-            plans=[one.to_json() for one in plans],
+            plans=[plan.to_json() for plan in plans],
             report={"url": recipient.service.url, "queued": recipient.waiting()} if recipient else None,
         )
     else:
@@ -76,8 +76,8 @@ def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | Non
 def _print_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None) -> None:
     from .verdicts import print_plan
 
-    for one in plans:
-        print_plan(one)
+    for plan in plans:
+        print_plan(plan)
     print(f"interpreter  {launcher.python}")
     print("files        one temporary directory per arm, deleted afterwards; the report goes into the store")
     print(f"environment  yours, without {', '.join(launcher.removed) or 'any change'}")

@@ -87,9 +87,9 @@ def verdicts(entry: Entry, found: Catalog, known: tuple[gpu_records.Proof, ...])
 
 def references(entry: Entry) -> str:
     items = []
-    for number, one in enumerate(entry.meta.references, 1):
-        link = f'<a href="{escape(one.url)}">{escape(one.url)}</a>'
-        items.append(f'<li id="ref-{number}">{escape(one.shows)} ({one.grade}): {link}</li>')
+    for number, reference in enumerate(entry.meta.references, 1):
+        link = f'<a href="{escape(reference.url)}">{escape(reference.url)}</a>'
+        items.append(f'<li id="ref-{number}">{escape(reference.shows)} ({reference.grade}): {link}</li>')
     return f"<ol>{''.join(items)}</ol>"
 
 
@@ -110,7 +110,7 @@ def graph_page(links: Graph) -> str:
     alone = sorted(set(links.titles) - linked)
     told = "An arrow leads from a cause to what it brings about. A timeout is nearly always a consequence."
     rest = ", ".join(f"[{one}](entries/{one}.md)" for one in alone)
-    drawn = html(causes_svg.whole(links, lambda one: f"../entries/{one}/"))
+    drawn = html(causes_svg.whole(links, lambda link: f"../entries/{link}/"))
     return f"{WIDE}# Graph of causes\n\n{told}\n\n{drawn}\n\nNot linked to another incident: {rest or 'none'}.\n"
 
 

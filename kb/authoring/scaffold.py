@@ -176,13 +176,13 @@ def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
         today=today,
         signatures="\n".join(
             SIGNATURE.format(
-                pattern=_quoted(one.pattern),
-                sample=_quoted(one.sample),
+                pattern=_quoted(candidate.pattern),
+                sample=_quoted(candidate.sample),
                 choose="  # TODO keep it if only this incident prints it; root, cascade or context?"
                 if draft.is_real
                 else "",
             )
-            for one in draft.candidates
+            for candidate in draft.candidates
         ),
         seen="".join(f"\nTODO kb saw: {sentence}\n" for sentence in draft.seen),
         fence=ticks,

@@ -58,14 +58,18 @@ def mismatches(entries: Iterable[Entry], healthy: Iterable[HealthyLog]) -> Itera
 
 def _evidence(entry: Entry) -> Iterator[Signature]:
     """Signatures that say something; one that may take for ever is a finding of `kb lint` and is not run."""
-    for one in entry.meta.signatures:
-        if one.role is not Role.CONTEXT and not backtracking_risk(one.pattern):
-            yield one
+    for signature in entry.meta.signatures:
+        if signature.role is not Role.CONTEXT and not backtracking_risk(signature.pattern):
+            yield signature
 
 
 def _own(entry: Entry, evidence: tuple[Signature, ...]) -> Iterator[Finding]:
     unproven = [log for log in entry.logs if not any(find(one.pattern, log.text) for one in evidence)]
-    context = [one for one in entry.meta.signatures if one.role is Role.CONTEXT and not backtracking_risk(one.pattern)]
+    context = [
+        signature
+        for signature in entry.meta.signatures
+        if signature.role is Role.CONTEXT and not backtracking_risk(signature.pattern)
+    ]
     for number, log in enumerate(unproven, len(entry.logs) - len(unproven)):
         if number < LEAST_LOGS:
             yield Finding(entry.path, log.line, "log-not-matched", "no root or cascade signature matches this log")

@@ -48,7 +48,7 @@ class Graph:
         }
 
     def _named(self, ids: Iterable[str]) -> list[dict[str, str]]:
-        return [{"id": one, "title": self.titles[one]} for one in ids]
+        return [{"id": id_, "title": self.titles[id_]} for id_ in ids]
 
 
 def graph(entries: Iterable[Entry]) -> Graph:

@@ -15,10 +15,18 @@ def neighbourhood(graph: Graph, entry_id: str, url: Callable[[str], str]) -> str
     """Causes on the left, consequences on the right, what hides it and what it hides below; "" without neighbours."""
     causes, consequences = graph.causes_of(entry_id), graph.consequences_of(entry_id)
     beside = {*causes, *consequences}
-    masks = [one for one in dict.fromkeys((*graph.masked_by(entry_id), *graph.hides(entry_id))) if one not in beside]
+    masks = [
+        neighbour
+        for neighbour in dict.fromkeys((*graph.masked_by(entry_id), *graph.hides(entry_id)))
+        if neighbour not in beside
+    ]
     if not (beside or masks):
         return ""
-    columns = [list(causes), [entry_id, *masks], [one for one in consequences if one not in causes]]
+    columns = [
+        list(causes),
+        [entry_id, *masks],
+        [consequence for consequence in consequences if consequence not in causes],
+    ]
     drawn = {one for column in columns for one in column}
     edges = [edge for edge in graph.causes if entry_id in edge and set(edge) <= drawn]
     hidden = [edge for edge in graph.masks if entry_id in edge and set(edge) <= {entry_id, *masks}]
@@ -34,7 +42,7 @@ def whole(graph: Graph, url: Callable[[str], str]) -> str:
     columns: list[list[str]] = []
     height: dict[str, float] = {}
     for count in range(max(steps.values(), default=0) + 1):
-        column = [one for one in ids if steps[one] == count]
+        column = [id_ for id_ in ids if steps[id_] == count]
         column.sort(key=lambda one: (_mean(height[end] for end in graph.consequences_of(one) if end in height), one))
         height.update({one: number / len(column) for number, one in enumerate(column)})
         columns.insert(0, column)
@@ -49,7 +57,7 @@ def _mean(numbers: Iterable[float]) -> float:
 
 def _steps_to_the_end(ids: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:
     """Length of the longest path from each id over the edges that close no circle."""
-    followers: dict[str, list[str]] = {one: [] for one in ids}
+    followers: dict[str, list[str]] = {id_: [] for id_ in ids}
     for cause, consequence in edges:
         followers[cause].append(consequence)
     steps: dict[str, int] = {}

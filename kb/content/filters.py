@@ -51,7 +51,7 @@ class Filter:
         if self:
             self._demand_known("entry", documents, STATUSES | {WITHDRAWN})
         shown = self if self.statuses else replace(self, statuses=STATUSES)
-        return [one for one in documents if shown._admits(one)]
+        return [document for document in documents if shown._admits(document)]
 
     def _demand_known(self, whose: str, documents: Collection[Facets], statuses: Set[str]) -> None:
         _demand(whose, "tag", self.tags, frozenset[str]().union(*map(_tags, documents)))

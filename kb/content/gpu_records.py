@@ -80,7 +80,7 @@ def standing(probe: Path | None, known: tuple[Proof, ...], entry_digest: str = "
 def add_standing(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> None:
     """Put `hardware`, the line or None, into what the index stores of entries."""
     roots = tuple(roots)
-    known, homes = proofs(roots), {one.name: one for one in roots}
+    known, homes = proofs(roots), {root.name: root for root in roots}
     for document in documents:
         probe = homes[document["origin"]].probe_file(document["probe"]) if document["probe"] else None
         document["hardware"] = standing(probe, known.get(document["id"], ())) or None
@@ -91,7 +91,7 @@ def record(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises `UsageError` when there is none: a machine without GPUs has nothing to record.
     """
-    proved = [one for one in reports if one["fidelity"] == "hardware"]
+    proved = [report for report in reports if report["fidelity"] == "hardware"]
     if not proved:
         raise UsageError("no GPU arm ran here, so there is nothing to record", "`kb verify --all --plan` says why not")
     environment = proved[0]["environment"]

@@ -74,7 +74,7 @@ def _split(text: str) -> tuple[list[Marked], str]:
         if run["code"]:
             continue
         said += text[at : run.start()]
-        marks += [Mark(one[1] or one[2], int(one[3] or 0)) for one in MARK.finditer(run["marks"])]
+        marks += [Mark(match[1] or match[2], int(match[3] or 0)) for match in MARK.finditer(run["marks"])]
         at = run.end()
         if not _goes_on(said, text[at:]):
             ended.append(Marked(said.strip(), tuple(marks)))

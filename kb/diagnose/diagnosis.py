@@ -67,7 +67,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     like = _likeness(index, scan)
     most = max([LEAST_ALIKE, *like.values()])
     relative = {entry: value / most for entry, value in like.items()}
-    sightings = scan.sightings if _ended_silently(scan) else [_no_end(one) for one in scan.sightings]
+    sightings = scan.sightings if _ended_silently(scan) else [_no_end(sighting) for sighting in scan.sightings]
     candidates = rank(sightings, relative, index.causes, index.masks)
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     who = culprits(scan, candidates)
@@ -118,7 +118,7 @@ def _likeness(index: Index, scan: Scan) -> dict[str, float]:
 
 
 def _numbers(index: Index, candidates: Sequence[Candidate]) -> list[int]:
-    wanted = {one.id for one in candidates}
+    wanted = {candidate.id for candidate in candidates}
     return [number for number, entry in index.numbers.items() if entry in wanted]
 
 
@@ -127,11 +127,11 @@ def _findings(
 ) -> tuple[Finding, ...]:
     found: list[Finding] = []
     ceiling = 1.0
-    for position, one in enumerate(candidates):
-        rival = next((other.score for other in candidates[position + 1 :] if one.id not in other.caused_by), 0.0)
-        effects = {other.id for other in candidates if one.id in other.caused_by}
-        ceiling = min(ceiling, _confidence(one, one.score - rival))
-        found.append(_finding(one, ceiling, documents[one.id], _against(one, who, effects)))
+    for position, candidate in enumerate(candidates):
+        rival = next((other.score for other in candidates[position + 1 :] if candidate.id not in other.caused_by), 0.0)
+        effects = {other.id for other in candidates if candidate.id in other.caused_by}
+        ceiling = min(ceiling, _confidence(candidate, candidate.score - rival))
+        found.append(_finding(candidate, ceiling, documents[candidate.id], _against(candidate, who, effects)))
     return tuple(found)
 
 

@@ -72,25 +72,25 @@ def earliest(lines: Iterable[Line]) -> Line | None:
 
 def _roots(candidates: Sequence[Candidate]) -> list[_Failure]:
     """What names a cause, as a rank printed it: what kb or a launcher concluded is not the failure itself."""
-    roots = (one for candidate in candidates if candidate.role == "root" for one in candidate.sightings)
+    roots = (sighting for candidate in candidates if candidate.role == "root" for sighting in candidate.sightings)
     return [
-        _Failure(one.lines, frozenset(one.ranks))
-        for one in roots
-        if one.role == "root" and all(is_printed(line) and not is_aftermath(line.text) for line in one.lines)
+        _Failure(root.lines, frozenset(root.ranks))
+        for root in roots
+        if root.role == "root" and all(is_printed(line) and not is_aftermath(line.text) for line in root.lines)
     ]
 
 
 def _own(scan: Scan, candidates: Sequence[Candidate]) -> list[_Failure]:
     """Failures that are no consequence; only exceptions where there are some: what was retried is logged as well."""
-    sightings = (one for candidate in candidates for one in candidate.sightings if one.role == "cascade")
+    sightings = (sighting for candidate in candidates for sighting in candidate.sightings if sighting.role == "cascade")
     waiting = {(line.source, line.number) for sighting in sightings for line in sighting.lines}
     own = [
-        one
-        for one in scan.failures
-        if is_printed(one.line)
-        and not is_aftermath(one.line.text)
-        and (one.line.source, one.line.number) not in waiting
-        and not one.line.text.startswith("Traceback")
+        failure
+        for failure in scan.failures
+        if is_printed(failure.line)
+        and not is_aftermath(failure.line.text)
+        and (failure.line.source, failure.line.number) not in waiting
+        and not failure.line.text.startswith("Traceback")
     ]
     chosen = [one for one in own if is_raised(one.line.text)] or own
     return [_Failure((one.line,), frozenset(one.ranks)) for one in chosen]

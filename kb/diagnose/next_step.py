@@ -41,7 +41,7 @@ def candidates(findings: Sequence[Finding]) -> list[Finding]:
 
     Where a cause was printed, what waiting ranks print is no rival of it.
     """
-    likely = [one for one in findings if not one.caused_by and one.confidence >= LIKELY]
+    likely = [finding for finding in findings if not finding.caused_by and finding.confidence >= LIKELY]
     if any(one.role == "root" for one in likely):
         likely = [one for one in likely if one.role != "cascade"]
     return likely[: 1 if likely and likely[0].confidence >= CERTAIN else MOST_CANDIDATES]
@@ -52,7 +52,7 @@ def next_step(
 ) -> NextStep | None:
     """None when nothing was found to go on with."""
     rivals = candidates(findings)
-    if who.absent and not any(one.role == "root" for one in rivals):
+    if who.absent and not any(rival.role == "root" for rival in rivals):
         return _ask(who.absent, rivals)
     if not rivals:
         return None
@@ -75,7 +75,7 @@ def read_first(who: Culprits) -> NextStep | None:
 def _ask(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
     who = name_ranks(absent)
     text = f"Read what {who} did: the others waited. The log of {who}, or `py-spy dump` there while the job hangs."
-    return NextStep(text, separates=tuple(one.id for one in rivals))
+    return NextStep(text, separates=tuple(rival.id for rival in rivals))
 
 
 def _difference(rivals: Sequence[Finding], documents: Mapping[str, Mapping[str, Any]]) -> NextStep | None:

@@ -98,9 +98,9 @@ def _candidate(entry: str, seen: list[Sighting], likeness: float, claims: Claims
     ]
     if not strengths:
         return None
-    strength, role, place = max(strengths, key=lambda one: one[:2])
+    strength, role, place = max(strengths, key=lambda strength: strength[:2])
     others = (one for one in seen if _place(one) != place and not is_launcher(one.lines[0].text))
-    further = sorted((FURTHER[one.role] for one in others), reverse=True)
+    further = sorted((FURTHER[other.role] for other in others), reverse=True)
     score = strength + sum(further[:MOST_FURTHER]) + LIKENESS * likeness
     shared_with = tuple(sorted(claims[place] - {entry}))
     return Candidate(entry, role, score, likeness, tuple(seen), shared_with=shared_with)

@@ -20,7 +20,7 @@ WAITED = "what was printed is what waiting or surviving ranks print"
 
 def is_elsewhere(candidates: Sequence[Candidate], who: Culprits) -> bool:
     """Whether the best of all entries stands for what followed, and what failed first is on no entry's lines."""
-    if not candidates or who.first is None or any(who.first in _lines(one) for one in candidates):
+    if not candidates or who.first is None or any(who.first in _lines(candidate) for candidate in candidates):
         return False
     best = candidates[0]
     if who.has_raised and _is_launched(best):

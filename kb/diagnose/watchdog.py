@@ -65,7 +65,7 @@ class Reading:
         the log speaks of no other. Groups that share a name, as `split_group` makes them, are left out."""
         shared = {group for (group, _), ranks in self._members.items() if len(ranks) > 1}
         others = {group for group, _ in self._members} - {DEFAULT}
-        known = {key: one for key, one in self._timeouts.items() if one.group or not others}
+        known = {key: timeout for key, timeout in self._timeouts.items() if timeout.group or not others}
         return {key: replace(one, group=one.group or DEFAULT) for key, one in known.items() if one.group not in shared}
 
     def _take_timeout(self, line: Line, rank: int, text: str, named: tuple[str, str] | None) -> None:
@@ -145,8 +145,8 @@ def _divergence(by_rank: dict[int, Timeout]) -> Iterator[Line]:
         if timeout.sequence >= 0:
             at[timeout.sequence][rank] = timeout
     for sequence, timeouts in sorted(at.items()):
-        ops = _sides({rank: one.op for rank, one in timeouts.items()})
-        sizes = _sides({rank: (one.numel_in, one.numel_out) for rank, one in timeouts.items()})
+        ops = _sides({rank: timeout.op for rank, timeout in timeouts.items()})
+        sizes = _sides({rank: (timeout.numel_in, timeout.numel_out) for rank, timeout in timeouts.items()})
         op = next(iter(ops))
         if len(ops) > 1:
             told = ", ".join(f"{name_ranks(ranks)} in {side}" for side, ranks in _few(ops))

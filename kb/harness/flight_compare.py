@@ -111,7 +111,7 @@ def _last_issued(
 ) -> dict[int, int]:
     """No number for a rank whose records of the group may all be overwritten: it is accused of nothing."""
     last = {rank: seq for seq in sorted(calls) for rank in calls[seq]}
-    for rank in [one for one in ranks if one not in last]:
+    for rank in [rank for rank in ranks if rank not in last]:
         if (rank, name) in issued:
             last[rank] = issued[rank, name]
         elif not (records[rank] and records[rank][0].get("record_id")):
@@ -201,7 +201,7 @@ def _all_inside(seq: int, group: Group, by_rank: dict[int, Record]) -> Finding:
 
 def _call_sites(end: int, group: Group) -> list[Finding]:
     """The first collective before the disputed one that the ranks called from different lines."""
-    for seq in sorted(one for one in group.calls if one < end):
+    for seq in sorted(call for call in group.calls if call < end):
         by_rank = group.calls[seq]
         stacks = {rank: entry.get("frames", [])[::-1] for rank, entry in sorted(by_rank.items())}
         entry = next(iter(by_rank.values()))

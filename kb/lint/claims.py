@@ -63,8 +63,8 @@ def no_reference(draft: Draft) -> Iterator[Remark]:
 def duplicate_reference(draft: Draft) -> Iterator[Remark]:
     """No address stands twice with one grade; a thread may show one thing and claim another."""
     seen: dict[tuple[str, Grade], int] = {}
-    for number, one in enumerate(draft.meta.references):
-        first = seen.setdefault((one.url, one.grade), number)
+    for number, reference in enumerate(draft.meta.references):
+        first = seen.setdefault((reference.url, reference.grade), number)
         if first != number:
             yield draft.line("references", number), f"this is reference {first + 1} again"
 
@@ -72,8 +72,8 @@ def duplicate_reference(draft: Draft) -> Iterator[Remark]:
 def unused_reference(draft: Draft) -> Iterator[Remark]:
     """Every reference is marked somewhere in the body; an inferred one has no mark with a number."""
     used = {number for _, _, number in _numbered(draft)}
-    for number, one in enumerate(draft.meta.references, 1):
-        if number not in used and one.grade is not Grade.INFERRED:
+    for number, reference in enumerate(draft.meta.references, 1):
+        if number not in used and reference.grade is not Grade.INFERRED:
             yield draft.line("references", number - 1), f"reference {number} is never marked in the body"
 
 

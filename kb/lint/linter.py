@@ -79,15 +79,15 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     Raises `LaunchError` when no child process can be started, `UsageError` for a file that no root has.
     """
     found = load_catalog(roots)
-    problems = [one for one in found.problems if not only or one.path in only]
+    problems = [problem for problem in found.problems if not only or problem.path in only]
     entries = [entry for entry in found if not only or entry.path in only]
-    for path in only.difference((one.path for one in problems), (entry.path for entry in entries)):
+    for path in only.difference((problem.path for problem in problems), (entry.path for entry in entries)):
         raise UsageError(f"{path} is no entry of a content root, or another root replaces it")
     files = _with_declarations(_probe_files(found, entries, () if only else roots))
-    findings = [Finding(one.path, one.line, one.rule, one.detail) for one in problems]
+    findings = [Finding(problem.path, problem.line, problem.rule, problem.detail) for problem in problems]
     findings += [finding for draft in _drafts(found, entries) for finding in check_entry(draft)]
     findings += [finding for file in files for finding in check_probe(file)]
-    if not only and any(one.name == BUILT_IN for one in roots):
+    if not only and any(root.name == BUILT_IN for root in roots):
         findings += check_glossary(FILE)
     return Result(tuple(sorted(findings)), len(entries) + len(problems), len(files))
 
@@ -133,12 +133,14 @@ def slow_patterns(entries: Iterable[Entry]) -> frozenset[str]:
     risky: set[str] = set()
     texts: dict[str, list[str]] = {}
     for entry in entries:
-        for one in entry.meta.signatures:
-            if backtracking_risk(one.pattern):
-                risky.add(one.pattern)
+        for signature in entry.meta.signatures:
+            if backtracking_risk(signature.pattern):
+                risky.add(signature.pattern)
             else:
-                texts.setdefault(one.pattern, [*HEALTHY]).extend(redos_timing.pumped(one.pattern, one.sample))
-                texts[one.pattern] += entry.meta.not_signatures
+                texts.setdefault(signature.pattern, [*HEALTHY]).extend(
+                    redos_timing.pumped(signature.pattern, signature.sample)
+                )
+                texts[signature.pattern] += entry.meta.not_signatures
     return redos_timing.slow(texts) | risky
 
 

@@ -21,20 +21,20 @@ CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|
 
 def headings(draft: Draft) -> Iterator[Remark]:
     """The body has the eight level-two headings, in their order, and no other."""
-    found = [(one.section, one.line) for one in draft.blocks(Kind.HEADING) if one.tag == "h2"]
+    found = [(block.section, block.line) for block in draft.blocks(Kind.HEADING) if block.tag == "h2"]
     yield from _order(found, SECTIONS, 1)
 
 
 def empty_section(draft: Draft) -> Iterator[Remark]:
     """No section is empty."""
-    for one in draft.blocks(Kind.HEADING):
-        if one.tag == "h2" and not any(_has_text(other) for other in draft.body if other.section == one.section):
-            yield one.line, f"nothing stands under {one.section!r}"
+    for block in draft.blocks(Kind.HEADING):
+        if block.tag == "h2" and not any(_has_text(other) for other in draft.body if other.section == block.section):
+            yield block.line, f"nothing stands under {block.section!r}"
 
 
 def few_logs(draft: Draft) -> Iterator[Remark]:
     """Symptom has two fenced log blocks at least, of two frameworks, versions or rank layouts."""
-    count = sum(one.tag == "log" for one in draft.blocks(Kind.CODE, "Symptom"))
+    count = sum(block.tag == "log" for block in draft.blocks(Kind.CODE, "Symptom"))
     if "Symptom" in draft.entry.sections and count < LEAST_LOGS:
         yield _heading_line(draft, "Symptom"), f"Symptom shows {count} ```log blocks, {LEAST_LOGS} are needed"
 
@@ -48,7 +48,7 @@ def no_look_alike(draft: Draft) -> Iterator[Remark]:
 def long_cause(draft: Draft) -> Iterator[Remark]:
     """The first sentence of Root cause, which a search result shows, has at most 240 characters."""
     if len(draft.entry.cause) > LONGEST_CAUSE:
-        line = next((one.line for one in draft.blocks(Kind.PROSE, "Root cause")), 1)
+        line = next((block.line for block in draft.blocks(Kind.PROSE, "Root cause")), 1)
         yield line, f"the first sentence has {len(draft.entry.cause)} characters, {LONGEST_CAUSE} at most"
 
 
@@ -56,7 +56,7 @@ def chinese_parts(draft: Draft) -> Iterator[Remark]:
     """中文 has the level-three headings 症状, 环境, 原因 and 修复, in this order, and text under each."""
     if "中文" not in draft.entry.sections:
         return
-    found = [(one.part, one.line) for one in draft.blocks(Kind.HEADING, "中文") if one.tag == "h3"]
+    found = [(block.part, block.line) for block in draft.blocks(Kind.HEADING, "中文") if block.tag == "h3"]
     yield from _order(found, CHINESE_PARTS, _heading_line(draft, "中文"))
     for part, line in found:
         if not any(_has_text(one) for one in draft.body if (one.section, one.part) == ("中文", part)):
@@ -68,10 +68,10 @@ def chinese_text(draft: Draft) -> Iterator[Remark]:
     if not CHINESE.search(draft.meta.title_zh):
         yield draft.line("title_zh"), "title_zh has no Chinese"
     parts: dict[str, list[Block]] = {}
-    for one in draft.blocks(Kind.PROSE, "中文"):
-        parts.setdefault(one.part, []).append(one)
+    for block in draft.blocks(Kind.PROSE, "中文"):
+        parts.setdefault(block.part, []).append(block)
     for part, texts in parts.items():
-        if not any(CHINESE.search(one.text) for one in texts):
+        if not any(CHINESE.search(text.text) for text in texts):
             yield texts[0].line, f"the text under {part!r} has no Chinese"
 
 
@@ -137,7 +137,7 @@ def _has_text(block: Block) -> bool:
 
 
 def _heading_line(draft: Draft, section: str) -> int:
-    return next((one.line for one in draft.blocks(Kind.HEADING, section)), 1)
+    return next((block.line for block in draft.blocks(Kind.HEADING, section)), 1)
 
 
 RULES: tuple[EntryRule, ...] = (

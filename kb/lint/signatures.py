@@ -18,8 +18,8 @@ SHORTEST_LITERAL = 4
 
 def sample_not_matched(draft: Draft) -> Iterator[Remark]:
     """Every pattern matches its own sample."""
-    for number, one in enumerate(draft.meta.signatures):
-        if one.pattern not in draft.slow and not find(one.pattern, one.sample):
+    for number, signature in enumerate(draft.meta.signatures):
+        if signature.pattern not in draft.slow and not find(signature.pattern, signature.sample):
             yield draft.line("signatures", number, "sample"), "the pattern does not match this sample"
 
 
@@ -84,8 +84,8 @@ def duplicate_pattern(draft: Draft) -> Iterator[Remark]:
 
 
 def _patterns(draft: Draft) -> Iterator[tuple[int, Signature]]:
-    for number, one in enumerate(draft.meta.signatures):
-        yield draft.line("signatures", number, "pattern"), one
+    for number, signature in enumerate(draft.meta.signatures):
+        yield draft.line("signatures", number, "pattern"), signature
 
 
 def _runnable(draft: Draft) -> Iterator[tuple[int, Signature]]:

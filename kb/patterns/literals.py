@@ -68,13 +68,13 @@ def last_literals(pattern: str) -> Texts:
 
 def spans_lines(pattern: str) -> bool:
     """Whether a match may hold a newline."""
-    return any(_takes(one, "\n") for one in _elements(_parser.parse(pattern)))
+    return any(_takes(element, "\n") for element in _elements(_parser.parse(pattern)))
 
 
 def spans_text(pattern: str) -> bool:
     """Whether a match may hold whole lines, and not only white space that may be a line's end."""
     parsed = _parser.parse(pattern)
-    return any(_takes(one, "\n") and _takes(one, " ") == _takes(one, "x") for one in _elements(parsed))
+    return any(_takes(element, "\n") and _takes(element, " ") == _takes(element, "x") for element in _elements(parsed))
 
 
 def looks_behind(pattern: str) -> bool:

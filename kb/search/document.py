@@ -110,16 +110,21 @@ def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
     """Lines a snippet is taken from: what people call it, what is printed, what was seen."""
     own = [text for heading, text in sections.items() if heading != LOOK_ALIKES]
     prose = [line.strip() for text in own for line in text.splitlines()]
-    lines = [*entry.meta.aliases, *(one.sample for one in entry.meta.signatures), *prose]
+    lines = [*entry.meta.aliases, *(signature.sample for signature in entry.meta.signatures), *prose]
     return [line for line in lines if len(line) > 3 and not line.startswith(("```", "###"))]
 
 
 def _signatures(entries: list[Entry]) -> list[dict[str, Any]]:
     return [
-        {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
+        {
+            "id": entry.id,
+            "role": signature.role.value,
+            "pattern": signature.pattern,
+            "literals": sorted(literals(signature.pattern)),
+        }
         for entry in entries
-        for one in entry.meta.signatures
-        if not backtracking_risk(one.pattern)  # a search must not hang on a text
+        for signature in entry.meta.signatures
+        if not backtracking_risk(signature.pattern)  # a search must not hang on a text
     ]
 
 

@@ -35,7 +35,7 @@ class Explanation:
     @property
     def score(self) -> float:
         """The parts put together: the score of the hit."""
-        return sum(one.score for one in self.concepts) * self.coverage + self.signature
+        return sum(concept.score for concept in self.concepts) * self.coverage + self.signature
 
 
 def phrase(terms: tuple[str, ...]) -> str:

@@ -130,11 +130,11 @@ class Index:
         """Documents in which the terms follow each other, weighted as the rarest of them is there."""
         postings = [self._postings(term) for term in terms]
         shared = among
-        for one in sorted(postings, key=lambda one: len(one.numbers)):
-            shared = shared.intersection(one.numbers)
+        for posting in sorted(postings, key=lambda posting: len(posting.numbers)):
+            shared = shared.intersection(posting.numbers)
         found = []
         for number in sorted(shared):
-            held = [one.places_in(number) for one in postings]
+            held = [posting.places_in(number) for posting in postings]
             ends = adjacent([places for _, places in held])
             if ends:
                 found.append((number, min(weight / len(places) for weight, places in held) * ends))

@@ -114,8 +114,8 @@ def _is_answered(index: Index, scoring: _Scoring, admitted: Collection[int]) -> 
     if best is None or best in scoring.lifts:
         return best is not None
     rarest = index.idf("")
-    asked = sum(one.idf for one in scoring.concepts) + max(0, scoring.unknown) * rarest
-    covered = sum(one.idf for one in scoring.concepts if best in one.scores)
+    asked = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
+    covered = sum(concept.idf for concept in scoring.concepts if best in concept.scores)
     return is_good(scoring.totals[best] / (rarest * MOST_PER_IDF), covered / asked)
 
 
@@ -129,7 +129,7 @@ def _score(index: Index, concept: Concept, among: frozenset[int] | None) -> _Sco
 def _idf(index: Index, concept: Concept) -> float:
     """Of the form that the user wrote; of the forms that are known when no entry has that one."""
     for alternatives in (concept.alternatives[:1], concept.alternatives[1:]):
-        known = [index.idf(term) for one in alternatives for term in one.terms if index.has(term)]
+        known = [index.idf(term) for alternative in alternatives for term in alternative.terms if index.has(term)]
         if known:
             return max(known)
     return 0.0
@@ -173,7 +173,9 @@ def _candidates(index: Index, rarest_first: list[Concept]) -> frozenset[int]:
     """
     sums: dict[int, float] = {}
     for concept in rarest_first[:MOST_CONCEPTS]:
-        parts = ((one, index.champions(one.terms, MOST_CHAMPIONS)) for one in concept.alternatives)
+        parts = (
+            (alternative, index.champions(alternative.terms, MOST_CHAMPIONS)) for alternative in concept.alternatives
+        )
         _add(sums, _best_alternative(parts))
     return frozenset(_best(sums, sums, MOST_CANDIDATES))
 
@@ -217,7 +219,7 @@ def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) ->
 
 
 def _explanation(scoring: _Scoring, number: int) -> Explanation:
-    factors = [_factor(one, number) for one in scoring.concepts if number in one.scores]
+    factors = [_factor(concept, number) for concept in scoring.concepts if number in concept.scores]
     return Explanation(tuple(factors), scoring.coverage.get(number, 0.0), scoring.lifts.get(number, 0.0))
 
 
@@ -249,7 +251,7 @@ def _signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
 
 
 def _hit(document: dict[str, Any], number: int, scoring: _Scoring) -> Hit:
-    matched = tuple(one.concept.surface for one in scoring.concepts if number in one.scores)
+    matched = tuple(concept.concept.surface for concept in scoring.concepts if number in concept.scores)
     return Hit(
         id=document["id"],
         title=document["title"],

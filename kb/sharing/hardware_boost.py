@@ -50,9 +50,9 @@ def prefer(
     `digests` are those of the entries now, by id.
     """
     tried: dict[str, list[Standing]] = {}
-    for one in standings:
-        if one.fidelity == "hardware" and one.entry_digest == digests.get(one.entry_id):
-            tried.setdefault(one.entry_id, []).append(one)
+    for standing in standings:
+        if standing.fidelity == "hardware" and standing.entry_digest == digests.get(standing.entry_id):
+            tried.setdefault(standing.entry_id, []).append(standing)
     least = RELEVANT * max((hit.score for hit in hits), default=0.0)
     judged = [_judged(tried.get(hit.id, ()), here) if hit.score >= least else (0, None) for hit in hits]
     places = sorted(range(len(hits)), key=lambda number: -judged[number][0])

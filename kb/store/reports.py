@@ -75,8 +75,13 @@ def compare_wording(documents: Sequence[dict[str, Any]], digests: Mapping[str, s
     `digests` are those of the entries now, by id. None: the entry is not among them, nobody can tell.
     """
     return [
-        {**one, "earlier_wording": one["entry_digest"] != digests[one["id"]] if one["id"] in digests else None}
-        for one in documents
+        {
+            **document,
+            "earlier_wording": document["entry_digest"] != digests[document["id"]]
+            if document["id"] in digests
+            else None,
+        }
+        for document in documents
     ]
 
 

@@ -120,8 +120,8 @@ def make_plan(
         return Plan(entry, probe_file, fault=error.message)
     params = typed(probe.params, settings)
     reasons = {one.name: unmet(one.needs, environment, force=force) for one in probe.every}
-    runnable = tuple(one for one in probe.experiments if not reasons[one.name])
-    variants = tuple(one for one in probe.variants if not reasons[one.name])
+    runnable = tuple(experiment for experiment in probe.experiments if not reasons[experiment.name])
+    variants = tuple(variant for variant in probe.variants if not reasons[variant.name])
     skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
     most_mib = max((one.needs.gpu_memory_mib for one in (*runnable, *variants)), default=0)
     gpus = free_gpus(environment, force=force, memory_mib=most_mib)

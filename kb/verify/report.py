@@ -112,7 +112,7 @@ class Report:
 
     @property
     def leftovers(self) -> tuple[str, ...]:
-        return tuple(one for trial in self.trials for one in trial.leftovers)
+        return tuple(leftover for trial in self.trials for leftover in trial.leftovers)
 
     @property
     def next_step(self) -> str:

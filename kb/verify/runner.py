@@ -139,8 +139,8 @@ class _Worker:
         if not plan.experiments:
             return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
         trials = (*self._until_one_runs(plan), *(self._trial(plan, variant) for variant in plan.variants))
-        ran = tuple(one for one in trials if not one.is_refused) or trials[:1]
-        refused = tuple((one.experiment.name, one.judgement.reason) for one in trials if one not in ran)
+        ran = tuple(trial for trial in trials if not trial.is_refused) or trials[:1]
+        refused = tuple((trial.experiment.name, trial.judgement.reason) for trial in trials if trial not in ran)
         return replace(blank, check=finding, judgement=overall(ran), trials=ran, skipped=plan.skipped + refused)
 
     def _until_one_runs(self, plan: Plan) -> Iterator[Trial]:
@@ -176,7 +176,7 @@ class _Worker:
 
     def _experiment(self, plan: Plan, experiment: Experiment) -> Trial:
         """Run pairs of arms until the verdict stands."""
-        evidence = [one.pattern for one in plan.entry.meta.signatures if one.role is not Role.CONTEXT]
+        evidence = [signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT]
         patterns = [pattern for pattern in evidence if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
         while True:
@@ -219,7 +219,7 @@ def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int)
         return pairs >= repeat
     if not experiment.stochastic:
         return judgements[0].verdict is Verdict.VERIFIED or majority(judgements) is not None or pairs >= 3
-    all_verified = all(one.verdict is Verdict.VERIFIED for one in judgements)
+    all_verified = all(judgement.verdict is Verdict.VERIFIED for judgement in judgements)
     return pairs >= MOST_PAIRS or (pairs >= ENOUGH and all_verified)
 
 

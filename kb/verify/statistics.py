@@ -38,7 +38,7 @@ def interval(failures: int, runs: int, level: float = 0.95) -> tuple[float, floa
 
 def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
     """One judgement over several pairs. Pairs that were inconclusive are left out of the counts."""
-    verdicts = [one.verdict for one in judgements]
+    verdicts = [judgement.verdict for judgement in judgements]
     judged = [v for v in verdicts if v not in (Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)]
     failing = (Verdict.VERIFIED, Verdict.FIX_INEFFECTIVE)
     counts = Counts(
@@ -47,10 +47,12 @@ def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
         treatment=sum(v in (Verdict.FIX_INEFFECTIVE, Verdict.INVERTED) for v in judged),
     )
     if not judged or len(set(verdicts)) == 1 or Verdict.OTHER_FAILURE in judged:
-        worst = next((one for one in judgements if one.verdict is Verdict.OTHER_FAILURE), judgements[0])
+        worst = next(
+            (judgement for judgement in judgements if judgement.verdict is Verdict.OTHER_FAILURE), judgements[0]
+        )
         return worst, counts
     told = f"control failed {counts.control} of {counts.pairs}, treatment {counts.treatment} of {counts.pairs}"
-    evidence = next((one.evidence for one in judgements if one.evidence), "")
+    evidence = next((judgement.evidence for judgement in judgements if judgement.evidence), "")
     if counts.treatment:
         verdict = Verdict.FIX_INEFFECTIVE if counts.control else Verdict.INVERTED
     elif counts.control == 0:
@@ -62,9 +64,9 @@ def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
 
 def majority(judgements: Sequence[Judgement]) -> Judgement | None:
     """The judgement two runs agree on, or None as long as none do."""
-    for number, one in enumerate(judgements):
-        if any(one.verdict is other.verdict for other in judgements[:number]):
-            return one
+    for number, judgement in enumerate(judgements):
+        if any(judgement.verdict is other.verdict for other in judgements[:number]):
+            return judgement
     return None
 
 

@@ -34,7 +34,7 @@ class Example:
 EXAMPLES = [
     Example(commands, kind, shown) for language, commands, kind, shown in FENCED.findall(PAGE) if language == "bash"
 ]
-REQUESTS = [one for one in EXAMPLES if "curl " in one.commands]
+REQUESTS = [example for example in EXAMPLES if "curl " in example.commands]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> I
     key = place.key("admin")
     with started(place) as replica:
         environment = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": key, "NO_PROXY": "*"}
-        yield [answer(one, folder, environment) for one in REQUESTS]
+        yield [answer(request, folder, environment) for request in REQUESTS]
 
 
 def answer(example: Example, folder: Path, environment: dict[str, str]) -> str:

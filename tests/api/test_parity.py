@@ -55,8 +55,8 @@ def asked_by_people() -> list[dict[str, Any]]:
 
 
 def some_questions() -> list[str]:
-    english = [one["query"] for one in asked_by_people() if one["lang"] == "en"]
-    chinese = [one["query"] for one in asked_by_people() if one["lang"] == "zh"]
+    english = [asked_by_person["query"] for asked_by_person in asked_by_people() if asked_by_person["lang"] == "en"]
+    chinese = [asked_by_person["query"] for asked_by_person in asked_by_people() if asked_by_person["lang"] == "zh"]
     return [*OWN, *english[::2][:30], *chinese[::2][:30]]
 
 
@@ -124,7 +124,7 @@ def test_filters_mean_the_same(service: Service, cli: Callable[..., dict[str, An
 def test_the_same_log_has_the_same_diagnosis(
     service: Service, cli: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs = [one["log"] for one in asked_by_people() if one["log"]][::4][:30]
+    logs = [asked_by_person["log"] for asked_by_person in asked_by_people() if asked_by_person["log"]][::4][:30]
     logs += ["step 1 loss 2.0\nstep 2 loss 1.9\n", "RuntimeError: 显存不足\n", "\ufeffa\r\nb\r\n"]
     monkeypatch.chdir(tmp_path)
     for log in logs:

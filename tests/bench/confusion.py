@@ -68,7 +68,7 @@ class Row:
     @property
     def place(self) -> int | None:
         """Where the right entry stands, from 1."""
-        ids = [one.id for one in self.diagnosis.findings]
+        ids = [finding.id for finding in self.diagnosis.findings]
         return ids.index(self.id) + 1 if self.id in ids else None
 
 
@@ -76,7 +76,7 @@ def main() -> int:
     arguments = parsed()
     roots = configured_roots(())
     found = load_catalog(roots)
-    entries = [found.get(one) for one in arguments.ids] if arguments.ids else found.current()
+    entries = [found.get(id_) for id_ in arguments.ids] if arguments.ids else found.current()
     with tempfile.TemporaryDirectory(prefix="kb-confusion-") as temporary:
         folder = arguments.logs or arguments.keep or Path(temporary)
         skipped = [] if arguments.logs else run_control_arms(found, entries, folder)
@@ -146,13 +146,15 @@ def is_told(entry_id: str, seen: Scan, folder: Path) -> bool:
     """Whether all that speaks for an entry stands in the sentence that its probe measured."""
     results = [json.loads(path.read_text()) for path in folder.glob("rank*[0-9].json")]
     measured = [result["message"] for result in results if result["outcome"] == "symptom"]
-    evident = [one.lines[0].text for one in seen.sightings if one.id == entry_id and one.role != "context"]
+    evident = [
+        sighting.lines[0].text for sighting in seen.sightings if sighting.id == entry_id and sighting.role != "context"
+    ]
     return bool(evident) and all(any(line in sentence for sentence in measured) for line in evident)
 
 
 def linked(links: Graph, entry_id: str) -> frozenset[str]:
     beside = (links.causes_of, links.consequences_of, links.masked_by, links.hides)
-    return frozenset(one for neighbours in beside for one in neighbours(entry_id))
+    return frozenset(neighbour for neighbours in beside for neighbour in neighbours(entry_id))
 
 
 def cells(rows: Iterable[Row]) -> Iterator[Cell]:

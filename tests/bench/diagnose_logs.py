@@ -38,7 +38,9 @@ def _report(options: argparse.Namespace, failed: list[str]) -> Iterator[str]:
     healthy = healthy_logs(roots)
     with tempfile.TemporaryDirectory() as name, open_index(roots, lambda _: None) as index:
         matcher = Matcher(index.signatures)
-        samples = {one.pattern: one.sample for entry in load_catalog(roots) for one in entry.meta.signatures}
+        samples = {
+            signature.pattern: signature.sample for entry in load_catalog(roots) for signature in entry.meta.signatures
+        }
         files = [diagnosed.QUESTIONS, *options.cases]
         yield from diagnosed.accuracy(index, matcher, roots, files, failed)
         yield ""

@@ -136,24 +136,24 @@ class FullText:
 
 def _whole(entry: Entry) -> str:
     meta = entry.meta
-    lines = [meta.title, meta.title_zh, *meta.aliases, *meta.tags, *(one.sample for one in meta.signatures)]
+    lines = [meta.title, meta.title_zh, *meta.aliases, *meta.tags, *(signature.sample for signature in meta.signatures)]
     return "\n".join([*lines, *(entry.section(heading) for heading in SECTIONS)])
 
 
 def _answer(index: Index, matcher: Matcher, case: Case) -> Answer:
     found = ask(index, matcher, case.log)
     sure = found.findings[0].confidence if found.findings else 0.0
-    return Answer(case.group, _place([one.id for one in found.findings], case), sure, found.unexplained)
+    return Answer(case.group, _place([finding.id for finding in found.findings], case), sure, found.unexplained)
 
 
 def _place(ids: list[str], case: Case) -> int:
-    return next((number for number, one in enumerate(ids, 1) if one in case.right), 0)
+    return next((number for number, id_ in enumerate(ids, 1) if id_ in case.right), 0)
 
 
 def _shares(answers: list[Answer]) -> tuple[float, float, float]:
     count = len(answers)
-    first, three = (sum(0 < one.place <= most for one in answers) / count for most in (1, 3))
-    return first, three, sum(one.place != 1 and one.confidence >= HIGH for one in answers) / count
+    first, three = (sum(0 < answer.place <= most for answer in answers) / count for most in (1, 3))
+    return first, three, sum(answer.place != 1 and answer.confidence >= HIGH for answer in answers) / count
 
 
 def _place_shares(places: list[int]) -> str:
@@ -165,6 +165,6 @@ def _calibration(answers: list[Answer]) -> Iterator[str]:
     yield "| confidence of the first | answers | of these right |"
     yield "|---|---|---|"
     for low, high in pairwise(BUCKETS):
-        within = [one.place == 1 for one in answers if one.confidence and low <= one.confidence < high]
+        within = [answer.place == 1 for answer in answers if answer.confidence and low <= answer.confidence < high]
         if within:
             yield f"| {low:.2f} to {min(high, 1):.2f} | {len(within)} | {sum(within) / len(within):.2f} |"

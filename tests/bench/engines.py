@@ -95,7 +95,7 @@ class Fts5(Engine):
     def build(self) -> None:
         self.open()
         entries = [
-            (path.stem, path.read_text(encoding="utf-8")) for one in roots(self.place) for path in one.entry_files()
+            (path.stem, path.read_text(encoding="utf-8")) for root in roots(self.place) for path in root.entry_files()
         ]
         for table, tokenizer in (("words", "porter unicode61"), ("trigrams", "trigram")):
             self._database.execute(

@@ -98,7 +98,7 @@ def _entry(entry_id: str, head: Entry, body: Entry, *, words: Vocabulary) -> str
 
 def _front(entry_id: str, model: Entry, words: Vocabulary) -> dict[str, Any]:
     meta = model.meta
-    samples = [(one, words.reword(one.sample)) for one in meta.signatures]
+    samples = [(signature, words.reword(signature.sample)) for signature in meta.signatures]
     return {
         "id": entry_id,
         "title": words.reword(meta.title)[:120],
@@ -114,7 +114,8 @@ def _front(entry_id: str, model: Entry, words: Vocabulary) -> dict[str, Any]:
         "not_signatures": [words.reword(line) for line in meta.not_signatures],
         "applies_to": dict(meta.applies_to),
         "references": [
-            {"url": one.url, "shows": words.reword(one.shows), "grade": one.grade.value} for one in meta.references
+            {"url": reference.url, "shows": words.reword(reference.shows), "grade": reference.grade.value}
+            for reference in meta.references
         ],
         "probe_waiver": "generated for a benchmark",
         "reviewed": meta.reviewed,

@@ -19,7 +19,7 @@ def texts(roots: tuple[Root, ...]) -> dict[str, str]:
     raw = "\n".join(path.read_text(encoding="utf-8") for path in rng.sample(files, min(len(files), 60)))
     words = re.findall(r"[A-Za-z]{4,}", raw)
     chinese = re.findall(r"[\u4e00-\u9fff]+", raw)
-    samples = [one.sample for entry in load_catalog((builtin_root(),)) for one in entry.meta.signatures]
+    samples = [signature.sample for entry in load_catalog((builtin_root(),)) for signature in entry.meta.signatures]
     return {
         "text of entries": _cut(raw[len(raw) // 2 :]),
         "thousands of words": _cut(" ".join(rng.sample(words, min(len(words), 3000)))),

@@ -33,14 +33,14 @@ def picture(cells: Iterable[Cell], legend: Mapping[str, str]) -> str:
     others = sorted({cell.column for cell in cells} - set(rows))
     columns = rows + others
     width, height = LABEL + SIZE * len(columns) + 90, LABEL + SIZE * len(rows) + 40
-    across = {one: LABEL + SIZE * number for number, one in enumerate(columns)}
-    down = {one: LABEL + SIZE * number for number, one in enumerate(rows)}
+    across = {column: LABEL + SIZE * number for number, column in enumerate(columns)}
+    down = {row: LABEL + SIZE * number for number, row in enumerate(rows)}
     drawn = [_grid(down.values(), across.values(), width, height)]
     drawn += [_text(LABEL - 6, y + SIZE - 4, one, ' text-anchor="end"') for one, y in down.items()]
     drawn += [_column_name(x + SIZE - 4, one) for one, x in across.items()]
     drawn += [
         _cell(cell, across[cell.column], down[cell.row], colours[cell.kind])
-        for cell in sorted(cells, key=lambda one: -one.place)
+        for cell in sorted(cells, key=lambda cell: -cell.place)
     ]
     drawn.append(_legend(legend, height - 16))
     return (

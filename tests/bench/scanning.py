@@ -41,7 +41,7 @@ def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: i
     with log.open("wb") as file:
         file.writelines(ordinary(size, healthy))
     megabytes = log.stat().st_size / 1e6
-    every = [one.text for one in matcher.patterns if not any(part in one.text for part in NOT_IN_RG)]
+    every = [pattern.text for pattern in matcher.patterns if not any(part in pattern.text for part in NOT_IN_RG)]
     lines_only = [text for text in every if not spans_lines(text)]
     rates = {
         "`kb diagnose`, in process": megabytes / _median(lambda: scan(sources([str(log)]).found, matcher)),
@@ -124,7 +124,8 @@ def hostile(matcher: Matcher, healthy: tuple[HealthyLog, ...], samples: dict[str
     }
     seconds = {name: _seconds(text, matcher) for name, text in texts.items()}
     own = {
-        one.text: _seconds(_repeated(_worst(one.text, samples[one.text]), size), matcher) for one in matcher.patterns
+        pattern.text: _seconds(_repeated(_worst(pattern.text, samples[pattern.text]), size), matcher)
+        for pattern in matcher.patterns
     }
     base = seconds["an ordinary log"]
     yield f"| {size / 1e6:.0f} MB | seconds | beside an ordinary log |"

@@ -26,9 +26,11 @@ def test_a_new_incident_is_named_line_by_line_until_it_is_finished(team: Content
     entry = team.path / "entries" / "loader-stalls-on-nfs.md"
     assert "TODO" in entry.read_text()
     findings = kb("lint", entry, "--json").json["findings"]
-    assert {one["rule"] for one in findings} == {"unfinished", "unfinished-probe"}, "and nothing else to stumble over"
+    assert {finding["rule"] for finding in findings} == {"unfinished", "unfinished-probe"}, (
+        "and nothing else to stumble over"
+    )
     todo = [number for number, line in enumerate(entry.read_text().splitlines(), 1) if "TODO" in line]
-    assert [one["line"] for one in findings if one["rule"] == "unfinished"] == todo
+    assert [finding["line"] for finding in findings if finding["rule"] == "unfinished"] == todo
     assert kb("verify", "loader-stalls-on-nfs").code == 1, "an unfinished probe verifies nothing"
     team.incident("loader-stalls-on-nfs")
     assert kb("lint", entry, "--json").json["findings"] == []

@@ -73,7 +73,7 @@ def closure(name: str, extra: str = "") -> set[str]:
             found.add(package)
             for requirement in map(Requirement, requires(package) or ()):
                 if requirement.marker is None or requirement.marker.evaluate({"extra": asked}):
-                    waiting += [(requirement.name.lower(), one) for one in requirement.extras or {""}]
+                    waiting += [(requirement.name.lower(), extra) for extra in requirement.extras or {""}]
     return found
 
 

@@ -22,7 +22,7 @@ Object = dict[str, Any]
 def objects() -> dict[str, Object]:
     """By kind."""
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    found = {one["kind"]: one for one in documents}
+    found = {document["kind"]: document for document in documents}
     assert len(found) == len(documents)
     return found
 

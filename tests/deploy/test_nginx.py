@@ -79,12 +79,12 @@ def service(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.parametrize("path", PATHS)
 def test_both_replicas_give_the_same_answer_and_so_does_the_proxy(service: Service, path: str) -> None:
     key = {"authorization": f"Bearer {service.key}"}
-    answers = [httpx.get(one.url + path, headers=key, timeout=60, trust_env=False) for one in service.replicas]
+    answers = [httpx.get(replica.url + path, headers=key, timeout=60, trust_env=False) for replica in service.replicas]
     with service.through() as client:
         answers.append(client.get(path))
-    assert [one.status_code for one in answers] == [200, 200, 200]
-    assert len({one.content for one in answers}) == 1
-    assert len({one.headers.get("etag") for one in answers}) == 1
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert len({answer.content for answer in answers}) == 1
+    assert len({answer.headers.get("etag") for answer in answers}) == 1
 
 
 def test_what_comes_through_the_proxy_is_never_anonymous(service: Service) -> None:

@@ -25,10 +25,15 @@ from kb.patterns.literals import literals
 from kb.patterns.redos_timing import pumped
 from tests.support.console import CHECKOUT
 
-SIGNATURES = [one for entry in load_catalog((builtin_root(),)) for one in entry.meta.signatures]
+SIGNATURES = [signature for entry in load_catalog((builtin_root(),)) for signature in entry.meta.signatures]
 MATCHER = Matcher(
-    {"id": str(number), "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
-    for number, one in enumerate(SIGNATURES)
+    {
+        "id": str(number),
+        "role": signature.role.value,
+        "pattern": signature.pattern,
+        "literals": sorted(literals(signature.pattern)),
+    }
+    for number, signature in enumerate(SIGNATURES)
 )
 MEBIBYTE = 1 << 20
 OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 0 has a total capacity of 79 GiB\n"
@@ -43,7 +48,7 @@ def stream(data: bytes) -> Scan:
 
 
 def shows_oom(found: Scan) -> bool:
-    return any(one.role == "root" and "out of memory" in one.match for one in found.sightings)
+    return any(sighting.role == "root" and "out of memory" in sighting.match for sighting in found.sightings)
 
 
 @given(st.binary(max_size=5000))
@@ -52,7 +57,7 @@ def test_any_bytes_are_read(data: bytes) -> None:
     stream(data)
 
 
-@given(st.lists(st.sampled_from([*(literal for one in SIGNATURES for literal in literals(one.pattern)), "\n", "\r", "[rank1]: ", "│", "╰─", "\x1b[1m", "\x1b", "\0"]), max_size=60), st.binary(max_size=40))  # fmt: skip
+@given(st.lists(st.sampled_from([*(literal for signature in SIGNATURES for literal in literals(signature.pattern)), "\n", "\r", "[rank1]: ", "│", "╰─", "\x1b[1m", "\x1b", "\0"]), max_size=60), st.binary(max_size=40))  # fmt: skip
 @settings(max_examples=300)
 def test_any_literals_in_any_order_are_read(parts: list[str], noise: bytes) -> None:
     found = scan([Stream("body", iter([b"text\n", "".join(parts).encode(), noise, b"\n", OOM]))], MATCHER)
@@ -155,7 +160,7 @@ def test_a_folder_of_many_files_is_read(tmp_path: Path) -> None:
         (tmp_path / f"rank_{number}.log").write_bytes(b"step 1\n" + OOM * (number == 1203))
     found = read(tmp_path)
     assert shows_oom(found)
-    assert {rank for one in found.sightings if one.role == "root" for rank in one.ranks} == {1203}
+    assert {rank for sighting in found.sightings if sighting.role == "root" for rank in sighting.ranks} == {1203}
     assert found.sources == 1500
 
 

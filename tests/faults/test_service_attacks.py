@@ -118,9 +118,9 @@ def test_no_other_site_signs_anybody_out(server: Serving) -> None:
 def test_the_database_is_for_its_owner_wherever_it_lies(server: Serving, database: Path) -> None:
     assert server.get("/healthz")[0] == 200
     modes = set()
-    for one in database.parent.iterdir():
+    for path in database.parent.iterdir():
         with suppress(FileNotFoundError):  # a journal goes with the last connection
-            modes.add(stat.S_IMODE(one.stat().st_mode))
+            modes.add(stat.S_IMODE(path.stat().st_mode))
     assert modes == {0o600}
 
 

@@ -21,9 +21,14 @@ from kb.patterns.literals import literals
 
 NAMES = ("train.log", "rank_1.log", "nccl_trace_rank_0", "error.json", "1.stacks")
 MATCHER = Matcher(
-    {"id": entry.id, "role": one.role.value, "pattern": one.pattern, "literals": sorted(literals(one.pattern))}
+    {
+        "id": entry.id,
+        "role": signature.role.value,
+        "pattern": signature.pattern,
+        "literals": sorted(literals(signature.pattern)),
+    }
     for entry in load_catalog((builtin_root(),))
-    for one in entry.meta.signatures
+    for signature in entry.meta.signatures
 )
 
 

@@ -141,7 +141,7 @@ def keep_arms(python: Path) -> bool:
         kb = str(Path(sys.executable).with_name("kb"))
         command = [kb, "verify", *ARMS, "--json", "--python", str(python), "--keep-logs", folder]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        verdicts = {one["id"]: one["verdict"] for one in json.loads(ended.stdout)["reports"]}
+        verdicts = {load["id"]: load["verdict"] for load in json.loads(ended.stdout)["reports"]}
         for entry_id in ARMS:
             logs = sorted(work.glob(f"{entry_id}-*-treatment/rank*.log"))
             text = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)

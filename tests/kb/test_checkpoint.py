@@ -37,7 +37,7 @@ def with_pickle(path: Path, data: bytes) -> Path:
 def test_tensors_of_a_nested_checkpoint_have_their_path_dtype_and_shape(tmp_path: Path) -> None:
     state = {"model": {"layers.0.weight": torch.ones(2, 3).bfloat16()}, "step": 7, "mask": torch.zeros(4).bool()}
     found = read_checkpoint(saved(tmp_path / "a.pt", state))
-    told = [(one.name, one.dtype, one.shape) for one in found.tensors]
+    told = [(tensor.name, tensor.dtype, tensor.shape) for tensor in found.tensors]
     assert told == [("model.layers.0.weight", "bfloat16", (2, 3)), ("mask", "bool", (4,))]
 
 
@@ -50,7 +50,7 @@ def test_a_view_keeps_the_bytes_of_its_whole_storage(tmp_path: Path) -> None:
 
 def test_dtypes_without_a_typed_storage_are_read_too(tmp_path: Path) -> None:
     found = read_checkpoint(saved(tmp_path / "a.pt", {"w": torch.ones(3).to(torch.float8_e4m3fn)}))
-    assert [(one.dtype, one.used) for one in found.tensors] == [("float8_e4m3fn", 3)]
+    assert [(tensor.dtype, tensor.used) for tensor in found.tensors] == [("float8_e4m3fn", 3)]
 
 
 def test_classes_that_a_file_names_are_told(tmp_path: Path) -> None:
@@ -61,7 +61,9 @@ def test_classes_that_a_file_names_are_told(tmp_path: Path) -> None:
 def test_safetensors_are_read_from_their_header(tmp_path: Path) -> None:
     header = {"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}
     found = read_checkpoint(safetensors(tmp_path / "a.safetensors", header, b"x" * 8))
-    assert [(one.name, one.dtype, one.shape, one.used) for one in found.tensors] == [("w", "bfloat16", (2, 2), 8)]
+    assert [(tensor.name, tensor.dtype, tensor.shape, tensor.used) for tensor in found.tensors] == [
+        ("w", "bfloat16", (2, 2), 8)
+    ]
 
 
 def test_a_file_cut_short_is_torn(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ def _told_apart(dumps: dict[int, FlightDump]) -> dict[int, FlightDump]:
 def _renamed(dump: FlightDump, ambiguous: set[str]) -> FlightDump:
     names = {group: f"{group} ({name_ranks(dump.members[group])})" for group in ambiguous & set(dump.members)}
     records = (
-        [{**one, "group": names.get(one["group"], one["group"])} for one in dump.records] if names else dump.records
+        [{**record, "group": names.get(record["group"], record["group"])} for record in dump.records]
+        if names
+        else dump.records
     )
     members = {names.get(group, group): ranks for group, ranks in dump.members.items()}
     return replace(dump, records=records, members=members)
@@ -146,7 +148,9 @@ def _enqueued(dump: FlightDump) -> Iterator[tuple[str, int]]:
 
 
 def _lateness(dump: FlightDump) -> tuple[int, bool]:
-    return max((one["time_created_ns"] for one in dump.records), default=0), any(one["frames"] for one in dump.records)
+    return max((record["time_created_ns"] for record in dump.records), default=0), any(
+        record["frames"] for record in dump.records
+    )
 
 
 def _line(finding: flight_compare.Finding, dumps: Mapping[int, FlightDump]) -> Line:
@@ -211,7 +215,8 @@ def _user_frames(value: Any) -> list[str]:
     """`train.py:42 step`, innermost first: not of libraries; of other libraries than torch if that is all."""
     frames = [one for one in _list(value, MOST_FRAMES) if isinstance(one, dict)]
     places = [
-        _place(text(one.get("filename"), 500), number(one.get("line")), text(one.get("name"), 80)) for one in frames
+        _place(text(frame.get("filename"), 500), number(frame.get("line")), text(frame.get("name"), 80))
+        for frame in frames
     ]
     own = [place for place, library in places if not library]
     return own or [place for place, library in places if library != "torch"]
@@ -245,7 +250,7 @@ def _ranks(value: Any) -> frozenset[int]:
 
 def _statuses(status: Any, records: list[Record]) -> dict[str, Status]:
     """By group. torch files them under a number that each rank counts for itself and that its records translate."""
-    groups = {0: "0:default_pg", **{one["pg_id"]: one["group"] for one in records}}
+    groups = {0: "0:default_pg", **{record["pg_id"]: record["group"] for record in records}}
     found = {}
     for key, one in list(status.items())[:MOST_RECORDS] if isinstance(status, dict) else ():
         group = groups.get(number(key))

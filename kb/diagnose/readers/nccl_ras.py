@@ -60,7 +60,7 @@ def _of_json(document: Any) -> list[Said]:
     communicators = document.get("communicators") if isinstance(document, dict) else None
     if not isinstance(communicators, list):
         raise Unreadable("it is no RAS report: it has no list of communicators")
-    known = [one for one in communicators[:MOST_LINES] if isinstance(one, dict)]
+    known = [communicator for communicator in communicators[:MOST_LINES] if isinstance(communicator, dict)]
     gpus = {_gpu(rank) for one in known for rank in (*_dicts(one, "ranks"), *_dicts(one, "missing_ranks"))}
     said = [each for one in known for each in _of_communicator(one, is_job=number(one.get("size")) == len(gpus))]
     ras = document.get("ras")
@@ -72,7 +72,7 @@ def _of_json(document: Any) -> list[Said]:
 
 def _dicts(parent: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
     items = parent.get(key)
-    return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
 def _gpu(rank: dict[Any, Any]) -> tuple[str, int | None, int | None]:

@@ -185,7 +185,7 @@ def _sentence(process: Process) -> str:
     if (call := _collective(frames)) is not None:
         return f"{who} is in {frames[call].name}{_called_from(frames[call + 1 :])}"
     for activity in ACTIVITIES:
-        at = next((i for i, one in enumerate(frames) if activity.pattern.search(f"{one.file}:{one.name}")), None)
+        at = next((i for i, frame in enumerate(frames) if activity.pattern.search(f"{frame.file}:{frame.name}")), None)
         if at is not None:
             end = "" if activity.may_hide_collective else ", not in a collective"
             return f"{who} is in {activity.name}{_called_from(frames[at:])}{end}"

@@ -104,7 +104,7 @@ class Tally:
 
     def scan(self) -> Scan:
         """All of it, in the order of first appearance."""
-        named = {int(one) for one in self._ranks} | self._files
+        named = {int(rank) for rank in self._ranks} | self._files
         told = {rank for seen in (*self._sightings.values(), *self._failures.values()) for rank in seen.ranks}
         return Scan(
             sightings=tuple(

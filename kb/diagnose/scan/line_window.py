@@ -74,7 +74,7 @@ class Spot:
     def _message(self) -> Iterator[str]:
         """Up to a blank line, the next box, or a line that begins as loggers do."""
         lines = (parse(line, None, self._rank) for line in self._after(MESSAGE)[1:])
-        for number, line in enumerate(one for one in lines if one.rank == self.origin.rank):
+        for number, line in enumerate(line for line in lines if line.rank == self.origin.rank):
             text = line.text.strip()
             is_new = number and (line.time is not None or text.startswith("["))
             if not text or text[0] in "╭│╰" or is_new or number == MOST_WRAPPED:

@@ -110,4 +110,4 @@ class Trials:
         if self._matched[number] == ENOUGH:
             for literal, owners in enumerate(self._matcher.owners):
                 if number in owners:
-                    self._is_full[literal] = all(one >= 0 and self._matched[one] >= ENOUGH for one in owners)
+                    self._is_full[literal] = all(owner >= 0 and self._matched[owner] >= ENOUGH for owner in owners)

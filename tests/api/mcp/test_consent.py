@@ -136,7 +136,7 @@ def test_the_person_sees_the_settings_and_a_wrong_one_runs_nothing(desk: Desk) -
 
 
 def test_it_says_what_it_does(desk: Desk) -> None:
-    [tool] = [one for one in desk.model.do("list_tools").tools if one.name == "verify_fix"]
+    [tool] = [tool for tool in desk.model.do("list_tools").tools if tool.name == "verify_fix"]
     assert tool.annotations.read_only_hint is False
     assert tool.annotations.destructive_hint is False
     assert set(tool.input_schema["properties"]) == {"id", "settings"}
@@ -157,6 +157,6 @@ def test_it_is_not_there_unless_it_was_allowed(place: Place) -> None:
     person.says("accept", run=True)
     place.mark.unlink(missing_ok=True)
     with over_stdio(env=place.env, consent=person) as model:
-        assert "verify_fix" not in [one.name for one in model.do("list_tools").tools]
+        assert "verify_fix" not in [tool.name for tool in model.do("list_tools").tools]
         assert "Unknown tool: verify_fix" in model.refused("verify_fix", id="breaks")
     assert place.ran == ""

@@ -49,17 +49,17 @@ def entries(tmp_path: Path) -> Any:
 )
 def test_what_applies_comes_first(entries: Any, packages: dict[str, str | None], states: list[str]) -> None:
     found = judge(entries, packages)
-    assert [f"{one.id} {one.state}" for one in found.incidents] == states
+    assert [f"{incident.id} {incident.state}" for incident in found.incidents] == states
     assert found.any_version == ("any-time",)
-    assert all(one.reason for one in found.incidents)
+    assert all(incident.reason for incident in found.incidents)
 
 
 def test_a_proof_counts_on_the_stated_gpu_alone(entries: Any) -> None:
     hardware = {"old-torch": LINE, "new-peft": ""}
-    proved = {one.id: one.proved for one in judge(entries, {}, "h100", hardware).incidents}
+    proved = {incident.id: incident.proved for incident in judge(entries, {}, "h100", hardware).incidents}
     assert proved == {"old-torch": LINE, "new-peft": None}
     for gpu in ("A100", ""):
-        assert {one.proved for one in judge(entries, {}, gpu, hardware).incidents} == {None}
+        assert {incident.proved for incident in judge(entries, {}, gpu, hardware).incidents} == {None}
 
 
 def in_a_fresh_process(code: str) -> None:

@@ -163,7 +163,7 @@ def test_any_replica_answers_any_message(replica: Replica, closed: Replica, plac
     assert "mcp-session-id" not in hello.headers
     question: dict[str, Any] = {"name": "search_incidents", "arguments": {"query": "ALLGATHER timeout save"}}
     answers = [post(one, "tools/call", key, **question) for one in (replica, closed)]
-    assert [one.status_code for one in answers] == [200, 200]
+    assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].json()["result"]["structuredContent"]["hits"]
     assert answers[0].json() == answers[1].json()
 

@@ -137,13 +137,13 @@ def test_bad_arguments_are_named_and_not_repeated(
 
 def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
     ids = [path.stem for path in sorted((CHECKOUT / "entries").glob("*.md"))][:20]
-    calls = [("get_incident", {"id": one, "language": "zh"}) for one in ids]
-    searches = [("search_incidents", {"query": one.replace("-", " "), "limit": 1}) for one in ids]
+    calls = [("get_incident", {"id": id_, "language": "zh"}) for id_ in ids]
+    searches = [("search_incidents", {"query": id_.replace("-", " "), "limit": 1}) for id_ in ids]
     logs = [("diagnose_log", {"text": LOG * (10 * number)}) for number in range(1, 9)]
     answers = model.at_once([*calls, *searches, *logs])
     contents = [answer.structured_content or {} for answer in answers]
     assert [one["id"] for one in contents[:20]] == ids
-    assert [one["query"] for one in contents[20:40]] == [one.replace("-", " ") for one in ids]
+    assert [one["query"] for one in contents[20:40]] == [id_.replace("-", " ") for id_ in ids]
     assert [one["read"]["lines"] for one in contents[40:]] == [10 * number for number in range(1, 9)]
 
 
@@ -182,7 +182,7 @@ def test_a_resource_that_is_no_entry_is_the_fault_of_the_caller(model: Model, na
 
 def test_the_prompt_leads_from_the_symptom_to_the_proof(model: Model) -> None:
     [prompt] = model.do("list_prompts").prompts
-    assert (prompt.name, [one.name for one in prompt.arguments]) == ("triage", ["symptom"])
+    assert (prompt.name, [argument.name for argument in prompt.arguments]) == ("triage", ["symptom"])
     [message] = model.do("get_prompt", "triage", {"symptom": "it hangs {at} step 7"}).messages
     order = [
         "diagnose_log",

@@ -185,7 +185,7 @@ def test_a_request_is_one_line_of_the_log_without_what_was_asked(
     )
     client.post("/v1/diagnose", content=b"secret-log: code 1")
     client.get("/secret-path")
-    first, second, third = [vars(one) for one in caplog.records if one.name == "kb.requests"]
+    first, second, third = [vars(record) for record in caplog.records if record.name == "kb.requests"]
     assert (first["method"], first["route"], first["status"]) == ("GET", "/v1/entries/{id}", 200)
     assert first["request_id"] == response.headers["x-request-id"]
     assert first["caller"] == "anonymous"
@@ -200,7 +200,7 @@ def test_what_fails_is_logged_with_the_number_that_the_client_was_told(
 ) -> None:
     response = failing.get("/fails")
     assert response.status_code == 500
-    (error,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+    (error,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert response.headers["x-request-id"] in error.getMessage()
     assert error.exc_info
     assert "secret" not in response.text

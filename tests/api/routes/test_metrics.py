@@ -24,9 +24,9 @@ def samples(client: httpx.Client) -> dict[Sample, float]:
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     return {
-        (one.name, tuple(sorted(one.labels.items()))): one.value
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(response.text)
-        for one in family.samples
+        for sample in family.samples
     }
 
 
@@ -103,4 +103,4 @@ def test_reports_are_counted(make_app: Callable[..., FastAPI], serve: Serve, sto
         reports.admit(store, document, "k7v2m9qa", "idempotency-1", "c" * 64)
     with serve(make_app()) as client:
         wait_for(lambda: samples(client).get(("kb_reports", ())) == 1, "the report to be counted")
-        assert [one.gpu for one in client._transport.app.state.snapshot.standings] == ["NVIDIA H100"]  # type: ignore[attr-defined]
+        assert [standing.gpu for standing in client._transport.app.state.snapshot.standings] == ["NVIDIA H100"]  # type: ignore[attr-defined]

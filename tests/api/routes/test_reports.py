@@ -103,8 +103,8 @@ def test_sent_again_it_is_not_kept_again(client: httpx.Client, post: Post) -> No
 def test_at_the_same_time_it_is_kept_once(client: httpx.Client, post: Post) -> None:
     with ThreadPoolExecutor(8) as senders:
         answers = list(senders.map(lambda _: post(report()), range(16)))
-    assert sorted(one.status_code for one in answers) == [200] * 15 + [201]
-    assert {one.json()["number"] for one in answers} == {1}
+    assert sorted(answer.status_code for answer in answers) == [200] * 15 + [201]
+    assert {answer.json()["number"] for answer in answers} == {1}
 
 
 def test_a_key_used_for_another_report_is_refused(client: httpx.Client, post: Post) -> None:

@@ -125,8 +125,8 @@ def test_a_question_that_comes_again_gets_the_same_answer_and_a_wrong_one_the_sa
     client: httpx.Client,
 ) -> None:
     answers = [client.get("/v1/search?q=the+thing+broke&limit=2") for _ in range(3)]
-    assert len({one.content for one in answers}) == 1
-    assert len({one.headers["x-request-id"] for one in answers}) == 3
+    assert len({answer.content for answer in answers}) == 1
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 3
     again = client.get("/v1/search?q=the+thing+broke&limit=2", headers={"if-none-match": answers[0].headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert client.get("/v1/search?q=the+thing+broke&limit=1").json()["hits"] == answers[0].json()["hits"][:1]

@@ -62,7 +62,7 @@ def test_keys_are_believed_for_a_quarter_of_an_hour_without_the_database(
         clock.now += 10.0
         with pytest.raises(StoreUnavailable):
             taken.key(key.id)
-    assert len([one for one in caplog.records if "is served" in one.getMessage()]) == 1
+    assert len([record for record in caplog.records if "is served" in record.getMessage()]) == 1
 
 
 def test_before_the_database_was_ever_read_no_key_is_judged(where: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -94,4 +94,4 @@ def test_no_arm_runs(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
 def test_every_built_in_check_answers_about_this_machine(kb: Kb) -> None:
     answers = kb("check", "--json").json["answers"]
     assert len(answers) >= 14
-    assert not [one for one in answers if "the check failed" in " ".join(one["evidence"])], json.dumps(answers)
+    assert not [answer for answer in answers if "the check failed" in " ".join(answer["evidence"])], json.dumps(answers)

@@ -152,7 +152,7 @@ def test_standard_input_and_packed_files_are_read_as_plain_ones_are(kb: Kb, tmp_
     (tmp_path / "packed").write_bytes(gzip.compress(log))
     plain, packed, piped = found(kb, "train.log"), found(kb, "packed"), found(kb, "-", stdin=log)
     places = [one["findings"][0]["evidence"][0] for one in (plain, packed, piped)]
-    assert [one.pop("source") for one in places] == ["train.log", "packed", "-"]
+    assert [place.pop("source") for place in places] == ["train.log", "packed", "-"]
     assert places[0] == places[1] == places[2]
 
 

@@ -35,10 +35,10 @@ def test_the_log_of_the_draft_is_redacted_and_found_by_its_patterns(kb: Kb, tmp_
     assert "10.0.3.7" not in log
     assert "shard 17 of 32 has 4096 rows ('it's odd'), peer <ip-1>:29500 has 4095" in log
     assert 1 <= len(entry.meta.signatures) <= 3
-    for one in entry.meta.signatures:
-        assert find(one.pattern, log)
-        assert find(one.pattern, one.sample)
-        assert not backtracking_risk(one.pattern)
+    for signature in entry.meta.signatures:
+        assert find(signature.pattern, log)
+        assert find(signature.pattern, signature.sample)
+        assert not backtracking_risk(signature.pattern)
     other = "[rank9]: acme.sharding.ShardError: shard 2 of 8 has 128 rows ('it's odd'), peer 10.9.9.9:29400 has 127"
     assert find(entry.meta.signatures[0].pattern, other)
 

@@ -292,5 +292,5 @@ def test_what_is_said_of_a_named_file_comes_before_the_arms(
 def test_what_libraries_leave_in_temporary_folders_goes_with_the_arm(kb: Kb, home: Path) -> None:
     """Data loader workers and torch's compiler make folders of their own."""
     documents = kb("verify", "dataloader-shm-bus-error", "compile-rank-skew", "--json").json["reports"]
-    assert {one["verdict"] for one in documents} <= {"verified", "not-applicable"}
+    assert {document["verdict"] for document in documents} <= {"verified", "not-applicable"}
     assert list((home / "tmp").iterdir()) == []

@@ -64,7 +64,7 @@ def test_a_cause_in_words_is_certain_and_cited(answer: Answer) -> None:
 
 def test_confidence_falls_with_the_place(answer: Answer) -> None:
     found = answer(f"{OOM}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
-    confidences = [one.confidence for one in found.findings]
+    confidences = [finding.confidence for finding in found.findings]
     assert confidences == sorted(confidences, reverse=True)
     assert len(confidences) > 1
 
@@ -72,7 +72,7 @@ def test_confidence_falls_with_the_place(answer: Answer) -> None:
 def test_what_follows_from_a_seen_cause_says_so(answer: Answer) -> None:
     found = answer(f"{OOM}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
     assert found.findings[0].role == "root"
-    masked = next(one for one in found.findings if one.id == "oom-masked-as-nccl-timeout")
+    masked = next(finding for finding in found.findings if finding.id == "oom-masked-as-nccl-timeout")
     assert masked.role == "cascade"
     assert found.findings[0].id in masked.caused_by
     assert any(one.startswith("it follows from") for one in masked.against)
@@ -81,7 +81,7 @@ def test_what_follows_from_a_seen_cause_says_so(answer: Answer) -> None:
 
 def test_only_timeouts_are_no_cause_and_that_is_held_against_them(answer: Answer) -> None:
     found = answer("\n".join(WAITED.format(rank) for rank in (0, 1, 3)) + "\n[rank2]: step 811\n")
-    assert all(one.role != "root" and one.confidence < CERTAIN for one in found.findings)
+    assert all(finding.role != "root" and finding.confidence < CERTAIN for finding in found.findings)
     assert any("the cause itself is not in these logs" in one for one in found.findings[0].against)
     assert (found.ranks.first, found.ranks.failed, found.ranks.absent) == (None, None, (2,))
     assert found.next_step is not None
@@ -169,7 +169,7 @@ def test_the_kernels_log_and_the_launchers_are_read_together(answer: Answer) -> 
 def test_a_failure_that_no_entry_knows_is_unexplained_and_shown(answer: Answer) -> None:
     found = answer("step 1\n[rank2]: acme.sharding.ShardError: shard 17 of 32 has 4096 rows\n")
     assert found.unexplained
-    assert all(one.confidence < LIKELY for one in found.findings)
+    assert all(finding.confidence < LIKELY for finding in found.findings)
     assert [(one.line.number, one.line.rank) for one in found.seen] == [(2, 2)]
     assert (found.ranks.failed, found.next_step) == (2, None)
 
@@ -182,8 +182,10 @@ def test_nothing_failed_is_neither_a_finding_nor_unexplained(answer: Answer) -> 
 def test_a_likeness_of_words_is_called_that(answer: Answer) -> None:
     found = answer("[rank2]: acme.ShardError: the checkpoint of 4 ranks cannot be resumed with 8 ranks\n")
     assert found.findings
-    assert {one.role for one in found.findings} == {"similar"}
-    assert all(one.against == ("no signature of it was printed, only the wording is alike",) for one in found.findings)
+    assert {finding.role for finding in found.findings} == {"similar"}
+    assert all(
+        finding.against == ("no signature of it was printed, only the wording is alike",) for finding in found.findings
+    )
 
 
 def test_an_answer_is_one_json_document_and_the_same_each_time(answer: Answer) -> None:

@@ -81,15 +81,15 @@ def test_unless_the_cause_itself_was_printed() -> None:
 
 def test_candidates_are_what_is_likely_and_follows_from_nothing_seen() -> None:
     found = [finding("a", 0.6), finding("b", 0.5, caused_by=("a",)), finding("c", 0.5), finding("d", LIKELY - 0.01)]
-    assert [one.id for one in candidates(found)] == ["a", "c"]
-    assert [one.id for one in candidates([finding("x", CERTAIN), *found])] == ["x"]
+    assert [candidate.id for candidate in candidates(found)] == ["a", "c"]
+    assert [candidate.id for candidate in candidates([finding("x", CERTAIN), *found])] == ["x"]
     assert len(candidates([finding("a", 0.6)] * 9)) == MOST_CANDIDATES
     assert candidates([]) == []
 
 
 def test_where_a_cause_was_printed_what_waiting_ranks_print_is_no_candidate() -> None:
     found = [finding("a", 0.6, "root"), finding("b", 0.5), finding("c", 0.45, "root"), finding("d", 0.4, "last")]
-    assert [one.id for one in candidates(found)] == ["a", "c", "d"]
+    assert [candidate.id for candidate in candidates(found)] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def _with(sentence: str, role: Role) -> set[str]:
     return {
         entry.id
         for entry in ENTRIES
-        for one in entry.meta.signatures
-        if one.role is role and find(one.pattern, sentence)
+        for signature in entry.meta.signatures
+        if signature.role is role and find(signature.pattern, sentence)
     }
 
 
@@ -39,7 +39,7 @@ def call(seq: int, op: str = "all_reduce", size: int = 4, frames: tuple[str, ...
 
 
 def said(**ranks: list[dict[str, Any]]) -> list[str]:
-    return [one.text for one in findings({int(name[1:]): calls for name, calls in ranks.items()})]
+    return [finding.text for finding in findings({int(name[1:]): calls for name, calls in ranks.items()})]
 
 
 @pytest.mark.parametrize("many", [2, 4, 40])

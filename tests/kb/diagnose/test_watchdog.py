@@ -34,7 +34,7 @@ def scanned(lines: Iterable[str], ranks: Iterable[int] = ()) -> Scan:
         rank, time, rest = parse(text)
         reading.take(Line("job.log", number, rest, rank, time), rest)
     timeouts = tuple(reading.timeouts.values())
-    named = tuple(sorted({*ranks, *(one.rank for one in timeouts)}))
+    named = tuple(sorted({*ranks, *(timeout.rank for timeout in timeouts)}))
     progress, exits = tuple(reading.progress.values()), tuple(reading.exits)
     return Scan(timeouts=timeouts, progress=progress, exits=exits, ranks=named)
 

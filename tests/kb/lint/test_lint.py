@@ -47,7 +47,7 @@ def test_a_broken_rule_is_found_in_its_line_and_no_other_rule_with_it(example: E
     assert any(example.at in text.splitlines()[one.line - 1] for one in found), found
 
 
-@pytest.mark.parametrize("good", [one.good for one in EXAMPLES], ids=NAMES)
+@pytest.mark.parametrize("good", [example.good for example in EXAMPLES], ids=NAMES)
 def test_what_nearly_breaks_a_rule_is_clean(good: Edits) -> None:
     assert judged(edited(good)) == []
 
@@ -121,12 +121,12 @@ def linted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 @pytest.mark.parametrize("rule, file", FILES.items(), ids=FILES)
 def test_a_file_that_breaks_a_rule_is_found(linted: tuple[Path, Result], rule: str, file: str) -> None:
     home, result = linted
-    assert [one.rule for one in result.findings if one.path == home / file] == [rule]
+    assert [finding.rule for finding in result.findings if finding.path == home / file] == [rule]
 
 
 def test_sound_files_beside_broken_ones_are_clean(linted: tuple[Path, Result]) -> None:
     home, result = linted
-    flagged = {str(one.path.relative_to(home)) for one in result.findings if one.path.is_relative_to(home)}
+    flagged = {str(finding.path.relative_to(home)) for finding in result.findings if finding.path.is_relative_to(home)}
     assert flagged == set(FILES.values())
 
 
@@ -136,10 +136,10 @@ def test_every_fault_of_a_probe_is_a_finding_of_its_own(tmp_path: Path) -> None:
     content.incident("doubtful", probe='make(raised(""))')
     content.incident("crashing", probe="1 / 0")
     result = lint((root_at(content.path),))
-    said = {(one.path.stem, one.message) for one in result.findings}
+    said = {(finding.path.stem, finding.message) for finding in result.findings}
     assert ("doubtful", "plain: control expects a pattern that matches nothing at all") in said
     assert ("crashing", "it cannot be loaded: ZeroDivisionError: division by zero") in said
-    assert {one.rule for one in result.findings} == {"broken-probe"}
+    assert {finding.rule for finding in result.findings} == {"broken-probe"}
 
 
 IMPORTS = """\
@@ -167,7 +167,7 @@ def test_only_the_given_entries_and_their_probes_are_checked(tmp_path: Path) -> 
     broken_root(content)
     given = content.path / "entries" / "imports.md"
     result = lint((builtin_root(), root_at(content.path)), frozenset({given}))
-    assert [(one.rule, one.path.name) for one in result.findings] == [("probe-import", "imports.py")]
+    assert [(finding.rule, finding.path.name) for finding in result.findings] == [("probe-import", "imports.py")]
     assert (result.entries, result.probes) == (1, 1)
 
 
@@ -183,7 +183,7 @@ def test_an_entry_that_another_replaces_cannot_be_checked_alone(tmp_path: Path) 
 
 
 def test_every_rule_has_a_failing_example_and_every_example_a_rule() -> None:
-    assert {one.rule for one in EXAMPLES} | set(FILES) | set(GLOSSARIES) == set(rules())
+    assert {example.rule for example in EXAMPLES} | set(FILES) | set(GLOSSARIES) == set(rules())
 
 
 def test_every_rule_says_in_one_sentence_what_it_requires() -> None:
@@ -194,7 +194,7 @@ def test_every_rule_says_in_one_sentence_what_it_requires() -> None:
 def test_every_rule_that_reading_an_entry_may_break_is_listed() -> None:
     trees = [ast.parse((CHECKOUT / "kb" / name).read_text()) for name in ("markdown.py", "catalog.py")]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    raised = {ast.literal_eval(one.args[2]) for one in calls if ast.unparse(one.func) == "ContentError"}
+    raised = {ast.literal_eval(call.args[2]) for call in calls if ast.unparse(call.func) == "ContentError"}
     assert raised == set(READING_RULES)
 
 

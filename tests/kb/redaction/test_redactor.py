@@ -249,9 +249,9 @@ def test_no_rule_takes_long_for_a_hundred_thousand_characters_of_bait() -> None:
 def test_the_logs_of_the_entries_mean_the_same_when_they_are_redacted() -> None:
     """Every signature of every entry matches a log before if and only if it does after."""
     entries = load_catalog(configured_roots()).current()
-    patterns = sorted({one.pattern for entry in entries for one in entry.meta.signatures})
+    patterns = sorted({signature.pattern for entry in entries for signature in entry.meta.signatures})
     logs = [log.text for entry in entries for log in (*entry.logs, *entry.look_alikes)]
-    logs += [one.sample for entry in entries for one in entry.meta.signatures]
+    logs += [signature.sample for entry in entries for signature in entry.meta.signatures]
     logs += [path.read_text(errors="replace") for path in builtin_root().healthy_logs()]
     changed = 0
     for log in logs:

@@ -112,7 +112,7 @@ def test_an_index_in_memory_answers_as_the_one_on_disk(roots: tuple[Root, ...], 
 
 def test_no_signature_that_matches_a_text_is_passed_over(large: Index) -> None:
     for text in (*HOSTILE.values(), *(entry.meta.signatures[0].sample for entry in load_catalog((builtin_root(),)))):
-        matching = [one for one in large.signatures if find(one["pattern"], text)]
+        matching = [signature for signature in large.signatures if find(signature["pattern"], text)]
         offered = large.signatures_in(text)
         assert all(one in offered for one in matching)
 

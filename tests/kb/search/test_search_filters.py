@@ -129,11 +129,11 @@ def test_the_parts_of_a_score_add_up_to_it(index: Index, question: str) -> None:
     for hit in hits:
         assert hit.why
         assert round(hit.why.score, 3) == hit.score
-        assert tuple(one.word for one in hit.why.concepts) == hit.matched
+        assert tuple(concept.word for concept in hit.why.concepts) == hit.matched
         assert bool(hit.why.signature) == bool(hit.signature)
         assert 0 <= hit.why.coverage <= 1
-        for one in hit.why.concepts:
-            assert one.score == pytest.approx(one.bm25 * one.weight)
+        for concept in hit.why.concepts:
+            assert concept.score == pytest.approx(concept.bm25 * concept.weight)
 
 
 def test_the_term_that_won_is_named(index: Index) -> None:

@@ -53,7 +53,11 @@ def look(data: bytes | Iterable[bytes], *patterns: str, name: str = "train.log")
 
 
 def seen(found: Scan) -> Seen:
-    return {(one.id, one.pattern) for one in found.sightings if one.role != "last" and one.lines[0].number}
+    return {
+        (sighting.id, sighting.pattern)
+        for sighting in found.sightings
+        if sighting.role != "last" and sighting.lines[0].number
+    }
 
 
 def cut(data: bytes, size: int) -> Iterator[bytes]:
@@ -61,7 +65,7 @@ def cut(data: bytes, size: int) -> Iterator[bytes]:
 
 
 def expected(text: str) -> Seen:
-    return {(one.id, one.text) for one in every_signature().patterns if find(one.text, text)}
+    return {(pattern.id, pattern.text) for pattern in every_signature().patterns if find(pattern.text, text)}
 
 
 def fixtures() -> list[Any]:

@@ -1,0 +1,112 @@
+"""What programs rely on: the JSON documents of the CLI, /openapi.json and the tools of the MCP server.
+
+Values are kept where they follow from the content, and only their shape where they tell of a machine or a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+KB = Path(sys.executable).with_name("kb")
+LOG = """\
+[rank1]:[E818 17:11:30.1 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=8, OpType=_ALLGATHER_BASE, NumelIn=30154200, NumelOut=60308400, Timeout(ms)=180000) ran for 180044 ms
+"""
+NEWS = '{"jsonrpc": "2.0", "method": "notifications/initialized"}'
+HELLO = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+EXACT = {  # the same on every machine
+    "search": ["search", "ALLGATHER timeout save"],
+    "search-chinese": ["search", "保存检查点时卡住"],
+    "search-why": ["search", "loss is nan", "--why", "--limit", "1"],
+    "search-filter": ["search", "loss is nan", "--status", "confirmed", "--framework", "deepspeed"],
+    "search-nothing": ["search", "zzzzqqqq"],
+    "search-empty": ["search", " "],
+    "search-unknown-status": ["search", "nan", "--status", "certain"],
+    "list": ["list"],
+    "show": ["show", "address-in-use"],
+    "show-section": ["show", "address-in-use", "--section", "fix"],
+    "show-unknown": ["show", "adress-in-use"],
+    "diagnose": ["diagnose", "job.log"],
+    "diagnose-unknown": ["diagnose", "odd.log"],
+    "diagnose-healthy": ["diagnose", "healthy.log"],
+    "diagnose-absent": ["diagnose", "absent.log"],
+    "graph": ["graph", "oom-masked-as-nccl-timeout"],
+    "lint": ["lint", "--root", "team"],
+    "verify-unknown": ["verify", "no-such-entry"],
+    "verify-nothing": ["verify"],
+    "usage": ["search", "nan", "--limit", "0"],
+}
+SHAPE = {  # of this machine or of this moment
+    "check": ["check"],
+    "doctor": ["doctor"],
+    "env": ["env"],
+    "history-empty": ["history"],
+    "index": ["index"],
+    "verify": ["verify", "stale-cache-lock"],
+    "verify-all": ["verify", "stale-cache-lock", "batch-size-invariant"],
+    "verify-plan": ["verify", "stale-cache-lock", "--plan"],
+    "key": ["key", "new", "chatbot", "--scope", "read"],
+    "key-list": ["key", "list"],
+    "new": ["new", "shard-odd", "--root", "team"],
+    "test": ["test", "--root", "team"],
+}
+
+
+def documents(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Name and document, one after the other, made in this folder."""
+    _write(folder)
+    for name, argv in EXACT.items():
+        yield name, _run(folder, argv)
+    for name, argv in SHAPE.items():
+        yield name, shape(_run(folder, argv))
+    yield "openapi", resolve_name("kb.api.app:create_app")().openapi()
+    yield "mcp-tools", _tools(folder)
+
+
+def _write(folder: Path) -> None:
+    (folder / "job.log").write_text(LOG)
+    (folder / "odd.log").write_text("step 1\nRuntimeError: the flux of the capacitor is 1.21\n")
+    (folder / "healthy.log").write_text("step 1 loss 2.3\nstep 2 loss 2.2\n")
+    (folder / "team" / "entries").mkdir(parents=True)
+    (folder / "team" / "probes").mkdir()
+    (folder / "team" / "entries" / "broken-entry.md").write_text("---\nid: broken-entry\n---\n\n## Symptom\n")
+
+
+def _run(folder: Path, argv: list[str]) -> Any:
+    ended = subprocess.run([KB, *argv, "--json"], cwd=folder, capture_output=True, text=True, timeout=300)
+    return {"code": ended.returncode, "document": json.loads(ended.stdout.replace(str(folder), "FOLDER"))}
+
+
+def shape(value: Any) -> Any:
+    """Members and types: a list has the shape of its first item, a member that is null any."""
+    if isinstance(value, dict):
+        return {name: shape(one) for name, one in sorted(value.items())}
+    if isinstance(value, list):
+        return [shape(value[0])] if value else []
+    return "..." if value is None else type(value).__name__
+
+
+def _tools(folder: Path) -> Any:
+    asked = [
+        {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": HELLO},
+        {"jsonrpc": "2.0", "method": "notifications/initialized"},
+        {"jsonrpc": "2.0", "id": 2, "method": "tools/list", "params": {}},
+    ]
+    with subprocess.Popen([KB, "mcp"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for one in asked:
+            server.stdin.write(json.dumps(one) + "\n")
+            server.stdin.flush()
+        answer: Any = {}
+        while answer.get("id") != 2:
+            answer = json.loads(server.stdout.readline())
+        server.stdin.close()
+        server.wait(60)
+    return answer["result"]["tools"]

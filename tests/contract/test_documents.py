@@ -1,0 +1,21 @@
+"""The documents that programs read stay as they are. After a change that is meant: `make contract`, and look at the diff."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.contract.documents import documents
+
+KEPT = Path(__file__).with_name("documents.json")
+
+
+def test_documents_are_what_they_were(tmp_path: Path) -> None:
+    made = dict(documents(tmp_path))
+    if os.environ.get("KB_RECORD_CONTRACT"):
+        KEPT.write_text(json.dumps(made, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    assert made.keys() == kept.keys()
+    for name, document in kept.items():
+        assert made[name] == document, name
