@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,27 @@ def test_a_search_loads_nothing_heavy(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_picture_shows_the_imports_as_they_are() -> None:
+    spec = spec_from_file_location("architecture", CHECKOUT / "docs" / "site" / "architecture.py")
+    assert spec is not None
+    assert spec.loader is not None
+    architecture = module_from_spec(spec)
+    spec.loader.exec_module(architecture)
+    assert architecture.PICTURE.read_text() == architecture.draw(), "draw it: python docs/site/architecture.py"
+
+
+def test_every_package_and_module_that_the_architecture_names_is_there() -> None:
+    text = (CHECKOUT / "docs" / "architecture.md").read_text()
+    packages = {path.stem for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    rows = {name for row in re.findall(r"^\| (`.+?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert rows == packages - {"__init__"} | {"api", "cli"}
+    modules = {
+        name for name in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", text) if name.split(".")[0] in {*packages, "api"}
+    }
+    files = {name.replace(".", "/") + ".py" for name in modules if not name.endswith(".py")}
+    files |= {name for name in re.findall(r"`((?:\w+/)*\w*(?:\.py|\.toml|/))`", text)}
+    folders = [CHECKOUT, CORE, *CORE.iterdir(), CHECKOUT / "api", CHECKOUT / "cli"]
+    missing = [name for name in files if not any((folder / name).exists() for folder in folders)]
+    assert not [name for name in missing if not (CORE / name.removesuffix(".py")).is_dir()]
