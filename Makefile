@@ -30,6 +30,7 @@ lint: setup ## form of code and content
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy kb api cli probes tests docs/site .ci/audit.py
+	$(BIN)/codespell kb api cli probes entries docs deploy README.md CONTRIBUTING.md CHANGELOG.md Makefile
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml kb api cli
 	$(BIN)/kb lint
 
