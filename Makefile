@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
 
-.PHONY: setup system demo test lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
+.PHONY: setup system demo test contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,9 @@ system: ## the programs that some tests run (PostgreSQL, Chromium, nginx, ...), 
 
 test: setup ## all tests, on up to four cores; TESTS=tests/kb/search for some, one after the other
 	$(BIN)/python -m pytest $(or $(TESTS),-n auto --maxprocesses 4 --dist loadfile)
+
+contract: setup ## record the JSON documents, /openapi.json and the MCP tools as they are now; read the diff
+	KB_RECORD_CONTRACT=1 $(BIN)/python -m pytest -q tests/contract
 
 lint: setup ## form of code and content
 	$(BIN)/ruff check .
