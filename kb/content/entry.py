@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from kb.content.area import Area
 from kb.content.grades import Grade
 from kb.patterns.reserved_sets import may_change
 
@@ -110,6 +111,7 @@ class FrontMatter(_Strict):
     title_zh: Annotated[str, Field(min_length=1, max_length=80)]
     status: Annotated[Status, Field(strict=False)]
     severity: Annotated[Severity, Field(strict=False)]
+    area: Annotated[Area | None, Field(strict=False)] = None  # optional: a private root may be older than areas
     tags: Annotated[list[Text], Field(min_length=1)]
     aliases: list[Text] = []
     signatures: Annotated[list[Signature], Field(min_length=1)]
@@ -171,6 +173,7 @@ class Entry:
             "cause": self.cause,
             "status": meta.status.value,
             "severity": meta.severity.value,
+            "area": meta.area and meta.area.value,
             "tags": meta.tags,
             "frameworks": sorted({*meta.applies_to, *meta.fixed_in}),
             "origin": self.origin,

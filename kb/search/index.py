@@ -36,7 +36,7 @@ from kb.errors import IndexUnavailable
 from kb.paths import cache_home
 from kb.search.whoosh_codec import BODY, Postings, adjacent, read
 
-FORMAT = "13"  # part of the stamp: raised when what is stored changes its meaning
+FORMAT = "14"  # part of the stamp: raised when what is stored changes its meaning
 LOCK_S = 60.0
 K1, B = 8.0, 0.75  # saturation, late because one headline weighs 3; how much a long entry is discounted
 GLOSSARY = Path(__file__).with_name("synonyms.toml")

@@ -27,7 +27,7 @@ from kb.search.whoosh_codec import BODY, Codec, Term, schema
 
 GRAM = 5  # characters
 MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
-FACETS = ("tags", "frameworks", "status", "applies_to", "fixed_in")
+FACETS = ("area", "tags", "frameworks", "status", "applies_to", "fixed_in")
 
 Side = dict[str, Any]
 
