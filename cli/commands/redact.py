@@ -18,11 +18,11 @@ def redact(
     file: Annotated[str, typer.Argument(metavar="[FILE|-]", help="A log; `-` is standard input.")] = "-",
 ) -> int:
     """Print a log with placeholders for secrets, user names, hosts and addresses: equal ones for equal ones."""
-    from kb.redaction.redactor import here
+    from kb.redaction.redactor import local_redactor
 
     with _opened(file) as stream, open(sys.stdout.fileno(), "wb", closefd=False) as out:
         try:
-            for line in here().lines(stream):
+            for line in local_redactor().lines(stream):
                 out.write(line)
                 out.flush()  # `tail -f train.log | kb redact` shows each line as it comes
         except BrokenPipeError:  # the reader left, as `head` does

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kb.errors import StoreUnavailable, UsageError
 from kb.paths import data_home
-from kb.redaction.redactor import here
+from kb.redaction.redactor import local_redactor
 
 SCHEMA = "kb.unexplained.v1"
 ID = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{12}")
@@ -50,7 +50,7 @@ def save(excerpt: str, sources: Sequence[str], seen: Sequence[str]) -> Path:
 
     Raises `StoreUnavailable`.
     """
-    redactor = here()
+    redactor = local_redactor()
     text = _cut(redactor.text(_cut(_clean(excerpt))))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]

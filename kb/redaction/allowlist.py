@@ -1,4 +1,4 @@
-"""Which of what a rule finds is nobody's, what makes two of a kind equal, and which words tell of one."""
+"""Values that redaction keeps, when two values are the same one, and the words that identify a value alone."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-# Sites that logs point to: not the reader's. `example.org` would be.
-PUBLIC = """
+# Sites that logs refer to. They are public; the reader's own host would not be.
+PUBLIC_SITES = """
     aka.ms anaconda.com anaconda.org apache.org arxiv.org conda.io deepspeed.ai docker.com docker.io freedesktop.org
     github.com github.io githubusercontent.com gitlab.com gnu.org google.com googleapis.com hf.co huggingface.co
     kernel.org lightning.ai llvm.org microsoft.com modelscope.cn numpy.org nvcr.io nvidia.com open-mpi.org
     openai.com pydantic.dev pypi.org python.org pytorch.org ray.io readthedocs.io readthedocs.org scipy.org
     slack.com stackoverflow.com tensorflow.org ubuntu.com vllm.ai wandb.ai wikipedia.org
 """.split()  # noqa: SIM905 - words are read more easily than quotes
-NOTHING = {"none", "null", "true", "false", "nil", "undefined", "***"}
-LOCAL = NOTHING | {"localhost", "localhost.localdomain", "auto", "unknown", "static", "env", "file"}
-NOBODY = NOTHING | {"", "root", "nobody", "id", "name"}
-# Names that are words of every log: hidden where a path or field says what they are, never as a mere word.
-COMMON = set(
+EMPTY_VALUES = {"none", "null", "true", "false", "nil", "undefined", "***"}
+LOCAL_HOSTS = EMPTY_VALUES | {"localhost", "localhost.localdomain", "auto", "unknown", "static", "env", "file"}
+SYSTEM_USERS = EMPTY_VALUES | {"", "root", "nobody", "id", "name"}
+# Words of every log. As a name they are hidden where a path or field says what they are, but not as a word alone.
+COMMON_WORDS = set(
     """
     admin anaconda app base build cache checkpoint conda cuda data default dev docker exp gpu head host job jovyan
     launcher lib linux log login main master model models nccl node output python pytorch ray research rank root run
@@ -31,51 +31,52 @@ RANK = re.compile(r"(?:rank|default|trainer|worker|local_rank)\d*", re.IGNORECAS
 
 
 def canonical(kind: str, value: str) -> str:
-    """What makes two of a kind equal; "" for an address that is none."""
+    """The form in which equal values are equal; "" for an invalid address and for one that identifies no machine."""
     if kind == "ip":
-        return _address(value)
+        return _canonical_address(value)
     return value.lower() if kind in ("host", "mac", "email") else value
 
 
-def _address(value: str) -> str:
+def _canonical_address(value: str) -> str:
     for text in (value, value.rstrip(":")):
         try:
-            found = ipaddress.ip_address(text)
+            address = ipaddress.ip_address(text)
         except ValueError:
             continue
-        if isinstance(found, ipaddress.IPv6Address):
+        if isinstance(address, ipaddress.IPv6Address):
             if not any(map(str.isdigit, text)):  # `ad::add` is a function
                 return ""
-            found = found.ipv4_mapped or found
-        is_nobodys = found.is_loopback or found.is_unspecified or str(found).startswith("255.")
-        return "" if is_nobodys else str(found)
+            address = address.ipv4_mapped or address
+        is_generic = address.is_loopback or address.is_unspecified or str(address).startswith("255.")
+        return "" if is_generic else str(address)
     return ""
 
 
-def is_harmless(kind: str, value: str) -> bool:
-    """Whether it stays although it has the form: `root`, `localhost`, `None`, the site of a project."""
+def is_allowed(kind: str, value: str) -> bool:
+    """Whether a value stays although a rule matches it: `root`, `localhost`, `None`, the site of a project."""
     name = value.lower()
     if kind == "user":
-        return name in NOBODY
+        return name in SYSTEM_USERS
     if kind == "host":
         is_other = name.replace(".", "").isdigit() or SOURCE_FILE.search(name) or RANK.fullmatch(name)
-        return name in LOCAL or bool(is_other) or _is_public(name)
-    return kind in ("token", "secret") and (name in NOTHING or (kind == "token" and name.isdigit()))
+        return name in LOCAL_HOSTS or bool(is_other) or _is_public_site(name)
+    return kind in ("token", "secret") and (name in EMPTY_VALUES or (kind == "token" and name.isdigit()))
 
 
-def _is_public(host: str) -> bool:
-    """A site that logs point to, not a machine of those who run it: machines have numbers."""
-    is_site = any(host == site or host.endswith("." + site) for site in PUBLIC)
+def _is_public_site(host: str) -> bool:
+    """A name with a digit is a machine at that site, which is not public."""
+    is_site = any(host == site or host.endswith("." + site) for site in PUBLIC_SITES)
     return is_site and not re.search(r"\d", host)
 
 
-def words_of(kind: str, key: str) -> Iterator[str]:
-    """The words that tell of it alone: a name that is no common word, the short form of a host, a long secret."""
+def identifying_words(kind: str, key: str) -> Iterator[str]:
+    """The words that identify a value wherever they are: an uncommon name, the short form of a host, a long secret."""
     name = key.lower()
-    if kind == "user" and len(name) > 2 and name not in COMMON:
+    if kind == "user" and len(name) > 2 and name not in COMMON_WORDS:
         yield name
     elif kind == "host":
-        short = name.partition(".")[0]
-        yield from (one for one in {name, short} if re.search(r"[\d-]", one) and len(one) > 3 and one not in COMMON)
+        for word in {name, name.partition(".")[0]}:
+            if re.search(r"[\d-]", word) and len(word) > 3 and word not in COMMON_WORDS:
+                yield word
     elif kind in ("token", "secret") and len(name) > 7 and re.search(r"\d", name):
         yield name

@@ -1,8 +1,8 @@
-"""Text with secrets, people and machines to the same text with placeholders: equal ones to equal placeholders.
+"""Replaces secrets, people and machines in a text by placeholders: equal values by equal placeholders.
 
 What a signature needs stays: messages, ports, ranks, paths below a home, loopback and wildcard addresses, versions. A
-line is redacted until nothing more is found, so that redacting twice is redacting once. A name that a path or a field
-gave away is hidden as a mere word too: in a stream from there on, in a text everywhere.
+line is redacted until nothing changes, so that redacting twice is redacting once. A name that a path or field revealed
+is also replaced as a word alone: in a stream from there on, in a text everywhere.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
-from kb.redaction.allowlist import canonical, is_harmless, words_of
-from kb.redaction.rules import RULES, Rule
+from kb.redaction.allowlist import canonical, identifying_words, is_allowed
+from kb.redaction.rules import candidate_rules
 
 PLACEHOLDER = re.compile(r"<[a-z]+-\d+>")
 COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
@@ -23,105 +23,106 @@ WORD = re.compile(r"(?<![\w.-])[A-Za-z0-9_][\w.-]*")
 KEY_LINE = re.compile(
     r"^[A-Za-z0-9+/=]+(?=\s*$)|(?<![A-Za-z0-9+/=])[A-Za-z0-9+/=]{16,}(?=(?:\\[nr])?\s*$)|(?<=\\n)[A-Za-z0-9+/=\\]{16,}"
 )
-LONGEST_KEY = 200  # lines; one of 16,384 bits has 200
-FEW_WORDS = 50  # up to which looking for each of them is quicker than looking at each word of a line
+MAX_KEY_LINES = 200  # of a private key; one of 16,384 bits has 200
+FEW_WORDS = 50  # up to which a search for each of them is faster than a look-up of each word of a line
 TRAILING = ",;:)]}."
-TURNS = 4  # what one rule hides may show another one its place; a fifth turn was never needed
-PIECE = 1 << 20  # bytes of one line that are looked at together
-MARGIN = 4096  # bytes at the end of such a piece where a gap between words is looked for
-MENTIONS = re.compile(
+MAX_PASSES = 4  # a replacement may let another rule match; no fifth pass was ever needed
+CHUNK = 1 << 20  # bytes of one line that are redacted together
+MARGIN = 4096  # bytes at the end of such a chunk in which a gap between words is searched
+CREDENTIAL_AHEAD = re.compile(
     rb"(?i)(?:key|token|passw|phrase|secret|bearer|authorization|credential|cookie|user|host|--)[^\n]{0,40}\Z"
 )
 
 
 class Redactor:
-    """Knows what it has hidden: one for each text or stream whose placeholders are to agree."""
+    """Remembers what it has replaced: use one for each text or stream in which equal values get equal placeholders."""
 
     def __init__(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
-        """`users` and `hosts` are hidden wherever they stand as words."""
-        self._given: dict[str, str] = {}
-        self._words: dict[str, tuple[str, str]] = {}  # to the kind and value that they tell of
-        self._counts: Counter[str] = Counter()
-        self._key_lines = 0  # that a private key may still have
+        """`users` and `hosts` are replaced wherever they occur as words."""
+        self._placeholders: dict[str, str] = {}  # by canonical value
+        self._words: dict[str, tuple[str, str]] = {}  # to the kind and canonical value that each identifies
+        self._counts: Counter[str] = Counter()  # placeholders by kind
+        self._key_lines = 0  # at most that many lines of the current private key follow
         for kind, names in (("user", users), ("host", hosts)):
             for name in names:
-                if not is_harmless(kind, name):
-                    self._learn(kind, canonical(kind, name))
+                if not is_allowed(kind, name):
+                    self._remember(kind, canonical(kind, name))
 
     def text(self, text: str) -> str:
-        """A text that is held as a whole: what its end gives away is hidden at its beginning too."""
-        for _ in range(TURNS):
+        """Redacts a whole text: what its end reveals is replaced at its beginning too."""
+        for _ in range(MAX_PASSES):
             before, text = text, "".join(map(self.line, text.splitlines(keepends=True)))
             if text == before:
                 break
         return text
 
     def lines(self, stream: BinaryIO) -> Iterator[bytes]:
-        """A stream, line by line, whatever its bytes; memory for one line, and for `PIECE` of a longer one."""
-        for piece in pieces(stream):
-            text = piece.decode("utf-8", "surrogateescape")
+        """Redacts a stream of any bytes line by line; holds one line in memory, and `CHUNK` bytes of a longer one."""
+        for chunk in read_chunks(stream):
+            text = chunk.decode("utf-8", "surrogateescape")
             parts = text.splitlines(keepends=True) if "\r" in text else (text,)
             yield "".join(map(self.line, parts)).encode("utf-8", "surrogateescape")
 
     def line(self, line: str) -> str:
-        """One line. Its colours go when something is hidden in it: they stand between a key and its value."""
-        plain = COLOUR.sub("", line) if "\x1b" in line else line
-        redacted = self._private_key(plain)
-        for _ in range(TURNS):
-            before, redacted = redacted, self._once(redacted)
+        """Redacts one line. A changed line loses its colours, which may separate a key from its value."""
+        uncoloured = COLOUR.sub("", line) if "\x1b" in line else line
+        redacted = self._private_key(uncoloured)
+        for _ in range(MAX_PASSES):
+            before, redacted = redacted, self._pass(redacted)
             if redacted == before:
                 break
-        return line if redacted == plain else redacted
+        return line if redacted == uncoloured else redacted
 
-    def _once(self, line: str) -> str:
+    def _pass(self, line: str) -> str:
         lowered = line.lower()
-        for rule in RULES:
-            if may_match(rule, lowered) and rule.find(line):
-                line = rule.pattern.sub(self._replace, line)
+        for rule in candidate_rules(line):
+            if rule.find(line):
+                line = rule.pattern.sub(self._replace_groups, line)
         if len(self._words) > FEW_WORDS or any(word in lowered for word in self._words):
-            line = WORD.sub(self._known, line)
+            line = WORD.sub(self._replace_word, line)
         return line
 
-    def _replace(self, match: re.Match[str]) -> str:
-        """The match with each of its groups hidden, the last one first."""
+    def _replace_groups(self, match: re.Match[str]) -> str:
+        """The match with the value of each group replaced, the last group first."""
         text, start = match.group(), match.start()
-        named = [(match.span(name), name.rstrip("0123456789")) for name, value in match.groupdict().items() if value]
-        for (begin, end), kind in sorted(named, reverse=True):
+        groups = [(match.span(name), name.rstrip("0123456789")) for name, value in match.groupdict().items() if value]
+        for (begin, end), kind in sorted(groups, reverse=True):
             value = match.string[begin:end]
-            kept = "" if kind in ("token", "ip") else value[len(value.rstrip(TRAILING)) :]
-            text = text[: begin - start] + self._hidden(kind, value.removesuffix(kept)) + kept + text[end - start :]
+            tail = "" if kind in ("token", "ip") else value[len(value.rstrip(TRAILING)) :]
+            text = text[: begin - start] + self._redact(kind, value.removesuffix(tail)) + tail + text[end - start :]
         return text
 
-    def _hidden(self, kind: str, value: str) -> str:
+    def _redact(self, kind: str, value: str) -> str:
+        """The placeholder of a value; the value itself when it is allowed or already a placeholder."""
         key = canonical(kind, value)
-        if not key or PLACEHOLDER.fullmatch(value) or is_harmless(kind, value):
+        if not key or PLACEHOLDER.fullmatch(value) or is_allowed(kind, value):
             return value
-        return self._given.get(key) or self._new(kind, key)
+        return self._placeholders.get(key) or self._new_placeholder(kind, key)
 
-    def _new(self, kind: str, key: str) -> str:
+    def _new_placeholder(self, kind: str, key: str) -> str:
         self._counts[kind] += 1
-        placeholder = self._given[key] = f"<{kind}-{self._counts[kind]}>"
-        self._learn(kind, key)
+        placeholder = self._placeholders[key] = f"<{kind}-{self._counts[kind]}>"
+        self._remember(kind, key)
         return placeholder
 
-    def _learn(self, kind: str, key: str) -> None:
-        for word in words_of(kind, key):
+    def _remember(self, kind: str, key: str) -> None:
+        for word in identifying_words(kind, key):
             self._words.setdefault(word, (kind, key))
 
-    def _known(self, match: re.Match[str]) -> str:
-        """A word that was given away elsewhere, also before a dot: `gpu-03.log`."""
+    def _replace_word(self, match: re.Match[str]) -> str:
+        """A word that was revealed elsewhere, also before a dot: `gpu-03.log`."""
         word = match.group()
         name = word.rstrip(".-")
-        if meant := self._words.get(name.lower()):
-            return self._hidden(*meant) + word[len(name) :]
+        if identified := self._words.get(name.lower()):
+            return self._redact(*identified) + word[len(name) :]
         first, dot, rest = word.partition(".")
         kind, key = self._words.get(first.lower(), ("", ""))
-        return self._hidden(kind, key) + dot + rest if kind == "host" else word
+        return self._redact(kind, key) + dot + rest if kind == "host" else word
 
     def _private_key(self, line: str) -> str:
-        """The body of a PEM block (RFC 7468), over as many lines as it has; each line stays a line."""
+        """Replaces the body of a PEM block (RFC 7468), which may have several lines; each line stays a line."""
         if self._key_lines:
-            body = KEY_LINE.sub(lambda match: self._hidden("key", match.group()), line)
+            body = KEY_LINE.sub(lambda match: self._redact("key", match.group()), line)
             is_inside = body != line or not line.strip() or ": " in line[:20]
             self._key_lines = self._key_lines - 1 if is_inside and "-----END" not in line else 0
             return body
@@ -130,16 +131,16 @@ class Redactor:
             return line
         begin += len("PRIVATE KEY-----")
         end = line.find("-----END", begin)
-        self._key_lines = 0 if end >= 0 else LONGEST_KEY
+        self._key_lines = 0 if end >= 0 else MAX_KEY_LINES
         body = line[begin : end if end >= 0 else len(line)]
-        kept = body[len(body.rstrip()) :]
+        tail = body[len(body.rstrip()) :]
         if len(body.strip()) < len("\\n") + 1 or PLACEHOLDER.fullmatch(body.strip()):
             return line
-        return line[:begin] + self._hidden("key", body.strip()) + kept + (line[end:] if end >= 0 else "")
+        return line[:begin] + self._redact("key", body.strip()) + tail + (line[end:] if end >= 0 else "")
 
 
-def here() -> Redactor:
-    """One that knows the name of the running user and of this machine."""
+def local_redactor() -> Redactor:
+    """A redactor that knows the name of the running user and of this machine."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container may run under a number that has no name
@@ -148,40 +149,30 @@ def here() -> Redactor:
 
 
 def redact(text: str) -> str:
-    """A text without secrets, people and machines."""
-    return here().text(text)
+    """The text with secrets, people and machines replaced by placeholders."""
+    return local_redactor().text(text)
 
 
-def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends; a longer one than `PIECE` in pieces, cut between words but not behind a secret's name."""
-    held = b""
-    while read := stream.readline(PIECE):
-        held += read
-        if read.endswith(b"\n") or len(held) < PIECE:
-            yield held
-            held = b""
+def read_chunks(stream: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends. A line longer than `CHUNK` is cut between words, but never right after a secret's name."""
+    chunk = b""
+    while line := stream.readline(CHUNK):
+        chunk += line
+        if line.endswith(b"\n") or len(chunk) < CHUNK:
+            yield chunk
+            chunk = b""
             continue
-        cut = _gap(held)
-        yield held[:cut]
-        held = held[cut:]
-    if held:
-        yield held
+        cut = _cut_position(chunk)
+        yield chunk[:cut]
+        chunk = chunk[cut:]
+    if chunk:
+        yield chunk
 
 
-def may_match(rule: Rule, lowered: str) -> bool:
-    """Whether a rule is worth trying on a line; `lowered` is the line in lower case."""
-    if rule.least and lowered.count(rule.least[0]) >= len(rule.least):
-        return True
-    for hint in rule.hints:  # noqa: SIM110 - any() would take twice as long
-        if hint in lowered:
-            return True
-    return False
-
-
-def _gap(held: bytes) -> int:
-    """Where to cut: behind a blank or comma near the end, before which no secret is announced; else at the end."""
-    for gap in reversed(list(re.finditer(rb"[\s,;]", held[-MARGIN:]))):
-        cut = len(held) - MARGIN + gap.end()
-        if not MENTIONS.search(held[max(cut - 64, 0) : cut]):
+def _cut_position(chunk: bytes) -> int:
+    """Behind a blank or comma near the end that does not follow the name of a secret; otherwise at the end."""
+    for gap in reversed(list(re.finditer(rb"[\s,;]", chunk[-MARGIN:]))):
+        cut = len(chunk) - MARGIN + gap.end()
+        if not CREDENTIAL_AHEAD.search(chunk[max(cut - 64, 0) : cut]):
             return cut
-    return len(held)
+    return len(chunk)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from kb.errors import UsageError
-from kb.redaction.redactor import Redactor, here
+from kb.redaction.redactor import Redactor, local_redactor
 from kb.verify.verdict import Verdict
 
 MOST_BYTES = 64 << 10  # of any report as JSON in UTF-8; tests/kb/test_shared_report.py holds the lengths below to it
@@ -128,7 +128,7 @@ def shared(document: Mapping[str, Any]) -> SharedReport:
 
     Raises `UsageError` for what is no report.
     """
-    told = _Told(here())
+    told = _Told(local_redactor())
     try:
         told.report(document)  # a name that the end gives away is to be hidden at the beginning too
         return SharedReport.model_validate(told.report(document))
@@ -138,7 +138,7 @@ def shared(document: Mapping[str, Any]) -> SharedReport:
 
 def one_line(text: str, most: int = LINE) -> str:
     """What anybody wrote as one line that may be shown: without names, secrets, files and unseen characters."""
-    return _Told(here()).line(text, most)
+    return _Told(local_redactor()).line(text, most)
 
 
 def gpu_name(text: str) -> str:
