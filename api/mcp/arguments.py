@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kb.content.area import Area
 from kb.search.ranking import MOST_HITS
 
 from ..requests.questions import Text, Value, Values
@@ -23,6 +24,9 @@ Frameworks = Annotated[
 ]
 Statuses = Annotated[
     Values, Field(description="Only incidents of one of these statuses: confirmed, reported, disputed.")
+]
+Areas = Annotated[
+    Values, Field(description=f"Only incidents of one of these areas of a training job: {', '.join(Area)}.")
 ]
 EntryId = Annotated[str, Field(max_length=200, description="The id of an incident, as the other tools give it.")]
 Language = Annotated[

@@ -17,7 +17,7 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.inputs.sources import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
 from kb.search.results import Answer
-from kb.store.reports import Standing
+from kb.store.reports import VerdictCount
 
 from ..requests.problems import UNAVAILABLE, log
 from ..requests.questions import LONGEST_ECHO, SearchQuestion
@@ -26,6 +26,7 @@ from ..schemas.diagnosis import DiagnosisDocument
 from ..state.content import Content
 from ..state.response_cache import answer
 from .arguments import (
+    Areas,
     EntryId,
     Frameworks,
     GpuName,
@@ -63,11 +64,11 @@ class Ear(Protocol):
 class Tools:
     """The tools over one content, which may still be on its way. `machine` only where that is the caller's own.
 
-    `standings`: what reports say of entries, where others report. `turn`: one thing at a time on that machine.
+    `verdict_counts`: what reports say of entries, where others report. `turn`: one thing at a time on that machine.
     """
 
     content: Callable[[], Awaitable[Content]]
-    standings: Callable[[], Sequence[Standing]] = tuple
+    verdict_counts: Callable[[], Sequence[VerdictCount]] = tuple
     machine: Machine | None = None
     ear: Ear | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -79,6 +80,7 @@ class Tools:
         tags: Tags = None,
         frameworks: Frameworks = None,
         statuses: Statuses = None,
+        areas: Areas = None,
         gpu: ReaderGpu = "",
         torch: ReaderTorch = "",
     ) -> SearchResult:
@@ -90,9 +92,17 @@ class Tools:
         before you advise a fix, and cite its id and the section you rely on.
         """
         question = SearchQuestion(
-            q=query, limit=limit, tag=tags, framework=frameworks, status=statuses, why=False, gpu=gpu, torch=torch
+            q=query,
+            limit=limit,
+            tag=tags,
+            framework=frameworks,
+            status=statuses,
+            area=areas,
+            why=False,
+            gpu=gpu,
+            torch=torch,
         )
-        found = await answer(await self.content(), self.standings(), question)
+        found = await answer(await self.content(), self.verdict_counts(), question)
         if self.ear:
             self.ear.searched("" if question.only else query, found)
         return SearchResult(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ValidationError
 
+from kb.content.area import Area
 from kb.content.entry import Status
 from kb.content.filters import STATUSES, Filter
 from kb.errors import UsageError
@@ -24,8 +25,8 @@ from .highlight import highlighted
 from .page import language, page
 
 SHOWN = 10
-LEAST_GROUP = 3  # entries that make a heading of a tag
-OTHERS = "others"
+LEAST_SHARED = 3  # entries that must have a tag for the page to offer it
+NO_AREA = "other"
 EXAMPLES = (
     "ALLGATHER timeout save",
     "loss becomes nan after a few hundred steps",
@@ -43,13 +44,14 @@ class Asked(BaseModel):
     q: str = ""
     tag: list[str] = []
     status: str = ""
+    area: str = ""
     gpu: str = ""
     torch: str = ""
     lang: str = ""
 
     @property
     def only(self) -> Filter:
-        return Filter.of(self.tag, None, filter(None, [self.status]))
+        return Filter.of(self.tag, None, filter(None, [self.status]), filter(None, [self.area]))
 
     @property
     def question(self) -> SearchQuestion:
@@ -60,6 +62,7 @@ class Asked(BaseModel):
             tag=self.tag,
             framework=None,
             status=[self.status] if self.status else None,
+            area=[self.area] if self.area else None,
             gpu=self.gpu,
             torch=self.torch,
             why=False,
@@ -70,7 +73,13 @@ class Asked(BaseModel):
 async def search_page(request: Request, asked: Annotated[Asked, Query()]) -> HTMLResponse:
     asked.tag = [tag for tag in asked.tag if tag]
     asked.lang = language(request)
-    shown: dict[str, Any] = {"asked": asked, "lang": asked.lang, "statuses": sorted(STATUSES), "problem": None}
+    shown: dict[str, Any] = {
+        "asked": asked,
+        "lang": asked.lang,
+        "statuses": sorted(STATUSES),
+        "areas": tuple(Area),
+        "problem": None,
+    }
     try:
         if asked.q.strip():
             return page(request, "search.html", **shown, **await _answered(request, loaded(request), asked.question))
@@ -86,7 +95,7 @@ def _refused(request: Request, shown: dict[str, Any], problem: UsageError) -> HT
 
 
 async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
-    found = await answer(content, request.app.state.snapshot.standings, question)
+    found = await answer(content, request.app.state.snapshot.verdict_counts, question)
     if request.headers.get("sec-fetch-dest", "document") == "document":  # not a question that is still being typed
         count(request, "" if question.only else question.q, found)
     return {"answer": found, "hits": hits(found)}
@@ -114,16 +123,13 @@ def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
 def popular(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
     """Tags with how many entries have each, most first; the rare ones are found by words."""
     counts = Counter(tag for summary in summaries for tag in summary["tags"])
-    return [(tag, count) for tag, count in counts.most_common() if count >= LEAST_GROUP]
+    return [(tag, count) for tag, count in counts.most_common() if count >= LEAST_SHARED]
 
 
-def groups(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Entries under the tag that they name first; where few do, under the tag of theirs that most name first."""
-    summaries = list(summaries)
-    first = Counter(summary["tags"][0] for summary in summaries)
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def groups(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """(area, its meaning, its entries) for each area that has entries; those without an area come last."""
+    by_area: dict[str | None, list[dict[str, Any]]] = {}
     for summary in summaries:
-        own = summary["tags"][0]
-        heading = own if first[own] >= LEAST_GROUP else max(summary["tags"], key=lambda tag: first[tag])
-        found[heading if first[heading] >= LEAST_GROUP else OTHERS].append(summary)
-    return sorted(found.items(), key=lambda item: (item[0] == OTHERS, -len(item[1]), item[0]))
+        by_area.setdefault(summary["area"], []).append(summary)
+    found = [(area.value, area.meaning, by_area[area]) for area in Area if area in by_area]
+    return [*found, (NO_AREA, "entries without an area", by_area[None])] if None in by_area else found

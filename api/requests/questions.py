@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from kb.content.area import Area
 from kb.content.filters import Filter
 from kb.search.query import LONGEST_TEXT
 from kb.search.ranking import MOST_HITS
@@ -45,6 +46,7 @@ class SearchQuestion(BaseModel):
     status: Values = Field(
         None, description="Only entries of this status: confirmed, reported, disputed; repeated: of any of them."
     )
+    area: Values = Field(None, description=f"Only entries of this area: {', '.join(Area)}; repeated: of any of them.")
     why: bool = Field(False, description="Say of each hit what its score is made of.")
     gpu: Value = Field(
         "", description="Your GPU: good answers whose fix was verified on that model come first.", examples=["H100"]
@@ -55,7 +57,7 @@ class SearchQuestion(BaseModel):
 
     @property
     def only(self) -> Filter:
-        return Filter.of(self.tag, self.framework, self.status)
+        return Filter.of(self.tag, self.framework, self.status, self.area)
 
     @property
     def here(self) -> Hardware:

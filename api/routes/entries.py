@@ -8,6 +8,7 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from kb.content.area import Area
 from kb.content.entry import Entry, Status
 from kb.content.filters import Filter
 
@@ -47,6 +48,9 @@ async def list_entries(
     ] = None,
     framework: Annotated[str, Query(description="Only entries about this package or framework.")] = "",
     status: Annotated[Status | None, Query(description="Only entries of this status; default: not withdrawn.")] = None,
+    area: Annotated[
+        list[Area] | None, Query(description="Only entries of this area; repeated: of any of them.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many entries.")] = 100,
     cursor: Cursor = None,
     if_none_match: IfNoneMatch = None,
@@ -56,7 +60,7 @@ async def list_entries(
     A filter that no entry can pass is an error that names the nearest.
     """
     after = paging.position(LISTING, cursor) or ""
-    only = Filter.of(tag, [framework] if framework else None, [status] if status else None)
+    only = Filter.of(tag, [framework] if framework else None, [status] if status else None, area)
     found = [one for one in only.listed(content.listing.summaries) if one["id"] > after]
     shown, following = paging.page(LISTING, found, limit, lambda one: one["id"])
     body = EntryList.model_validate({"entries": shown, "next": following}).model_dump_json().encode()

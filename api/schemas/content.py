@@ -17,6 +17,7 @@ SUMMARY: dict[str, Any] = {
     "title_zh": "保存分片模型的检查点时 all-gather 超时",
     "status": "confirmed",
     "severity": "high",
+    "area": "checkpoint",
     "tags": ["collectives", "checkpoint", "fsdp"],
     "frameworks": ["torch"],
     "origin": "built-in",
@@ -104,6 +105,7 @@ class Summary(BaseModel):
     title_zh: str
     status: str
     severity: str
+    area: str | None
     tags: list[str]
     frameworks: list[str]
     origin: str

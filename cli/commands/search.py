@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kb.content.area import Area
 from kb.content.filters import Filter
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
@@ -40,6 +41,9 @@ def search(
         list[str] | None,
         typer.Option(help="Only entries of this status: confirmed, reported, disputed. Repeatable: any of them."),
     ] = None,
+    area: Annotated[
+        list[str] | None, typer.Option(help=f"Only entries of this area: {', '.join(Area)}. Repeatable: any of them.")
+    ] = None,
     applies_here: Annotated[
         bool, typer.Option("--applies-here", help="First what fits the versions of your environment, with the reason.")
     ] = False,
@@ -59,7 +63,7 @@ def search(
         raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
     if python and not applies_here:
         raise UsageError("--python says nothing without --applies-here", "add --applies-here")
-    only = Filter.of(tag, framework, status)
+    only = Filter.of(tag, framework, status, area)
     installed = _installed(interpreter_of(python)) if applies_here else None
     with open_index(configured_roots(tuple(roots or ())), notice) as index:
         answer = find(index, text, limit, only=only, installed=installed, explain=why)

@@ -33,9 +33,9 @@ def show(
     if lang not in ("en", "zh"):
         raise UsageError(f"--lang {lang}: entries are written in en and zh")
     chosen = configured_roots(tuple(roots or ()))
-    found = load_catalog(chosen)
-    entry = found.get(entry_id)
-    probe = found.probe_file(entry)
+    catalog = load_catalog(chosen)
+    entry = catalog.get(entry_id)
+    probe = catalog.probe_file(entry)
     hardware = standing(probe, proofs(chosen).get(entry.id, ()), entry.digest)
     if as_json:
         emit("show", **entry.to_json(), probe_file=str(probe) if probe else None, hardware=hardware or None)
@@ -49,10 +49,10 @@ def show(
 
 
 def _section(entry: Entry, name: str) -> str:
-    """Raises `UsageError` for one that the entry has not."""
-    for heading, one in entry.sections.items():
+    """The first section whose heading starts with `name`. Raises `UsageError` when there is none."""
+    for heading, section in entry.sections.items():
         if heading.lower().startswith(name.lower()):
-            return f"## {heading}\n\n{one.text}\n"
+            return f"## {heading}\n\n{section.text}\n"
     raise UsageError(f"{entry.id} has no section {name!r}", f"one of: {', '.join(entry.sections)}")
 
 
@@ -60,7 +60,15 @@ def page(entry: Entry, lang: str, hardware: str = "") -> str:
     """The entry as Markdown to read: the sections of one language, and the references its marks point to."""
     meta = entry.meta
     title = meta.title_zh if lang == "zh" else meta.title
-    head = f"# {title}\n\n`{entry.id}` · {meta.status} · {meta.severity} · {', '.join(meta.tags)} · {entry.origin}"
+    facts = [
+        f"`{entry.id}`",
+        meta.status,
+        meta.severity,
+        *filter(None, [meta.area]),
+        ", ".join(meta.tags),
+        entry.origin,
+    ]
+    head = f"# {title}\n\n{' · '.join(facts)}"
     if lang == "zh":
         body = entry.section("中文")
     else:

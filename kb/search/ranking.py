@@ -9,7 +9,7 @@ entry's signature lifts that entry by a fixed share of the best text score: root
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from heapq import nlargest
 from typing import Any, NamedTuple
@@ -26,12 +26,15 @@ from kb.search.spelling import corrected
 LEAST_COVERAGE = 0.7  # what is left of the score of an entry that covers nothing but one common word
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
+MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
 RELEVANT = 0.5  # of the best score: what has less is no answer to prefer because it applies
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
 MOST_CANDIDATES = 500  # entries; so many are always scored
 MOST_CHAMPIONS = 300
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 EVERYTHING = Filter()
+
+Preference = Callable[[Sequence[Hit]], Sequence[Hit]]  # the same hits in another order
 
 
 class _Scored(NamedTuple):
@@ -63,20 +66,21 @@ def search(
     *,
     only: Filter = EVERYTHING,
     installed: Versions | None = None,
+    preference: Preference | None = None,
     explain: bool = False,
 ) -> Answer:
     """The entries that answer a question or a pasted log. No hit is an answer, not an error.
 
     A filter takes hits away and changes no score. With the versions that are `installed`, of the hits that score at
-    least half as much as the best, those that apply come first and those that do not come last. Raises `UsageError`
-    for a filter that no entry can pass.
+    least half as much as the best, those that apply come first and those that do not come last. A `preference` may
+    bring up hits from beyond `limit`. Raises `UsageError` for a filter that no entry can pass.
     """
     wanted, did_you_mean = corrected(index, text, concepts(text, index.has, index.synonyms))
     passing = frozenset(only.admitted(index.facets)) if only else None
     scoring = _scoring(index, wanted, text, passing)
     admitted = scoring.totals.keys() & (index.numbers.keys() if passing is None else passing)
     judged = {} if installed is None else _judged(index, admitted, installed)
-    shown = min(limit, MOST_HITS)
+    shown = min(max(limit, MOST_RIVALS) if preference else limit, MOST_HITS)
     ranked = _best(scoring.totals, admitted, len(admitted) if judged else shown)
     least = RELEVANT * max(scoring.totals.values(), default=0.0)
     relevant = [number for number in ranked if scoring.totals[number] >= least]
@@ -86,7 +90,8 @@ def search(
         hits = [replace(hit, applicability=judged[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
         hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
-    return Answer(text, tuple(hits), did_you_mean, _is_answered(index, scoring, admitted))
+    preferred = preference(hits)[:limit] if preference else hits
+    return Answer(text, tuple(preferred), did_you_mean, _is_answered(index, scoring, admitted))
 
 
 def likeness(index: Index, text: str) -> dict[str, float]:
@@ -260,6 +265,7 @@ def _hit(document: dict[str, Any], number: int, scoring: _Scoring) -> Hit:
         cause_zh=document["cause_zh"],
         status=document["status"],
         severity=document["severity"],
+        area=document["area"],
         tags=tuple(document["tags"]),
         frameworks=tuple(document["frameworks"]),
         origin=document["origin"],

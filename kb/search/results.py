@@ -41,6 +41,7 @@ class Hit:
     cause_zh: str
     status: str
     severity: str
+    area: str | None
     tags: tuple[str, ...]
     frameworks: tuple[str, ...]
     origin: str

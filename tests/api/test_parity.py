@@ -44,8 +44,9 @@ FILTERS: tuple[dict[str, list[str]], ...] = (
     {"tag": ["fsdp"]},
     {"framework": ["deepspeed"]},
     {"status": ["confirmed"], "tag": ["checkpoint"]},
+    {"area": ["collectives", "launch"]},
 )
-NAMES = {"tag": "tags", "framework": "frameworks", "status": "statuses"}  # of a filter: in REST and the CLI, in MCP
+NAMES = {"tag": "tags", "framework": "frameworks", "status": "statuses", "area": "areas"}  # filters: REST and CLI, MCP
 
 
 def asked_by_people() -> list[dict[str, Any]]:

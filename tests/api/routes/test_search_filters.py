@@ -70,7 +70,7 @@ def test_without_asking_a_hit_has_neither_reason_nor_judgement(client: httpx.Cli
 def test_the_server_does_not_judge_by_its_own_versions(client: httpx.Client) -> None:
     description = client.get("/openapi.json").json()
     names = {one["name"] for one in description["paths"]["/v1/search"]["get"]["parameters"]}
-    assert names == {"q", "limit", "tag", "framework", "status", "why", "gpu", "torch"}
+    assert names == {"q", "limit", "tag", "framework", "status", "area", "why", "gpu", "torch"}
     assert all(
         "applicability" not in hit
         for hit in client.get("/v1/search", params={"q": QUESTION, "torch": "2.7"}).json()["hits"]
