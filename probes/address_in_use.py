@@ -76,19 +76,19 @@ STATES = {"01": "ESTABLISHED", "06": "TIME_WAIT", "0A": "LISTEN"}
 def sockets(port: int) -> List[str]:
     """One line for each socket whose local end is this port, with its owner as far as we may see it."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in read(f"/proc/net/{name}").splitlines()[1:]]
-    found = [
+    result = [
         (STATES.get(row[3], f"state {row[3]}"), row[7], f"socket:[{row[9]}]")
         for row in rows
         if int(row[1].rsplit(":", 1)[1], 16) == port
     ]
-    owners = holders({name for _, _, name in found})
-    lines = [f"{state}, uid {uid}, {owners.get(name, 'process not visible from here')}" for state, uid, name in found]
+    owners = holders({name for _, _, name in result})
+    lines = [f"{state}, uid {uid}, {owners.get(name, 'process not visible from here')}" for state, uid, name in result]
     return lines[:5] or ["no table lists the holder: a socket that is bound and does not listen is in none"]
 
 
 def holders(wanted: Set[str]) -> Mapping[str, str]:
     """Socket name to `pid N: command`, for the processes whose descriptors we may read."""
-    found = {}
+    result = {}
     for descriptor in glob("/proc/[0-9]*/fd/*"):
         try:
             name = os.readlink(descriptor)
@@ -97,8 +97,8 @@ def holders(wanted: Set[str]) -> Mapping[str, str]:
         if name in wanted:
             pid = descriptor.split("/")[2]
             command = read(f"/proc/{pid}/cmdline").split("\0")[:3]  # what runs, and no more of its arguments
-            found[name] = f"pid {pid}: {' '.join(command)[:100].strip()}"
-    return found
+            result[name] = f"pid {pid}: {' '.join(command)[:100].strip()}"
+    return result
 
 
 def read(path: str) -> str:

@@ -87,9 +87,9 @@ def warning(ctx: Context, *, named: bool) -> None:
     dist.all_reduce(total)
     assert total.tolist() == [1.0] * 4, total.tolist()
     ctx.note(torch=torch.__version__)
-    said = re.search(f".*(?:{GUESSED}).*", text)
-    if said:
-        raise Symptom(f"the barrier guessed its GPU and said so: {said.group(0).strip()}")
+    match = re.search(f".*(?:{GUESSED}).*", text)
+    if match:
+        raise Symptom(f"the barrier guessed its GPU and said so: {match.group(0).strip()}")
 
 
 def gpu_count() -> int:

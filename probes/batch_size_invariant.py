@@ -100,10 +100,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     values = {name: params[name] for name in KEYS}
     world = params["world_size"]
     if params["config"] is not None:
-        found = _merge_config(params["config"], values)
-        if isinstance(found, Finding):
-            return found
-        values, ranks_per_sequence = found
+        result = _merge_config(params["config"], values)
+        if isinstance(result, Finding):
+            return result
+        values, ranks_per_sequence = result
         if world is not None and ranks_per_sequence > 1:
             if world % ranks_per_sequence:
                 return exposed("%d ranks do not divide by sequence_parallel_size %d" % (world, ranks_per_sequence))

@@ -100,7 +100,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-500")
     try:
-        files = [path] if not path.is_dir() else sorted(one for one in _inside(path) if one.is_file())
+        files = [path] if not path.is_dir() else sorted(item for item in _inside(path) if item.is_file())
         size = sum(file.stat().st_size for file in files)
         disk = os.statvfs(path)
     except OSError as error:
@@ -115,22 +115,22 @@ def check(params: Mapping[str, Any]) -> Finding:
     if torn:
         return exposed(*torn[:8], advice="resume from the checkpoint before this one, and keep this one for the report")
     room = disk.f_bavail * disk.f_frsize
-    told = "%d files of %s read, none is torn; %d MiB, and %d MiB are free" % (
+    message = "%d files of %s read, none is torn; %d MiB, and %d MiB are free" % (
         len(files) - len(unread),
         path,
         size >> 20,
         room >> 20,
     )
     if room < size:
-        return exposed(told, advice="one more of this size does not fit: make room, or lower what is kept")
+        return exposed(message, advice="one more of this size does not fit: make room, or lower what is kept")
     if unread or len(files) == 0:
-        return unknown(told, *unread[:5])
-    return clear(told, "values were not compared: a changed bit is only found by a checksum")
+        return unknown(message, *unread[:5])
+    return clear(message, "values were not compared: a changed bit is only found by a checksum")
 
 
 def _inside(folder: Path) -> List[Path]:
     first = list(folder.iterdir())[:2000]
-    return first + [two for one in first if one.is_dir() for two in list(one.iterdir())[:2000]]
+    return first + [two for item in first if item.is_dir() for two in list(item.iterdir())[:2000]]
 
 
 def _torn(files: List[Path]) -> Tuple[List[str], List[str]]:

@@ -41,8 +41,8 @@ def split(ctx: Context, *, own_storage: bool) -> None:
     assert torch.equal(loaded, shard)
     if size > 2 * needed:
         no_cure = {"contiguous": shard.contiguous(), "to": shard.to(torch.bfloat16), "detach": shard.detach()}
-        told = ", ".join("%s() gives %d" % (name, _save(ctx, same)) for name, same in no_cure.items())
-        raise Symptom("shard.pt has %d bytes, %.1f times its tensor; %s" % (size, size / needed, told))
+        message = ", ".join("%s() gives %d" % (name, _save(ctx, same)) for name, same in no_cure.items())
+        raise Symptom("shard.pt has %d bytes, %.1f times its tensor; %s" % (size, size / needed, message))
     assert loaded.untyped_storage().nbytes() == needed
 
 
@@ -58,12 +58,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     if params["checkpoint"] is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt")
     try:
-        found = read_checkpoint(params["checkpoint"])
+        checkpoint = read_checkpoint(params["checkpoint"])
     except Unreadable as error:
         return unknown(str(error))
-    if found.format != "torch.save":
+    if checkpoint.format != "torch.save":
         return unknown("%s: safetensors holds tensors without the storages behind them" % params["checkpoint"])
-    return weigh(found) if found.tensors else unknown("no tensor was found in %s" % params["checkpoint"])
+    return weigh(checkpoint) if checkpoint.tensors else unknown("no tensor was found in %s" % params["checkpoint"])
 
 
 def weigh(found: Checkpoint) -> Finding:
@@ -72,14 +72,14 @@ def weigh(found: Checkpoint) -> Finding:
     for tensor in found.tensors:
         by_storage.setdefault(tensor.storage, []).append(tensor)
     unused = [(found.storages[key] - _used(inside), found.storages[key], inside) for key, inside in by_storage.items()]
-    unused.sort(key=lambda one: -one[0])
-    total, waste = sum(found.storages.values()), sum(max(0, one[0]) for one in unused)
+    unused.sort(key=lambda item: -item[0])
+    total, waste = sum(found.storages.values()), sum(max(0, item[0]) for item in unused)
     counts = (total - waste, total, len(found.tensors), len(found.storages))
-    told = "tensors use %d of %d bytes (tensors: %d, storages: %d)" % counts
+    message = "tensors use %d of %d bytes (tensors: %d, storages: %d)" % counts
     if waste <= WASTE * total:
-        return clear(told)
-    evidence = [told + ": %d bytes (%d %%) are wasted" % (waste, 100 * waste // total)]
-    evidence += [_line(*one) for one in unused[:5] if one[0] > WASTE * waste]
+        return clear(message)
+    evidence = [message + ": %d bytes (%d %%) are wasted" % (waste, 100 * waste // total)]
+    evidence += [_line(*item) for item in unused[:5] if item[0] > WASTE * waste]
     return exposed(*evidence, advice="clone before saving: {name: tensor.clone() for name, tensor in state.items()}")
 
 

@@ -79,8 +79,8 @@ KNOWN = (
 
 def numbers(version: str) -> tuple[int, ...]:
     """The release number of a version; `packaging` may be missing here. A pre-release counts as its release."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    release = [int(part) for part in found.group().split(".")] if found else []
+    match = re.match(r"\d+(\.\d+)*", version)
+    release = [int(part) for part in match.group().split(".")] if match else []
     return tuple(release + [0] * (3 - len(release)))
 
 

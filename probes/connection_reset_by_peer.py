@@ -60,7 +60,7 @@ def check(_: Mapping[str, Any]) -> Finding:
 
 def kills_in_own_cgroups() -> List[Any]:
     """(file, number of kills) of the control groups this process is in, version 2 and 1, where there were any."""
-    found = []
+    result = []
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         place = {"": "/sys/fs/cgroup%s/memory.events", "memory": "/sys/fs/cgroup/memory%s/memory.oom_control"}
@@ -68,8 +68,8 @@ def kills_in_own_cgroups() -> List[Any]:
             path = place[controllers] % group.rstrip("/")
             kills = counter(read(path), "oom_kill")
             if kills:
-                found.append((path, kills))
-    return found
+                result.append((path, kills))
+    return result
 
 
 def kills_since_boot() -> str:

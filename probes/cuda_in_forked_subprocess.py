@@ -58,11 +58,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     default = multiprocessing.get_all_start_methods()[0]
     if code is None or not code.exists():
         why = "no code was given to read" if code is None else f"there is no {code}"
-        told = f"this Python starts processes with {default} by default"
-        return unknown(why, told, advice="--set code=train.py, or a folder")
+        message = f"this Python starts processes with {default} by default"
+        return unknown(why, message, advice="--set code=train.py, or a folder")
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     end = time.monotonic() + 0.5
-    found: List[str] = []
+    result: List[str] = []
     chosen = set()
     read = 0
     for file in files:
@@ -70,19 +70,19 @@ def check(params: Mapping[str, Any]) -> Finding:
             break
         try:
             text = file.read_text(errors="replace")
-            found += [f"{file}:{line}: {what}" for line, what in gpu_calls(ast.parse(text))]
+            result += [f"{file}:{line}: {what}" for line, what in gpu_calls(ast.parse(text))]
             chosen |= set(re.findall(r"[\"'](fork|spawn|forkserver)[\"']", text))
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
     seen = f"{read} of {len(files)} files were read; start methods named in them: {', '.join(sorted(chosen)) or 'none'}"
-    if found and ("fork" in chosen or (default == "fork" and not chosen)):
+    if result and ("fork" in chosen or (default == "fork" and not chosen)):
         advice = "return CPU tensors there, and move the batch in the training loop"
-        return exposed(seen, *found[:10], "with num_workers above 0 the workers are forked", advice=advice)
-    if found and not chosen:
-        return clear(seen, *found[:10], f"this Python does not fork workers by default but uses {default}")
+        return exposed(seen, *result[:10], "with num_workers above 0 the workers are forked", advice=advice)
+    if result and not chosen:
+        return clear(seen, *result[:10], f"this Python does not fork workers by default but uses {default}")
     blind = "a device in a variable, and what libraries do, cannot be seen like this"
-    return unknown(seen, *found[:10], blind)
+    return unknown(seen, *result[:10], blind)
 
 
 def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:

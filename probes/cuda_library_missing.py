@@ -123,8 +123,8 @@ def required() -> Dict[str, str]:
         return {}
     machine = os.uname().machine
     here = [line for line in lines if "extra ==" not in line and ("platform_machine" not in line or machine in line)]
-    found = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in here)
-    return {match.group(1): match.group(2) or "" for match in found if match}
+    result = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in here)
+    return {match.group(1): match.group(2) or "" for match in result if match}
 
 
 def version_of(package: str) -> str:
@@ -137,13 +137,13 @@ def version_of(package: str) -> str:
 def shadowing() -> List[str]:
     """Libraries of the nvidia packages that some folder of LD_LIBRARY_PATH has as well, with other content."""
     own = {file.name: file for place in sys.path for file in Path(place or ".").glob("nvidia/*/lib/*.so.*")}
-    found = []
+    result = []
     for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
         for name, file in own.items() if folder else ():
             other = Path(folder, name)
             if other.exists() and not other.samefile(file) and other.stat().st_size != file.stat().st_size:
-                found.append(f"{other} is found before {file}")
-    return found
+                result.append(f"{other} is found before {file}")
+    return result
 
 
 def loads_its_own() -> bool:

@@ -68,8 +68,8 @@ def check(_: Mapping[str, Any]) -> Finding:
         install = f"install a toolkit {built_with} beside this one and set CUDA_HOME, or a torch built for {release}"
         return exposed(*evidence, "the major releases differ: torch refuses a setup.py build", advice=install)
     if not any((home / place / "cuda_runtime.h").exists() for place in HEADERS):
-        found = f"no cuda_runtime.h below {home}: nvcc is found through a link or wrapper, and its headers are not"
-        return exposed(*evidence, found, advice="set CUDA_HOME to the folder that has bin, include and lib64")
+        message = f"no cuda_runtime.h below {home}: nvcc is found through a link or wrapper, and its headers are not"
+        return exposed(*evidence, message, advice="set CUDA_HOME to the folder that has bin, include and lib64")
     if release != built_with:
         evidence.append("the minor releases differ: torch warns and builds, apex refuses, DeepSpeed has a list")
     return clear(*evidence)
@@ -87,8 +87,8 @@ def cuda_of_torch() -> Optional[str]:
         text = (Path(spec.origin).parent / "version.py").read_text()
     except OSError:
         return None
-    found = re.search(r"^cuda\b.*= (?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
-    return found and (found.group(1) or "")
+    match = re.search(r"^cuda\b.*= (?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
+    return match and (match.group(1) or "")
 
 
 def cuda_home() -> Tuple[Optional[Path], str]:
@@ -106,11 +106,11 @@ def cuda_home() -> Tuple[Optional[Path], str]:
 def release_of(home: Path) -> str:
     asked = [str(home / "bin" / "nvcc"), "--version"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=3, check=False).stdout
+        message = subprocess.run(asked, capture_output=True, text=True, timeout=3, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"release (\d+\.\d+)", told)
-    return found.group(1) if found else ""
+    match = re.search(r"release (\d+\.\d+)", message)
+    return match.group(1) if match else ""
 
 
 def experiment(asks: str, expect: str, needs: Needs) -> Experiment:

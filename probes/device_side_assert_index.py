@@ -56,27 +56,29 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None or classes is None:
         return unknown("no data to read", advice="--set data=train.jsonl --set classes=10, and --set key=label")
     end = time.monotonic() + 0.5
-    found: List[str] = []
+    result: List[str] = []
     rows = values = 0
     try:
         for number, row in enumerate(rows_of(path), 1):
             for value in numbers_in(row.get(key)):
                 values += 1
                 if not (0 <= value < classes or value == -100):
-                    found.append(f"{path}:{number}: {key} {value}")
+                    result.append(f"{path}:{number}: {key} {value}")
             rows = number
-            if time.monotonic() > end or len(found) >= 10:
+            if time.monotonic() > end or len(result) >= 10:
                 break
         else:
             rows = -rows  # all of them
     except (OSError, ValueError, csv.Error) as error:
         return unknown(f"{path} cannot be read: {error}")
-    told = f"{values} values of {key} in {abs(rows)} rows"
-    if found:
-        return exposed(f"outside 0 to {classes - 1}, and not -100, after {told}", *found, advice="repair data or model")
+    message = f"{values} values of {key} in {abs(rows)} rows"
+    if result:
+        return exposed(
+            f"outside 0 to {classes - 1}, and not -100, after {message}", *result, advice="repair data or model"
+        )
     if rows >= 0 or not values:
-        return unknown(f"nothing outside 0 to {classes - 1} in {told}; the rest was not read, or there is no {key}")
-    return clear(f"all {told} are inside 0 to {classes - 1} or -100")
+        return unknown(f"nothing outside 0 to {classes - 1} in {message}; the rest was not read, or there is no {key}")
+    return clear(f"all {message} are inside 0 to {classes - 1} or -100")
 
 
 def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -94,8 +96,8 @@ def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
 def numbers_in(value: Any) -> Iterator[int]:
     """The class of a row, or the classes of a sequence."""
     if isinstance(value, list):
-        for one in value:
-            yield from numbers_in(one)
+        for item in value:
+            yield from numbers_in(item)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
     elif isinstance(value, str) and value.strip().lstrip("-").isdigit():

@@ -88,11 +88,11 @@ def start_runtime(ctx: Context, *, package: str, old: bool) -> None:
 
 
 def start_torch(ctx: Context, *, package: str, old: bool) -> None:
-    found = torch_cuda()
-    if not found:
+    result = torch_cuda()
+    if not result:
         raise Unavailable(f"{package} is installed, but this torch is not built for CUDA")
     ctx.reached()
-    answer = under_driver(ctx, driver_of(ctx, int(found.split(".")[0]), old), ASK_TORCH)
+    answer = under_driver(ctx, driver_of(ctx, int(result.split(".")[0]), old), ASK_TORCH)
     ctx.note(**answer)
     if "No CUDA GPUs are available" not in answer["said"]:
         raise RuntimeError(answer["said"])
@@ -109,8 +109,8 @@ def torch_cuda() -> str:
         text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
     except (metadata.PackageNotFoundError, OSError):
         return ""
-    found = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found.group(1) if found else ""
+    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([\d.]+)'", text, re.MULTILINE)
+    return match.group(1) if match else ""
 
 
 def driver_version(saved: Optional[Path]) -> Tuple[str, str]:
@@ -120,9 +120,9 @@ def driver_version(saved: Optional[Path]) -> Tuple[str, str]:
             text = path.read_text(errors="replace")
         except OSError:
             continue
-        found = re.search(r"(?:Driver Version\s*:\s*|<driver_version>|Module.*?\s|^)(\d{3}\.\d+(?:\.\d+)?)\b", text)
-        if found:
-            return found.group(1), str(path)
+        match = re.search(r"(?:Driver Version\s*:\s*|<driver_version>|Module.*?\s|^)(\d{3}\.\d+(?:\.\d+)?)\b", text)
+        if match:
+            return match.group(1), str(path)
     return "", ""
 
 

@@ -86,20 +86,20 @@ def check(params: Mapping[str, Any]) -> Finding:
     if launcher and tasks.isdigit() and int(tasks) > 1:
         why = f"torchrun runs inside one of {tasks} Slurm tasks per node, and each task starts ranks for all GPUs"
         return exposed(why, advice="--ntasks-per-node=1 with torchrun, or srun python without torchrun")
-    found = ranks_here()
-    evidence = [f"rank {rank}: pid {pid}, {gpu}" for (_, rank), (pid, gpu) in sorted(found.items())][:16]
-    for (job, rank), (_, gpu) in found.items():
-        for (other_job, other), (_, taken) in found.items():
+    result = ranks_here()
+    evidence = [f"rank {rank}: pid {pid}, {gpu}" for (_, rank), (pid, gpu) in sorted(result.items())][:16]
+    for (job, rank), (_, gpu) in result.items():
+        for (other_job, other), (_, taken) in result.items():
             if job == other_job and int(rank) < int(other) and gpu == taken:
                 why = f"rank {rank} and rank {other} of one job are both given {gpu}"
                 return exposed(why, *evidence, advice="one launcher per host; one GPU per LOCAL_RANK")
     for uuid, pids in used.items():
-        ranks = sorted((job, rank) for (job, rank), (pid, _) in found.items() if pid in pids)
+        ranks = sorted((job, rank) for (job, rank), (pid, _) in result.items() if pid in pids)
         if len(ranks) > len({job for job, _ in ranks}):
             why = f"ranks {', '.join(rank for _, rank in ranks)} have a context on {uuid}"
             return exposed(why, *evidence, advice="torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA")
-    if found:
-        if all(any(pid in pids for pids in used.values()) for pid, _ in found.values()):
+    if result:
+        if all(any(pid in pids for pids in used.values()) for pid, _ in result.values()):
             return clear("each rank that runs here is alone on its GPU, as the driver sees it", *evidence)
         return unknown("the launcher gave each rank another GPU, the code may still choose otherwise", *evidence)
     count, visible = params["nproc_per_node"], visible_entries() or gpus
@@ -116,9 +116,9 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def ranks_here() -> Dict[Tuple[str, str], Tuple[int, str]]:
     """(job, RANK) to (first pid, GPU) from the variables that processes were started with."""
-    found: Dict[Tuple[str, str], Tuple[int, str]] = {}
+    result: Dict[Tuple[str, str], Tuple[int, str]] = {}
     end = time.monotonic() + 0.4
-    for path in sorted(glob("/proc/[0-9]*/environ"), key=lambda one: int(one.split("/")[2])):
+    for path in sorted(glob("/proc/[0-9]*/environ"), key=lambda item: int(item.split("/")[2])):
         if time.monotonic() > end:
             break
         try:
@@ -130,13 +130,13 @@ def ranks_here() -> Dict[Tuple[str, str], Tuple[int, str]]:
         if not (rank.isdigit() and local.isdigit() and "MASTER_PORT" in variables):
             continue
         job = f"{variables.get('MASTER_ADDR')}:{variables['MASTER_PORT']}"
-        entries = [one for one in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        entries = [item for item in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if item]
         if len(entries) > int(local):
             gpu = f"GPU {entries[int(local)]}"
         else:
             gpu = f"GPU {entries[0]}" if len(entries) == 1 else f"GPU {local}"
-        found.setdefault((job, rank), (int(path.split("/")[2]), gpu))  # children of a rank have its variables too
-    return found
+        result.setdefault((job, rank), (int(path.split("/")[2]), gpu))  # children of a rank have its variables too
+    return result
 
 
 def driver() -> Tuple[int, Dict[str, List[int]]]:
@@ -156,7 +156,7 @@ def driver() -> Tuple[int, Dict[str, List[int]]]:
 
 
 def visible_entries() -> int:
-    return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
+    return len([item for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()])
 
 
 REFUSED = raised(r"Duplicate GPU detected : rank \d+ and rank \d+|Multiple [Rr]anks (are|detected) using the same GPU")

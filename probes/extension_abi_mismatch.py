@@ -114,8 +114,8 @@ def extensions(site: Path) -> List[Path]:
     builds = Path(cache, "torch_extensions").glob("py%d%d_*/*/*.so" % sys.version_info[:2])
     if os.environ.get("TORCH_EXTENSIONS_DIR"):
         builds = Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")
-    found = [*site.glob("*.so"), *site.glob("deepspeed/ops/*/*.so"), *builds]
-    return sorted(found)[:60]
+    result = [*site.glob("*.so"), *site.glob("deepspeed/ops/*/*.so"), *builds]
+    return sorted(result)[:60]
 
 
 def symbols(path: Path) -> Iterator[Tuple[str, bool]]:

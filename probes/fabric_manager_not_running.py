@@ -33,9 +33,9 @@ def fabric_of(report: str) -> Tuple[Dict[str, str], str]:
             gpu = line[4:].strip()
         elif re.match(r"    \S", line):
             inside = line.strip() == "Fabric"
-        found = re.match(r"\s{8}(State|Status)\s*:\s*(.+)", line) if inside else None
-        if found:
-            states[gpu] = f"{states[gpu]}/{found[2].strip()}" if found[1] == "Status" else found[2].strip()
+        match = re.match(r"\s{8}(State|Status)\s*:\s*(.+)", line) if inside else None
+        if match:
+            states[gpu] = f"{states[gpu]}/{match[2].strip()}" if match[1] == "Status" else match[2].strip()
     driver = re.search(r"Driver Version\s*:\s*(\S+)", report)
     return states, driver[1] if driver else ""
 
@@ -97,13 +97,13 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def on_this_machine(evidence: List[str], driver: str, completed: bool) -> Finding:
     seen, running = switches(), is_running("nv-fabricmanager")
-    said = re.search(r"\d{3}\.\d+(\.\d+)?", ask("nv-fabricmanager", "-v"))
+    match = re.search(r"\d{3}\.\d+(\.\d+)?", ask("nv-fabricmanager", "-v"))
     evidence = [
         *evidence,
         f"{seen} NVSwitches on the PCI bus, nv-fabricmanager {'runs' if running else 'does not run'}",
     ]
-    if said and said[0] != driver:
-        evidence.append(f"the installed fabric manager is {said[0]}: it refuses driver {driver} at its next start")
+    if match and match[0] != driver:
+        evidence.append(f"the installed fabric manager is {match[0]}: it refuses driver {driver} at its next start")
         return exposed(*evidence, advice="install the fabric manager of the driver's exact version, and hold both back")
     if completed:
         return clear(*evidence, "all GPUs have joined the fabric")

@@ -131,23 +131,23 @@ def check(params: Mapping[str, Any]) -> Finding:
     enabled = section.get("enabled") or values.get("mixed_precision") == "fp16"
     if not enabled or str(enabled).lower() in ("false", "no"):
         return clear(f"{params['config']} ({kind}) does not switch float16 on")
-    told = [f"{params['config']} ({kind}): fp16 {enabled}"]
+    message = [f"{params['config']} ({kind}): fp16 {enabled}"]
     if section.get("loss_scale"):
-        told.append(f"loss_scale {section['loss_scale']} is fixed: overflowing steps are skipped without an error")
+        message.append(f"loss_scale {section['loss_scale']} is fixed: overflowing steps are skipped without an error")
     advice = "bf16 on GPUs of compute capability 8.0 or higher (nvidia-smi --query-gpu=compute_cap --format=csv)"
     if str(enabled).lower() == "auto":
-        return unknown(*told, "whether float16 is on is decided by the trainer's arguments", advice=advice)
+        return unknown(*message, "whether float16 is on is decided by the trainer's arguments", advice=advice)
     if params["model"] is None:
-        return unknown(*told, "--set model=folder tells in which precision the model was saved", advice=advice)
+        return unknown(*message, "--set model=folder tells in which precision the model was saved", advice=advice)
     try:
         model = json.loads((params["model"] / "config.json").read_text())
         saved = str(model.get("dtype") or model.get("torch_dtype"))
     except (OSError, ValueError, AttributeError) as error:
-        return unknown(*told, f"{params['model']}/config.json cannot be read: {error}", advice=advice)
-    told.append(f"{params['model']}/config.json: the weights were saved in {saved}")
+        return unknown(*message, f"{params['model']}/config.json cannot be read: {error}", advice=advice)
+    message.append(f"{params['model']}/config.json: the weights were saved in {saved}")
     if saved.endswith("bfloat16"):
-        return exposed(*told, "its activations were never held below 65504", advice=advice)
-    return unknown(*told, "whether its activations stay below 65504 cannot be read from a file", advice=advice)
+        return exposed(*message, "its activations were never held below 65504", advice=advice)
+    return unknown(*message, "whether its activations stay below 65504 cannot be read from a file", advice=advice)
 
 
 HALVES = "float16 cannot hold a value of rank 1, at any loss scale (--set why=overflow, nan or no-scaling)"

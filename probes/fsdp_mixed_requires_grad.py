@@ -44,7 +44,7 @@ def wrap_and_train(ctx: Context, *, fixed: bool) -> None:
     )
     model(data[ctx.rank].to(ctx.device)).square().sum().backward()  # gradients are averaged over the ranks
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() // 4 for one in map(local, gradients)}
+    held = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() // 4 for item in map(local, gradients)}
     most = torch.tensor(sum(held.values()), device=ctx.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     ctx.note(trainable_numbers_per_rank=64, gradient_numbers_per_rank=most.item())
@@ -115,13 +115,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         return clear("use_orig_params is on: a unit may mix frozen and trainable parameters")
     adapter = [key for key in ("adapter", "peft_type", "use_peft", "lora_r", "finetuning_type") if values.get(key)]
     adapter = [f"{key}: {values[key]}" for key in adapter if values[key] != "full"]
-    told = f"FSDP with use_orig_params {orig}, version {version or 'not given'}"
+    message = f"FSDP with use_orig_params {orig}, version {version or 'not given'}"
     advice = "set fsdp_use_orig_params: true, or fsdp_version: 2, or give trainable modules units of their own"
     if orig == "not given":
-        return unknown(f"{told}: the default is the launcher's or the library's", advice=advice)
+        return unknown(f"{message}: the default is the launcher's or the library's", advice=advice)
     if adapter:
-        return exposed(told, f"an adapter on a frozen base ({', '.join(adapter)})", advice=advice)
-    return unknown(f"{told}: refused as soon as one unit mixes frozen and trainable weights", advice=advice)
+        return exposed(message, f"an adapter on a frozen base ({', '.join(adapter)})", advice=advice)
+    return unknown(f"{message}: refused as soon as one unit mixes frozen and trainable weights", advice=advice)
 
 
 MESSAGE = r"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`"

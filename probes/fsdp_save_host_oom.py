@@ -31,14 +31,14 @@ def save(ctx: Context, *, rank0_only: bool) -> None:
         limit_address_space(CPU_ROOM)
     ctx.reached()
     try:
-        found = get_model_state_dict(model, options=options)
+        result = get_model_state_dict(model, options=options)
     except Exception:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
         raise
-    ctx.note(full_mib=sum(tensor.nbytes for tensor in found.values()) >> 20)
+    ctx.note(full_mib=sum(tensor.nbytes for tensor in result.values()) >> 20)
     wanted = len(list(model.parameters())) if ctx.rank == 0 else 0
-    assert len(found) == wanted, "%d tensors on rank %d, not %d" % (len(found), ctx.rank, wanted)
-    assert all(bool((found[name] == number).all()) for number, name in enumerate(found)), "other values than before"
+    assert len(result) == wanted, "%d tensors on rank %d, not %d" % (len(result), ctx.rank, wanted)
+    assert all(bool((result[name] == number).all()) for number, name in enumerate(result)), "other values than before"
 
 
 def sharded(ctx: Context) -> Any:
@@ -88,15 +88,15 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(source)
     times = params["ranks"] if params["copies"] == "all" else 1
     need = billions * 1e9 * params["bytes"] * times / GIB
-    told = "%.1f billion x %.0f bytes x %d = %.0f GiB, and this host has %.0f GiB to give (%s)" % (
+    message = "%.1f billion x %.0f bytes x %d = %.0f GiB, and this host has %.0f GiB to give (%s)" % (
         *(billions, params["bytes"], times, need, free),
         source,
     )
     if need > free:
-        return exposed(told, advice="sharded checkpoints; or weights only, on rank 0 only")
+        return exposed(message, advice="sharded checkpoints; or weights only, on rank 0 only")
     if need > 0.7 * free:
-        return unknown(told, "data loaders, pinned buffers and the page cache of the write come on top")
-    return clear(told)
+        return unknown(message, "data loaders, pinned buffers and the page cache of the write come on top")
+    return clear(message)
 
 
 def state_dict_type(values: Mapping[str, Any]) -> str:
@@ -110,7 +110,7 @@ def host_memory() -> Tuple[Optional[float], str]:
     """GiB that this host, or the control group of this shell, can still give; None with the reason."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found: List[Tuple[float, str]] = [
+        result: List[Tuple[float, str]] = [
             (int(line.split()[1]) / (1 << 20), "MemAvailable") for line in lines if line.startswith("MemAvailable")
         ]
     except (OSError, ValueError):
@@ -121,10 +121,10 @@ def host_memory() -> Tuple[Optional[float], str]:
     ):
         folder = Path("/sys/fs/cgroup")
         try:
-            found.append(((int((folder / limit).read_text()) - int((folder / used).read_text())) / GIB, "cgroup"))
+            result.append(((int((folder / limit).read_text()) - int((folder / used).read_text())) / GIB, "cgroup"))
         except (OSError, ValueError):  # no such limit
             continue
-    return min(found) if found else (None, "this kernel tells no MemAvailable")
+    return min(result) if result else (None, "this kernel tells no MemAvailable")
 
 
 EVERYWHERE = "full_state_dict without cpu_offload: every rank builds the whole model"

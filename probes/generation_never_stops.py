@@ -161,9 +161,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         findings = []
         end_ids = [params["end_id"]] if params["end_id"] is not None else []
         if params["model"] is not None:
-            finding, found = _judge_model(params["model"])
+            finding, result = _judge_model(params["model"])
             findings.append(finding)
-            end_ids = end_ids or found
+            end_ids = end_ids or result
         if params["samples"] is not None:
             findings.append(_judge_samples(params["samples"], end_ids))
     except _Unreadable as error:
@@ -207,13 +207,13 @@ def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
         return unknown(what, *notes), [names[end] for end in ends if end in names]
     ids = [names[end] for end in ends]
     missed = [end for end in ends if names[end] not in stops]
-    told = "the chat template ends turns with %s" % ", ".join("%s (%d)" % (end, names[end]) for end in ends)
+    message = "the chat template ends turns with %s" % ", ".join("%s (%d)" % (end, names[end]) for end in ends)
     if not missed:
-        return clear(told, *notes), ids
+        return clear(message, *notes), ids
     if len(missed) < len(ends):
-        return unknown(told, *notes, "%s is no stop: fine if it never ends an answer" % ", ".join(missed)), ids
+        return unknown(message, *notes, "%s is no stop: fine if it never ends an answer" % ", ".join(missed)), ids
     advice = "put %s into eos_token_id of generation_config.json" % sorted({*stops, *ids})
-    return exposed(told, *notes, "none of them is a stop", advice=advice), ids
+    return exposed(message, *notes, "none of them is a stop", advice=advice), ids
 
 
 def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
@@ -236,12 +236,12 @@ def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
         return unknown('%s: line %d is not {"labels": [...]}: %s' % (path, rows + 1, type(error).__name__))
     if not rows:
         return unknown("%s is empty" % path)
-    told = "%d of %d samples have the end token %s as a label" % (taught, rows, end_ids)
+    message = "%d of %d samples have the end token %s as a label" % (taught, rows, end_ids)
     if not taught:
-        return exposed(told, "training never shows the model where to stop", advice="append EOS and keep its label")
+        return exposed(message, "training never shows the model where to stop", advice="append EOS and keep its label")
     if taught < 0.98 * rows:
-        return unknown(told, "the others are cut, or their end is masked: look at one of them")
-    return clear(told)
+        return unknown(message, "the others are cut, or their end is masked: look at one of them")
+    return clear(message)
 
 
 def _json(path: Path) -> Optional[Dict[str, Any]]:
@@ -251,14 +251,14 @@ def _json(path: Path) -> Optional[Dict[str, Any]]:
             return None
         if not path.is_file() or path.stat().st_size > LARGEST:
             raise _Unreadable("%s is not a file, or larger than %d MiB" % (path, LARGEST >> 20))
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _Unreadable("%s cannot be read: %s" % (path, error.strerror)) from None
     except (ValueError, RecursionError) as error:
         raise _Unreadable("%s is not JSON: %s" % (path, str(error)[:100])) from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise _Unreadable("%s holds no JSON object" % path)
-    return found
+    return document
 
 
 def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:
@@ -268,20 +268,20 @@ def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:
             return jinja.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise _Unreadable("%s cannot be read: %s" % (jinja, error.strerror)) from None
-    found = tokenizer.get("chat_template") or (_json(folder / "chat_template.json") or {}).get("chat_template")
-    if isinstance(found, list):  # several templates by name
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else ""
+    template = tokenizer.get("chat_template") or (_json(folder / "chat_template.json") or {}).get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
 
 
 def _token_ids(folder: Path, tokenizer: Mapping[str, Any]) -> Dict[str, int]:
     added = tokenizer.get("added_tokens_decoder")
     if isinstance(added, dict) and added:
-        pairs = [(_content(one), number) for number, one in added.items()]
+        pairs = [(_content(item), number) for number, item in added.items()]
     else:
         listed = (_json(folder / "tokenizer.json") or {}).get("added_tokens")
-        pairs = [(_content(one), one.get("id")) for one in listed or [] if isinstance(one, dict)]
+        pairs = [(_content(item), item.get("id")) for item in listed or [] if isinstance(item, dict)]
     return {name: int(number) for name, number in pairs if name and str(number).isdecimal()}
 
 
@@ -292,7 +292,7 @@ def _content(token: Any) -> str:
 
 
 def _ids(value: Any) -> List[int]:
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
 
 
 def _shown(ids: List[int], names: Mapping[str, int]) -> str:

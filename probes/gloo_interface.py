@@ -42,12 +42,12 @@ def train_on_two_nodes(ctx: Context, *, interface: str) -> None:
         if pid == 0:
             live_as(node, interface)
         pids.append(pid)
-    said = [ctx.dir / f"node{number}.said" for number in range(2)]
+    output = [ctx.dir / f"node{number}.said" for number in range(2)]
     end = time.monotonic() + 15  # the node that only waits is not waited for: it does so for five times the timeout
     texts: List[str] = []
     while len(texts) < 2 and not any(texts) and time.monotonic() < end:
         time.sleep(0.01)
-        texts = [path.read_text() for path in said if path.exists()]
+        texts = [path.read_text() for path in output if path.exists()]
     if all((ctx.dir / f"meet-both up-{number}").exists() for number in range(2)):
         ctx.reached()
     for pid in pids:
@@ -61,7 +61,7 @@ def train_on_two_nodes(ctx: Context, *, interface: str) -> None:
 
 
 def live_as(node: Context, interface: str) -> NoReturn:
-    said = ""
+    text = ""
     try:
         plug_in(node)
         os.environ.pop("GLOO_SOCKET_IFNAME")  # the harness has set it to lo
@@ -76,9 +76,9 @@ def live_as(node: Context, interface: str) -> NoReturn:
         assert total.item() == 3, total
         node.meet("reduced")
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}" if isinstance(error, Unavailable) else f"node {node.rank}: {error}"
+        text = f"{type(error).__name__}: {error}" if isinstance(error, Unavailable) else f"node {node.rank}: {error}"
     part = node.dir / f"node{node.rank}.part"
-    part.write_text(said)
+    part.write_text(text)
     part.rename(node.dir / f"node{node.rank}.said")
     os._exit(0)
 
@@ -123,7 +123,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
         taken = {name: addresses_of(name) for name in named.split(",")}
-        missing = [name for name, found in taken.items() if not found]
+        missing = [name for name, result in taken.items() if not result]
         if missing:
             here = ", ".join(name for _, name in socket.if_nameindex())
             return exposed(
@@ -131,8 +131,8 @@ def check(params: Mapping[str, Any]) -> Finding:
                 f"interfaces: {here}; gloo compares the whole name: no prefix, no ^, no address",
                 advice=SET_IT,
             )
-        where = "; ".join(f"{name} has {' '.join(found)}" for name, found in taken.items())
-        loops = [name for name, found in taken.items() if any(map(is_loopback, found))]
+        where = "; ".join(f"{name} has {' '.join(result)}" for name, result in taken.items())
+        loops = [name for name, result in taken.items() if any(map(is_loopback, result))]
         return judge(f"GLOO_SOCKET_IFNAME={named}: {where}", bool(loops), several)
     host = socket.gethostname()
     try:
@@ -171,11 +171,11 @@ def spans_nodes(nodes: int) -> bool | None:
 
 def addresses_of(interface: str) -> List[str]:
     """The addresses of an interface: IPv4, then IPv6 as /proc has it."""
-    found = []
+    result = []
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             request = interface.encode()[:15].ljust(40, b"\0")
-            found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24]))  # SIOCGIFADDR
+            result.append(socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24]))  # SIOCGIFADDR
     except OSError as error:
         if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
             return [f"an address that cannot be read ({error.strerror})"]
@@ -183,7 +183,7 @@ def addresses_of(interface: str) -> List[str]:
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     except OSError:
         rows = []
-    return found + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == interface]
+    return result + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == interface]
 
 
 def can_bind(address: str) -> bool:

@@ -48,8 +48,8 @@ def lines_of(saved: Path) -> Tuple[List[str], str]:
 
 
 def kernel_log() -> Tuple[List[str], str]:
-    said, reason = ask("dmesg")
-    lines = said.splitlines()
+    output, reason = ask("dmesg")
+    lines = output.splitlines()
     return lines, reason if not lines else ""
 
 
@@ -66,7 +66,7 @@ def ask(*command: str) -> Tuple[str, str]:
 
 def events(lines: List[str]) -> Tuple[List[str], List[str], List[str]]:
     """Evidence of hardware in the kernel log, events that programs cause, and what to do."""
-    seen = Counter((int(found[2]), found[1]) for found in map(XID.search, lines) if found)
+    seen = Counter((int(result[2]), result[1]) for result in map(XID.search, lines) if result)
     hardware = [
         f"Xid {code} on {gpu}, {count} times: {XIDS[code][0]}" for (code, gpu), count in seen.items() if code in XIDS
     ]
@@ -74,15 +74,15 @@ def events(lines: List[str]) -> Tuple[List[str], List[str], List[str]]:
     hardware += [f"Xid 154 on {gpu}: the driver asks for: {action}" for gpu, action in dict(recovery(lines)).items()]
     if not hardware:
         hardware += [line.strip()[:160] for line in lines if LOST.search(line)][:3]
-    for found in filter(None, map(SWITCH.search, lines)):
-        hardware.append(f"NVSwitch {found[1]}: fatal SXid {found[2]}")
+    for result in filter(None, map(SWITCH.search, lines)):
+        hardware.append(f"NVSwitch {result[1]}: fatal SXid {result[2]}")
     programs = [f"Xid {code} on {gpu}, {count} times" for (code, gpu), count in seen.items() if code in OF_PROGRAMS]
     return hardware, programs, advice
 
 
 def recovery(lines: Iterable[str]) -> Iterable[Tuple[str, str]]:
-    for found in filter(None, map(RECOVERY.search, lines)):
-        yield found[1], found[2]
+    for result in filter(None, map(RECOVERY.search, lines)):
+        yield result[1], result[2]
 
 
 def health(report: str) -> Tuple[List[str], List[str], int]:

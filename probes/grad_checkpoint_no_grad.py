@@ -57,12 +57,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     transformers, peft = version("transformers"), version("peft")
     look = "an adapter that was trained without an error can be looked at: --set adapter=<folder or .safetensors>"
     if transformers is None or peft is None:
-        missing = " and ".join(name for name, found in (("transformers", transformers), ("peft", peft)) if not found)
+        missing = " and ".join(
+            name for name, message in (("transformers", transformers), ("peft", peft)) if not message
+        )
         return unknown("%s not installed; how your own code calls checkpoint() is not visible" % missing, advice=look)
-    found = "transformers %s, peft %s: gradient_checkpointing_enable() " % (transformers, peft)
+    message = "transformers %s, peft %s: gradient_checkpointing_enable() " % (transformers, peft)
     if int(transformers.split(".")[0]) < 5:
-        return exposed(found + "is reentrant unless told otherwise", advice="use_reentrant=False; " + look)
-    return unknown(found + "is non-reentrant by default; use_reentrant=True in a job is not visible", advice=look)
+        return exposed(message + "is reentrant unless told otherwise", advice="use_reentrant=False; " + look)
+    return unknown(message + "is non-reentrant by default; use_reentrant=True in a job is not visible", advice=look)
 
 
 def version(package: str) -> Optional[str]:

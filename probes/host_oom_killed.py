@@ -113,14 +113,14 @@ def watch(ctx: Context, pids: List[int]) -> None:
 
 
 def private_kib(pid: int) -> int:
-    found = re.search(r"Private_Dirty:\s+(\d+)", read_text("/proc/%d/smaps_rollup" % pid))
-    return int(found.group(1)) if found else 0
+    match = re.search(r"Private_Dirty:\s+(\d+)", read_text("/proc/%d/smaps_rollup" % pid))
+    return int(match.group(1)) if match else 0
 
 
 def delegated_cgroup() -> Optional[Path]:
     """Our cgroup or its parent, where we may make a child with a memory limit: version 2 only."""
-    found = re.search(r"^0::(.*)$", read_text("/proc/self/cgroup"), re.M)
-    here = Path("/sys/fs/cgroup" + (found.group(1) if found else ""))
+    match = re.search(r"^0::(.*)$", read_text("/proc/self/cgroup"), re.M)
+    here = Path("/sys/fs/cgroup" + (match.group(1) if match else ""))
     for parent in (here, here.parent):
         controllers = read_text(str(parent / "cgroup.subtree_control")).split()
         if "memory" in controllers and os.access(parent / "cgroup.procs", os.W_OK):
@@ -157,9 +157,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     host = meminfo("MemTotal")
     if limit < host * 0.98:
         evidence[0] += " in this container or job; the host's %.0f GiB, which psutil and htop show, do not count" % host
-    need, told = needed(params)
-    if told:
-        evidence.append(told)
+    need, message = needed(params)
+    if message:
+        evidence.append(message)
     if kills:
         evidence.append("the kernel has killed %d processes of this cgroup for memory already" % kills)
     if need > free:
@@ -232,8 +232,8 @@ def number(path: Path) -> Optional[float]:
 
 
 def meminfo(name: str) -> float:
-    found = re.search(r"%s:\s+(\d+) kB" % name, read_text("/proc/meminfo"))
-    return int(found.group(1)) / (1 << 20) if found else 0
+    match = re.search(r"%s:\s+(\d+) kB" % name, read_text("/proc/meminfo"))
+    return int(match.group(1)) / (1 << 20) if match else 0
 
 
 KILLED = raised(r"process \d+ terminated with signal SIGKILL")

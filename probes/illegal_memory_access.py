@@ -104,7 +104,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=0.7)
         if log.returncode == 0:
-            faults = [found.group(0) for found in FAULT.finditer(log.stdout)]
+            faults = [result.group(0) for result in FAULT.finditer(log.stdout)]
     except (OSError, subprocess.TimeoutExpired):
         pass
     if faults:
@@ -122,8 +122,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if evidence:
         advice = "name the kernel with a core dump or CUDA_LAUNCH_BLOCKING=1; fewer tokens per GPU, or newer kernels"
         return exposed(*evidence, kernels, advice=advice)
-    told = "the kernel log cannot be read" if faults is None else "no Xid 13 or 31 in the kernel log"
-    return unknown(told, kernels, "a bad kernel cannot be seen from here", advice="--set tokens=... --set width=...")
+    text = "the kernel log cannot be read" if faults is None else "no Xid 13 or 31 in the kernel log"
+    return unknown(text, kernels, "a bad kernel cannot be seen from here", advice="--set tokens=... --set width=...")
 
 
 STANDS_FOR = "a kernel's 32-bit offset on a GPU, whose memory protection answers later and through another call"

@@ -148,10 +148,10 @@ ROWS = (
 
 def numbers(text: str) -> Optional[Version]:
     """A final release as a tuple without trailing zeros, local part dropped; None for dev, pre- and post-releases."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)(?:\+.*)?$", text.strip())
-    if not found:
+    match = re.match(r"v?(\d+(?:\.\d+)*)(?:\+.*)?$", text.strip())
+    if not match:
         return None
-    release = [int(part) for part in found.group(1).split(".")]
+    release = [int(part) for part in match.group(1).split(".")]
     while release and release[-1] == 0:
         release.pop()
     return tuple(release)

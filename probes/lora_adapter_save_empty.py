@@ -98,10 +98,10 @@ def save_and_load(ctx: Context, *, bare_names: bool) -> None:
 
 def judge(tensors: int, size: int, arrived: int, is_base: bool) -> None:
     if arrived < 2:
-        told = "and the answers are those of the base model" if is_base else "and the answers have changed"
+        text = "and the answers are those of the base model" if is_base else "and the answers have changed"
         raise Symptom(
             "the adapter file holds %d tensors in %d bytes, %d of 2 arrive when it is loaded, %s"
-            % (tensors, size, arrived, told)
+            % (tensors, size, arrived, text)
         )
 
 
@@ -127,16 +127,16 @@ def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
     model.save_pretrained(ctx.path("adapter"), state_dict=state)
     file = next(Path(ctx.path("adapter")).glob("adapter_model.*"))
     tokens = torch.tensor(PROMPT)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         loaded = peft.PeftModel.from_pretrained(Net(), ctx.path("adapter"))
-    ctx.note(said_while_loading=[str(one.message)[:80] for one in said])
+    ctx.note(said_while_loading=[str(item.message)[:80] for item in output])
     model.merge_and_unload()
     model.save_pretrained(ctx.path("after the merge"))
     ctx.note(
         bytes=file.stat().st_size, bytes_after_the_merge=Path(ctx.path("after the merge"), file.name).stat().st_size
     )
-    arrived = sum("lora_" in name and bool(one.abs().sum()) for name, one in loaded.state_dict().items())
+    arrived = sum("lora_" in name and bool(item.abs().sum()) for name, item in loaded.state_dict().items())
     is_base = bool(torch.equal(loaded(tokens), Net()(tokens)))
     arrived = 0 if is_base else arrived  # A is never zero, so B decides
     judge(len(read_checkpoint(file).tensors), file.stat().st_size, arrived, is_base)
@@ -158,23 +158,25 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     names = [tensor.name for tensor in read.tensors]
     adapter = [name for name in names if any(kind in name for kind in KINDS)]
-    told = "%d tensors, %d of them of an adapter" % (len(names), len(adapter))
+    message = "%d tensors, %d of them of an adapter" % (len(names), len(adapter))
     if not adapter:
         if "adapter" in path.name or not names:
-            return exposed(told, advice="train on from a checkpoint that has them; the names were lost while saving")
-        return unknown(told + ": a whole model, or an adapter of a kind that is not known here")
+            return exposed(message, advice="train on from a checkpoint that has them; the names were lost while saving")
+        return unknown(message + ": a whole model, or an adapter of a kind that is not known here")
     wrapped = [name for name in adapter if name.startswith(WRAPPERS) or "._orig_mod." in name]
     if wrapped:
-        return exposed(told, "names of a wrapper, PEFT will not find them: %s" % wrapped[0], advice="rename and reload")
+        return exposed(
+            message, "names of a wrapper, PEFT will not find them: %s" % wrapped[0], advice="rename and reload"
+        )
     empty = [tensor.name for tensor in read.tensors if tensor.name in adapter and 0 in tensor.shape]
     if empty:
-        return exposed(told, "%d without elements, %s" % (len(empty), empty[0]), advice="see zero3-empty-weights")
+        return exposed(message, "%d without elements, %s" % (len(empty), empty[0]), advice="see zero3-empty-weights")
     zero = _zero_b(path, read) if read.format == "safetensors" else None
     if zero:
-        return exposed(told, zero, advice="it was saved before the first step, or nothing was trained")
+        return exposed(message, zero, advice="it was saved before the first step, or nothing was trained")
     if len(names) > 2 * len(adapter):
-        return exposed(told, "more other tensors than adapter: the base model was saved with it")
-    return clear(told, *([] if zero is None else ["lora_B is not zero"]))
+        return exposed(message, "more other tensors than adapter: the base model was saved with it")
+    return clear(message, *([] if zero is None else ["lora_B is not zero"]))
 
 
 def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
@@ -182,9 +184,9 @@ def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
     these = [tensor for tensor in read.tensors if "lora_B" in tensor.name][:8]
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
-        for one in these:
-            file.seek(begin + one.start)
-            if any(file.read(min(one.stop - one.start, 1 << 16))):
+        for item in these:
+            file.seek(begin + item.start)
+            if any(file.read(min(item.stop - item.start, 1 << 16))):
                 return ""
     return "lora_B of %s is all zero, as before training" % these[0].name if these else None
 

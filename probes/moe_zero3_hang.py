@@ -154,10 +154,10 @@ def zero_stage(config: Any) -> Tuple[Any, Any]:
 
 
 def model_config(path: Path) -> Dict[str, Any]:
-    found = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    document = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
         raise ValueError(f"{path} holds no model configuration")
-    return found
+    return document
 
 
 def release(package: str) -> Tuple[int, ...]:

@@ -86,8 +86,8 @@ def train(ctx: Context, *, fixed: bool) -> None:
             optimizer.step()
     weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     broken = int((~weights.isfinite()).sum())
-    lost = sum(one != one for one in used)
-    ctx.note(losses_used=[round(one, 4) for one in used], nan_weights=broken)
+    lost = sum(item != item for item in used)
+    ctx.note(losses_used=[round(item, 4) for item in used], nan_weights=broken)
     if lost:
         raise Symptom(
             f"the loss is nan in {lost} of {len(used)} steps, then {broken} of {len(weights)} weights are nan"
@@ -111,8 +111,8 @@ def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
         def forward(self, x: Any, labels: Any) -> Dict[str, Any]:
             return {"loss": (self.layer(x) - labels).mean() * float("nan")}
 
-    told = {"logging_nan_inf_filter": filtered, "logging_steps": 1, "max_steps": 3, "report_to": []}
-    arguments = hf.TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, save_strategy="no", **told)
+    message = {"logging_nan_inf_filter": filtered, "logging_steps": 1, "max_steps": 3, "report_to": []}
+    arguments = hf.TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, save_strategy="no", **message)
     data = [{"x": torch.ones(4), "labels": torch.zeros(1)} for _ in range(4)]
     trainer = hf.Trainer(model=Model(), args=arguments, train_dataset=data)
     ctx.reached()
@@ -155,13 +155,13 @@ def check(params: Mapping[str, Any]) -> Finding:
             broken = sum(value & exponent == exponent for value in values)
             bad += [f"{tensor.name}: {broken} of the first {len(values)} numbers"] if broken else []
             looked += 1
-    told = f"the first {SAMPLE} numbers of {looked} of {len(tensors)} tensors in {path}"
+    message = f"the first {SAMPLE} numbers of {looked} of {len(tensors)} tensors in {path}"
     if bad:
         advice = "go back to a checkpoint in which this check finds none"
-        return exposed(f"{len(bad)} tensors with nan or inf among {told}", *bad[:8], advice=advice)
+        return exposed(f"{len(bad)} tensors with nan or inf among {message}", *bad[:8], advice=advice)
     if looked < len(tensors) or not tensors:
-        return unknown(f"no nan or inf in {told}", "the rest was not read in half a second")
-    return clear(f"no nan or inf in {told}; an update with a NaN gradient norm would have spread over whole tensors")
+        return unknown(f"no nan or inf in {message}", "the rest was not read in half a second")
+    return clear(f"no nan or inf in {message}; an update with a NaN gradient norm would have spread over whole tensors")
 
 
 class Bytes:

@@ -61,7 +61,7 @@ class Port:
 
 
 def read_ports(root: Path) -> List[Port]:
-    found = []
+    result = []
     for path in sorted(root.glob("*/ports/*")):
         port = Port(path.parent.parent.name, path.name, text(path / "state"), text(path / "link_layer"))
         for gid in path.glob("gids/*"):
@@ -70,8 +70,8 @@ def read_ports(root: Path) -> List[Port]:
                 attributes = path / "gid_attrs"
                 kind, of = text(attributes / "types" / gid.name), text(attributes / "ndevs" / gid.name)
                 port.gids[int(gid.name)] = (value, kind, of)
-        found.append(port)
-    return found
+        result.append(port)
+    return result
 
 
 def text(path: Path) -> str:

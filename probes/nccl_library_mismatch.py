@@ -104,10 +104,10 @@ def version_in(path: str) -> str:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = data.find(b"NCCL version 2.")
-            found = re.match(rb"NCCL version (\d+\.\d+\.\d+)", data[at : at + 40]) if at >= 0 else None
+            match = re.match(rb"NCCL version (\d+\.\d+\.\d+)", data[at : at + 40]) if at >= 0 else None
     except (OSError, ValueError):
         return ""
-    return found.group(1).decode() if found else ""
+    return match.group(1).decode() if match else ""
 
 
 def dictated() -> Dict[str, str]:
@@ -116,8 +116,8 @@ def dictated() -> Dict[str, str]:
         rules = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
         return {}
-    found = [re.match(r"(nvidia-nccl-cu\d+)\s*\(?==\s*([\d.]+)", rule) for rule in rules]
-    return {one.group(1): one.group(2) for one in found if one}
+    result = [re.match(r"(nvidia-nccl-cu\d+)\s*\(?==\s*([\d.]+)", rule) for rule in rules]
+    return {item.group(1): item.group(2) for item in result if item}
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -164,7 +164,7 @@ def numbers(version: str) -> List[int]:
 def in_front() -> List[str]:
     """Other libnccl files that the linker may meet."""
     preload = [path for path in re.split(r"[ :]+", os.environ.get("LD_PRELOAD", "")) if "libnccl.so" in path]
-    found = [f"LD_PRELOAD: {path} ({version_in(path) or 'version unknown'})" for path in preload]
+    result = [f"LD_PRELOAD: {path} ({version_in(path) or 'version unknown'})" for path in preload]
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     places = [("LD_LIBRARY_PATH", folder) for folder in folders] + [
         ("system", "/usr/lib/*"),
@@ -172,10 +172,10 @@ def in_front() -> List[str]:
     ]
     for kind, folder in places:
         for path in glob(f"{folder}/libnccl.so.2")[:2]:
-            found.append(
+            result.append(
                 f"{kind}: {path} ({version_in(path) or 'version unknown'}); torch's wheel passes it by, others load it"
             )
-    return found
+    return result
 
 
 def compare_nodes(log: Path) -> Finding:
@@ -183,9 +183,9 @@ def compare_nodes(log: Path) -> Finding:
     lines = log.read_text(errors="replace").splitlines()
     seen: Dict[str, str] = {}
     for line in lines:
-        found = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
-        if found:
-            seen.setdefault(found.group(1), line.strip()[:120])
+        match = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
+        if match:
+            seen.setdefault(match.group(1), line.strip()[:120])
     if not seen:
         return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=INFO on every rank")
     if len(seen) > 1:

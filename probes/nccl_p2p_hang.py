@@ -102,7 +102,7 @@ REDIRECTS = {0x04: "ReqRedir", 0x08: "CmpltRedir"}  # of ACSCtl: what turns a di
 
 
 def nvidia_gpus() -> list[Path]:
-    found = []
+    result = []
     for device in sorted(PCI.glob("*")):
         try:
             is_nvidia = (device / "vendor").read_text().strip() == "0x10de"
@@ -110,8 +110,8 @@ def nvidia_gpus() -> list[Path]:
         except OSError:
             continue
         if is_nvidia and is_gpu:
-            found.append(device)
-    return found
+            result.append(device)
+    return result
 
 
 def acs_redirects(bridge: Path) -> str | None:

@@ -48,12 +48,12 @@ def meet_over_nccl(ctx: Context, *, interface: str) -> None:
         if pid == 0:
             live_as(node, interface)
         pids.append(pid)
-    said = [ctx.dir / f"node{number}.said" for number in range(2)]
+    output = [ctx.dir / f"node{number}.said" for number in range(2)]
     end = time.monotonic() + 15
     texts: List[str] = []
     while len(texts) < 2 and not any(texts) and time.monotonic() < end:
         time.sleep(0.01)
-        texts = [path.read_text() for path in said if path.exists()]
+        texts = [path.read_text() for path in output if path.exists()]
     if all((ctx.dir / f"meet-both up-{number}").exists() for number in range(2)):
         ctx.reached()
     for pid in pids:
@@ -70,7 +70,7 @@ def meet_over_nccl(ctx: Context, *, interface: str) -> None:
 
 
 def live_as(node: Context, interface: str) -> NoReturn:
-    said = ""
+    text = ""
     try:
         plug_in(node)
         os.environ["NCCL_CONF_FILE"] = os.devnull
@@ -97,18 +97,18 @@ def live_as(node: Context, interface: str) -> NoReturn:
                 ) from error
             node.meet("connected")
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     part = node.dir / f"node{node.rank}.part"
-    part.write_text(said)
+    part.write_text(text)
     part.rename(node.dir / f"node{node.rank}.said")
     os._exit(0)
 
 
 def unique_id() -> Tuple[Any, str, int, str]:
     """Something that keeps listening, the address and port that go into the id, and who chose them."""
-    found = importlib.util.find_spec("nvidia")
+    result = importlib.util.find_spec("nvidia")
     places = [
-        Path(place) / "nccl/lib/libnccl.so.2" for place in (found.submodule_search_locations if found else None) or []
+        Path(place) / "nccl/lib/libnccl.so.2" for place in (result.submodule_search_locations if result else None) or []
     ]
     for place in [str(place) for place in places if place.exists()] + ["libnccl.so.2"]:
         try:
@@ -137,19 +137,19 @@ def choice(named: str, present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
         but = rule.startswith("^")
         exact = rule[but:].startswith("=")
         words = [word.split(":")[0] for word in rule[but + exact :].split(",") if word]
-        found = [
+        result = [
             (name, address)
             for name, address in present
             if any(name == word if exact else name.startswith(word) for word in words) != but
         ]
-        if found:
-            return found
+        if result:
+            return result
     return []
 
 
 def interfaces() -> List[Tuple[str, str]]:
     """Name and IPv4 address of every interface that is up and has one, in the order of the kernel."""
-    found = []
+    result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = name.encode()[:15].ljust(40, b"\0")
@@ -159,8 +159,8 @@ def interfaces() -> List[Tuple[str, str]]:
             except OSError:
                 continue
             if flags & 1:
-                found.append((name, address))
-    return found
+                result.append((name, address))
+    return result
 
 
 def check(params: Mapping[str, Any]) -> Finding:

@@ -72,9 +72,9 @@ def compiler() -> Any:
             files = metadata.files(package) or []
         except metadata.PackageNotFoundError:
             continue
-        found = [file for file in files if re.match(r"libnvrtc(-builtins)?\.so\.[\d.]+$", file.name)]
+        result = [file for file in files if re.match(r"libnvrtc(-builtins)?\.so\.[\d.]+$", file.name)]
         loaded = [
-            ctypes.CDLL(str(file.locate())) for file in sorted(found, key=lambda file: file.name)
+            ctypes.CDLL(str(file.locate())) for file in sorted(result, key=lambda file: file.name)
         ]  # builtins first
         if loaded:
             return loaded[-1]

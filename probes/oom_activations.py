@@ -115,11 +115,11 @@ def check(params: Mapping[str, Any]) -> Finding:
             "tokens of a micro batch, hidden size, layers and the GPU's memory are needed",
             advice="--set tokens=16384 --set hidden=4096 --set layers=32 --set gpu_memory=79 [--set trains=adapter]",
         )
-    told = "%s tokens x %s hidden x %s layers" % numbers[:3]
+    message = "%s tokens x %s hidden x %s layers" % numbers[:3]
     need = tokens * params["hidden"] * params["layers"] * PER_HIDDEN[params["trains"]] / GIB
     kept = tokens * params["hidden"] * params["layers"] * 2 / GIB
     evidence = "%s: about %.1f GiB without checkpointing, %.1f GiB and one layer with it; the GPU has %.1f GiB" % (
-        *(told, need, kept),
+        *(message, need, kept),
         params["gpu_memory"],
     )
     if any(values.get(name) not in (None, False) for name in SWITCHES):

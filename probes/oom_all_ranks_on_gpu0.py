@@ -62,24 +62,24 @@ def put(placed: Counter[str], storage: Any, location: str) -> Any:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    crowded, told = strangers()
+    crowded, message = strangers()
     if crowded:
         return exposed(*crowded, advice="map_location in torch.load; torch.cuda.set_device(LOCAL_RANK) before all else")
     code = params["code"]
     if code is None or not code.exists():
         why = "no code was given to read" if code is None else "there is no %s" % code
-        return unknown(why, told, advice="--set code=train.py; or run this beside the job")
-    end, read, found = time.monotonic() + 0.5, 0, []
+        return unknown(why, message, advice="--set code=train.py; or run this beside the job")
+    end, read, result = time.monotonic() + 0.5, 0, []
     for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
         if time.monotonic() > end:
             break
         try:
-            found += ["%s:%d: %s" % (file, line, what) for line, what in loads(ast.parse(file.read_text("utf-8")))]
+            result += ["%s:%d: %s" % (file, line, what) for line, what in loads(ast.parse(file.read_text("utf-8")))]
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-    if found:
-        return exposed(*found[:10], advice='map_location="cpu", or f"cuda:{os.environ["LOCAL_RANK"]}"')
+    if result:
+        return exposed(*result[:10], advice='map_location="cpu", or f"cuda:{os.environ["LOCAL_RANK"]}"')
     if not read:
         return unknown("no Python file of %s could be read" % code)
     return clear("%d Python files, and each load in them names a device" % read)
@@ -89,17 +89,17 @@ def strangers() -> Tuple[List[str], str]:
     """GPUs on which several processes have 100 MiB or more that have some elsewhere as well, and what was seen."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return [], "nvidia-smi does not tell which process is on which GPU: %s" % type(error).__name__
-    rows = [[part.strip() for part in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     rows = [row for row in rows if row[2].isdigit() and int(row[2]) >= 100]
     gpus: Dict[str, Set[str]] = {}
     for pid, gpu, _ in rows:
         gpus.setdefault(pid, set()).add(gpu)
     shared = Counter(gpu for pid, gpu, _ in rows if len(gpus[pid]) > 1)
     crowded = [
-        "%s: %s" % (gpu, ", ".join("process %s holds %s MiB" % (pid, used) for pid, one, used in rows if one == gpu))
+        "%s: %s" % (gpu, ", ".join("process %s holds %s MiB" % (pid, used) for pid, item, used in rows if item == gpu))
         for gpu, count in shared.items()
         if count > 1
     ]

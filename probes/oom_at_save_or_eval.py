@@ -103,10 +103,10 @@ def limit_address_space(room: int) -> None:
 def check(params: Mapping[str, Any]) -> Finding:
     """What an evaluation keeps of its logits, against the memory of a GPU and of the host."""
     samples, length, vocab = params["samples"], params["length"], params["vocab"]
-    config, told = {}, "no training configuration was given"
+    config, message = {}, "no training configuration was given"
     if params["config"] is not None:
         try:
-            config, told = read_config(params["config"]).values, ""
+            config, message = read_config(params["config"]).values, ""
         except UnreadableConfig as error:
             return unknown(str(error))
     if config.get("prediction_loss_only") is True:
@@ -115,7 +115,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return clear("batch_eval_metrics is true: the logits of one batch are kept")
     if None in (samples, length, vocab):
         return unknown(
-            *[told or "the configuration does not say how many logits an evaluation keeps"],
+            *[message or "the configuration does not say how many logits an evaluation keeps"],
             advice="--set samples=2000 --set length=2048 --set vocab=151936; only needed with compute_metrics",
         )
     if min(samples, length, vocab) < 1 or params["logit_bytes"] not in (2, 4):
@@ -143,8 +143,8 @@ def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
         return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
-        return min(map(int, said.split())) / 1024, "nvidia-smi"
+        output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
+        return min(map(int, output.split())) / 1024, "nvidia-smi"
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
 

@@ -99,17 +99,19 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.path.getsize(log) - 4 * MIB))
-            found = sizes(file.read().decode("utf-8", "replace"))
+            result = sizes(file.read().decode("utf-8", "replace"))
     except OSError as error:
         return unknown("%s cannot be read: %s" % (log, error.strerror))
-    if found is None:
+    if result is None:
         return unknown("%s has no CUDA out-of-memory line with all its numbers" % log)
-    told = "%(tried).0f MiB were asked for; %(unallocated).0f MiB reserved but unallocated, %(free).0f MiB free" % found
-    if found["unallocated"] < 0.5 * found["tried"]:
-        return clear(told, "the pieces are too little for it whatever their arrangement: not fragmentation")
-    if found["unallocated"] + found["free"] < found["tried"]:
-        return unknown(told, "together they are too little, but not by far")
-    return exposed(told, setting, advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before python starts")
+    message = (
+        "%(tried).0f MiB were asked for; %(unallocated).0f MiB reserved but unallocated, %(free).0f MiB free" % result
+    )
+    if result["unallocated"] < 0.5 * result["tried"]:
+        return clear(message, "the pieces are too little for it whatever their arrangement: not fragmentation")
+    if result["unallocated"] + result["free"] < result["tried"]:
+        return unknown(message, "together they are too little, but not by far")
+    return exposed(message, setting, advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before python starts")
 
 
 def sizes(text: str) -> Optional[Dict[str, float]]:

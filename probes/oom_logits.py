@@ -83,8 +83,8 @@ def memory(on_gpu: bool, peak: bool = False) -> int:
 
         return int(torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated())
     with open("/proc/self/status") as file:
-        found = dict(line.split(":", 1) for line in file)
-    return int(found["VmPeak" if peak else "VmSize"].split()[0]) << 10
+        table = dict(line.split(":", 1) for line in file)
+    return int(table["VmPeak" if peak else "VmSize"].split()[0]) << 10
 
 
 LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")
@@ -109,22 +109,25 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice="--set tokens=8192 --set vocab=151936 --set tried=4.64 (GiB, from the error) or gpu_memory=79",
         )
     sizes = {what: tokens * vocab * width / GIB for what, width in (("bf16", 2), ("fp32", 4))}
-    told = "%d tokens x %d words: logits of %.2f GiB in bf16, %.2f in fp32, about %.2f GiB at the peak of the loss" % (
-        *(tokens, vocab, sizes["bf16"], sizes["fp32"]),
-        tokens * vocab * PEAK / GIB,
+    message = (
+        "%d tokens x %d words: logits of %.2f GiB in bf16, %.2f in fp32, about %.2f GiB at the peak of the loss"
+        % (
+            *(tokens, vocab, sizes["bf16"], sizes["fp32"]),
+            tokens * vocab * PEAK / GIB,
+        )
     )
     for what, size in sizes.items():
         if tried and abs(tried - size) < 0.02 * size + 0.01:
-            return exposed(told, "the failed %.2f GiB are one %s tensor of logits" % (tried, what), advice=ADVICE)
+            return exposed(message, "the failed %.2f GiB are one %s tensor of logits" % (tried, what), advice=ADVICE)
     if tried:
-        return unknown(told, "the failed %.2f GiB are neither; a shorter batch than given is possible" % tried)
+        return unknown(message, "the failed %.2f GiB are neither; a shorter batch than given is possible" % tried)
     if values.get("use_liger_kernel") is True or values.get("enable_liger_kernel") is True:
-        return unknown(told, "the Liger kernel is on, which makes no logits where it supports the model")
+        return unknown(message, "the Liger kernel is on, which makes no logits where it supports the model")
     share = tokens * vocab * PEAK / GIB / card
     evidence = "that is %.0f %% of a GPU of %.1f GiB" % (100 * share, card)
     if share > 0.25:
-        return exposed(told, evidence, advice=ADVICE)
-    return clear(told, evidence) if share < 0.05 else unknown(told, evidence + ", besides all else that is on it")
+        return exposed(message, evidence, advice=ADVICE)
+    return clear(message, evidence) if share < 0.05 else unknown(message, evidence + ", besides all else that is on it")
 
 
 ADVICE = "a loss in slices: use_liger_kernel, a current trl, torch's linear_cross_entropy with options, or fewer tokens"

@@ -64,10 +64,10 @@ def check(_: Mapping[str, Any]) -> Finding:
 
 def free_mib_per_gpu() -> List[Tuple[str, int, int]]:
     query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(
+    output = subprocess.run(
         query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=3, check=True, text=True
     ).stdout
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return [(index, int(free), int(total)) for index, free, total in rows]
 
 

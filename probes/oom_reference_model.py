@@ -129,13 +129,13 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
     parts = [("policy", weights), ("reference", weights if has_copy else 0.0)]
     parts += [] if has_adapter else [("gradients", weights), ("optimizer", moments)]
     need = sum(size for _, size in parts)
-    told = "%s = %.1f GiB per GPU, which has %.1f GiB (%s)" % (
+    message = "%s = %.1f GiB per GPU, which has %.1f GiB (%s)" % (
         " + ".join("%s %.1f" % part for part in parts),
         need,
         memory,
         source,
     )
-    notes = [told, *([why] if why else [])]
+    notes = [message, *([why] if why else [])]
     if trainer in ("grpo", "rloo") and has_copy:
         notes.append("%s makes the copy only when beta is not 0" % trainer)
     without = need - weights if has_copy else need
@@ -168,8 +168,8 @@ def _gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
         return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
-        sizes: List[int] = [int(line) for line in said.split("\n") if line.strip()]
+        output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
+        sizes: List[int] = [int(line) for line in output.split("\n") if line.strip()]
         return (min(sizes) / 1024, "nvidia-smi, smallest of %d" % len(sizes))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__

@@ -57,13 +57,15 @@ def check(params: Mapping[str, Any]) -> Finding:
     before = {worker: _ticks(worker) for worker in workers}
     time.sleep(SAMPLE_S)
     seen = [_look(worker, before[worker]) for worker in workers]
-    told = ["worker %(pid)d: %(state)s in %(where)s, %(threads)d threads, %(ticks)d ticks of CPU" % one for one in seen]
-    evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(seen), pid, SAMPLE_S), *told[:8]]
-    if sum(one["ticks"] for one in seen) > IDLE_TICKS:
+    message = [
+        "worker %(pid)d: %(state)s in %(where)s, %(threads)d threads, %(ticks)d ticks of CPU" % item for item in seen
+    ]
+    evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(seen), pid, SAMPLE_S), *message[:8]]
+    if sum(item["ticks"] for item in seen) > IDLE_TICKS:
         return clear(*evidence, "some use the CPU: the map is slow, not frozen")
-    if any(one["state"] == "D" for one in seen):
+    if any(item["state"] == "D" for item in seen):
         return unknown(*evidence, "some wait for a disk", advice="look at the storage first")
-    stuck = [one["pid"] for one in seen if "futex" in one["where"]]
+    stuck = [item["pid"] for item in seen if "futex" in item["where"]]
     if len(stuck) == len(seen):
         return exposed(
             *evidence,
@@ -76,15 +78,15 @@ def check(params: Mapping[str, Any]) -> Finding:
 def _forks_of(pid: int) -> list[int]:
     """Children that run the same program with the same arguments: forked, not executed."""
     command = Path("/proc/%d/cmdline" % pid).read_bytes()
-    found = []
+    result = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
             if int(fields[1]) == pid and status.with_name("cmdline").read_bytes() == command:
-                found.append(int(status.parent.name))
+                result.append(int(status.parent.name))
         except (OSError, IndexError):
             continue  # it has just ended
-    return sorted(found)
+    return sorted(result)
 
 
 def _ticks(pid: int) -> int:

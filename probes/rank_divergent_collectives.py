@@ -56,19 +56,19 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(why, advice="--set code=train.py, or a folder")
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     end = time.monotonic() + 0.5
-    found: List[str] = []
+    result: List[str] = []
     read = 0
     for file in files:
         if time.monotonic() > end:
             break
         try:
             tree = ast.parse(file.read_text(errors="replace"))
-            found += [f"{file}:{line}: {name} is called on some ranks only" for line, name in lopsided(tree)]
+            result += [f"{file}:{line}: {name} is called on some ranks only" for line, name in lopsided(tree)]
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-    if found:
-        return exposed(*found[:10], advice="call it on every rank; guard only what is done with the result")
+    if result:
+        return exposed(*result[:10], advice="call it on every rank; guard only what is done with the result")
     return unknown(
         f"no collective under a condition on the rank in the {read} of {len(files)} files that were read",
         "conditions on data, metrics or time, and calls inside libraries, cannot be seen like this",

@@ -47,12 +47,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         looked_up = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=0.5)
     except (OSError, subprocess.TimeoutExpired) as error:
         return unknown(f"could not look up {address}: {error}")
-    found = list(dict.fromkeys(line.split()[0] for line in looked_up.stdout.splitlines()))
-    if not found:
+    items = list(dict.fromkeys(line.split()[0] for line in looked_up.stdout.splitlines()))
+    if not items:
         return exposed(f"{address} does not resolve here", advice="DNS or /etc/hosts of this node, or MASTER_ADDR=<IP>")
-    answers = {ip: answer(ip, port) for ip in found[:2]}
+    answers = {ip: answer(ip, port) for ip in items[:2]}
     evidence = [f"{address} is {ip}, port {port}: {what}" for ip, what in answers.items()]
-    if any(ipaddress.ip_address(ip.split("%")[0]).is_loopback for ip in found):
+    if any(ipaddress.ip_address(ip.split("%")[0]).is_loopback for ip in items):
         return exposed(*evidence, advice="a loopback address is another host on each node: fine for one node only")
     if "accepted" in answers.values():
         return clear(*evidence, "that it is the store of your job cannot be seen from here")

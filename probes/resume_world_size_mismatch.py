@@ -184,9 +184,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("%s cannot be read: %s" % (folder, error))
     wanted = params["gpus"] or int(os.environ.get("WORLD_SIZE", "0") or 0)
     for writer, pattern in PER_RANK:
-        found = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
-        if found:
-            return _compare(writer, found, wanted)
+        result = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
+        if result:
+            return _compare(writer, result, wanted)
     if "latest_universal" in names or any((folder / "zero" / "optimizer_state.pt").exists() for folder in folders):
         return clear("a universal checkpoint of DeepSpeed: loads on any number of processes")
     if any(name.endswith(".distcp") for name in names):
@@ -196,23 +196,23 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def _folders(folder: Path) -> List[Path]:
     with os.scandir(folder) as inside:
-        return [Path(one.path) for one in inside if one.is_dir()]
+        return [Path(item.path) for item in inside if item.is_dir()]
 
 
 def _compare(writer: str, found: List[Dict[str, str]], wanted: int) -> Finding:
-    ranks: Set[int] = {int(one["rank"]) for one in found}
-    parallel = 1 + max(int(one.get("parallel") or 0) for one in found)
-    saved = max([parallel * (1 + max(ranks)), *(int(one["world"]) for one in found if one.get("world"))])
-    told = ["%s, one file per rank: written by %d processes" % (writer, saved)]
+    ranks: Set[int] = {int(item["rank"]) for item in found}
+    parallel = 1 + max(int(item.get("parallel") or 0) for item in found)
+    saved = max([parallel * (1 + max(ranks)), *(int(item["world"]) for item in found if item.get("world"))])
+    message = ["%s, one file per rank: written by %d processes" % (writer, saved)]
     missing = sorted(set(range(saved // parallel)) - ranks)
     if missing:
-        told.append("no file here of ranks %s: did each node write to a disk of its own?" % str(missing[:16])[1:-1])
+        message.append("no file here of ranks %s: did each node write to a disk of its own?" % str(missing[:16])[1:-1])
     if not wanted:
-        return unknown(*told, advice="--set gpus=N, all processes of the job that shall read it")
+        return unknown(*message, advice="--set gpus=N, all processes of the job that shall read it")
     if wanted != saved:
         advice = "convert it first (DeepSpeed: ds_to_universal.py and load_universal), or start %d processes" % saved
-        return exposed(*told, "%d processes want to read it" % wanted, advice=advice)
-    return clear(*told) if not missing else unknown(*told)
+        return exposed(*message, "%d processes want to read it" % wanted, advice=advice)
+    return clear(*message) if not missing else unknown(*message)
 
 
 OWN = "each rank saves its own shards, and one rank reads the file of rank 0"

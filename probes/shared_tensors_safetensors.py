@@ -62,9 +62,9 @@ def reload(ctx: Context, *, one_name: bool) -> None:
     fresh["lm_head"](fresh["embed"](torch.tensor([1, 2]))).sum().backward()
     torch.optim.SGD(fresh.parameters(), lr=0.1).step()
     apart = (fresh["lm_head"].weight - fresh["embed"].weight).abs().max().item()
-    told = "after one step they are %.3f apart; %d bytes with two names, %d with one" % (apart, *sizes)
+    message = "after one step they are %.3f apart; %d bytes with two names, %d with one" % (apart, *sizes)
     if apart:
-        raise Symptom("tied weights are two parameters after loading: %s" % told)
+        raise Symptom("tied weights are two parameters after loading: %s" % message)
     assert parameters == 1, parameters
 
 
@@ -123,7 +123,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     for tensor in read.tensors:
         if tensor.stop > tensor.start:
             by_storage.setdefault(tensor.storage, []).append((tensor.start, tensor.stop, tensor.name))
-    found: List[str] = []
+    result: List[str] = []
     views = 0
     for inside in by_storage.values():
         inside.sort()
@@ -132,10 +132,10 @@ def check(params: Mapping[str, Any]) -> Finding:
             start, stop, name = inside[index]
             if begin < stop:
                 same = "the same tensor" if (start, stop) == (begin, end) else "overlapping tensors"
-                found.append("%s and %s are %s" % (name, other, same))
-    if found:
+                result.append("%s and %s are %s" % (name, other, same))
+    if result:
         advice = "save one of each pair and tie them after loading: safetensors.torch.save_model, load_model"
-        return exposed("safetensors.torch.save_file would refuse these:", *found[:6], advice=advice)
+        return exposed("safetensors.torch.save_file would refuse these:", *result[:6], advice=advice)
     if views:
         return exposed(
             "%d storages hold several tensors side by side, none overlap: save_file writes them all" % views,

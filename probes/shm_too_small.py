@@ -85,10 +85,10 @@ def own_dev_shm(mib: int) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     try:
-        found = os.statvfs("/dev/shm")
+        result = os.statvfs("/dev/shm")
     except OSError as error:
         return unknown(f"/dev/shm: {error.strerror}")
-    total, free = found.f_blocks * found.f_frsize >> 20, found.f_bavail * found.f_frsize >> 20
+    total, free = result.f_blocks * result.f_frsize >> 20, result.f_bavail * result.f_frsize >> 20
     evidence = [f"/dev/shm: {total} MiB, {free} MiB free"]
     stale = sorted(Path("/dev/shm").glob("nccl-*"))
     if stale:
@@ -115,10 +115,10 @@ def gpu_distances() -> Optional[List[str]]:
     """What stands between the pairs of GPUs (NV12, PIX, SYS, ...), as nvidia-smi says; None without an answer."""
     command = ["nvidia-smi", "topo", "-m"]
     try:
-        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=2, check=True)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=2, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    rows = re.findall(r"^GPU\d+\s+(.*)$", re.sub(r"\x1b\[[0-9;]*m", "", said.stdout.decode()), re.MULTILINE)
+    rows = re.findall(r"^GPU\d+\s+(.*)$", re.sub(r"\x1b\[[0-9;]*m", "", result.stdout.decode()), re.MULTILINE)
     return [word for row in rows for word in row.split()[: len(rows)] if word != "X"]
 
 

@@ -100,12 +100,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Are lambdas or local functions handed to workers that this Python, or the user's code, does not fork?"""
     code = params["code"]
     default = multiprocessing.get_all_start_methods()[0]
-    told = f"Python {sys.version.split()[0]} starts processes with {default} by default"
+    message = f"Python {sys.version.split()[0]} starts processes with {default} by default"
     if code is None or not code.exists():
-        return unknown("no code was given to read" if code is None else f"there is no {code}", told)
+        return unknown("no code was given to read" if code is None else f"there is no {code}", message)
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     end = time.monotonic() + 0.5
-    found: List[str] = []
+    result: List[str] = []
     afresh = {default} - {"fork"}
     read = 0
     for file in files:
@@ -113,17 +113,19 @@ def check(params: Mapping[str, Any]) -> Finding:
             break
         try:
             text = file.read_text(errors="replace")
-            found += [f"{file}:{line}: {what}" for line, what in unportable(ast.parse(text))]
+            result += [f"{file}:{line}: {what}" for line, what in unportable(ast.parse(text))]
             afresh |= set(re.findall(r"[\"'](spawn|forkserver)[\"']|\bmp\.(spawn)\(", text)) and {"spawn or forkserver"}
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-    told += f"; {read} of {len(files)} files were read" + (f", which name {', '.join(afresh)}" if afresh else "")
-    if found and afresh:
-        return exposed(told, *found[:10], advice="move them to the top level of a module, or use functools.partial")
-    if found:
-        return clear(told, *found[:10], "forked workers get these without pickle; Python 3.14 no longer forks")
-    return unknown(told, "no lambda or local function is handed to workers there; attributes of objects cannot be seen")
+    message += f"; {read} of {len(files)} files were read" + (f", which name {', '.join(afresh)}" if afresh else "")
+    if result and afresh:
+        return exposed(message, *result[:10], advice="move them to the top level of a module, or use functools.partial")
+    if result:
+        return clear(message, *result[:10], "forked workers get these without pickle; Python 3.14 no longer forks")
+    return unknown(
+        message, "no lambda or local function is handed to workers there; attributes of objects cannot be seen"
+    )
 
 
 def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
@@ -138,7 +140,7 @@ def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
     for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
         named = [(word.arg or "", word.value) for word in call.keywords]
         first = [("spawn", call.args[0])] if call.args and ast.unparse(call.func).endswith("mp.spawn") else []
-        for name, value in [*first, *[one for one in named if HANDED.fullmatch(one[0])]]:
+        for name, value in [*first, *[item for item in named if HANDED.fullmatch(item[0])]]:
             if isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in inner):
                 yield call.lineno, f"{name} is {'a lambda' if isinstance(value, ast.Lambda) else 'local: ' + value.id}"
 

@@ -93,21 +93,21 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not locks:
         return clear("no lock file below %s; %s" % (root, elsewhere))
     holders = _holders(locks)
-    told = [_describe(lock, holders[lock]) for lock in locks]
+    message = [_describe(lock, holders[lock]) for lock in locks]
     stale = [lock for lock in locks if not holders[lock]]
     if not stale:
-        return clear(*told, "every lock has a living owner: a build is under way")
+        return clear(*message, "every lock has a living owner: a build is under way")
     installed = _torch()
     if installed >= FLOCK_SINCE:
         since = (
             "torch %d.%d locks with flock: a left-over file does not stop it, but it stops an older torch" % installed
         )
-        return clear(*told, since)
+        return clear(*message, since)
     doubt = [doubt for lock in stale for doubt in _doubts(lock)]
     if doubt:
-        return unknown(*told, *sorted(set(doubt)), advice="look for a running build there before removing anything")
+        return unknown(*message, *sorted(set(doubt)), advice="look for a running build there before removing anything")
     return exposed(
-        *told,
+        *message,
         "no process that can be seen from here has %s open" % ("it" if len(stale) == 1 else "them"),
         advice="when no job builds there: rm %s" % " ".join(str(lock) for lock in stale),
     )
@@ -134,15 +134,15 @@ def _age_s(path: Path) -> float:
 def _holders(files: list[Path]) -> dict[Path, list[int]]:
     """For each file the processes that have it open, as far as their descriptors can be read."""
     wanted = {os.path.realpath(file): file for file in files}
-    found: dict[Path, list[int]] = {file: [] for file in files}
+    result: dict[Path, list[int]] = {file: [] for file in files}
     for descriptors in Path("/proc").glob("[0-9]*/fd"):
         try:
             targets = {os.readlink(entry.path) for entry in os.scandir(descriptors)}
         except OSError:
             continue  # ended, or somebody else's
         for target in targets & wanted.keys():
-            found[wanted[target]].append(int(descriptors.parent.name))
-    return found
+            result[wanted[target]].append(int(descriptors.parent.name))
+    return result
 
 
 def _doubts(lock: Path) -> list[str]:

@@ -82,8 +82,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     wrapped = [name for name in names if plain(name) != name]
     if wrapped:
-        told = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
-        return exposed(told, advice="load it under the names that your model has, never with strict=False")
+        message = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
+        return exposed(message, advice="load it under the names that your model has, never with strict=False")
     if not names:
         return unknown("no tensors were found in %s" % path)
     return clear("none of %d names of %s carries a wrapper, for instance %s" % (len(names), path.name, names[0]))

@@ -93,9 +93,9 @@ def check(_: Mapping[str, Any]) -> Finding:
             advice="one --rdzv-endpoint per job, or --standalone for jobs of one node",
         )
     if owned == "False" or os.environ.get("RANK"):
-        said = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
+        text = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
         return unknown(
-            f"{said}: rank 0's own process hosts the store at {where}",
+            f"{text}: rank 0's own process hosts the store at {where}",
             "whether rank 0 leaves first is a matter of the code: does every rank end with a barrier?",
         )
     return unknown("no variables of a job here, and no two torchrun processes of this host share an endpoint")
@@ -103,7 +103,7 @@ def check(_: Mapping[str, Any]) -> Finding:
 
 def agents_here() -> Mapping[str, str]:
     """Process id to c10d endpoint of every torchrun of a single node that we can see; those of free ports left out."""
-    found = {}
+    result = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
@@ -119,8 +119,8 @@ def agents_here() -> Mapping[str, str]:
         endpoint = options.get("--rdzv-endpoint") or "localhost:29400"
         is_one_node = options.get("--nnodes", "1").split(":")[-1] == "1"
         if options.get("--rdzv-backend") == "c10d" and is_one_node and not endpoint.endswith(":0"):
-            found[path.parent.name] = endpoint
-    return found
+            result[path.parent.name] = endpoint
+    return result
 
 
 STORE = Experiment(

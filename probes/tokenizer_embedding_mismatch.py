@@ -103,7 +103,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             f"{missing} could be read", advice="print(len(tokenizer), model.get_input_embeddings().weight.shape)"
         )
-    told = [
+    message = [
         f"{embedding[0]}: {rows} rows" if embedding else f"config.json: vocab_size {rows}",
         f"{source}: {token!r} is {highest}",
     ]
@@ -111,12 +111,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = (
             "model.resize_token_embeddings(len(tokenizer)) after loading and before LoRA, DDP, FSDP and the optimizer"
         )
-        return exposed(f"token id {highest} has no embedding row", *told, advice=advice)
+        return exposed(f"token id {highest} has no embedding row", *message, advice=advice)
     if isinstance(declared, int) and declared != rows:
         return exposed(
-            f"config.json says vocab_size {declared}", *told, advice="save the model with its own config again"
+            f"config.json says vocab_size {declared}", *message, advice="save the model with its own config again"
         )
-    return clear(f"the highest token id {highest} is below the {rows} embedding rows", *told)
+    return clear(f"the highest token id {highest} is below the {rows} embedding rows", *message)
 
 
 def read_json(path: Path) -> Any:
@@ -136,8 +136,8 @@ def saved_rows(model: Path) -> Optional[Tuple[str, int]]:
         tensors = read_checkpoint(model / str(file)).tensors
     except Unreadable:
         return None
-    found = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
-    return (found[0].name, found[0].shape[0]) if found else None
+    result = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
+    return (result[0].name, result[0].shape[0]) if result else None
 
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight")
@@ -159,12 +159,12 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
     if name == "tokenizer.json":
         vocabulary = content.get("model", {}).get("vocab", {})
         if isinstance(vocabulary, list):  # unigram: pairs of token and score
-            vocabulary = {str(one[0]): number for number, one in enumerate(vocabulary)}
+            vocabulary = {str(item[0]): number for number, item in enumerate(vocabulary)}
         added: List[Any] = content.get("added_tokens") or []
-        return {**vocabulary, **{one.get("content", ""): one.get("id") for one in added}}
+        return {**vocabulary, **{item.get("content", ""): item.get("id") for item in added}}
     if name == "tokenizer_config.json":
         decoder = content.get("added_tokens_decoder") or {}
-        return {str(one.get("content")): int(number) for number, one in decoder.items() if number.isdigit()}
+        return {str(item.get("content")): int(number) for number, item in decoder.items() if number.isdigit()}
     return content
 
 

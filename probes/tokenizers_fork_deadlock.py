@@ -55,7 +55,7 @@ def real(ctx: Context, *, pool_in_worker: bool) -> None:
     tokenizer.pre_tokenizer = import_module("tokenizers.pre_tokenizers").Whitespace()
 
     def encode() -> bool:
-        return sum(len(one.ids) for one in tokenizer.encode_batch(["a b"] * 2000)) == 4000
+        return sum(len(item.ids) for item in tokenizer.encode_batch(["a b"] * 2000)) == 4000
 
     assert encode()
     fork_and_encode(ctx, encode)
@@ -98,20 +98,20 @@ def check(_: Mapping[str, Any]) -> Finding:
     """Is the protection of tokenizers switched off in this environment?"""
     value = os.environ.get("TOKENIZERS_PARALLELISM")
     try:
-        told = "tokenizers %s" % version("tokenizers")
+        message = "tokenizers %s" % version("tokenizers")
     except PackageNotFoundError:
         return unknown(
             "tokenizers is not installed in this Python; TOKENIZERS_PARALLELISM is %s" % (value or "not set")
         )
     if value is None:
         return clear(
-            "%s, TOKENIZERS_PARALLELISM is not set: forked children stop using the pool by themselves" % told,
+            "%s, TOKENIZERS_PARALLELISM is not set: forked children stop using the pool by themselves" % message,
             "a library or the script itself may still set it later",
         )
     if value.lower() in OFF:
-        return clear("%s, TOKENIZERS_PARALLELISM=%s: no pool anywhere" % (told, value))
+        return clear("%s, TOKENIZERS_PARALLELISM=%s: no pool anywhere" % (message, value))
     return exposed(
-        "%s, TOKENIZERS_PARALLELISM=%s: forked workers use the pool of their parent" % (told, value),
+        "%s, TOKENIZERS_PARALLELISM=%s: forked workers use the pool of their parent" % (message, value),
         advice="export TOKENIZERS_PARALLELISM=false, or unset it",
     )
 

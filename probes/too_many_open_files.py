@@ -43,9 +43,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     pid = params["pid"]
     if pid is None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        told = f"a job started from here may open {soft} files per process (ulimit -n), and raise that to {hard} itself"
+        message = (
+            f"a job started from here may open {soft} files per process (ulimit -n), and raise that to {hard} itself"
+        )
         advice = "--set pid=PID, the training process, tells how much of it is used"
-        return unknown(told, "what a job needs depends on what it keeps", advice=advice)
+        return unknown(message, "what a job needs depends on what it keeps", advice=advice)
     try:
         soft, kinds = open_files(Path(f"/proc/{pid}"))
     except (OSError, AttributeError):

@@ -62,9 +62,9 @@ def launch(ctx: Context, *, options: List[str]) -> None:
         check=False,
     )
     got = [Path(ctx.path(f"got-{rank}")).read_text() for rank in range(2)] if ran.returncode == 0 else [ran.stdout]
-    said = re.search(r"Detected .*", ran.stdout)
+    match = re.search(r"Detected .*", ran.stdout)
     if any(devices != "4,5" for devices in got):
-        raise Symptom(f"the scheduler gave devices 4,5, the ranks have {got}: {said.group() if said else ran.stdout}")
+        raise Symptom(f"the scheduler gave devices 4,5, the ranks have {got}: {match.group() if match else ran.stdout}")
 
 
 def check(params: Mapping[str, Any]) -> Finding:

@@ -67,10 +67,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if params["checkpoint"] is None:
         return unknown("no checkpoint was named; %s" % _torch(), advice="--set checkpoint=/path/to/checkpoint.pt")
     try:
-        found = read_checkpoint(params["checkpoint"])
+        checkpoint = read_checkpoint(params["checkpoint"])
     except Unreadable as error:
         return unknown(str(error))
-    names = {name for name in found.names if not ALLOWED.fullmatch(name)}
+    names = {name for name in checkpoint.names if not ALLOWED.fullmatch(name)}
     surely = sorted(name for name in names if not re.match(r"torch\.(?!nn\.modules\.|optim\.)", name))
     perhaps = sorted(names.difference(surely))
     if surely:

@@ -89,7 +89,9 @@ def save_deepspeed(ctx: Context, *, gathered: bool) -> None:
     else:
         write(ctx, engine.module.state_dict())
     answer = engine(torch.ones(SAMPLE)).detach()
-    ctx.note(shapes_after_one_more_forward={name: list(one.shape) for name, one in engine.module.state_dict().items()})
+    ctx.note(
+        shapes_after_one_more_forward={name: list(item.shape) for name, item in engine.module.state_dict().items()}
+    )
     load(ctx, answer)
 
 
@@ -115,9 +117,9 @@ def load(ctx: Context, answer: Any) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Does this file hold tensors without elements, and will this DeepSpeed configuration gather before it saves?"""
-    found = [look(Path(params[name])) for name, look in (("checkpoint", _file), ("config", _config)) if params[name]]
+    result = [look(Path(params[name])) for name, look in (("checkpoint", _file), ("config", _config)) if params[name]]
     for state in ("exposed", "unknown", "clear"):
-        for finding in found:
+        for finding in result:
             if finding.state == state:
                 return finding
     return unknown("no checkpoint and no configuration was named", advice="--set checkpoint=model.safetensors")
@@ -132,15 +134,15 @@ def _file(path: Path) -> Finding:
         tensor.name for tensor in read.tensors if tensor.shape in ((0,), (1,)) and _is_matrix(tensor.name)
     ]
     matrices = sum(_is_matrix(tensor.name) for tensor in read.tensors)
-    told = "%d of %d weights have the shape [0] or [1]" % (len(empty), matrices)
+    message = "%d of %d weights have the shape [0] or [1]" % (len(empty), matrices)
     if not matrices:
         return unknown("%d tensors, none of them named like a weight" % len(read.tensors))
     if not empty:
-        return clear(told)
+        return clear(message)
     if path.name.endswith("_model_states.pt"):
-        return unknown(told + ": usual for this file of DeepSpeed, the weights are in *_optim_states.pt beside it")
+        return unknown(message + ": usual for this file of DeepSpeed, the weights are in *_optim_states.pt beside it")
     advice = "zero_to_fp32.py on the DeepSpeed checkpoint, if there is one; then save gathered"
-    return exposed(told, *empty[:5], advice=advice)
+    return exposed(message, *empty[:5], advice=advice)
 
 
 def _is_matrix(name: str) -> bool:
