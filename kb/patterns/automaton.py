@@ -1,10 +1,9 @@
 """A pattern as a position automaton (Glushkov's construction): which character may follow which, in how many ways.
 
-Every character of a pattern is a *position*. An edge counts the ways in which a backtracking matcher can go
-from one position to the next without another character between: two ways inside a repeat, and the ways to
-match a text double with every turn. Bounded repeats are written out up to `COPIES` times: beyond that a
-number changes the constant, never the growth. Look-arounds consume nothing: they are built and joined to
-nothing.
+Every character of a pattern is a *position*. An edge counts the ways in which a backtracking matcher can go from one
+position to the next without consuming another character: with two ways inside a repeat, the ways to match a text
+double with every turn. Bounded repeats are written out up to `COPIES` times: a larger number changes the constant,
+never the growth. Look-arounds consume nothing: their automata are built, but not connected to the rest.
 """
 
 from __future__ import annotations
@@ -14,27 +13,36 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from re import _constants, _parser  # type: ignore[attr-defined]  # the parser has no public name; stable since 3.11
 from typing import Any
 
-from kb.patterns.literals import REPEATS
+from kb.patterns.syntax import (
+    ANY,
+    ATOMIC_GROUP,
+    BRANCH,
+    GROUPREF_EXISTS,
+    IN,
+    LITERAL,
+    LOOK_AROUNDS,
+    NEGATE,
+    NOT_LITERAL,
+    RANGE,
+    REPEATS,
+    SUBPATTERN,
+    UNBOUNDED,
+    ZERO_WIDTH,
+    has_flag,
+    is_member,
+    parse,
+)
 
 COPIES = 3
 ALPHABET = frozenset(map(chr, range(9, 127))) | {"中"}
-ESCAPES = {
-    _constants.CATEGORY_DIGIT: r"\d",
-    _constants.CATEGORY_NOT_DIGIT: r"\D",
-    _constants.CATEGORY_SPACE: r"\s",
-    _constants.CATEGORY_NOT_SPACE: r"\S",
-    _constants.CATEGORY_WORD: r"\w",
-    _constants.CATEGORY_NOT_WORD: r"\W",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """`classes[p]` are the characters of position p, `after[p]` the ways to each next one, `loops` the positions
-    of every unbounded repeat that lies in no other."""
+    """`classes[p]` are the characters of position p, `after[p]` the number of ways to each next position, `loops` the
+    positions of every outermost unbounded repeat."""
 
     classes: tuple[frozenset[str], ...]
     after: dict[int, Counter[int]]
@@ -43,43 +51,43 @@ class Automaton:
 
 def build(pattern: str) -> Automaton:
     """The automaton of a valid pattern."""
-    parsed = _parser.parse(pattern)
-    builder = _Builder(ignores_case=bool(parsed.state.flags & re.IGNORECASE))
+    parsed = parse(pattern)
+    builder = _Builder(ignores_case=has_flag(parsed, re.IGNORECASE))
     builder.sequence(parsed)
     return Automaton(tuple(builder.classes), dict(builder.after), tuple(builder.loops))
 
 
 def characters(op: Any, value: Any) -> frozenset[str]:
-    """The characters of `ALPHABET`, and literal ones beyond it, that one element of a pattern matches."""
-    if op is _constants.LITERAL:
+    """The characters that one element of a pattern matches: those of `ALPHABET`, and literal characters outside it."""
+    if op is LITERAL:
         return frozenset(chr(value))
-    if op is _constants.NOT_LITERAL:
+    if op is NOT_LITERAL:
         return ALPHABET - {chr(value)}
-    if op is _constants.ANY:
+    if op is ANY:
         return ALPHABET - {"\n"}
-    if op is not _constants.IN:
-        return ALPHABET  # a back reference may be anything
-    is_negated = value[0][0] is _constants.NEGATE
-    members = frozenset[str]().union(*map(_member, value[is_negated:]))
+    if op is not IN:
+        return ALPHABET  # a back reference can match anything
+    is_negated = value[0][0] is NEGATE
+    members = frozenset[str]().union(*map(_members, value[is_negated:]))
     return ALPHABET - members if is_negated else members
 
 
-def _member(item: tuple[Any, Any]) -> frozenset[str]:
-    kind, value = item
-    if kind is _constants.RANGE:
-        low, high = value
-        return frozenset(c for c in ALPHABET if low <= ord(c) <= high) | {chr(low)}
-    return _escape(ESCAPES[value]) if kind is _constants.CATEGORY else frozenset(chr(value))
+def _members(member: tuple[Any, Any]) -> frozenset[str]:
+    kind, value = member
+    if kind is LITERAL:
+        return frozenset(chr(value))
+    members = _of_alphabet(kind, value)
+    return members | {chr(value[0])} if kind is RANGE else members
 
 
 @cache
-def _escape(escape: str) -> frozenset[str]:
-    return frozenset(c for c in ALPHABET if re.match(escape, c))
+def _of_alphabet(kind: Any, value: Any) -> frozenset[str]:
+    return frozenset(character for character in ALPHABET if is_member((kind, value), character))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece: the ways to match nothing, and the positions it may begin and end with, each with its ways."""
+    """Part of a pattern: in how many ways it matches nothing, and begins and ends with each position."""
 
     empty: int = 1
     first: Counter[int] = field(default_factory=Counter)
@@ -87,7 +95,7 @@ class _Part:
 
 
 class _Builder:
-    """Numbers the positions of a parsed pattern and collects what may follow them."""
+    """Numbers the positions of a parsed pattern and connects them."""
 
     def __init__(self, *, ignores_case: bool) -> None:
         self.classes: list[frozenset[str]] = []
@@ -103,47 +111,47 @@ class _Builder:
         return whole
 
     def _element(self, op: Any, value: Any) -> _Part:
-        if op is _constants.BRANCH:
+        if op is BRANCH:
             return _choice([self.sequence(branch) for branch in value[1]])
-        if op is _constants.GROUPREF_EXISTS:
+        if op is GROUPREF_EXISTS:
             return _choice([self.sequence(branch or ()) for branch in value[1:]])
-        if op is _constants.SUBPATTERN:
+        if op is SUBPATTERN:
             return self.sequence(value[3])
-        if op is _constants.ATOMIC_GROUP:
+        if op is ATOMIC_GROUP:
             return self.sequence(value)
         if op in REPEATS:
             return self._repeat(*value)
-        if op in (_constants.ASSERT, _constants.ASSERT_NOT):
+        if op in LOOK_AROUNDS:
             self.sequence(value[1])
             return _Part()
-        return _Part() if op is _constants.AT else self._position(characters(op, value))
+        return _Part() if op in ZERO_WIDTH else self._position(characters(op, value))
 
     def _position(self, matched: frozenset[str]) -> _Part:
         if self._ignores_case:
             matched |= {character.swapcase() for character in matched}
         self.classes.append(matched)
-        here = Counter({len(self.classes) - 1: 1})
-        return _Part(0, here, here)
+        position = Counter({len(self.classes) - 1: 1})
+        return _Part(0, position, position)
 
-    def _join(self, one: _Part, other: _Part) -> _Part:
-        self._connect(one, other)
-        first = one.first + _times(other.first, one.empty) if one.empty else one.first
-        last = other.last + _times(one.last, other.empty) if other.empty else other.last
-        return _Part(one.empty * other.empty, first, last)
+    def _join(self, left: _Part, right: _Part) -> _Part:
+        self._connect(left, right)
+        first = left.first + _times(right.first, left.empty) if left.empty else left.first
+        last = right.last + _times(left.last, right.empty) if right.empty else right.last
+        return _Part(left.empty * right.empty, first, last)
 
-    def _connect(self, one: _Part, other: _Part) -> None:
-        for (start, ways), (end, more) in product(one.last.items(), other.first.items()):
-            self.after[start][end] += ways * more
+    def _connect(self, left: _Part, right: _Part) -> None:
+        for (start, ways_to_start), (end, ways_from_end) in product(left.last.items(), right.first.items()):
+            self.after[start][end] += ways_to_start * ways_from_end
 
-    def _repeat(self, least: int, most: Any, body: Any) -> _Part:
+    def _repeat(self, minimum: int, maximum: Any, body: Any) -> _Part:
         whole = _Part()
-        is_unbounded = most is _constants.MAXREPEAT
-        for _ in range(min(least - 1 if is_unbounded else least, COPIES)):
+        is_unbounded = maximum is UNBOUNDED
+        for _ in range(min(minimum - 1 if is_unbounded else minimum, COPIES)):
             whole = self._join(whole, self.sequence(body))
         if is_unbounded:
-            return self._join(whole, self._loop(body) if least else _optional(self._loop(body)))
+            return self._join(whole, self._loop(body) if minimum else _optional(self._loop(body)))
         rest = _Part()
-        for _ in range(min(most - least, COPIES)):
+        for _ in range(min(maximum - minimum, COPIES)):
             rest = _optional(self._join(self.sequence(body), rest))
         return self._join(whole, rest)
 

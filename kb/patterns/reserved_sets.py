@@ -1,6 +1,6 @@
-"""Sets of characters whose meaning a later Python may change: those that `re` warns of (docs.python.org/3/library/re).
+"""Character sets that a later Python may interpret differently: `re` warns about them (docs.python.org/3/library/re).
 
-Read here, because `re` says so by a warning, and whoever makes that an error does so for all threads of a process.
+They are detected here, because turning that warning into an error would affect all threads of the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ OPERATORS = ("-", "&", "~", "|")  # doubled, they may become difference, interse
 
 
 def may_change(pattern: str) -> bool:
-    """Whether a pattern, which `re` compiles, has a set such as `[[a]`, `[!--a]` or `[a&&b]`. Comments count too."""
+    """Whether a valid pattern has a set such as `[[a]`, `[!--a]` or `[a&&b]`, even in a comment."""
     tokens = TOKEN.findall(pattern)
     at = 0
     while at < len(tokens):
@@ -29,20 +29,20 @@ def may_change(pattern: str) -> bool:
 
 
 def _end(tokens: list[str], at: int) -> int | None:
-    """Where the set ends whose first member is at `at`; None when it has a doubled operator."""
+    """The position after the set whose first member is at `at`; None when it has a doubled operator."""
     first = at
     while at < len(tokens):
-        this = tokens[at]
+        current = tokens[at]
         at += 1
-        if this == "]" and at - 1 > first:
+        if current == "]" and at - 1 > first:
             return at
-        if this in OPERATORS and at - 1 > first and tokens[at : at + 1] == [this]:
+        if current in OPERATORS and at - 1 > first and tokens[at : at + 1] == [current]:
             return None
         if tokens[at : at + 1] == ["-"]:  # a range, or a hyphen at the end
-            that = tokens[at + 1 : at + 2]
-            if that == ["-"]:
+            upper = tokens[at + 1 : at + 2]
+            if upper == ["-"]:
                 return None
             at += 2
-            if that == ["]"]:
+            if upper == ["]"]:
                 return at
     return at

@@ -1,7 +1,7 @@
-"""Searches texts with patterns on a budget of CPU time; the kernel ends this process when one pattern exceeds it.
+"""Searches texts with patterns under a limit of CPU time; the kernel ends the process when a pattern exceeds it.
 
-Started by path by `kb.patterns.redos_timing`, on the standard library alone: pairs of pattern and texts as JSON on
-standard input, one line out for every pattern that was done in time. Nothing inside could stop a search of `re`.
+`kb.patterns.redos_timing` starts this file by its path, so it uses the standard library only. Input: JSON pairs of
+pattern and texts; output: a line for every pattern that finished in time. Nothing in a process can stop `re.search`.
 """
 
 import json
@@ -13,10 +13,10 @@ import sys
 def main(limit_s: float) -> None:
     for pattern, texts in json.load(sys.stdin):
         signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)  # SIGVTALRM has no handler: it ends the process
-        compiled = re.compile(pattern, re.MULTILINE)  # as kb.signature does
+        compiled = re.compile(pattern, re.MULTILINE)  # as kb.patterns.literals.find does
         for text in texts:
             compiled.search(text)
-        sys.stdout.write("done\n")
+        sys.stdout.write("finished\n")
         sys.stdout.flush()
 
 

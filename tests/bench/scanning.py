@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 
 from kb.authoring.signature_tests import HealthyLog
-from kb.diagnose.inputs.sources import Stream, sources
+from kb.diagnose.inputs.sources import Stream, find_sources
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.patterns.literals import spans_lines
+from kb.patterns.multiline import spans_lines
 from kb.patterns.redos_timing import pumped
 from tests.bench.measured import run
 from tests.bench.training_log import pieces
@@ -44,7 +44,7 @@ def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: i
     every = [pattern.text for pattern in matcher.patterns if not any(part in pattern.text for part in NOT_IN_RG)]
     lines_only = [text for text in every if not spans_lines(text)]
     rates = {
-        "`kb diagnose`, in process": megabytes / _median(lambda: scan(sources([str(log)]).found, matcher)),
+        "`kb diagnose`, in process": megabytes / _median(lambda: scan(find_sources([str(log)]).inputs, matcher)),
         "`kb diagnose`, the whole process": megabytes / _median(lambda: run([KB, "diagnose", str(log)], home)),
     }
     ours = min(rates.values())

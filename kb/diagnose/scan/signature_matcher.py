@@ -10,7 +10,8 @@ from typing import Any
 from ahocorasick_rs import BytesAhoCorasick, Implementation
 
 from kb.diagnose import failure_lines
-from kb.patterns.literals import last_literals, looks_behind, spans_lines, spans_text
+from kb.patterns.literals import last_literals
+from kb.patterns.multiline import looks_behind, spans_lines, spans_text
 
 FAR, NEAR = 64 << 10, 2 << 10  # bytes on either side of a line
 
