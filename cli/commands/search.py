@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from shutil import get_terminal_size
-from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -19,11 +17,11 @@ from kb.search.index import open_index
 from kb.search.ranking import search as find
 from kb.search.results import Answer, Hit
 
+from ..terminal.fields import labelled
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, notice, style
 from ..terminal.stdin import stdin
 
 MOST_INPUT = 4 << 20  # bytes read from standard input
-WIDEST = 110
 STATES = {"applies": "applies", "unknown": "unknown", "does-not-apply": "does not apply"}
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
@@ -113,10 +111,10 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
     why = "a signature of this entry matches your text; " if hit.signature else ""
     print(f"{number}. {style(title, bold=True)}")
     print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} entry · {hit.severity} severity{origin}', dim=True)}")
-    print(wrapped("cause", cause))
-    print(wrapped("matched", why + matched))
+    print(labelled("cause", cause))
+    print(labelled("matched", why + matched))
     if hit.applicability:
-        print(wrapped("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
+        print(labelled("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
     if hit.why:
         _print_why(hit.why)
     print(f"   seen as  {style(hit.snippet, dim=True)}")
@@ -133,9 +131,3 @@ def _print_why(why: Explanation) -> None:
     for concept in why.concepts:
         how = f"{concept.bm25:.3f} bm25 x {concept.weight:g} of {concept.term!r}, idf {concept.idf:.2f}"
         print(style(f"            {concept.score:7.3f}  {concept.word:<{width}}  {how}", dim=True))
-
-
-def wrapped(label: str, text: str) -> str:
-    """A labelled text, its further lines under its first."""
-    width = min(get_terminal_size().columns, WIDEST)
-    return fill(text, width, initial_indent=f"   {label:<8} ", subsequent_indent=" " * 12)

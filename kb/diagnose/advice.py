@@ -1,10 +1,9 @@
-"""Sentences that messages add whatever happened: they advise, guess or announce, and are evidence of nothing."""
+"""Boilerplate that messages add whatever happened: it advises, guesses or announces, and is no evidence."""
 
 from __future__ import annotations
 
 import re
 
-# Each with who prints it.
 ADVICE = re.compile(
     "|".join(
         (
@@ -33,6 +32,6 @@ ADVICE = re.compile(
 )
 
 
-def without_advice(text: str) -> str:
-    """A line less its advice."""
+def strip_advice(text: str) -> str:
+    """The line without advice."""
     return ADVICE.sub(" ", text)

@@ -1,21 +1,22 @@
-"""What a diagnosis rests on: lines, each with where it was read, and what was made of them."""
+"""The evidence of a diagnosis: lines, each with its place in the inputs, and what was made of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST_SHOWN = 400  # characters of a line that are kept
-CONCLUDED = "kb: "  # begins a sentence that kb derived from several lines
+LONGEST_EVIDENCE = 400  # characters of a line that are stored
+DERIVED_PREFIX = "kb: "  # begins a sentence that kb derived from several lines
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of evidence.
 
-    `source` is the file as the user named it, `number` its line counted from 1, or 0 when the text was derived from
-    a dump and not read from a line. `rank` and `time` (seconds since the epoch, or since the start of the log when it
-    gives no date) are None where nothing says them. `text` is free of colours and cut to `LONGEST_SHOWN` characters.
+    `source` is the file as the user named it, `number` its line counted from 1, or 0 for a text that was derived from
+    a dump and stands on no line. `rank` and `time` (seconds since the epoch, or since the start of the log when it
+    prints no date) are None where the input does not give them. `text` has no colours and at most `LONGEST_EVIDENCE`
+    characters.
     """
 
     source: str
@@ -26,11 +27,11 @@ class Line:
 
     @property
     def place(self) -> str:
-        """`train.log:105`; the file alone where the text was derived from it."""
+        """`train.log:105`; only the file for a derived text."""
         return f"{self.source}:{self.number}" if self.number else self.source
 
     def to_json(self) -> dict[str, Any]:
-        """As answers cite it: `line` is null where the text was derived."""
+        """As answers cite it: `line` is null for a derived text."""
         return {
             "source": self.source,
             "line": self.number or None,
@@ -41,16 +42,16 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """A signature of an entry that the evidence holds: a flood of lines is one sighting with a count.
+class SignatureMatch:
+    """A signature of entry `id` and the lines that it matched: a flood of lines is one match with a count.
 
-    `lines` are the first few, of different ranks where there are several; `match` is the text that matched first.
+    `lines` are the first few, of different ranks where there are several; `text` is what matched first.
     """
 
     id: str
     role: str
     pattern: str
-    match: str
+    text: str
     count: int
     ranks: tuple[int, ...]
     lines: tuple[Line, ...]
@@ -58,7 +59,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Lines that report something going wrong, equal but for numbers and addresses, known to an entry or not."""
+    """Failure lines that differ only in numbers and addresses, whether or not an entry knows them."""
 
     line: Line
     count: int
@@ -67,7 +68,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """A rank's watchdog gave a collective up. Sizes are elements, -1 where the message does not tell."""
+    """A collective that the watchdog of a rank gave up. Sizes are in elements, -1 where the message has none."""
 
     rank: int
     group: str
@@ -79,8 +80,8 @@ class Timeout:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What a rank's watchdog says of a group: the last collective it was given and the last that was done."""
+class GroupProgress:
+    """The last collectives of a process group that a rank enqueued and completed, as its watchdog reports them."""
 
     rank: int
     enqueued: int
@@ -90,7 +91,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """What the launcher says of a rank's end: an exit code, negative for a signal."""
+    """How a rank ended, as the launcher reports it: an exit code, negative for a signal."""
 
     rank: int
     code: int
@@ -99,16 +100,16 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Everything one pass over some sources found, in the order of reading.
+    """Everything that one pass over the inputs found, in the order of reading.
 
-    `observations` are sentences that kb derived; `ranks` are those that some line names; `problems` say what could
-    not be read; `text` is all that was read where that was a page or two, else empty.
+    `observations` are sentences that kb derived; `ranks` are the ranks that any line names; `problems` say what could
+    not be read; `text` is the whole text of the inputs if it is no longer than a page or two, else empty.
     """
 
-    sightings: tuple[Sighting, ...] = ()
+    matches: tuple[SignatureMatch, ...] = ()
     failures: tuple[Failure, ...] = ()
     timeouts: tuple[Timeout, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[GroupProgress, ...] = ()
     exits: tuple[Exit, ...] = ()
     observations: tuple[Line, ...] = ()
     ranks: tuple[int, ...] = ()

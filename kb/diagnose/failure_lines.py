@@ -1,31 +1,22 @@
-"""Which lines report a failure, in the words of Python, torch, NCCL, launchers, the kernel and people.
+"""Failure lines: those that report a failure in the words of Python, torch, NCCL, launchers, the kernel or people.
 
-Of those, which say only that somebody ended the job, and which are printed because another rank ended or did not come.
+Some report only that somebody ended the job; others are printed because another rank ended or did not come.
 """
 
 from __future__ import annotations
 
 import re
 
-from kb.diagnose.advice import without_advice
+from kb.diagnose.advice import strip_advice
 
-# What such a line has at least one of: looked for in every log.
+# A failure line contains at least one of these; the scanner searches every log for them.
 WORDS = (
     *("Error", "error", "ERROR", "Exception", "exception", "Traceback (most recent", "FATAL", "Fatal", "fatal"),
     *("failed", "Failed", "FAILED", "ailure", "timed out", "imeout", "TIMEOUT", "NCCL WARN", "Killed", "killed"),
     *("Aborted", "terminate called", "core dumped", "Segmentation", "Assertion", "assert", "exitcode", "SIG"),
     *("nable to", "annot ", "an't ", "o space left", "refused", "reset by peer", "Broken pipe", "Xid", "CANCELLED"),
-    *(
-        "out of memory",
-        "Out of memory",
-        "OOM",
-        "not found",
-        "nvalid",
-        "corrupt",
-        "stuck",
-        "eadlock",
-        "KeyboardInterrupt",
-    ),
+    *("out of memory", "Out of memory", "OOM", "not found", "nvalid", "corrupt", "stuck", "eadlock"),
+    "KeyboardInterrupt",
     *("错误", "失败", "异常", "超时", "报错", "卡住", "崩溃"),
 )
 
@@ -42,13 +33,13 @@ REPORTS = re.compile(
       | 错误 | 失败 | 异常 | 超时 | 报错 | 卡住 | 崩溃""",
     re.VERBOSE,
 )
-HARMLESS = re.compile(
+NO_FAILURE = re.compile(
     r"""Warning:\ | \[WARNING\] | ^\[?[IW]\d{4}\ | \[I\d{0,4}\ | \bINFO\b | \bDEBUG\b | ^\s*\|?\s*warnings\.warn
       | Unable\ to\ find\ hostfile | Unable\ to\ register\ cu\w+\ factory
       | ^\s*frame\ \#\d | ^Exception\ raised\ from\ \w""",
     re.VERBOSE,
 )
-HEADER = re.compile(  # glog's, with nothing behind
+GLOG_HEADER = re.compile(  # without a message
     r"\[?E\d{0,4} [^]\n]{1,120}\](?: ?\[[^][]{0,160}Rank \d{1,6}\])?[ .]*"
 )
 AFTERMATH = re.compile(
@@ -70,8 +61,7 @@ INTERRUPTED = re.compile(
     r"KeyboardInterrupt|\bSIGINT\b|^\^C|CANCELLED AT|DUE TO TIME LIMIT|closing signal SIG(?:TERM|INT)|Terminated"
 )
 
-
-# What jobs print and people do not write: dates and times, levels, ranks, warnings with their place, progress.
+# Printed by jobs and seldom written by people: dates and times, levels, ranks, warnings with their place, progress.
 LOGGED = re.compile(
     r"""\d{4}-\d\d-\d\d | \b\d\d:\d\d:\d\d\b | \[?\b(?:INFO|DEBUG|WARNING|WARN|ERROR)\b | \[(?:rank|default)\d
       | Warning:\s | \d%\| | (?i:\b(?:step|epoch|iter(?:ation)?|loss|rank|worker|done|finished|completed)s?\b)""",
@@ -80,33 +70,33 @@ LOGGED = re.compile(
 
 
 def is_log(text: str) -> bool:
-    """Whether a text was printed by a job, as far as one sees; else somebody wrote it, or copied a screen."""
+    """Whether a text looks as if a job printed it; otherwise somebody wrote it, or copied a screen."""
     return bool(LOGGED.search(text))
 
 
 def is_failure(text: str) -> bool:
-    """Whether a line reports a failure: not a warning, not a remark, not advice."""
-    if HARMLESS.search(text):
+    """Whether a line reports a failure: warnings, remarks and advice do not."""
+    if NO_FAILURE.search(text):
         return False
-    said = without_advice(text)
-    return bool(REPORTS.search(said)) and not HEADER.fullmatch(said.strip())
+    message = strip_advice(text)
+    return bool(REPORTS.search(message)) and not GLOG_HEADER.fullmatch(message.strip())
 
 
 def is_interruption(text: str) -> bool:
-    """Whether a line says that somebody, or a scheduler, ended the job: what one does with a job that hangs."""
+    """Whether a line says that somebody or a scheduler ended the job, as one ends a job that hangs."""
     return bool(INTERRUPTED.search(text))
 
 
 def is_aftermath(text: str) -> bool:
-    """Whether a rank prints this because another one ended or did not come, or a launcher because a rank ended."""
+    """Whether a rank prints a line because another rank ended or did not come, or a launcher because a rank ended."""
     return is_interruption(text) or is_launcher(text) or bool(AFTERMATH.search(text))
 
 
 def is_launcher(text: str) -> bool:
-    """Whether a launcher says so of a rank that ended, whatever ended it."""
+    """Whether a launcher prints a line for any rank that ended, whatever the reason."""
     return bool(LAUNCHER.search(text))
 
 
 def is_raised(text: str) -> bool:
-    """Whether a line is the last one of a traceback: the exception with its message."""
+    """Whether a line is the last line of a traceback: the exception with its message."""
     return bool(RAISED.match(text))

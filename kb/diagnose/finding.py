@@ -12,9 +12,9 @@ from kb.diagnose.evidence import Line
 class Finding:
     """An entry that explains the evidence, or a part of it.
 
-    `role`: root (a signature of the cause was printed), cascade (what it leads to was printed), last (the log stops
-    at a line that this incident stops at) or similar (the wording is alike, no signature matched). `confidence` is
-    the share of such first answers that were right when it was measured. `against` are sentences.
+    `role`: root (a signature of the cause was printed), cascade (a consequence was printed), last (the log stops at a
+    line where this incident stops) or similar (the wording is alike, no signature matched). `confidence` is the
+    measured share of findings like this one that were right. `against` are sentences.
     """
 
     id: str
@@ -34,5 +34,5 @@ class Finding:
     against: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` gives it."""
+        """As `kb diagnose --json` prints it."""
         return {**asdict(self), "evidence": [line.to_json() for line in self.evidence]}

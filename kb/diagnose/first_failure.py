@@ -1,4 +1,4 @@
-"""Which rank failed first, which never came, and which the log knows at all."""
+"""Which rank failed first, which ranks never came to a collective, and which ranks the inputs name at all."""
 
 from __future__ import annotations
 
@@ -7,125 +7,126 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kb.diagnose.evidence import CONCLUDED, Exit, Line, Scan
+from kb.diagnose.evidence import DERIVED_PREFIX, Exit, Line, Scan
 from kb.diagnose.failure_lines import is_aftermath, is_failure, is_raised
 from kb.diagnose.ranking import Candidate
 
 MOST_RANKS = 64
 SINCE_EPOCH = 1e9  # seconds; smaller ones count from the start of a machine and compare within one file
-ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that was told to end: SIGTERM
+ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that something else ended: SIGTERM
 ABSENT = re.compile(r"ranks? ([\d, and-]{1,400}) (?:never issued|reported no timeout)")
 
 
 @dataclass(frozen=True, slots=True)
-class Culprits:
-    """`first` is the earliest line that reports a failure of its own, not one of waiting; None when there is none.
+class RankSummary:
+    """`first_failure` is the earliest line that reports a failure of its own, not one of waiting; None without one.
 
-    `failed` is its rank, or what the launcher says when no line tells; None as well where several ranks failed and
-    nothing says which was first. `absent` are ranks that did not come to a collective in which others wait; `known`
-    all ranks that are named.
+    `failed_first` is the rank that printed it, or the rank that the launcher names if no line does; None as well where
+    several ranks failed in unknown order. `absent` are ranks that did not come to a collective in which others wait;
+    `known` are all ranks that are named.
     """
 
-    first: Line | None
-    failed: int | None
+    first_failure: Line | None
+    failed_first: int | None
     absent: tuple[int, ...]
     known: tuple[int, ...]
 
     @property
     def has_raised(self) -> bool:
-        """Whether the first failure is an exception, which ends what it is raised in; much else is survived."""
-        return self.first is not None and is_raised(self.first.text)
+        """Whether the first failure is an exception, which is seldom survived; other failures often are."""
+        return self.first_failure is not None and is_raised(self.first_failure.text)
 
     def to_json(self) -> dict[str, Any]:
-        first = self.first.to_json() if self.first else None
-        return {"failed_first": self.failed, "first_failure": first, "absent": self.absent, "known": self.known}
+        first = self.first_failure.to_json() if self.first_failure else None
+        return {"failed_first": self.failed_first, "first_failure": first, "absent": self.absent, "known": self.known}
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    """Lines that say the same, all or the first few, and all ranks that printed it."""
+class _OwnFailure:
+    """Equal failure lines, all or the first few, and all ranks that printed them."""
 
     lines: tuple[Line, ...]
     ranks: frozenset[int]
 
 
-def culprits(scan: Scan, candidates: Sequence[Candidate]) -> Culprits:
-    """From everything that was found."""
-    told = _told(scan)
-    failures = _roots(candidates) or _own(scan, candidates) or ([_Failure((told.line,), frozenset())] if told else [])
+def summarize_ranks(scan: Scan, candidates: Sequence[Candidate]) -> RankSummary:
+    exit_ = _unprovoked_exit(scan)
+    failures = _roots(candidates) or _unknown_failures(scan, candidates)
+    if exit_ and not failures:
+        failures = [_OwnFailure((exit_.line,), frozenset())]
     first = earliest(line for failure in failures for line in failure.lines)
     ranks = {rank for failure in failures for rank in failure.ranks}
-    failed = first.rank if first and (len(ranks) < 2 or _is_ordered(failures, scan)) else None
-    if told and first and first.rank is None:
-        failed = told.rank
-    absent = sorted({rank for line in scan.observations for rank in _absent(line)})
-    return Culprits(first, failed, tuple(absent)[:MOST_RANKS], scan.ranks[:MOST_RANKS])
+    failed_first = first.rank if first and (len(ranks) < 2 or _is_ordered(failures, scan)) else None
+    if exit_ and first and first.rank is None:
+        failed_first = exit_.rank
+    absent = sorted({rank for line in scan.observations for rank in _absent_ranks(line)})
+    return RankSummary(first, failed_first, tuple(absent)[:MOST_RANKS], scan.ranks[:MOST_RANKS])
 
 
 def earliest(lines: Iterable[Line]) -> Line | None:
-    """By time where all have comparable ones, else as one log has them, else as they are given."""
-    some = list(lines)
-    if _is_timed(some):
-        return min(some, key=lambda line: (line.time or 0.0, line.number), default=None)
-    return min(some, key=lambda line: line.number) if _is_one_log(some) else some[0]
+    """By time where all lines have comparable times, else by line number within one log, else the first one given."""
+    lines = list(lines)
+    if _is_timed(lines):
+        return min(lines, key=lambda line: (line.time or 0.0, line.number), default=None)
+    return min(lines, key=lambda line: line.number) if _are_of_one_log(lines) else lines[0]
 
 
-def _roots(candidates: Sequence[Candidate]) -> list[_Failure]:
-    """What names a cause, as a rank printed it: what kb or a launcher concluded is not the failure itself."""
-    roots = (sighting for candidate in candidates if candidate.role == "root" for sighting in candidate.sightings)
+def _roots(candidates: Sequence[Candidate]) -> list[_OwnFailure]:
+    """Root signatures on lines that a rank printed: what kb or a launcher concluded is not the failure itself."""
+    roots = (match for candidate in candidates if candidate.role == "root" for match in candidate.matches)
     return [
-        _Failure(root.lines, frozenset(root.ranks))
+        _OwnFailure(root.lines, frozenset(root.ranks))
         for root in roots
-        if root.role == "root" and all(is_printed(line) and not is_aftermath(line.text) for line in root.lines)
+        if root.role == "root" and all(is_from_log(line) and not is_aftermath(line.text) for line in root.lines)
     ]
 
 
-def _own(scan: Scan, candidates: Sequence[Candidate]) -> list[_Failure]:
-    """Failures that are no consequence; only exceptions where there are some: what was retried is logged as well."""
-    sightings = (sighting for candidate in candidates for sighting in candidate.sightings if sighting.role == "cascade")
-    waiting = {(line.source, line.number) for sighting in sightings for line in sighting.lines}
+def _unknown_failures(scan: Scan, candidates: Sequence[Candidate]) -> list[_OwnFailure]:
+    """Failures that are no consequence. Exceptions come before other lines: what was retried is logged as well."""
+    cascades = (match for candidate in candidates for match in candidate.matches if match.role == "cascade")
+    waiting = {(line.source, line.number) for match in cascades for line in match.lines}
     own = [
         failure
         for failure in scan.failures
-        if is_printed(failure.line)
+        if is_from_log(failure.line)
         and not is_aftermath(failure.line.text)
         and (failure.line.source, failure.line.number) not in waiting
         and not failure.line.text.startswith("Traceback")
     ]
-    chosen = [one for one in own if is_raised(one.line.text)] or own
-    return [_Failure((one.line,), frozenset(one.ranks)) for one in chosen]
+    raised = [failure for failure in own if is_raised(failure.line.text)]
+    return [_OwnFailure((failure.line,), frozenset(failure.ranks)) for failure in raised or own]
 
 
-def _told(scan: Scan) -> Exit | None:
-    """What the launcher says of a rank that neither waited nor was told to end. Its summary ends with the first."""
-    waited = {timeout.rank for timeout in scan.timeouts}
-    alone = [one for one in scan.exits if one.code not in ENDED_BY_OTHERS and one.rank not in waited]
-    return alone[-1] if alone else None
+def _unprovoked_exit(scan: Scan) -> Exit | None:
+    """The exit of a rank that neither waited nor was terminated. The launcher's summary lists the first one last."""
+    waiting = {timeout.rank for timeout in scan.timeouts}
+    exits = [end for end in scan.exits if end.code not in ENDED_BY_OTHERS and end.rank not in waiting]
+    return exits[-1] if exits else None
 
 
-def is_printed(line: Line) -> bool:
-    """By the job, and not a sentence of kb: those stand for a dump, or begin with its name."""
-    return not line.text.startswith(CONCLUDED) and (line.number > 0 or is_failure(line.text))
+def is_from_log(line: Line) -> bool:
+    """Whether the job printed a line, and kb did not derive it from a dump or from several lines."""
+    return not line.text.startswith(DERIVED_PREFIX) and (line.number > 0 or is_failure(line.text))
 
 
-def _absent(line: Line) -> list[int]:
-    """Ranks that a sentence of kb says did not come."""
-    named = ABSENT.search(line.text)
-    runs = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", named[1]) if named else []
+def _absent_ranks(line: Line) -> list[int]:
+    """The ranks that did not come, by an observation."""
+    match = ABSENT.search(line.text)
+    runs = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[1]) if match else []
     return [rank for low, high in runs for rank in range(int(low), min(int(high or low), int(low) + MOST_RANKS) + 1)]
 
 
 def _is_timed(lines: Sequence[Line]) -> bool:
     times = [line.time for line in lines if line.time is not None]
-    return len(times) == len(lines) and (_is_one_log(lines) or min(times, default=0.0) >= SINCE_EPOCH)
+    return len(times) == len(lines) and (_are_of_one_log(lines) or min(times, default=0.0) >= SINCE_EPOCH)
 
 
-def _is_one_log(lines: Sequence[Line]) -> bool:
+def _are_of_one_log(lines: Sequence[Line]) -> bool:
     return len({line.source for line in lines}) <= 1
 
 
-def _is_ordered(failures: Sequence[_Failure], scan: Scan) -> bool:
-    """Whether it can be told which of several ranks came first: by time where all are cited, or as one log has it."""
+def _is_ordered(failures: Sequence[_OwnFailure], scan: Scan) -> bool:
+    """Whether the order of several ranks is known: within one log, or by time if a line of each rank is cited."""
     lines = [line for failure in failures for line in failure.lines]
     is_complete = all(failure.ranks == {line.rank for line in failure.lines} for failure in failures)
     return scan.sources == 1 or (is_complete and _is_timed(lines))

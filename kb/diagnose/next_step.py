@@ -1,7 +1,7 @@
-"""The one thing to do next: what separates the candidates that are left, or proves the one that is, or has to be read.
+"""The one thing to do next: tell the remaining candidates apart, prove the only one, or read the first failure.
 
-Entries say how they are told from those they are mistaken for, under `How to tell`; an item there that names the
-other candidate is the observation that is wanted.
+Under `How to tell` an entry says how it differs from its look-alikes: an item there that names the other candidate is
+the observation to make.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 from kb.content.grades import without_marks
 from kb.diagnose.finding import Finding
-from kb.diagnose.first_failure import Culprits
+from kb.diagnose.first_failure import RankSummary
 from kb.harness.collective import name_ranks
 
-CERTAIN = 0.8  # from here on a finding is to be proved, not told apart
-LIKELY = 0.35  # below, an entry is no candidate
+CERTAIN = 0.8  # confidence from which a finding is to be proved, not told apart from others
+LIKELY = 0.35  # confidence below which an entry is no candidate
 MOST_CANDIDATES = 3
 STREAMS = ("", "-", "body", "pasted text")  # what the command and the service call a log that is in no file
 PACKED = (".gz", ".zst")
+
+Documents = Mapping[str, Mapping[str, Any]]  # of the index, by entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,21 @@ class NextStep:
 
 
 def candidates(findings: Sequence[Finding]) -> list[Finding]:
-    """Those between which it is still to be decided: the first alone where it is certain, none that only follows.
+    """The findings that may still be the cause: only the first if it is certain, and never a consequence.
 
-    Where a cause was printed, what waiting ranks print is no rival of it.
+    If a root signature matched, what waiting ranks print is no rival of it.
     """
     likely = [finding for finding in findings if not finding.caused_by and finding.confidence >= LIKELY]
-    if any(one.role == "root" for one in likely):
-        likely = [one for one in likely if one.role != "cascade"]
+    if any(finding.role == "root" for finding in likely):
+        likely = [finding for finding in likely if finding.role != "cascade"]
     return likely[: 1 if likely and likely[0].confidence >= CERTAIN else MOST_CANDIDATES]
 
 
-def next_step(
-    findings: Sequence[Finding], documents: Mapping[str, Mapping[str, Any]], who: Culprits
-) -> NextStep | None:
-    """None when nothing was found to go on with."""
+def next_step(findings: Sequence[Finding], documents: Documents, ranks: RankSummary) -> NextStep | None:
+    """None when there is nothing to go on with."""
     rivals = candidates(findings)
-    if who.absent and not any(rival.role == "root" for rival in rivals):
-        return _ask(who.absent, rivals)
+    if ranks.absent and not any(rival.role == "root" for rival in rivals):
+        return _read_absent(ranks.absent, rivals)
     if not rivals:
         return None
     if len(rivals) == 1 and (rivals[0].confidence >= CERTAIN or rivals[0].role == "root"):
@@ -61,59 +61,57 @@ def next_step(
     return _difference(rivals, documents) or _first_test(rivals[0], documents) or _proof(rivals[0], documents)
 
 
-def read_first(who: Culprits) -> NextStep | None:
-    """Where no finding explains what failed first: it has to be read."""
-    if who.first is None:
+def read_first_failure(ranks: RankSummary) -> NextStep | None:
+    """The step when no finding explains the first failure."""
+    if ranks.first_failure is None:
         return None
-    where = f"`{who.first.place.replace('`', '')}`"  # any name of a file, in Markdown
-    if who.failed is None:
-        return NextStep(f"Read {where} and the lines around it: that failed first, and no finding explains it.")
-    text = f"Read what rank {who.failed} printed at {where} and around it: it failed first, and no finding explains it."
+    place = f"`{ranks.first_failure.place.replace('`', '')}`"  # a file may have any name, this is Markdown
+    if ranks.failed_first is None:
+        return NextStep(f"Read {place} and the lines around it: that failed first, and no finding explains it.")
+    text = (
+        f"Read what rank {ranks.failed_first} printed at {place} and around it: it failed first, and no finding "
+        "explains it."
+    )
     return NextStep(f"{text} What the other ranks printed followed.")
 
 
-def _ask(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
-    who = name_ranks(absent)
-    text = f"Read what {who} did: the others waited. The log of {who}, or `py-spy dump` there while the job hangs."
+def _read_absent(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
+    names = name_ranks(absent)
+    text = f"Read what {names} did: the others waited. The log of {names}, or `py-spy dump` there while the job hangs."
     return NextStep(text, separates=tuple(rival.id for rival in rivals))
 
 
-def _difference(rivals: Sequence[Finding], documents: Mapping[str, Mapping[str, Any]]) -> NextStep | None:
-    """What the best entry says of one of the others, or that of it."""
-    first = rivals[0]
-    for second in rivals[1:]:
-        for one, other in ((first, second), (second, first)):
-            told = next((item for item in documents[one.id]["tells"] if f"`{other.id}`" in item), "")
-            if told:
-                return NextStep(_plain(told), one.id, (first.id, second.id), _command(first, documents))
+def _difference(rivals: Sequence[Finding], documents: Documents) -> NextStep | None:
+    """How the best candidate differs from another one, by the entry of either."""
+    best = rivals[0]
+    for rival in rivals[1:]:
+        for finding, other in ((best, rival), (rival, best)):
+            test = next((item for item in documents[finding.id]["tells"] if f"`{other.id}`" in item), "")
+            if test:
+                return NextStep(without_marks(test), finding.id, (best.id, rival.id), _command(best, documents))
     return None
 
 
-def _first_test(one: Finding, documents: Mapping[str, Mapping[str, Any]]) -> NextStep | None:
-    told = next(iter(documents[one.id]["tells"]), "")
-    return NextStep(_plain(told), one.id, (one.id,), _command(one, documents)) if told else None
+def _first_test(finding: Finding, documents: Documents) -> NextStep | None:
+    test = next(iter(documents[finding.id]["tells"]), "")
+    return NextStep(without_marks(test), finding.id, (finding.id,), _command(finding, documents)) if test else None
 
 
-def _plain(told: str) -> str:
-    """Without the marks of how well it is known: they number the references of the entry."""
-    return without_marks(told)
+def _proof(finding: Finding, documents: Documents) -> NextStep:
+    command = _command(finding, documents)
+    if finding.probe:
+        text = f"Prove it on this machine, then apply the fix: `kb show {finding.id}`."
+        return NextStep(text, finding.id, (finding.id,), command)
+    return NextStep("Read its fix.", finding.id, (finding.id,), command)
 
 
-def _proof(one: Finding, documents: Mapping[str, Mapping[str, Any]]) -> NextStep:
-    command = _command(one, documents)
-    if one.probe:
-        text = f"Prove it on this machine, then apply the fix: `kb show {one.id}`."
-        return NextStep(text, one.id, (one.id,), command)
-    return NextStep("Read its fix.", one.id, (one.id,), command)
-
-
-def _command(one: Finding, documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """With the log that it was seen in, where the entry says that its probe reads one."""
-    if not one.probe:
-        return f"kb show {one.id}"
-    command = f"kb verify {one.id}"
-    log = one.evidence[0].source if one.evidence else ""
-    reads_log = any(f"{command} --set log=" in told for told in documents[one.id]["tells"])
+def _command(finding: Finding, documents: Documents) -> str:
+    """With the log of the evidence, if the entry says that its probe reads a log."""
+    if not finding.probe:
+        return f"kb show {finding.id}"
+    command = f"kb verify {finding.id}"
+    log = finding.evidence[0].source if finding.evidence else ""
+    reads_log = any(f"{command} --set log=" in test for test in documents[finding.id]["tells"])
     return f"{command} --set log={shlex.quote(log)}" if reads_log and _is_plain_file(log) else command
 
 

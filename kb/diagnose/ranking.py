@@ -1,10 +1,10 @@
-"""Sightings to findings, best first: causes before what they cause, what was printed before what merely reads alike.
+"""Signature matches to candidates, best first: causes before what they cause, signatures before mere likeness.
 
 score = strength of the strongest signature, shared among the entries that claim the same lines
       + a little for every further signature, less for context
       + likeness of the log to the entry's text (kb.search), up to `LIKENESS`
 
-An entry that is seen and is caused by another that is seen as a root is a cascade of it and stands below it.
+An entry that matches, and is caused by another that matches as a root, is a cascade of that one and ranks below it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kb.diagnose.evidence import Line, Sighting
+from kb.diagnose.evidence import Line, SignatureMatch
 from kb.diagnose.failure_lines import is_launcher
 
 STRENGTH = {"root": 1.0, "cascade": 0.45, "last": 0.4}
@@ -25,7 +25,7 @@ AT_MOST = 0.95  # of its cause's score
 LAUNCHED = 0.4  # weight of what a launcher prints of any rank that ended
 LIKENESS = 0.5
 MOST_FINDINGS = 10
-LEAST_LIKE = 0.35  # likeness that makes an entry without a signature a finding at all
+LEAST_LIKE = 0.35  # likeness that makes an entry without a signature a candidate at all
 
 Edge = tuple[str, str]
 Place = tuple[str, int | str, str]
@@ -34,90 +34,96 @@ Claims = dict[Place, set[str]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An entry that the evidence speaks for. `role` is root, cascade, or similar where only the wording fits."""
+    """An entry that the evidence supports. `role` is root, cascade, last, or similar where only the wording fits."""
 
     id: str
     role: str
     score: float
     likeness: float
-    sightings: tuple[Sighting, ...]
+    matches: tuple[SignatureMatch, ...]
     caused_by: tuple[str, ...] = ()
     shared_with: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        return tuple(line for sighting in self.sightings for line in sighting.lines)
+        return tuple(line for match in self.matches for line in match.lines)
 
 
-def rank(
-    sightings: Iterable[Sighting], likeness: Mapping[str, float], causes: Sequence[Edge], masks: Sequence[Edge]
+def rank_candidates(
+    matches: Iterable[SignatureMatch], likeness: Mapping[str, float], causes: Sequence[Edge], masks: Sequence[Edge]
 ) -> tuple[Candidate, ...]:
     """Candidates, best first. `likeness` is 0 to 1 per entry; `causes` (cause, effect) and `masks` (seen, hidden)."""
-    by_entry: dict[str, list[Sighting]] = defaultdict(list)
-    for sighting in sightings:
-        by_entry[sighting.id].append(sighting)
+    by_entry: dict[str, list[SignatureMatch]] = defaultdict(list)
+    for match in matches:
+        by_entry[match.id].append(match)
     claims = _claims(by_entry)
-    maybe = (_candidate(entry, some, likeness.get(entry, 0.0), claims) for entry, some in by_entry.items())
-    found = [one for one in maybe if one is not None]
-    seen = {one.id: one.role for one in found}
-    found = _below([_placed(one, seen, causes, masks) for one in found])
-    alike = [
-        Candidate(entry, "similar", LIKENESS * like, like, tuple(by_entry.get(entry, ())))
-        for entry, like in likeness.items()
-        if entry not in seen and like >= LEAST_LIKE
+    scored = (_candidate(entry, own, likeness.get(entry, 0.0), claims) for entry, own in by_entry.items())
+    matched = [candidate for candidate in scored if candidate is not None]
+    roles = {candidate.id: candidate.role for candidate in matched}
+    matched = _cap_consequences([_demote(candidate, roles, causes, masks) for candidate in matched])
+    similar = [
+        Candidate(entry, "similar", LIKENESS * share, share, tuple(by_entry.get(entry, ())))
+        for entry, share in likeness.items()
+        if entry not in roles and share >= LEAST_LIKE
     ]
-    return tuple(sorted([*found, *alike], key=lambda one: (-one.score, one.id))[:MOST_FINDINGS])
+    ranked = sorted([*matched, *similar], key=lambda candidate: (-candidate.score, candidate.id))
+    return tuple(ranked[:MOST_FINDINGS])
 
 
-def _below(found: list[Candidate]) -> list[Candidate]:
-    """No consequence above the best of its causes."""
-    scores = {one.id: one.score for one in found}
-    most = {one.id: AT_MOST * max((scores[by] for by in one.caused_by), default=one.score / AT_MOST) for one in found}
-    return [replace(one, score=min(one.score, most[one.id])) for one in found]
+def _cap_consequences(candidates: list[Candidate]) -> list[Candidate]:
+    """No consequence scores above the best of its causes."""
+    scores = {candidate.id: candidate.score for candidate in candidates}
+    return [
+        replace(candidate, score=min(candidate.score, AT_MOST * max(scores[cause] for cause in candidate.caused_by)))
+        if candidate.caused_by
+        else candidate
+        for candidate in candidates
+    ]
 
 
-def _claims(by_entry: Mapping[str, list[Sighting]]) -> Claims:
+def _claims(by_entry: Mapping[str, list[SignatureMatch]]) -> Claims:
     """For each line of evidence and role, the entries that have a signature on it."""
     claims: Claims = defaultdict(set)
-    for entry, seen in by_entry.items():
-        for sighting in seen:
-            claims[_place(sighting)].add(entry)
+    for entry, matches in by_entry.items():
+        for match in matches:
+            claims[_place(match)].add(entry)
     return claims
 
 
-def _place(sighting: Sighting) -> Place:
-    line = sighting.lines[0]
-    return line.source, line.number or line.text, sighting.role
+def _place(match: SignatureMatch) -> Place:
+    line = match.lines[0]
+    return line.source, line.number or line.text, match.role
 
 
-def _candidate(entry: str, seen: list[Sighting], likeness: float, claims: Claims) -> Candidate | None:
+def _candidate(entry: str, matches: list[SignatureMatch], likeness: float, claims: Claims) -> Candidate | None:
     strengths = [
-        (_strength(sighting) / len(claims[_place(sighting)]) ** SHARING, sighting.role, _place(sighting))
-        for sighting in seen
-        if sighting.role in STRENGTH
+        (_strength(match) / len(claims[_place(match)]) ** SHARING, match.role, _place(match))
+        for match in matches
+        if match.role in STRENGTH
     ]
     if not strengths:
         return None
     strength, role, place = max(strengths, key=lambda strength: strength[:2])
-    others = (one for one in seen if _place(one) != place and not is_launcher(one.lines[0].text))
+    others = (match for match in matches if _place(match) != place and not is_launcher(match.lines[0].text))
     further = sorted((FURTHER[other.role] for other in others), reverse=True)
     score = strength + sum(further[:MOST_FURTHER]) + LIKENESS * likeness
     shared_with = tuple(sorted(claims[place] - {entry}))
-    return Candidate(entry, role, score, likeness, tuple(seen), shared_with=shared_with)
+    return Candidate(entry, role, score, likeness, tuple(matches), shared_with=shared_with)
 
 
-def _strength(sighting: Sighting) -> float:
-    weight = LAUNCHED if sighting.role == "cascade" and is_launcher(sighting.lines[0].text) else 1.0
-    return STRENGTH[sighting.role] * weight
+def _strength(match: SignatureMatch) -> float:
+    weight = LAUNCHED if match.role == "cascade" and is_launcher(match.lines[0].text) else 1.0
+    return STRENGTH[match.role] * weight
 
 
-def _placed(one: Candidate, seen: Mapping[str, str], causes: Sequence[Edge], masks: Sequence[Edge]) -> Candidate:
-    """Below what leads to it, or what it hides, where that is seen as a root, or is no more than a cascade either."""
-    above = {cause for cause, effect in causes if effect == one.id} | {hidden for it, hidden in masks if it == one.id}
-    below = {effect for cause, effect in causes if cause == one.id}
-    by = tuple(sorted(other for other in above - below - {one.id} if seen.get(other) == "root"))
-    if by:
-        return replace(one, role="cascade", score=one.score * UNDER_ROOT, caused_by=by)
-    if one.role == "cascade" and any(seen.get(other) == "cascade" for other in above - below):
-        return replace(one, score=one.score * UNDER_CASCADE)
-    return one
+def _demote(candidate: Candidate, roles: Mapping[str, str], causes: Sequence[Edge], masks: Sequence[Edge]) -> Candidate:
+    """Below its causes, and below what it hides, where these match as roots, or as cascades like itself."""
+    above = {cause for cause, effect in causes if effect == candidate.id}
+    above |= {hidden for visible, hidden in masks if visible == candidate.id}
+    above -= {effect for cause, effect in causes if cause == candidate.id}
+    caused_by = tuple(sorted(other for other in above - {candidate.id} if roles.get(other) == "root"))
+    if caused_by:
+        return replace(candidate, role="cascade", score=candidate.score * UNDER_ROOT, caused_by=caused_by)
+    if candidate.role == "cascade" and any(roles.get(other) == "cascade" for other in above):
+        return replace(candidate, score=candidate.score * UNDER_CASCADE)
+    return candidate

@@ -1,7 +1,7 @@
-"""How far each rank came, from what watchdogs and launchers print, and what that means for all of them together.
+"""How far each rank came, by the messages of watchdogs and launchers, and what that means for all ranks together.
 
-The messages are those of torch's ProcessGroupNCCL (1.12 to 2.13) and of torchrun's summary. `observations` says
-in fixed sentences what no single line says; entries have signatures for them, as for any other line.
+The messages are those of torch's ProcessGroupNCCL (1.12 to 2.13) and of torchrun's summary. `derive_observations` puts
+into fixed sentences what only several lines together show; entries have signatures for them, as for any other line.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
-from kb.diagnose.evidence import CONCLUDED, Exit, Line, Progress, Scan, Timeout
+from kb.diagnose.evidence import DERIVED_PREFIX, Exit, GroupProgress, Line, Scan, Timeout
 from kb.harness.collective import name_ranks
 
-MOST = 10_000  # of each kind that are kept
-MOST_SIDES = 4
+MOST = 10_000  # stored messages of each kind
+MOST_SIDES = 4  # groups of ranks in one sentence
 TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\("
     r"(?:SeqNum=(?P<sequence>\d{1,12}), )?OpType=(?P<op>\w{1,60})"
@@ -29,85 +29,89 @@ PROGRESS = re.compile(
     r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,20}), "
     r"last completed (?:NCCL )?work: (?P<completed>-?\d{1,20})"
 )
-ENDED = re.compile(r"^\s{0,8}rank\s{0,12}: (\d{1,6}) \(local_rank: ")
-CODE = re.compile(r"^\s{0,8}exitcode\s{0,12}: (-?\d{1,5}) ")
-NEVER = 1 << 62  # torch prints -1 as an unsigned number in some releases
-DEFAULT = "0"  # the group of all ranks
+EXIT_RANK = re.compile(r"^\s{0,8}rank\s{0,12}: (\d{1,6}) \(local_rank: ")
+EXIT_CODE = re.compile(r"^\s{0,8}exitcode\s{0,12}: (-?\d{1,5}) ")
+NONE_COMPLETED = 1 << 62  # torch prints -1 as an unsigned number in some releases
+DEFAULT_GROUP = "0"  # of all ranks
 PAIRED = ("SEND", "RECV")  # differ on both sides by nature
-Side = TypeVar("Side", bound=Hashable)  # what some ranks have in common
+Side = TypeVar("Side", bound=Hashable)  # the operation, size or number that some ranks have in common
 EQUAL_SIZES = re.compile(r"ALLREDUCE|_?ALLGATHER(_BASE)?|_?REDUCE(_SCATTER)?(_BASE)?|BROADCAST")
 
 
 @dataclass(slots=True)
-class Reading:
-    """Takes telling lines one by one, in order. The first timeout of a rank at a number stands, the last progress."""
+class WatchdogReader:
+    """Reads lines one by one, in order. Of a rank, the first timeout at each number counts, and the last progress."""
 
-    progress: dict[tuple[str, int], Progress] = field(default_factory=dict)
+    progress: dict[tuple[str, int], GroupProgress] = field(default_factory=dict)
     exits: list[Exit] = field(default_factory=list)
     _timeouts: dict[tuple[int, int, str], Timeout] = field(default_factory=dict)
     _members: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
-    _ending: int | None = None
+    _exit_rank: int | None = None
 
-    def take(self, line: Line, text: str) -> None:
-        named = _group(text)
+    def read_line(self, line: Line, text: str) -> None:
+        member = _group_member(text)
         if line.rank is not None and len(self._timeouts) < MOST and len(self.progress) < MOST:
-            self._take_timeout(line, line.rank, text, named)
-            self._take_progress(line, line.rank, text, named[0] if named else DEFAULT)
-        if ended := ENDED.search(text):
-            self._ending = int(ended[1])
-        elif (code := CODE.search(text)) and self._ending is not None and len(self.exits) < MOST:
-            self.exits.append(Exit(self._ending, int(code[1]), line))
-            self._ending = None
+            self._read_timeout(line, line.rank, text, member)
+            self._read_progress(line, line.rank, text, member[0] if member else DEFAULT_GROUP)
+        if rank := EXIT_RANK.search(text):
+            self._exit_rank = int(rank[1])
+        elif (code := EXIT_CODE.search(text)) and self._exit_rank is not None and len(self.exits) < MOST:
+            self.exits.append(Exit(self._exit_rank, int(code[1]), line))
+            self._exit_rank = None
 
     @property
     def timeouts(self) -> dict[tuple[int, int, str], Timeout]:
-        """Each with its group. The first of the lines that a rank prints leaves it out: it is the default one where
-        the log speaks of no other. Groups that share a name, as `split_group` makes them, are left out."""
+        """Each with its group. The first line that a rank prints does not name it: it is the default group if the log
+        names no other. Groups that share a name, as `split_group` makes them, are left out."""
         shared = {group for (group, _), ranks in self._members.items() if len(ranks) > 1}
-        others = {group for group, _ in self._members} - {DEFAULT}
+        others = {group for group, _ in self._members} - {DEFAULT_GROUP}
         known = {key: timeout for key, timeout in self._timeouts.items() if timeout.group or not others}
-        return {key: replace(one, group=one.group or DEFAULT) for key, one in known.items() if one.group not in shared}
+        return {
+            key: replace(timeout, group=timeout.group or DEFAULT_GROUP)
+            for key, timeout in known.items()
+            if timeout.group not in shared
+        }
 
-    def _take_timeout(self, line: Line, rank: int, text: str, named: tuple[str, str] | None) -> None:
-        timeout = TIMEOUT.search(text)
-        if timeout is None or timeout["op"] in PAIRED:
+    def _read_timeout(self, line: Line, rank: int, text: str, member: tuple[str, str] | None) -> None:
+        match = TIMEOUT.search(text)
+        if match is None or match["op"] in PAIRED:
             return
-        sequence = int(timeout["sequence"] or -1)
-        size_in = timeout["numel_in"] or (_elements(timeout["shape"]) if timeout["shape"] else -1)
-        found = Timeout(rank, "", sequence, timeout["op"], int(size_in), int(timeout["numel_out"] or -1), line)
-        key = rank, sequence, timeout["op"]
-        known = self._timeouts.setdefault(key, found)
-        if named:
-            self._members[named].add(rank)
-            self._timeouts[key] = replace(known, group=known.group or named[0])
+        sequence = int(match["sequence"] or -1)
+        size_in = match["numel_in"] or (_elements(match["shape"]) if match["shape"] else -1)
+        timeout = Timeout(rank, "", sequence, match["op"], int(size_in), int(match["numel_out"] or -1), line)
+        key = rank, sequence, match["op"]
+        first = self._timeouts.setdefault(key, timeout)
+        if member:
+            self._members[member].add(rank)
+            self._timeouts[key] = replace(first, group=first.group or member[0])
 
-    def _take_progress(self, line: Line, rank: int, text: str, group: str) -> None:
-        if progress := PROGRESS.search(text):
-            completed = int(progress["completed"])
-            done = 0 if completed < 0 or completed > NEVER else completed
-            self.progress[group, rank] = Progress(rank, int(progress["enqueued"]), done, line)
+    def _read_progress(self, line: Line, rank: int, text: str, group: str) -> None:
+        if match := PROGRESS.search(text):
+            number = int(match["completed"])
+            completed = 0 if number < 0 or number > NONE_COMPLETED else number
+            self.progress[group, rank] = GroupProgress(rank, int(match["enqueued"]), completed, line)
 
 
-def _group(text: str) -> tuple[str, str] | None:
-    """Name of the process group that a line speaks of, and which rank of it."""
-    named = GROUP.search(text)
-    return (DEFAULT if "default_pg" in named[0] else named["group"], named["member"]) if named else None
+def _group_member(text: str) -> tuple[str, str] | None:
+    """The name of the process group in a line, and the rank within it."""
+    match = GROUP.search(text)
+    return (DEFAULT_GROUP if "default_pg" in match[0] else match["group"], match["member"]) if match else None
 
 
 def _elements(shape: str) -> int:
     return prod(int(size) for size in re.findall(r"\d{1,15}", shape))
 
 
-def observations(scan: Scan) -> Iterator[Line]:
-    """Sentences over all ranks, each at the line it rests on, with the rank that is odd."""
+def derive_observations(scan: Scan) -> Iterator[Line]:
+    """Sentences over all ranks, each cited at the line it rests on, with the rank that differs from the others."""
     groups: dict[str, list[Timeout]] = defaultdict(list)
     for timeout in scan.timeouts:
         groups[timeout.group].append(timeout)
     for timeouts in groups.values():
-        yield from _of_group(_first_of_each(timeouts), scan)
+        yield from _group_observations(_first_of_each_rank(timeouts), scan)
 
 
-def _first_of_each(timeouts: list[Timeout]) -> dict[int, Timeout]:
+def _first_of_each_rank(timeouts: list[Timeout]) -> dict[int, Timeout]:
     first: dict[int, Timeout] = {}
     for timeout in timeouts:
         if timeout.rank not in first or timeout.sequence < first[timeout.rank].sequence:
@@ -115,22 +119,23 @@ def _first_of_each(timeouts: list[Timeout]) -> dict[int, Timeout]:
     return dict(sorted(first.items()))
 
 
-def _of_group(by_rank: dict[int, Timeout], scan: Scan) -> Iterator[Line]:
-    one = next(iter(by_rank.values()))
-    call = f"SeqNum={one.sequence} {one.op}"
+def _group_observations(by_rank: dict[int, Timeout], scan: Scan) -> Iterator[Line]:
+    first = next(iter(by_rank.values()))
+    call = f"SeqNum={first.sequence} {first.op}"
     calls = {(timeout.sequence, timeout.op, timeout.numel_in, timeout.numel_out) for timeout in by_rank.values()}
-    absent = sorted(set(scan.ranks) - set(by_rank)) if one.group == DEFAULT else []
-    is_short = 0 < len(absent) < len(by_rank)
+    absent = sorted(set(scan.ranks) - set(by_rank)) if first.group == DEFAULT_GROUP else []
+    are_few_absent = 0 < len(absent) < len(by_rank)
     if _none_completed(by_rank, scan):
-        yield _derived(one.line, "no collective ever completed: the first one of the job timed out", None)
-    elif len(calls) == 1 and len(by_rank) > 1 and not is_short:
-        yield _derived(one.line, f"{len(by_rank)} ranks timed out in the same collective, {call}", None)
+        yield _derived(first.line, "no collective ever completed: the first one of the job timed out", None)
+    elif len(calls) == 1 and len(by_rank) > 1 and not are_few_absent:
+        yield _derived(first.line, f"{len(by_rank)} ranks timed out in the same collective, {call}", None)
     if len(calls) > 1:
         yield from _divergence(by_rank)
-    if is_short:
-        who = ", ".join(map(str, absent))
+    if are_few_absent:
+        ranks = ", ".join(map(str, absent))
         where = f" in {call}" if len(calls) == 1 else ""
-        yield _derived(one.line, f"rank {who} reported no timeout while {len(by_rank)} others waited{where}", absent[0])
+        text = f"rank {ranks} reported no timeout while {len(by_rank)} others waited{where}"
+        yield _derived(first.line, text, absent[0])
 
 
 def _none_completed(by_rank: dict[int, Timeout], scan: Scan) -> bool:
@@ -140,37 +145,37 @@ def _none_completed(by_rank: dict[int, Timeout], scan: Scan) -> bool:
 
 def _divergence(by_rank: dict[int, Timeout]) -> Iterator[Line]:
     """Different operations or sizes at one sequence number, or ranks at different sequence numbers."""
-    at: dict[int, dict[int, Timeout]] = defaultdict(dict)
+    by_sequence: dict[int, dict[int, Timeout]] = defaultdict(dict)
     for rank, timeout in by_rank.items():
         if timeout.sequence >= 0:
-            at[timeout.sequence][rank] = timeout
-    for sequence, timeouts in sorted(at.items()):
+            by_sequence[timeout.sequence][rank] = timeout
+    for sequence, timeouts in sorted(by_sequence.items()):
         ops = _sides({rank: timeout.op for rank, timeout in timeouts.items()})
         sizes = _sides({rank: (timeout.numel_in, timeout.numel_out) for rank, timeout in timeouts.items()})
         op = next(iter(ops))
         if len(ops) > 1:
-            told = ", ".join(f"{name_ranks(ranks)} in {side}" for side, ranks in _few(ops))
-            yield _odd(by_rank, ops, f"ranks timed out in different collectives at SeqNum={sequence}: {told}")
+            sides = ", ".join(f"{name_ranks(ranks)} in {side}" for side, ranks in _first_sides(ops))
+            yield _odd(by_rank, ops, f"ranks timed out in different collectives at SeqNum={sequence}: {sides}")
             return
         if len(sizes) > 1 and EQUAL_SIZES.fullmatch(str(op)):
-            told = ", ".join(f"{name_ranks(ranks)} with {_sized(*side)}" for side, ranks in _few(sizes))
-            yield _odd(by_rank, sizes, f"ranks timed out in {op} of different sizes at SeqNum={sequence}: {told}")
+            sides = ", ".join(f"{name_ranks(ranks)} with {_sized(*side)}" for side, ranks in _first_sides(sizes))
+            yield _odd(by_rank, sizes, f"ranks timed out in {op} of different sizes at SeqNum={sequence}: {sides}")
             return
-    if len(at) > 1:
-        numbers = {sequence: list(timeouts) for sequence, timeouts in sorted(at.items())}
-        told = ", ".join(f"SeqNum={number} on {name_ranks(ranks)}" for number, ranks in _few(numbers))
-        yield _odd(by_rank, numbers, f"ranks timed out at different collectives: {told}")
+    if len(by_sequence) > 1:
+        numbers = {sequence: list(timeouts) for sequence, timeouts in sorted(by_sequence.items())}
+        sides = ", ".join(f"SeqNum={number} on {name_ranks(ranks)}" for number, ranks in _first_sides(numbers))
+        yield _odd(by_rank, numbers, f"ranks timed out at different collectives: {sides}")
 
 
-def _sides(of: Mapping[int, Side]) -> dict[Side, list[int]]:
+def _sides(by_rank: Mapping[int, Side]) -> dict[Side, list[int]]:
     """Ranks by what they have in common, the largest side first."""
     sides: dict[Side, list[int]] = defaultdict(list)
-    for rank, side in of.items():
+    for rank, side in by_rank.items():
         sides[side].append(rank)
     return dict(sorted(sides.items(), key=lambda item: -len(item[1])))
 
 
-def _few(sides: Mapping[Side, list[int]]) -> list[tuple[Side, list[int]]]:
+def _first_sides(sides: Mapping[Side, list[int]]) -> list[tuple[Side, list[int]]]:
     return list(sides.items())[:MOST_SIDES]
 
 
@@ -179,11 +184,11 @@ def _sized(numel_in: int, numel_out: int) -> str:
 
 
 def _odd(by_rank: Mapping[int, Timeout], sides: Mapping[Side, list[int]], text: str) -> Line:
-    """At the line of the one rank that stands alone against several; of equals none is accused."""
+    """Cited at the line of a rank that differs from several others; among equal sides none is accused."""
     fewest, *others = sorted(sides.values(), key=len)
-    is_alone = len(fewest) == 1 and min(map(len, others)) > 1
-    return _derived(by_rank[min(fewest)].line, text, fewest[0] if is_alone else None)
+    is_single = len(fewest) == 1 and min(map(len, others)) > 1
+    return _derived(by_rank[min(fewest)].line, text, fewest[0] if is_single else None)
 
 
 def _derived(line: Line, text: str, rank: int | None) -> Line:
-    return Line(line.source, line.number, f"{CONCLUDED}{text}", rank, line.time)
+    return Line(line.source, line.number, f"{DERIVED_PREFIX}{text}", rank, line.time)

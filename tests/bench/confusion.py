@@ -27,7 +27,7 @@ from kb.content.entry import Entry
 from kb.content.roots import configured_roots
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.evidence import Scan
-from kb.diagnose.inputs.sources import sources
+from kb.diagnose.inputs.sources import find_sources
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.harness.launcher import Launcher
@@ -138,7 +138,7 @@ def diagnosed(entries: Iterable[Entry], folder: Path, index: Index, links: Graph
     for kept in sorted(folder.glob("*-control")):
         owner = next((entry for entry in longest_first if kept.name.startswith(f"{entry.id}-")), None)
         if owner:
-            seen = scan(sources([str(kept)]).found, matcher)
+            seen = scan(find_sources([str(kept)]).inputs, matcher)
             yield Row(owner.id, diagnose(index, seen), linked(links, owner.id), is_told(owner.id, seen, kept))
 
 
@@ -147,7 +147,7 @@ def is_told(entry_id: str, seen: Scan, folder: Path) -> bool:
     results = [json.loads(path.read_text()) for path in folder.glob("rank*[0-9].json")]
     measured = [result["message"] for result in results if result["outcome"] == "symptom"]
     evident = [
-        sighting.lines[0].text for sighting in seen.sightings if sighting.id == entry_id and sighting.role != "context"
+        match.lines[0].text for match in seen.matches if match.id == entry_id and match.role != "context"
     ]
     return bool(evident) and all(any(line in sentence for sentence in measured) for line in evident)
 

@@ -29,11 +29,11 @@ class Listing:
     is_cut: bool = False
 
 
-def listed(folder: str, most: int) -> Listing:
+def list_files(folder: str, most: int) -> Listing:
     """What is not hidden, level by level: a deep folder of shards hides no log beside it. Pipes are not looked at."""
     listing = Listing()
     seen: set[Identity] = set()
-    near, linked = deque([(folder, identity(os.stat(folder)))]), deque[tuple[str, Identity]]()
+    near, linked = deque([(folder, file_identity(os.stat(folder)))]), deque[tuple[str, Identity]]()
     entries = 0
     while near or linked:
         at, this = (near or linked).popleft()  # linked folders come last: a file keeps its own name
@@ -48,7 +48,7 @@ def listed(folder: str, most: int) -> Listing:
             status = _status(entry, listing)
             if status is None:
                 continue
-            key = identity(status)
+            key = file_identity(status)
             if stat.S_ISDIR(status.st_mode):
                 (linked if entry.is_symlink() else near).append((entry.path, key))
             elif stat.S_ISREG(status.st_mode) and (key not in listing.files or not entry.is_symlink()):
@@ -56,11 +56,11 @@ def listed(folder: str, most: int) -> Listing:
     return listing
 
 
-def identity(status: os.stat_result) -> Identity:
+def file_identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def shown(path: str) -> str:
+def printable_path(path: str) -> str:
     """A path as text: one that is no UTF-8 would break every document it is printed in."""
     return os.fsencode(path).decode("utf-8", "replace")
 
@@ -70,7 +70,7 @@ def _entries(folder: str, listing: Listing) -> Iterator[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             yield from entries
     except OSError as error:
-        listing.troubles.append(f"{shown(folder)}: cannot be read: {error.strerror}")
+        listing.troubles.append(f"{printable_path(folder)}: cannot be read: {error.strerror}")
 
 
 def _status(entry: os.DirEntry[str], listing: Listing) -> os.stat_result | None:
@@ -81,5 +81,5 @@ def _status(entry: os.DirEntry[str], listing: Listing) -> os.stat_result | None:
         return entry.stat()
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP):
-            listing.troubles.append(f"{shown(entry.path)}: cannot be read: {error.strerror}")
+            listing.troubles.append(f"{printable_path(entry.path)}: cannot be read: {error.strerror}")
         return None

@@ -66,7 +66,7 @@ FOREIGN = (
 SAFETENSORS = re.compile(rb'.{8}\{\s*"', re.DOTALL)  # eight bytes of length, then a JSON header
 
 
-def kind(head: bytes, name: str = "") -> Kind:
+def detect_kind(head: bytes, name: str = "") -> Kind:
     """The kind of an input whose first 64 KiB (fewer, if it is shorter) are `head`, unpacked and as UTF-8.
 
     `name` decides only what content leaves open: whether `{"message": "..."}` is an error file or a line of a log.

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kb.diagnose.inputs.directory import Identity, Listing, identity, listed, shown
-from kb.diagnose.inputs.formats import Kind, kind
-from kb.diagnose.inputs.streams import HEAD, Report, read_file, read_pieces, read_stdin, reason
+from kb.diagnose.inputs.directory import Identity, Listing, file_identity, list_files, printable_path
+from kb.diagnose.inputs.formats import Kind, detect_kind
+from kb.diagnose.inputs.streams import HEAD, Report, error_reason, read_file, read_pieces, read_stdin
 from kb.errors import UsageError
 
 MOST_FILES = 5_000  # of one folder that are read
@@ -37,7 +37,7 @@ class Source:
         """Its bytes: unpacked if they are gzip or zstd, UTF-8 if they are UTF-16, never more than it holds now.
 
         Reading never raises: what goes wrong ends the stream, and `report` gets a sentence about it. `peek(HEAD)`
-        gives the head that `kb.diagnose.inputs.formats.kind` wants without taking it away. A pipe waits for its writer.
+        is the head, for `detect_kind`, and takes nothing away. A pipe waits for its writer.
         """
         return read_file(self.path, self.name, report, waits=self.is_pipe) if self.path else read_stdin(report)
 
@@ -60,11 +60,11 @@ class Stream:
 class Sources:
     """What is to be read, and sentences about what is not."""
 
-    found: tuple[Source, ...]
+    inputs: tuple[Source, ...]
     problems: tuple[str, ...]
 
 
-def sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: int = MOST_ENTRIES) -> Sources:
+def find_sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: int = MOST_ENTRIES) -> Sources:
     """The inputs that these arguments mean. UsageError for an argument that is none; a pipe is not opened yet."""
     found: dict[Identity, Source] = {}
     problems: list[str] = []
@@ -78,7 +78,7 @@ def sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: in
             found |= {key: source for key, source in chosen.items() if key not in found}
             problems += said
         else:
-            found.setdefault(identity(status), _named(path, status))
+            found.setdefault(file_identity(status), _named(path, status))
     return Sources(tuple(found.values()), tuple(problems))
 
 
@@ -86,31 +86,31 @@ def _status(path: str) -> os.stat_result:
     try:
         return os.stat(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{shown(path)} cannot be read: {reason(error)}") from error
+        raise UsageError(f"{printable_path(path)} cannot be read: {error_reason(error)}") from error
 
 
 def _named(path: str, status: os.stat_result) -> Source:
     is_pipe = stat.S_ISFIFO(status.st_mode)
     if not is_pipe and not stat.S_ISREG(status.st_mode):
         hint = "`-` reads what a command prints: `dmesg | kb diagnose -`"
-        raise UsageError(f"{shown(path)} is neither a file, a folder nor a pipe", hint)
+        raise UsageError(f"{printable_path(path)} is neither a file, a folder nor a pipe", hint)
     try:
         if not is_pipe:
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except OSError as error:
-        raise UsageError(f"{shown(path)} cannot be read: {reason(error)}") from error
-    return Source(shown(path), path, None if is_pipe else status.st_mtime, is_pipe)
+        raise UsageError(f"{printable_path(path)} cannot be read: {error_reason(error)}") from error
+    return Source(printable_path(path), path, None if is_pipe else status.st_mtime, is_pipe)
 
 
 def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identity, Source], list[str]]:
     """The files of a folder that are read, sorted by name, and sentences about the others."""
-    listing = listed(path, most_entries)
+    listing = list_files(path, most_entries)
     left = deque(sorted(listing.files.items(), key=lambda item: (item[1].modified, item[1].path)))
     chosen: dict[Identity, Source] = {}
     binary = 0
     while left and len(chosen) < most_files:
         key, file = left.pop()
-        source = Source(shown(file.path), file.path, file.modified)
+        source = Source(printable_path(file.path), file.path, file.modified)
         found, trouble = _look(source)
         if trouble:
             listing.troubles.append(trouble)
@@ -118,9 +118,11 @@ def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identit
             binary += 1
         elif found is not Kind.OWN:
             chosen[key] = source
-    problems = [f"{shown(path)}: {sentence}" for sentence in _left_out(listing, most_entries, len(left), binary)]
+    problems = [
+        f"{printable_path(path)}: {sentence}" for sentence in _left_out(listing, most_entries, len(left), binary)
+    ]
     if not chosen:
-        raise UsageError(f"{shown(path)} holds no log", "; ".join(problems) or "it has no files")
+        raise UsageError(f"{printable_path(path)} holds no log", "; ".join(problems) or "it has no files")
     return dict(sorted(chosen.items(), key=lambda item: item[1].path)), problems
 
 
@@ -140,4 +142,4 @@ def _look(source: Source) -> tuple[Kind, str]:
     troubles: list[str] = []
     with source.open(troubles.append) as stream:
         head = stream.peek(HEAD)
-    return kind(head, source.name), troubles[0] if troubles and not head else ""
+    return detect_kind(head, source.name), troubles[0] if troubles and not head else ""

@@ -35,7 +35,7 @@ def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> i
     try:
         file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | extra))
     except (OSError, ValueError) as error:
-        report(f"{name}: cannot be read: {reason(error)}")
+        report(f"{name}: cannot be read: {error_reason(error)}")
         return _stream(iter(()), name, report)
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode):
@@ -52,7 +52,7 @@ def read_stdin(report: Report) -> io.BufferedReader:
     return _stream(_all(sys.stdin.buffer.read, "-", report), "-", report)
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """What the system says, without the path that the sentence names already."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
@@ -125,7 +125,7 @@ def _all(read: Callable[[int], bytes | None], name: str, report: Report) -> Iter
         while block := read(HEAD):
             yield block
     except (OSError, ValueError) as error:  # ValueError: standard input was closed
-        report(f"{name}: reading it failed: {reason(error)}")
+        report(f"{name}: reading it failed: {error_reason(error)}")
 
 
 def _unpacked(read: Callable[[int], bytes], name: str, report: Report, most: int) -> Iterator[bytes]:
@@ -142,7 +142,7 @@ def _unpacked(read: Callable[[int], bytes], name: str, report: Report, most: int
     except EOFError:
         report(f"{name}: the compressed data ends too early; what came before the end is read")
     except (OSError, zlib.error, zstd.ZstdError) as error:
-        report(f"{name}: the compressed data is damaged ({reason(error)}); what came before it is read")
+        report(f"{name}: the compressed data is damaged ({error_reason(error)}); what came before it is read")
 
 
 def _recoded(plain: io.BufferedReader) -> Iterator[bytes]:

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from kb.diagnose.evidence import Line
-from kb.diagnose.readers.safe_unpickler import Unreadable, load, number, text
-from kb.diagnose.scan.rank_attribution import rank_of
+from kb.diagnose.inputs.rank_from_path import rank_from_path
+from kb.diagnose.readers.safe_unpickler import Unreadable, as_integer, as_text, load
 from kb.harness import flight_compare
 from kb.harness.collective import Record, name_ranks
 
@@ -55,7 +55,7 @@ class FlightDump:
     status: dict[str, Status]
 
 
-def read(data: bytes, source: str) -> FlightDump:
+def read_dump(data: bytes, source: str) -> FlightDump:
     """Raises `Unreadable`."""
     dump = load(data)
     if not isinstance(dump, dict) or not any(key in dump for key in KEYS):
@@ -65,11 +65,11 @@ def read(data: bytes, source: str) -> FlightDump:
         raise Unreadable("its entries are not a list")
     made: Made = {}
     records = [_record(index, entry, made) for index, entry in enumerate(entries[-MOST_RECORDS:])]
-    rank = number(dump.get("rank"))
+    rank = as_integer(dump.get("rank"))
     return FlightDump(
         source,
         rank if rank is not None and rank >= 0 else _rank_of(source),
-        text(dump.get("version")),
+        as_text(dump.get("version")),
         records,
         _members(dump.get("pg_config"), made),
         _statuses(dump.get("pg_status"), records),
@@ -80,11 +80,11 @@ def _rank_of(source: str) -> int | None:
     """By the name of the file, which ends in the rank for torch's own analyzer; an extension may follow."""
     stem = re.sub(r"(\.[A-Za-z]{1,8}){0,3}$", "", _base_name(source)[-200:])
     ending = re.search(r"[0-9]{1,6}$", stem)
-    named = rank_of(source)
+    named = rank_from_path(source)
     return int(ending[0]) if named is None and ending else named
 
 
-def lines(dumps: Iterable[FlightDump]) -> list[Line]:
+def compare_dumps(dumps: Iterable[FlightDump]) -> list[Line]:
     """What the dumps of a job say together, the sentence that explains the others first."""
     latest = _told_apart(_interned(_latest(dumps)))
     if len(latest) < 2:
@@ -92,7 +92,7 @@ def lines(dumps: Iterable[FlightDump]) -> list[Line]:
     records = {rank: dump.records for rank, dump in latest.items()}
     members = {group: ranks for dump in latest.values() for group, ranks in dump.members.items()}
     issued = {(rank, group): seq for rank, dump in latest.items() for group, seq in _enqueued(dump)}
-    found = [_line(finding, latest) for finding in flight_compare.findings(records, members, issued)]
+    found = [_line(finding, latest) for finding in flight_compare.find_mismatches(records, members, issued)]
     silent = frozenset[int]().union(*set(members.values())) - set(latest)
     source = latest[min(latest)].source
     return found + [Line(source, 0, said, min(silent)) for said in flight_compare.no_record(silent)]
@@ -153,7 +153,7 @@ def _lateness(dump: FlightDump) -> tuple[int, bool]:
     )
 
 
-def _line(finding: flight_compare.Finding, dumps: Mapping[int, FlightDump]) -> Line:
+def _line(finding: flight_compare.Mismatch, dumps: Mapping[int, FlightDump]) -> Line:
     """Cited from the dump of the rank that is accused, or of the first."""
     rank = finding.ranks[0] if finding.ranks else None
     return Line(dumps[min(dumps) if rank is None else rank].source, 0, finding.text, rank, finding.time)
@@ -169,11 +169,11 @@ def _once(make: Callable[[Any], Found], value: Any, made: Made) -> Found:
 
 
 def _record(index: int, entry: Any, made: Made) -> Record:
-    seq = number(entry.get("collective_seq_id", entry.get("seq_id"))) if isinstance(entry, dict) else None
+    seq = as_integer(entry.get("collective_seq_id", entry.get("seq_id"))) if isinstance(entry, dict) else None
     if seq is None:
         raise Unreadable(f"its entry {index} has no sequence number")
-    op = text(entry.get("profiling_name"))
-    state = text(entry.get("state"))
+    op = as_text(entry.get("profiling_name"))
+    state = as_text(entry.get("state"))
     return {
         "group": _group(entry),
         "seq": seq,
@@ -185,18 +185,18 @@ def _record(index: int, entry: Any, made: Made) -> Record:
         "state": state if state in STATES else "scheduled",
         "p2p": entry.get("is_p2p") is True or bool(re.search(r"(^|:)(send|recv)\b", op)),
         "frames": _once(_user_frames, entry.get("frames"), made),
-        "record_id": number(entry.get("record_id")) or 0,
-        "time_created_ns": number(entry.get("time_created_ns")) or 0,
-        "timeout_ms": number(entry.get("timeout_ms")) or 0,
-        "pg_id": number(entry.get("pg_id")),
+        "record_id": as_integer(entry.get("record_id")) or 0,
+        "time_created_ns": as_integer(entry.get("time_created_ns")) or 0,
+        "timeout_ms": as_integer(entry.get("timeout_ms")) or 0,
+        "pg_id": as_integer(entry.get("pg_id")),
     }
 
 
 def _group(entry: dict[Any, Any]) -> str:
     name = entry.get("process_group")
-    parts = [text(part) for part in _list(name, 2)] if isinstance(name, (list, tuple)) else [text(name)]
+    parts = [as_text(part) for part in _list(name, 2)] if isinstance(name, (list, tuple)) else [as_text(name)]
     named = ":".join(part for part in parts if part not in ("", "undefined"))
-    return named or str(number(entry.get("pg_id")) or 0)
+    return named or str(as_integer(entry.get("pg_id")) or 0)
 
 
 def _list(value: Any, most: int) -> list[Any]:
@@ -204,18 +204,18 @@ def _list(value: Any, most: int) -> list[Any]:
 
 
 def _sizes(value: Any) -> list[list[int]]:
-    return [[number(size) or 0 for size in _list(one, 16)] for one in _list(value, MOST_TENSORS)]
+    return [[as_integer(size) or 0 for size in _list(one, 16)] for one in _list(value, MOST_TENSORS)]
 
 
 def _dtypes(value: Any) -> list[str]:
-    return [text(one, 40) for one in _list(value, MOST_TENSORS)]
+    return [as_text(one, 40) for one in _list(value, MOST_TENSORS)]
 
 
 def _user_frames(value: Any) -> list[str]:
     """`train.py:42 step`, innermost first: not of libraries; of other libraries than torch if that is all."""
     frames = [one for one in _list(value, MOST_FRAMES) if isinstance(one, dict)]
     places = [
-        _place(text(frame.get("filename"), 500), number(frame.get("line")), text(frame.get("name"), 80))
+        _place(as_text(frame.get("filename"), 500), as_integer(frame.get("line")), as_text(frame.get("name"), 80))
         for frame in frames
     ]
     own = [place for place, library in places if not library]
@@ -237,7 +237,7 @@ def _members(config: Any, made: Made) -> dict[str, frozenset[int]]:
     listed = {}
     for name, one in list(config.items())[:MOST_RECORDS] if isinstance(config, dict) else ():
         ranks = _once(_ranks, one.get("ranks"), made) if isinstance(one, dict) else frozenset()
-        if ranks and text(name):
+        if ranks and as_text(name):
             listed[_group({"process_group": [name, one.get("desc")]})] = ranks
     return listed
 
@@ -245,7 +245,7 @@ def _members(config: Any, made: Made) -> dict[str, frozenset[int]]:
 def _ranks(value: Any) -> frozenset[int]:
     """`[0, 1]`, as a list or, as torch writes it, as text."""
     found = re.findall(r"\d{1,9}", value[:LONGEST_RANKS]) if isinstance(value, str) else _list(value, MOST_RANKS)
-    return frozenset(rank for one in found if (rank := number(one)) is not None)
+    return frozenset(rank for one in found if (rank := as_integer(one)) is not None)
 
 
 def _statuses(status: Any, records: list[Record]) -> dict[str, Status]:
@@ -253,7 +253,7 @@ def _statuses(status: Any, records: list[Record]) -> dict[str, Status]:
     groups = {0: "0:default_pg", **{record["pg_id"]: record["group"] for record in records}}
     found = {}
     for key, one in list(status.items())[:MOST_RECORDS] if isinstance(status, dict) else ():
-        group = groups.get(number(key))
+        group = groups.get(as_integer(key))
         if group and isinstance(one, dict):
-            found[group] = Status(*(number(one.get(f"last_{what}_collective")) for what in STAGES))
+            found[group] = Status(*(as_integer(one.get(f"last_{what}_collective")) for what in STAGES))
     return found

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kb.diagnose.evidence import LONGEST_SHOWN, Line
-from kb.diagnose.readers.safe_unpickler import Unreadable, load_json, number, text
+from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
+from kb.diagnose.readers.safe_unpickler import Unreadable, as_integer, as_text, load_json
 from kb.harness.collective import name_ranks
 
 LARGEST = 64 << 20  # bytes or characters
@@ -44,13 +44,13 @@ EVENT = re.compile(r"\[[\d :-]{10,30}\] PEER_DEAD: (Process \d{1,10} on node \S{
 SILENT = {"INCOMPLETE": "is unresponsive", "DEAD": "is considered dead"}
 
 
-def read(data: bytes | str, source: str) -> list[Line]:
+def read_ras_report(data: bytes | str, source: str) -> list[Line]:
     """Raises `Unreadable`. A healthy job yields nothing."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     shown = data.decode(errors="replace") if isinstance(data, bytes) else data
     said = _of_json(load_json(shown)) if shown.lstrip()[:1] == "{" else _of_text(shown)
-    return [Line(source, 0, f"NCCL RAS: {one}"[:LONGEST_SHOWN], rank) for one, rank in said]
+    return [Line(source, 0, f"NCCL RAS: {one}"[:LONGEST_EVIDENCE], rank) for one, rank in said]
 
 
 Said = tuple[str, int | None]  # a sentence, the rank of the job that it is about
@@ -62,9 +62,9 @@ def _of_json(document: Any) -> list[Said]:
         raise Unreadable("it is no RAS report: it has no list of communicators")
     known = [communicator for communicator in communicators[:MOST_LINES] if isinstance(communicator, dict)]
     gpus = {_gpu(rank) for one in known for rank in (*_dicts(one, "ranks"), *_dicts(one, "missing_ranks"))}
-    said = [each for one in known for each in _of_communicator(one, is_job=number(one.get("size")) == len(gpus))]
+    said = [each for one in known for each in _of_communicator(one, is_job=as_integer(one.get("size")) == len(gpus))]
     ras = document.get("ras")
-    timeouts = number(ras.get("timeouts_count")) if isinstance(ras, dict) else None
+    timeouts = as_integer(ras.get("timeouts_count")) if isinstance(ras, dict) else None
     return said[:MOST_LINES] + (
         [(f"{timeouts} communication timeouts while it asked the job", None)] if timeouts else []
     )
@@ -76,19 +76,19 @@ def _dicts(parent: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
 
 
 def _gpu(rank: dict[Any, Any]) -> tuple[str, int | None, int | None]:
-    return text(rank.get("host")), number(rank.get("pid")), number(rank.get("nvml_dev"))
+    return as_text(rank.get("host")), as_integer(rank.get("pid")), as_integer(rank.get("nvml_dev"))
 
 
 def _of_communicator(one: dict[Any, Any], is_job: bool) -> Iterator[Said]:
-    name = f"communicator {text(one.get('hash'), 40)} of {number(one.get('size'))} ranks"
+    name = f"communicator {as_text(one.get('hash'), 40)} of {as_integer(one.get('size'))} ranks"
     for missing in _dicts(one, "missing_ranks"):
-        rank, status = number(missing.get("rank")), missing.get("status")
+        rank, status = as_integer(missing.get("rank")), missing.get("status")
         status = status if isinstance(status, dict) else {}
         state = "is considered dead" if status.get("considered_dead") is True else "is unresponsive"
         if state == "is unresponsive" and status.get("unresponsive") is False:
             state = "is alive and not in the communicator"
         yield f"rank {rank} {state} ({_process(missing)}, {name})", rank if is_job else None
-    ranks = {rank: one for one in _dicts(one, "ranks") if (rank := number(one.get("rank"))) is not None}
+    ranks = {rank: one for one in _dicts(one, "ranks") if (rank := as_integer(one.get("rank"))) is not None}
     for rank, member in ranks.items():
         for state in _states(member.get("status")):
             yield f"rank {rank} {state} ({_process(member)}, {name})", rank if is_job else None
@@ -97,14 +97,14 @@ def _of_communicator(one: dict[Any, Any], is_job: bool) -> Iterator[Said]:
 
 
 def _process(rank: dict[Any, Any]) -> str:
-    return f"process {number(rank.get('pid'))} on node {text(rank.get('host'), 100)}"
+    return f"process {as_integer(rank.get('pid'))} on node {as_text(rank.get('host'), 100)}"
 
 
 def _states(status: Any) -> Iterator[str]:
     """What is wrong with a rank that answered."""
     if not isinstance(status, dict):
         return
-    start, later = number(status.get("init_state")) or 0, number(status.get("async_error")) or 0
+    start, later = as_integer(status.get("init_state")) or 0, as_integer(status.get("async_error")) or 0
     if start == IN_PROGRESS:
         yield "is still initializing"
     elif start:
@@ -121,7 +121,7 @@ def _behind(ranks: dict[int, dict[Any, Any]]) -> Iterator[tuple[str, int]]:
     for rank, member in ranks.items():
         counts = member.get("collective_counts")
         for op, count in list(counts.items())[:64] if isinstance(counts, dict) else ():
-            launched[text(op, 40)][rank] = number(count) or 0
+            launched[as_text(op, 40)][rank] = as_integer(count) or 0
     for op, by_rank in launched.items():
         most = max(by_rank.values())
         late = sorted(rank for rank, count in by_rank.items() if count < most)

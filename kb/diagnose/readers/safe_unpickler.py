@@ -65,7 +65,7 @@ def _of_digits(make: Callable[[str], float]) -> Callable[[str], float]:
     return read
 
 
-def number(value: Any) -> int | None:
+def as_integer(value: Any) -> int | None:
     """An integer as dumps have it, a number or its digits as text; None for anything else."""
     if isinstance(value, str) and value.removeprefix("-").isdecimal() and len(value) < 20:
         return int(value)
@@ -73,7 +73,7 @@ def number(value: Any) -> int | None:
     return value if is_number and abs(value) < 1 << 63 else None
 
 
-def text(value: Any, longest: int = 200) -> str:
+def as_text(value: Any, longest: int = 200) -> str:
     """A string on one line, cut to `longest` characters; empty for anything else."""
     return " ".join(value[:longest].split()) if isinstance(value, str) else ""
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kb.diagnose.evidence import LONGEST_SHOWN, Line
-from kb.diagnose.readers.safe_unpickler import Unreadable, load_json, number
-from kb.diagnose.readers.safe_unpickler import text as plain
+from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
+from kb.diagnose.readers.safe_unpickler import Unreadable, as_integer, as_text, load_json
 
 LARGEST = 64 << 20  # characters
 LONGEST_LINE = 1000
@@ -101,7 +100,7 @@ class Process:
     threads: list[Thread] = field(default_factory=list)
 
 
-def observations(text: str, source: str, rank: int | None = None) -> list[Line]:
+def read_stacks(text: str, source: str, rank: int | None = None) -> list[Line]:
     """At most one sentence per process. `rank` is whose dump it is, where the file's name says so.
 
     Raises `Unreadable` when there is no stack in it.
@@ -113,7 +112,7 @@ def observations(text: str, source: str, rank: int | None = None) -> list[Line]:
     if not any(thread.frames for process in processes for thread in process.threads):
         raise Unreadable("there is no stack in it")
     told = ((process, _sentence(process)) for process in processes)
-    return [Line(source, 0, said[:LONGEST_SHOWN], process.rank) for process, said in told if said]
+    return [Line(source, 0, said[:LONGEST_EVIDENCE], process.rank) for process, said in told if said]
 
 
 def _from_json(text: str, rank: int | None) -> list[Process]:
@@ -122,15 +121,15 @@ def _from_json(text: str, rank: int | None) -> list[Process]:
     for one in load_json(text)[:MOST_THREADS]:
         if not isinstance(one, dict) or not isinstance(one.get("frames"), list):
             raise Unreadable("it is no dump of py-spy: a thread has no frames")
-        pid = number(one.get("pid"))
+        pid = as_integer(one.get("pid"))
         frames = [_json_frame(frame) for frame in one["frames"][:MOST_FRAMES] if isinstance(frame, dict)]
-        found.setdefault(pid, Process(rank, pid)).threads.append(Thread(plain(one.get("thread_name")), frames))
+        found.setdefault(pid, Process(rank, pid)).threads.append(Thread(as_text(one.get("thread_name")), frames))
     return list(found.values())
 
 
 def _json_frame(frame: dict[Any, Any]) -> Frame:
-    file = plain(frame.get("filename")) or plain(frame.get("short_filename"))
-    return Frame(_function(plain(frame.get("name"))), file, number(frame.get("line")) or 0)
+    file = as_text(frame.get("filename")) or as_text(frame.get("short_filename"))
+    return Frame(_function(as_text(frame.get("name"))), file, as_integer(frame.get("line")) or 0)
 
 
 def _from_text(text: str, rank: int | None) -> list[Process]:

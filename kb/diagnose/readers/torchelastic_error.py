@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kb.diagnose.evidence import LONGEST_SHOWN, Line
-from kb.diagnose.readers.safe_unpickler import Unreadable, load_json, number
+from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
+from kb.diagnose.readers.safe_unpickler import Unreadable, as_integer, load_json
 
 LARGEST = 16 << 20  # bytes
 MOST_LINES = 2000  # the last ones of a traceback
 LATEST = 1 << 33  # seconds since the epoch; beyond it the number is no such time
 
 
-def read(data: bytes, source: str, rank: int | None = None) -> list[Line]:
+def read_error_file(data: bytes, source: str, rank: int | None = None) -> list[Line]:
     """The traceback, then what of the message it does not end with. Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
@@ -28,7 +28,7 @@ def read(data: bytes, source: str, rank: int | None = None) -> list[Line]:
     extra = extra if isinstance(extra, dict) else {}
     traceback = _lines(extra.get("py_callstack"))
     message = [line for line in _lines(inner.get("message")) if line not in traceback]
-    code = number(inner.get("errorCode"))
+    code = as_integer(inner.get("errorCode"))
     said = traceback + message + ([f"torchrun recorded the exit code {code}"] if code else [])
     time = _time(extra.get("timestamp", inner.get("timestamp")))
     return [Line(source, 0, line, rank, time) for line in said]
@@ -37,9 +37,9 @@ def read(data: bytes, source: str, rank: int | None = None) -> list[Line]:
 def _lines(value: Any) -> list[str]:
     """Not the placeholder that torch writes when there is no message."""
     lines = value.splitlines() if isinstance(value, str) and value != "<NONE>" else []
-    return [line.rstrip()[:LONGEST_SHOWN] for line in lines[-MOST_LINES:] if line.strip()]
+    return [line.rstrip()[:LONGEST_EVIDENCE] for line in lines[-MOST_LINES:] if line.strip()]
 
 
 def _time(value: Any) -> float | None:
-    seconds = number(value)
+    seconds = as_integer(value)
     return float(seconds) if seconds is not None and 0 < seconds < LATEST else None

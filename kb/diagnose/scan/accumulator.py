@@ -1,4 +1,4 @@
-"""What the scanners of all sources have found so far; `scan` freezes it."""
+"""The evidence that the scanners of all inputs have collected so far; `freeze` makes a `Scan` of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kb.diagnose.evidence import Failure, Line, Scan, Sighting
+from kb.diagnose.evidence import Failure, Line, Scan, SignatureMatch
 from kb.diagnose.failure_lines import is_failure, is_interruption
 from kb.diagnose.scan.signature_matcher import Pattern
-from kb.diagnose.watchdog import Reading
+from kb.diagnose.watchdog import WatchdogReader
 from kb.search.query import LONGEST_TEXT, VOLATILE
 
 MOST_LINES = 5  # cited for one signature
@@ -21,13 +21,13 @@ DIGITS = re.compile(r"\d+")
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Lines that count as one piece of evidence."""
+class _LineGroup:
+    """Lines that count as one piece of evidence; `text` is what a signature matched first."""
 
     lines: list[Line] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     count: int = 0
-    match: str = ""
+    text: str = ""
 
     def add(self, line: Line, most: int) -> None:
         self.count += 1
@@ -41,84 +41,85 @@ def _is_earlier(line: Line, other: Line) -> bool:
     return line.time is not None and other.time is not None and line.time < other.time
 
 
-class Tally:
-    """Collects; a flood of equal lines, of one rank or of many, becomes one sighting or failure with a count."""
+class Accumulator:
+    """Merges a flood of equal lines, of one rank or of many, into one match or failure with a count."""
 
     def __init__(self) -> None:
         self.bytes = self.lines = self.sources = 0
         self.problems: list[str] = []
         self.observations: list[Line] = []
-        self._sightings: dict[tuple[str, str, str], _Seen] = {}
-        self._failures: dict[str, _Seen] = {}
+        self._matches: dict[tuple[str, str, str], _LineGroup] = {}
+        self._failures: dict[str, _LineGroup] = {}
         self._ranks: set[bytes] = set()
-        self._files: set[int] = set()
-        self._reading = Reading()
+        self._file_ranks: set[int] = set()
+        self._watchdog = WatchdogReader()
         self._excerpt = bytearray()
 
-    def saw(self, pattern: Pattern, match: str, line: Line) -> None:
-        """A signature matched."""
-        seen = self._sightings.setdefault((pattern.id, pattern.role, pattern.text), _Seen(match=match))
-        seen.add(line, MOST_LINES)
+    def add_match(self, pattern: Pattern, text: str, line: Line) -> None:
+        """A signature matched `text`."""
+        group = self._matches.setdefault((pattern.id, pattern.role, pattern.text), _LineGroup(text=text))
+        group.add(line, MOST_LINES)
 
-    def more(self, pattern: Pattern, count: int) -> None:
-        """It matched so often already that further lines are only counted."""
-        self._sightings[pattern.id, pattern.role, pattern.text].count += count
+    def add_match_count(self, pattern: Pattern, count: int) -> None:
+        """Further matches of a signature that has matched often enough to be only counted."""
+        self._matches[pattern.id, pattern.role, pattern.text].count += count
 
-    def failed(self, line: Line) -> bool:
-        """A line that may report a failure; whether it does."""
+    def add_failure(self, line: Line) -> bool:
+        """Add a line if it reports a failure; return whether it does."""
         if not is_failure(line.text):
             return False
         key = DIGITS.sub("0", CHANGING.sub(" ", line.text)).strip(" .:-")
         if key in self._failures or len(self._failures) < MOST_FAILURES:
-            seen = self._failures.setdefault(key, _Seen())
-            seen.add(line, 1)
-            if _is_earlier(line, seen.lines[0]):  # of another file, read later
-                seen.lines[0] = line
+            group = self._failures.setdefault(key, _LineGroup())
+            group.add(line, 1)
+            if _is_earlier(line, group.lines[0]):  # of another file, read later
+                group.lines[0] = line
         return True
 
-    def told(self, line: Line, text: str) -> None:
-        """A line that says how far a rank came or how it ended."""
-        self._reading.take(line, text)
+    def add_watchdog_line(self, line: Line, text: str) -> None:
+        """A line that reports how far a rank came or how it ended."""
+        self._watchdog.read_line(line, text)
 
-    def keep(self, data: bytes) -> None:
-        """What is short enough to be read whole is compared with the entries whole."""
+    def add_excerpt(self, data: bytes) -> None:
+        """The whole text of a short input is compared with the entries."""
         if len(self._excerpt) <= LONGEST_TEXT:
             self._excerpt += data[: LONGEST_TEXT + 1 - len(self._excerpt)]
 
-    def ended(self, lines: list[Line], patterns: Iterable[Pattern]) -> None:
-        """The last lines of a log. Where it stopped without a word is where it hung."""
+    def end_log(self, lines: list[Line], patterns: Iterable[Pattern]) -> None:
+        """The last lines of a log. A log that stops without a failure stops where the job hung."""
         while lines and is_interruption(lines[-1].text):
             lines.pop()
         for pattern in patterns:
             for line in lines[-1:]:
                 if pattern.role == "context" and (match := pattern.compiled.search(line.text)):
-                    self.saw(replace(pattern, role="last"), match.group(), line)
+                    self.add_match(replace(pattern, role="last"), match.group(), line)
 
-    def printed(self, rank: int | None) -> None:
-        """A file of this rank holds something, whether a line of it says so or not."""
+    def add_file_rank(self, rank: int | None) -> None:
+        """The rank of a file that is not empty, whether or not a line of it names the rank."""
         if rank is not None:
-            self._files.add(rank)
+            self._file_ranks.add(rank)
 
-    def saw_ranks(self, data: bytes, start: int, end: int) -> None:
+    def add_ranks(self, data: bytes, start: int, end: int) -> None:
+        """The ranks that prefixes name in this part of a log."""
         self._ranks.update(RANKS.findall(data, start, end))
 
-    def scan(self) -> Scan:
-        """All of it, in the order of first appearance."""
-        named = {int(rank) for rank in self._ranks} | self._files
-        told = {rank for seen in (*self._sightings.values(), *self._failures.values()) for rank in seen.ranks}
+    def freeze(self) -> Scan:
+        """Everything, in the order of first appearance."""
+        ranks = {int(rank) for rank in self._ranks} | self._file_ranks
+        ranks.update(rank for group in (*self._matches.values(), *self._failures.values()) for rank in group.ranks)
         return Scan(
-            sightings=tuple(
-                Sighting(*key, seen.match, seen.count, tuple(sorted(seen.ranks)), tuple(seen.lines))
-                for key, seen in self._sightings.items()
+            matches=tuple(
+                SignatureMatch(*key, group.text, group.count, tuple(sorted(group.ranks)), tuple(group.lines))
+                for key, group in self._matches.items()
             ),
             failures=tuple(
-                Failure(seen.lines[0], seen.count, tuple(sorted(seen.ranks))) for seen in self._failures.values()
+                Failure(group.lines[0], group.count, tuple(sorted(group.ranks))) for group in self._failures.values()
             ),
-            timeouts=tuple(self._reading.timeouts.values()),
-            progress=tuple(self._reading.progress.values()),
-            exits=tuple(self._reading.exits),
+            timeouts=tuple(self._watchdog.timeouts.values()),
+            progress=tuple(self._watchdog.progress.values()),
+            exits=tuple(self._watchdog.exits),
             observations=tuple(self.observations),
-            ranks=tuple(sorted(named | told)),
+            ranks=tuple(sorted(ranks)),
             sources=self.sources,
             lines=self.lines,
             bytes=self.bytes,

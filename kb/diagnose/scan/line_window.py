@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kb.diagnose.scan.literal_hits import Found
-from kb.diagnose.scan.log_prefix import Origin, parse
+from kb.diagnose.scan.log_prefix import LogLine, parse_prefix
 from kb.diagnose.scan.rich_traceback import unboxed
 
 MESSAGE = 16 << 10  # bytes below a box in which its message is looked for
@@ -53,8 +53,8 @@ class Spot:
         self._windows: dict[int, tuple[Window, ...]] = {}
 
     @cached_property
-    def origin(self) -> Origin:
-        return parse(self.text, self._written, self._rank)
+    def origin(self) -> LogLine:
+        return parse_prefix(self.text, self._written, self._rank)
 
     def windows(self, reach: int) -> tuple[Window, ...]:
         """What is around, in the two ways; one if they are the same. `reach`: bytes on either side."""
@@ -73,7 +73,7 @@ class Spot:
 
     def _message(self) -> Iterator[str]:
         """Up to a blank line, the next box, or a line that begins as loggers do."""
-        lines = (parse(line, None, self._rank) for line in self._after(MESSAGE)[1:])
+        lines = (parse_prefix(line, None, self._rank) for line in self._after(MESSAGE)[1:])
         for number, line in enumerate(line for line in lines if line.rank == self.origin.rank):
             text = line.text.strip()
             is_new = number and (line.time is not None or text.startswith("["))
@@ -92,7 +92,7 @@ class Spot:
         prefix = self.text.removesuffix(self.origin.text)
         if self.origin.time is None:
             return [line.removeprefix(prefix) for line in lines if not line or line.startswith(prefix)]
-        parsed = (parse(line, None, self._rank) if line else None for line in lines)
+        parsed = (parse_prefix(line, None, self._rank) if line else None for line in lines)
         return [one.text if one else "" for one in parsed if one is None or one.rank == self.origin.rank]
 
 

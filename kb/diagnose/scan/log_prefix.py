@@ -7,7 +7,7 @@ Four voices may name a rank, and the first of these that does is believed:
   3. a launcher: `[default3]:` and `[trainer3]:` of torchrun, `3: ` of `srun -l` and Megatron, `[1,3]<stderr>:` of
      mpirun, `(VllmWorker rank=3 pid=12)`. torchrun means the rank on its node: with several nodes in one log it is
      ambiguous, which only `[rank3]:` can heal;
-  4. the file, when the caller knows its rank (`kb.diagnose.scan.rank_attribution`).
+  4. the file, when the caller knows its rank (`kb.diagnose.inputs.rank_from_path`).
 A pod or a container is a node, not a rank; its number is dropped with the prefix.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kb.diagnose.scan.timestamps import moment
+from kb.diagnose.scan.timestamps import parse_timestamp
 
 LONGEST_LINE = 8192  # characters of a line that are looked at
 FRONT = 240  # characters in which the text names its own rank
@@ -58,7 +58,7 @@ _OWN = re.compile(
 )
 
 
-class Origin(NamedTuple):
+class LogLine(NamedTuple):
     """What a line says about itself. `rank` and `time` (seconds) are None where it does not.
 
     `text` has no colours, no launcher's prefix and no leading time; a header with a severity and the text's own
@@ -70,7 +70,7 @@ class Origin(NamedTuple):
     text: str
 
 
-def parse(line: str, written: float | None = None, rank: int | None = None) -> Origin:
+def parse_prefix(line: str, written: float | None = None, rank: int | None = None) -> LogLine:
     """A line without its end. `written` (when its log was last written, seconds since the epoch) dates a line that
     names no year; `rank` is that of its file, for a line that names none."""
     text = line[:LONGEST_LINE]
@@ -90,11 +90,11 @@ def parse(line: str, written: float | None = None, rank: int | None = None) -> O
             launched = launched or match[which]
         at = match.end()
     named = said or _own(text, at) or launched
-    when = moment(text[at if timed < 0 else timed :].lstrip(), written)
-    return Origin(int(named) if named else rank, when, text[at:])
+    when = parse_timestamp(text[at if timed < 0 else timed :].lstrip(), written)
+    return LogLine(int(named) if named else rank, when, text[at:])
 
 
-def plain(line: bytes) -> bytes:
+def strip_escapes(line: bytes) -> bytes:
     """Without colours, cursor movements and terminal titles."""
     return _ESCAPES.sub(b"", line) if b"\x1b" in line else line
 

@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 
-from kb.diagnose.evidence import LONGEST_SHOWN, Line
-from kb.diagnose.scan.accumulator import Tally
+from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
+from kb.diagnose.scan.accumulator import Accumulator
 from kb.diagnose.scan.line_window import Spot
 from kb.diagnose.scan.literal_hits import every, grouped
-from kb.diagnose.scan.log_prefix import Origin, parse, plain
+from kb.diagnose.scan.log_prefix import LogLine, parse_prefix, strip_escapes
 from kb.diagnose.scan.match_budget import SLOW_S, Trials
-from kb.diagnose.scan.rank_attribution import Processes
+from kb.diagnose.scan.nccl_processes import NcclProcesses
 from kb.diagnose.scan.rich_traceback import unboxed
 from kb.diagnose.scan.signature_matcher import FAR, Matcher
 
@@ -35,10 +35,12 @@ MOST_REPORTS = 8 << 20  # bytes of a log that are kept for the readers of stacks
 class Scanner:
     """Feed it a log in pieces, cut anywhere, then `close` it. `reports` are then the parts that hold stacks or such."""
 
-    def __init__(self, matcher: Matcher, tally: Tally, source: str, rank: int | None, written: float | None) -> None:
+    def __init__(
+        self, matcher: Matcher, tally: Accumulator, source: str, rank: int | None, written: float | None
+    ) -> None:
         self._matcher, self._tally, self._source = matcher, tally, source
         self._rank, self._written = rank, written
-        self._processes = Processes()
+        self._processes = NcclProcesses()
         self._trials = Trials(matcher)
         self._pending = bytearray()  # what makes no block yet
         self._kept = b""  # context, then what is not searched yet
@@ -52,7 +54,7 @@ class Scanner:
         self.reports = b""
 
     def feed(self, piece: bytes) -> None:
-        self._tally.keep(piece)
+        self._tally.add_excerpt(piece)
         self._tally.bytes += len(piece)
         for start in range(0, len(piece), BLOCK):
             self._pending += piece[start : start + BLOCK]
@@ -60,17 +62,17 @@ class Scanner:
                 self._take()
 
     def close(self) -> None:
-        self._kept += plain(bytes(self._pending))
+        self._kept += strip_escapes(bytes(self._pending))
         self._trials.last_block()
         self._search(len(self._kept))
         self._tally.lines += bool(self._kept) and not self._kept.endswith(b"\n")
-        self._tally.ended(list(self._last_lines()), self._matcher.patterns)
+        self._tally.end_log(list(self._last_lines()), self._matcher.patterns)
 
     def _take(self) -> None:
         """Search what is pending, but for its end: what follows may belong to it."""
         escape = self._pending.rfind(b"\x1b", len(self._pending) - ESCAPE)
         whole = escape if escape >= 0 and b"\n" not in self._pending[escape:] else len(self._pending)
-        self._kept += plain(bytes(self._pending[:whole]))
+        self._kept += strip_escapes(bytes(self._pending[:whole]))
         del self._pending[:whole]
         most = len(self._kept) - CONTEXT
         limit = self._kept.rfind(b"\n", self._at, max(self._at, most)) + 1 or most
@@ -80,7 +82,7 @@ class Scanner:
     def _search(self, limit: int) -> None:
         """Look at the lines up to there. A literal across the place where the last search ended is one of these."""
         data, at, matcher = self._kept, self._at, self._matcher
-        self._tally.saw_ranks(data, at, limit)
+        self._tally.add_ranks(data, at, limit)
         self._trials.next_block()
         start = max(0, at - matcher.longest)
         for found in grouped(data, matcher.found(data[start:limit]), start, at, self._trials.skips):
@@ -88,7 +90,7 @@ class Scanner:
         for found in every(data, at, limit) if matcher.without_literal else ():
             self._look(Spot(data, found, self._rank, self._written), frozenset(matcher.without_literal))
         for pattern, count in self._trials.passed():
-            self._tally.more(pattern, count)
+            self._tally.add_match_count(pattern, count)
         self._report(data, at, limit)
         newlines = data.count(b"\n", at, limit)
         self._number += newlines
@@ -119,9 +121,9 @@ class Scanner:
             if number >= 0:
                 self._try(number, spot)
             elif number == Matcher.TELLS:
-                self._tally.told(self._line(spot), spot.origin.text)
+                self._tally.add_watchdog_line(self._line(spot), spot.origin.text)
             elif number == Matcher.FAILURE:
-                if self._trials.may_fail() and self._tally.failed(self._line(spot)):
+                if self._trials.may_fail() and self._tally.add_failure(self._line(spot)):
                     self._seen.add(number)
             elif number == Matcher.BOXED:
                 if self._trials.may_unbox():
@@ -148,7 +150,7 @@ class Scanner:
         if match:
             self._seen.add(number)
             self._trials.matched(number)
-            self._tally.saw(pattern, match.group(), self._line(spot))
+            self._tally.add_match(pattern, match.group(), self._line(spot))
 
     def _look_in_box(self, spot: Spot) -> None:
         """What rich drew: a frame as Python prints it, and the message below the box as one line."""
@@ -157,7 +159,7 @@ class Scanner:
             self._read(bare, line, spot)
         if len(spot.message) > 1:
             text = " ".join(spot.message)
-            below = Line(line.source, line.number + 1, text[:LONGEST_SHOWN], line.rank, line.time)
+            below = Line(line.source, line.number + 1, text[:LONGEST_EVIDENCE], line.rank, line.time)
             self._read(text, below, spot, spot.message)
 
     def _read(self, text: str, line: Line, spot: Spot, parts: Sequence[str] = ()) -> None:
@@ -172,15 +174,15 @@ class Scanner:
             match = pattern.compiled.search(text)
             if match and not any(map(pattern.compiled.search, parts)):
                 self._trials.matched(number)
-                self._tally.saw(pattern, match.group(), line)
+                self._tally.add_match(pattern, match.group(), line)
 
     def _line(self, spot: Spot) -> Line:
         return self._line_of(spot.origin, self._number_at(spot.found.first))
 
-    def _line_of(self, origin: Origin, number: int) -> Line:
+    def _line_of(self, origin: LogLine, number: int) -> Line:
         learned = self._processes.rank(origin.text)
         rank = origin.rank if learned is None else learned
-        return Line(self._source, number, origin.text.strip()[:LONGEST_SHOWN], rank, origin.time)
+        return Line(self._source, number, origin.text.strip()[:LONGEST_EVIDENCE], rank, origin.time)
 
     def _report(self, data: bytes, start: int, end: int) -> None:
         if self._has_report and len(self.reports) < MOST_REPORTS and REPORTS.search(data, start, end):
@@ -192,6 +194,6 @@ class Scanner:
         lines = self._kept[-TAIL:].split(b"\n")
         for number, line in enumerate(lines, self._number - len(lines) + 1):
             for text in line.decode("utf-8", "replace").split("\r"):
-                origin = parse(text, self._written, self._rank)
+                origin = parse_prefix(text, self._written, self._rank)
                 if origin.text.strip():
                     yield self._line_of(origin, number)

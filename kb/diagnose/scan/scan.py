@@ -1,123 +1,125 @@
-"""Reads everything that a diagnosis is given, each input in its way, into one `Scan`."""
+"""Reads all inputs of a diagnosis, each by its kind, into one `Scan`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from kb.diagnose.evidence import Line, Scan
-from kb.diagnose.inputs.formats import Kind, kind
+from kb.diagnose.inputs.formats import Kind, detect_kind
+from kb.diagnose.inputs.rank_from_path import rank_from_path
 from kb.diagnose.inputs.sources import Source, Stream
 from kb.diagnose.inputs.streams import HEAD
-from kb.diagnose.readers import flight_recorder, nccl_ras, stacks, torchelastic_error
-from kb.diagnose.readers.flight_recorder import FlightDump
+from kb.diagnose.readers.flight_recorder import FlightDump, compare_dumps, read_dump
+from kb.diagnose.readers.nccl_ras import read_ras_report
 from kb.diagnose.readers.safe_unpickler import LARGEST, Unreadable
-from kb.diagnose.scan.accumulator import Tally
+from kb.diagnose.readers.stacks import read_stacks
+from kb.diagnose.readers.torchelastic_error import read_error_file
+from kb.diagnose.scan.accumulator import Accumulator
 from kb.diagnose.scan.log_scanner import Scanner
-from kb.diagnose.scan.rank_attribution import rank_of
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.watchdog import observations
+from kb.diagnose.watchdog import derive_observations
 
 PIECE = 1 << 20  # bytes of a log that are read at once
 
-Progress = Callable[[int], None]
+ReportProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What dumps may make of memory: bytes of each, and collectives of all together."""
+    """Bounds on the memory that dumps may take: bytes of each, and collectives of all together."""
 
     structured: int = LARGEST
     records: int = 5_000_000
 
 
 def scan(
-    sources: Iterable[Source | Stream],
+    inputs: Iterable[Source | Stream],
     matcher: Matcher,
-    progress: Progress = lambda _: None,
+    progress: ReportProgress = lambda _: None,
     limits: Limits = Limits(),
 ) -> Scan:
-    """One pass over all sources; `progress` hears how many bytes each step read; scan raises what it raises."""
-    tally = Tally()
-    dumps: list[FlightDump] = []
-    for source in sources:
-        tally.sources += 1
-        with source.open(tally.problems.append) as stream:
-            found = kind(stream.peek(HEAD)[:HEAD], source.name)
-            if found is Kind.TEXT:
-                _read_log(source, stream, matcher, tally, progress)
-            elif found in (Kind.BINARY, Kind.OWN):
-                tally.problems.append(f"{source.name}: is {found.value} and was not read")
-            else:
-                data = stream.read(limits.structured + 1)
-                progress(len(data))
-                _read_structured(source, found, data, matcher, tally, dumps, limits)
+    """One pass over all inputs.
+
+    `progress` is called with the number of bytes of each step; an exception that it raises ends the scan.
+    """
+    reader = _Reader(matcher, progress, limits)
+    for source in inputs:
+        reader.read_input(source)
     progress(0)
-    return _concluded(tally, matcher, dumps)
+    return reader.conclude()
 
 
-def _concluded(tally: Tally, matcher: Matcher, dumps: list[FlightDump]) -> Scan:
-    """With what only all sources together say."""
-    for line in flight_recorder.lines(dumps):
-        derive(line, matcher, tally)
-    for line in observations(tally.scan()):
-        derive(line, matcher, tally)
-    return tally.scan()
+@dataclass
+class _Reader:
+    """Reads inputs one after the other."""
 
+    matcher: Matcher
+    progress: ReportProgress
+    limits: Limits
+    evidence: Accumulator = field(default_factory=Accumulator)
+    dumps: list[FlightDump] = field(default_factory=list)
 
-def _read_log(source: Source | Stream, stream: BinaryIO, matcher: Matcher, tally: Tally, progress: Progress) -> None:
-    scanner = Scanner(matcher, tally, source.name, rank_of(source.name), source.modified)
-    while piece := stream.read(PIECE):
-        tally.printed(rank_of(source.name))
-        scanner.feed(piece)
-        progress(len(piece))
-    scanner.close()
-    if scanner.reports:
-        text = scanner.reports.decode("utf-8", "replace")
-        with suppress(Unreadable):  # what looked like a stack was none
-            for line in stacks.observations(text, source.name, rank_of(source.name)):
-                derive(line, matcher, tally)
-        with suppress(Unreadable):
-            for line in nccl_ras.read(text, source.name):
-                derive(line, matcher, tally)
+    def read_input(self, source: Source | Stream) -> None:
+        self.evidence.sources += 1
+        with source.open(self.evidence.problems.append) as stream:
+            kind = detect_kind(stream.peek(HEAD)[:HEAD], source.name)
+            if kind is Kind.TEXT:
+                self._read_log(source, stream)
+            elif kind in (Kind.BINARY, Kind.OWN):
+                self.evidence.problems.append(f"{source.name}: is {kind.value} and was not read")
+            else:
+                data = stream.read(self.limits.structured + 1)
+                self.progress(len(data))
+                self._read_structured(source, kind, data)
 
+    def conclude(self) -> Scan:
+        """The scan, with the observations that only all inputs together allow."""
+        self._observe(compare_dumps(self.dumps))
+        self._observe(derive_observations(self.evidence.freeze()))
+        return self.evidence.freeze()
 
-def _read_structured(
-    source: Source | Stream,
-    found: Kind,
-    data: bytes,
-    matcher: Matcher,
-    tally: Tally,
-    dumps: list[FlightDump],
-    limits: Limits,
-) -> None:
-    tally.bytes += len(data)
-    try:
-        if len(data) > limits.structured:
-            raise Unreadable(f"it is larger than {limits.structured >> 20} MiB")
-        if found in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
-            if sum(len(dump.records) for dump in dumps) > limits.records:
-                raise Unreadable(f"the dumps before it have more than {limits.records:,} collectives")
-            dumps.append(flight_recorder.read(data, source.name))
-        elif found is Kind.ERROR_FILE:
-            for line in torchelastic_error.read(data, source.name, rank_of(source.name)):
-                _match(line, matcher, tally)
-        else:
-            for line in nccl_ras.read(data, source.name):
-                derive(line, matcher, tally)
-    except Unreadable as error:
-        tally.problems.append(f"{source.name}: {error}")
+    def _read_log(self, source: Source | Stream, stream: BinaryIO) -> None:
+        rank = rank_from_path(source.name)
+        scanner = Scanner(self.matcher, self.evidence, source.name, rank, source.modified)
+        while piece := stream.read(PIECE):
+            self.evidence.add_file_rank(rank)
+            scanner.feed(piece)
+            self.progress(len(piece))
+        scanner.close()
+        if scanner.reports:
+            text = scanner.reports.decode("utf-8", "replace")
+            with suppress(Unreadable):  # a line looked like a stack, and there is none
+                self._observe(read_stacks(text, source.name, rank))
+            with suppress(Unreadable):
+                self._observe(read_ras_report(text, source.name))
 
+    def _read_structured(self, source: Source | Stream, kind: Kind, data: bytes) -> None:
+        self.evidence.bytes += len(data)
+        try:
+            if len(data) > self.limits.structured:
+                raise Unreadable(f"it is larger than {self.limits.structured >> 20} MiB")
+            if kind in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
+                if sum(len(dump.records) for dump in self.dumps) > self.limits.records:
+                    raise Unreadable(f"the dumps before it have more than {self.limits.records:,} collectives")
+                self.dumps.append(read_dump(data, source.name))
+            elif kind is Kind.ERROR_FILE:
+                for line in read_error_file(data, source.name, rank_from_path(source.name)):
+                    self._match(line)
+            else:
+                self._observe(read_ras_report(data, source.name))
+        except Unreadable as error:
+            self.evidence.problems.append(f"{source.name}: {error}")
 
-def derive(line: Line, matcher: Matcher, tally: Tally) -> None:
-    """Match a sentence that no input has in these words, and show it with the answer."""
-    tally.observations.append(line)
-    _match(line, matcher, tally)
+    def _observe(self, sentences: Iterable[Line]) -> None:
+        """Match sentences that no input contains in these words, and show them with the answer."""
+        for line in sentences:
+            self.evidence.observations.append(line)
+            self._match(line)
 
-
-def _match(line: Line, matcher: Matcher, tally: Tally) -> None:
-    for pattern, match in matcher.matches(line.text):
-        tally.saw(pattern, match.group(), line)
-    tally.failed(line)
+    def _match(self, line: Line) -> None:
+        for pattern, match in self.matcher.matches(line.text):
+            self.evidence.add_match(pattern, match.group(), line)
+        self.evidence.add_failure(line)

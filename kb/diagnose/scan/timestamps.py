@@ -38,7 +38,7 @@ MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", 
 COUNTED = re.compile(r"\[ {0,8}(\d{1,10}\.\d{3,9})\]|\[?(1\d{9}(?:\.\d{1,9})?)\]?(?=[ \t:,])", re.ASCII)
 
 
-def moment(text: str, written: float | None = None) -> float | None:
+def parse_timestamp(text: str, written: float | None = None) -> float | None:
     """Seconds, or None where the front of the line names no time. `written` is when its log was last written."""
     if match := COUNTED.match(text):
         return float(match[1] or match[2])

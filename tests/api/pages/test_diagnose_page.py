@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kb.diagnose.evidence import CONCLUDED, Line
+from kb.diagnose.evidence import DERIVED_PREFIX, Line
 from kb.store import gaps
 from tests.support.console import ContentRoot, wait_for, wait_until_ready
 from tests.support.page_reader import PAGE, text_of
@@ -76,9 +76,11 @@ def test_lines_are_found_again_wherever_pieces_of_a_log_end(
     data = b"\n".join(lines) + (b"\n" if ends_with_a_line else b"")
     cited = [Line("log", number, "") for number in wanted if number]
     with patch.object(excerpt, "PIECE", piece), patch.object(excerpt, "AROUND", 0):
-        found = excerpt.texts([upload.Log("log", data)], cited)
+        result = excerpt.texts([upload.Log("log", data)], cited)
     plain = {number: text for number, text in enumerate(data.split(b"\n"), 1) if text or number <= data.count(b"\n")}
-    assert found == {("log", number): plain[number].decode().rstrip() for number in wanted & plain.keys() if number > 0}
+    assert result == {
+        ("log", number): plain[number].decode().rstrip() for number in wanted & plain.keys() if number > 0
+    }
 
 
 def test_a_compressed_log_is_read_and_its_lines_are_shown(client: httpx.Client) -> None:
@@ -118,9 +120,9 @@ def test_what_failed_first_stands_above_what_followed(serve: Serve, make_app: Ma
 
 
 def test_a_sentence_of_ours_is_no_line_of_the_log() -> None:
-    ours, theirs = Line("log", 2, f"{CONCLUDED}rank 3 did not come"), Line("log", 2, "it broke")
-    found = excerpt.excerpts([ours, theirs], {("log", 2): "it broke"})
-    assert [[(row.number, row.text) for row in one.rows] for one in found] == [
+    ours, theirs = Line("log", 2, f"{DERIVED_PREFIX}rank 3 did not come"), Line("log", 2, "it broke")
+    result = excerpt.excerpts([ours, theirs], {("log", 2): "it broke"})
+    assert [[(row.number, row.text) for row in item.rows] for item in result] == [
         [(0, "rank 3 did not come")],
         [(2, "it broke")],
     ]

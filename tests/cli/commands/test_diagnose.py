@@ -62,7 +62,7 @@ def found(kb: Kb, *args: str | Path, stdin: bytes = b"") -> Any:
 
 
 def ids(answer: Any) -> list[str]:
-    return [one["id"] for one in answer["findings"]]
+    return [item["id"] for item in answer["findings"]]
 
 
 def test_the_answer_names_the_entry_the_line_the_rank_and_the_next_step(kb: Kb, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_other_operations_at_one_number_are_divergence_and_the_rank_is_named(kb:
     (tmp_path / "job.log").write_text(HEALTHY + "".join(lines))
     answer = found(kb, "job.log")
     assert ids(answer)[0] == "rank-divergent-collectives"
-    assert [(one["rank"], one["line"]) for one in answer["observations"]] == [(2, 109)]
+    assert [(item["rank"], item["line"]) for item in answer["observations"]] == [(2, 109)]
     assert "rank 2 in ALLGATHER" in answer["observations"][0]["text"]
 
 
@@ -143,7 +143,7 @@ def test_without_times_several_files_do_not_tell_who_was_first(kb: Kb, job: Path
     for rank in (0, 1):
         (job / f"rank{rank}.log").write_text(SHM.format(rank=rank) + "\n")
     assert found(kb, job)["ranks"]["failed_first"] is None
-    assert "which was first is not told" in kb("diagnose", job).out
+    assert "several ranks failed; order unknown" in kb("diagnose", job).out
 
 
 def test_standard_input_and_packed_files_are_read_as_plain_ones_are(kb: Kb, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_standard_input_and_packed_files_are_read_as_plain_ones_are(kb: Kb, tmp_
     (tmp_path / "train.log").write_bytes(log)
     (tmp_path / "packed").write_bytes(gzip.compress(log))
     plain, packed, piped = found(kb, "train.log"), found(kb, "packed"), found(kb, "-", stdin=log)
-    places = [one["findings"][0]["evidence"][0] for one in (plain, packed, piped)]
+    places = [item["findings"][0]["evidence"][0] for item in (plain, packed, piped)]
     assert [place.pop("source") for place in places] == ["train.log", "packed", "-"]
     assert places[0] == places[1] == places[2]
 
@@ -189,7 +189,7 @@ def test_advice_alone_explains_nothing(kb: Kb, tmp_path: Path) -> None:
     )
     answer = found(kb, "train.log")
     assert not answer["seen"]
-    assert all(one["role"] == "similar" and one["confidence"] < 0.35 for one in answer["findings"])
+    assert all(item["role"] == "similar" and item["confidence"] < 0.35 for item in answer["findings"])
 
 
 FOREIGN = {
@@ -218,7 +218,7 @@ def test_what_nothing_explains_is_shown_as_it_was_seen(kb: Kb, tmp_path: Path) -
     (tmp_path / "train.log").write_text(UNKNOWN)
     ended = kb("diagnose", "train.log")
     assert ended.code == 1
-    assert ended.out.startswith("not known: no entry explains this with any confidence\n")
+    assert ended.out.startswith("no confident match\n")
     assert "   seen     train.log:2 rank 2  acme.sharding.ShardError: shard 17 of 32" in ended.out
     assert "   first    rank 2 failed first: train.log:2" in ended.out
     assert "--save-unexplained" in ended.out
@@ -232,7 +232,7 @@ def test_what_failed_first_stands_above_what_followed_and_is_to_be_read(kb: Kb, 
     ended = kb("diagnose", "job.log", "--verify")
     assert ended.code == 1
     lines = ended.out.splitlines()
-    assert lines[0] == "not known: no entry explains what failed first"
+    assert lines[0] == "no confident match: no entry explains the first failure"
     assert lines[1].startswith(
         "   first    rank 2 failed first: 2026-11-21 03:04:05  job.log:1 rank 2  acme.ShardError"
     )
@@ -283,8 +283,8 @@ def test_what_is_kept_is_redacted_and_becomes_a_draft(kb: Kb, tmp_path: Path, ho
     drafted = kb("new", "shard-odd", "--from", kept.stem, "--root", tmp_path / "team", "--json")
     assert drafted.code == 0, drafted.err
     assert "ShardError: shard 17 of 32" in Path(drafted.json["entry"]).read_text()
-    said = kb("diagnose", "train.log", "--save-unexplained")
-    assert f"kb new ID --from {kept.stem}" in said.out
+    result = kb("diagnose", "train.log", "--save-unexplained")
+    assert f"kb new ID --from {kept.stem}" in result.out
 
 
 def test_what_is_explained_is_not_kept(kb: Kb, tmp_path: Path, home: Path) -> None:
@@ -305,15 +305,15 @@ def test_a_team_entry_explains_and_its_probe_is_run(kb: Kb, content: ContentRoot
     (tmp_path / "train.log").write_text("[rank5]: RuntimeError: the thing broke: code 7\n")
     proved = kb("diagnose", "train.log", "--verify", "--json")
     assert proved.code == 0, proved.err
-    assert [one["id"] for one in proved.json["reports"]] == ["broken-thing"]
+    assert [item["id"] for item in proved.json["reports"]] == ["broken-thing"]
     assert proved.json["reports"][0]["verdict"] == "verified"
     assert proved.json["summary"]["verified"] == 1
     assert ids(proved.json)[0] == "broken-thing"
     assert proved.json["findings"][0]["origin"] == str(content.path)
-    told = kb("diagnose", "train.log", "--verify")
-    assert told.code == 0
-    assert "broken-thing root" in told.out
-    assert "verified" in told.out.split("   run      ")[1]
+    result = kb("diagnose", "train.log", "--verify")
+    assert result.code == 0
+    assert "broken-thing root" in result.out
+    assert "verified" in result.out.split("   run      ")[1]
 
 
 def test_with_nothing_to_verify_it_is_one_document_and_exit_1(kb: Kb, tmp_path: Path) -> None:
@@ -350,6 +350,6 @@ def test_what_could_not_be_read_is_said_and_the_rest_is_answered(kb: Kb, job: Pa
     (job / "train.log.gz").write_bytes(gzip.compress(SHM.format(rank=0).encode() + b"\n" + b"x" * 9999)[:-9])
     answer = found(kb, job)
     assert ids(answer)[0] == "shm-too-small"
-    assert any("binary" in one for one in answer["problems"])
-    assert any("ends too early" in one for one in answer["problems"])
+    assert any("binary" in item for item in answer["problems"])
+    assert any("ends too early" in item for item in answer["problems"])
     assert "kb: " in kb("diagnose", job).err

@@ -54,38 +54,38 @@ def answer(home: Path) -> Iterator[Answer]:
 
 
 def test_a_cause_in_words_is_certain_and_cited(answer: Answer) -> None:
-    found = answer(f"step 1\n{SHM}\n")
-    first = found.findings[0]
+    result = answer(f"step 1\n{SHM}\n")
+    first = result.findings[0]
     assert (first.id, first.role) == ("shm-too-small", "root")
     assert CERTAIN <= first.confidence <= CONFIDENCE["root"][0]
     assert [(line.source, line.number, line.rank) for line in first.evidence] == [("0.log", 2, 1)]
-    assert not found.unexplained
+    assert not result.unexplained
 
 
 def test_confidence_falls_with_the_place(answer: Answer) -> None:
-    found = answer(f"{OOM}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
-    confidences = [finding.confidence for finding in found.findings]
+    result = answer(f"{OOM}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
+    confidences = [finding.confidence for finding in result.findings]
     assert confidences == sorted(confidences, reverse=True)
     assert len(confidences) > 1
 
 
 def test_what_follows_from_a_seen_cause_says_so(answer: Answer) -> None:
-    found = answer(f"{OOM}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
-    assert found.findings[0].role == "root"
-    masked = next(finding for finding in found.findings if finding.id == "oom-masked-as-nccl-timeout")
+    result = answer(f"{OOM}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
+    assert result.findings[0].role == "root"
+    masked = next(finding for finding in result.findings if finding.id == "oom-masked-as-nccl-timeout")
     assert masked.role == "cascade"
-    assert found.findings[0].id in masked.caused_by
-    assert any(one.startswith("it follows from") for one in masked.against)
-    assert (found.ranks.failed, found.ranks.absent) == (3, (3,))
+    assert result.findings[0].id in masked.caused_by
+    assert any(item.startswith("it follows from") for item in masked.against)
+    assert (result.ranks.failed_first, result.ranks.absent) == (3, (3,))
 
 
 def test_only_timeouts_are_no_cause_and_that_is_held_against_them(answer: Answer) -> None:
-    found = answer("\n".join(WAITED.format(rank) for rank in (0, 1, 3)) + "\n[rank2]: step 811\n")
-    assert all(finding.role != "root" and finding.confidence < CERTAIN for finding in found.findings)
-    assert any("the cause itself is not in these logs" in one for one in found.findings[0].against)
-    assert (found.ranks.first, found.ranks.failed, found.ranks.absent) == (None, None, (2,))
-    assert found.next_step is not None
-    assert "rank 2" in found.next_step.text
+    result = answer("\n".join(WAITED.format(rank) for rank in (0, 1, 3)) + "\n[rank2]: step 811\n")
+    assert all(finding.role != "root" and finding.confidence < CERTAIN for finding in result.findings)
+    assert any("the cause itself is not in these logs" in item for item in result.findings[0].against)
+    assert (result.ranks.first_failure, result.ranks.failed_first, result.ranks.absent) == (None, None, (2,))
+    assert result.next_step is not None
+    assert "rank 2" in result.next_step.text
 
 
 @pytest.mark.parametrize("far", [0, 60])
@@ -94,18 +94,18 @@ def test_what_no_entry_knows_and_came_first_is_the_failure_not_the_waiting_of_th
 ) -> None:
     waiting = "".join(f"{rank}: {WAITED.format(rank)}\n" for rank in range(64) if rank != 17)
     ended = "slurmstepd: error: *** STEP 4711.0 ON n01 CANCELLED AT 2026-11-21T03:14:20 ***\n"
-    found = answer(srun=RAISED.format("17: ") + "0: step 812\n" * far + waiting + ended)
-    assert (found.is_elsewhere, found.unexplained) == (True, True)
-    assert (found.ranks.failed, found.ranks.absent) == (17, (17,))
-    assert found.ranks.known == tuple(range(64))
-    assert any("rank 17 reported no timeout while 63 others" in line.text for line in found.observations)
-    said = " ".join(found.findings[0].against)
-    assert "the cause is not this; rank 17 failed first: srun:3 webdataset.ShardError: s3://corpus" in said
-    assert "not in these logs" not in said
-    assert "failed before" not in said
-    assert found.next_step is not None
-    assert "what rank 17 printed at `srun:3`" in found.next_step.text
-    assert found.next_step.command == ""
+    result = answer(srun=RAISED.format("17: ") + "0: step 812\n" * far + waiting + ended)
+    assert (result.is_cause_unknown, result.unexplained) == (True, True)
+    assert (result.ranks.failed_first, result.ranks.absent) == (17, (17,))
+    assert result.ranks.known == tuple(range(64))
+    assert any("rank 17 reported no timeout while 63 others" in line.text for line in result.observations)
+    message = " ".join(result.findings[0].against)
+    assert "the cause is not this; rank 17 failed first: srun:3 webdataset.ShardError: s3://corpus" in message
+    assert "not in these logs" not in message
+    assert "failed before" not in message
+    assert result.next_step is not None
+    assert "what rank 17 printed at `srun:3`" in result.next_step.text
+    assert result.next_step.command == ""
 
 
 @pytest.mark.parametrize(
@@ -116,34 +116,34 @@ def test_what_no_entry_knows_and_came_first_is_the_failure_not_the_waiting_of_th
     ],
 )
 def test_the_ranks_that_were_left_name_no_cause_either(answer: Answer, own: str, left: str) -> None:
-    found = answer(f"[rank0]: {own}\n[rank1]: {left}\n")
-    assert found.findings[0].role == "cascade"
-    assert found.findings[0].against[0] == f"the cause is not this; rank 0 failed first: 0.log:1 {own}"
-    assert found.unexplained
+    result = answer(f"[rank0]: {own}\n[rank1]: {left}\n")
+    assert result.findings[0].role == "cascade"
+    assert result.findings[0].against[0] == f"the cause is not this; rank 0 failed first: 0.log:1 {own}"
+    assert result.unexplained
 
 
 def test_of_logs_without_times_the_one_of_the_rank_that_did_not_wait_tells(answer: Answer) -> None:
     waiting = {f"rank_{rank}.log": f"step 811\n{WAITED.format(rank)}\n" for rank in (0, 1, 2)}
-    found = answer(**waiting, **{"rank_3.log": "step 811\n" * 90 + RAISED.format("")})
-    assert (found.unexplained, found.ranks.failed, found.ranks.absent) == (True, 3, (3,))
+    result = answer(**waiting, **{"rank_3.log": "step 811\n" * 90 + RAISED.format("")})
+    assert (result.unexplained, result.ranks.failed_first, result.ranks.absent) == (True, 3, (3,))
 
 
 def test_an_exception_that_a_rank_survived_does_not_explain_why_it_waited(answer: Answer) -> None:
     waiting = "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1, 3))
-    found = answer(RAISED.format("[rank1]: ") + "step 1\n" * 60 + waiting + "[rank2]: step 811\n")
-    assert (found.is_elsewhere, found.unexplained) == (False, False)
-    assert "another failure was printed: 0.log:3" in found.findings[0].against[0]
-    assert found.next_step is not None
-    assert "rank 2" in found.next_step.text
+    result = answer(RAISED.format("[rank1]: ") + "step 1\n" * 60 + waiting + "[rank2]: step 811\n")
+    assert (result.is_cause_unknown, result.unexplained) == (False, False)
+    assert "another failure was printed: 0.log:3" in result.findings[0].against[0]
+    assert result.next_step is not None
+    assert "rank 2" in result.next_step.text
 
 
 def test_a_failure_in_words_is_read_first_and_leaves_the_log_explained(answer: Answer) -> None:
     waiting = "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1, 2))
-    found = answer("[rank3]: ERROR the shard server refused the token\n" + waiting)
-    assert (found.is_elsewhere, found.unexplained) == (True, False)
-    assert "rank 3 failed first: 0.log:1 ERROR the shard" in found.findings[0].against[0]
-    assert found.next_step is not None
-    assert "what rank 3 printed at `0.log:1`" in found.next_step.text
+    result = answer("[rank3]: ERROR the shard server refused the token\n" + waiting)
+    assert (result.is_cause_unknown, result.unexplained) == (True, False)
+    assert "rank 3 failed first: 0.log:1 ERROR the shard" in result.findings[0].against[0]
+    assert result.next_step is not None
+    assert "what rank 3 printed at `0.log:1`" in result.next_step.text
 
 
 @pytest.mark.parametrize(
@@ -155,36 +155,36 @@ def test_a_failure_in_words_is_read_first_and_leaves_the_log_explained(answer: A
 )
 def test_what_a_rank_prints_because_the_others_left_is_no_first_failure(answer: Answer, left: str) -> None:
     waiting = "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1, 2))
-    found = answer(waiting + f"[rank3]: {left}\n")
-    assert (found.ranks.first, found.unexplained, found.ranks.absent) == (None, False, (3,))
+    result = answer(waiting + f"[rank3]: {left}\n")
+    assert (result.ranks.first_failure, result.unexplained, result.ranks.absent) == (None, False, (3,))
 
 
 def test_the_kernels_log_and_the_launchers_are_read_together(answer: Answer) -> None:
-    found = answer(**{"job.log": f"step 1\n{ENDED}", "dmesg": KILLED})
-    assert found.findings[0].id == "host-oom-killed"
-    assert {line.source for line in found.findings[0].evidence} == {"job.log", "dmesg"}
-    assert found.ranks.failed == 2
+    result = answer(**{"job.log": f"step 1\n{ENDED}", "dmesg": KILLED})
+    assert result.findings[0].id == "host-oom-killed"
+    assert {line.source for line in result.findings[0].evidence} == {"job.log", "dmesg"}
+    assert result.ranks.failed_first == 2
 
 
 def test_a_failure_that_no_entry_knows_is_unexplained_and_shown(answer: Answer) -> None:
-    found = answer("step 1\n[rank2]: acme.sharding.ShardError: shard 17 of 32 has 4096 rows\n")
-    assert found.unexplained
-    assert all(finding.confidence < LIKELY for finding in found.findings)
-    assert [(one.line.number, one.line.rank) for one in found.seen] == [(2, 2)]
-    assert (found.ranks.failed, found.next_step) == (2, None)
+    result = answer("step 1\n[rank2]: acme.sharding.ShardError: shard 17 of 32 has 4096 rows\n")
+    assert result.unexplained
+    assert all(finding.confidence < LIKELY for finding in result.findings)
+    assert [(item.line.number, item.line.rank) for item in result.failures] == [(2, 2)]
+    assert (result.ranks.failed_first, result.next_step) == (2, None)
 
 
 def test_nothing_failed_is_neither_a_finding_nor_unexplained(answer: Answer) -> None:
-    found = answer("".join(f"[rank{n % 4}]: step {n}: loss 2.3, all_reduce took 3 ms\n" for n in range(500)))
-    assert (found.findings, found.seen, found.unexplained, found.next_step) == ((), (), False, None)
+    result = answer("".join(f"[rank{n % 4}]: step {n}: loss 2.3, all_reduce took 3 ms\n" for n in range(500)))
+    assert (result.findings, result.failures, result.unexplained, result.next_step) == ((), (), False, None)
 
 
 def test_a_likeness_of_words_is_called_that(answer: Answer) -> None:
-    found = answer("[rank2]: acme.ShardError: the checkpoint of 4 ranks cannot be resumed with 8 ranks\n")
-    assert found.findings
-    assert {finding.role for finding in found.findings} == {"similar"}
+    result = answer("[rank2]: acme.ShardError: the checkpoint of 4 ranks cannot be resumed with 8 ranks\n")
+    assert result.findings
+    assert {finding.role for finding in result.findings} == {"similar"}
     assert all(
-        finding.against == ("no signature of it was printed, only the wording is alike",) for finding in found.findings
+        finding.against == ("no signature of it was printed, only the wording is alike",) for finding in result.findings
     )
 
 
@@ -211,4 +211,4 @@ def test_the_order_of_the_files_does_not_change_the_first_answer(answer: Answer)
     logs = {"rank3.log": OOM, **{f"rank{rank}.log": WAITED.format(rank) for rank in (0, 1, 2)}}
     forward, backward = answer(**logs), answer(**dict(reversed(logs.items())))
     assert forward.findings[0].id == backward.findings[0].id
-    assert forward.ranks.failed == backward.ranks.failed == 3
+    assert forward.ranks.failed_first == backward.ranks.failed_first == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kb.diagnose.advice import without_advice
+from kb.diagnose.advice import strip_advice
 from kb.diagnose.failure_lines import is_aftermath, is_failure, is_interruption, is_launcher, is_raised
 
 FAILURES = [
@@ -69,13 +69,13 @@ def test_a_remark_is_no_failure(text: str) -> None:
 def test_advice_is_no_failure_whoever_gives_it(text: str, head: str) -> None:
     if head != "[rank3]: ":  # which the scanner has taken off
         assert not is_failure(head + text)
-    assert "failed or timed out" not in without_advice(head + text)
+    assert "failed or timed out" not in strip_advice(head + text)
 
 
 def test_what_stands_before_advice_counts() -> None:
     text = "RuntimeError: Connection closed by peer. This is typically caused by a remote worker crashing."
     assert is_failure(text)
-    assert without_advice(text).strip() == "RuntimeError: Connection closed by peer."
+    assert strip_advice(text).strip() == "RuntimeError: Connection closed by peer."
 
 
 @pytest.mark.parametrize(

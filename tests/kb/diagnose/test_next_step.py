@@ -8,10 +8,10 @@ import pytest
 
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
-from kb.diagnose.first_failure import Culprits
-from kb.diagnose.next_step import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step, read_first
+from kb.diagnose.first_failure import RankSummary
+from kb.diagnose.next_step import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step, read_first_failure
 
-NOBODY = Culprits(None, None, (), ())
+NOBODY = RankSummary(None, None, (), ())
 
 
 def finding(entry: str, confidence: float, role: str = "cascade", **given: Any) -> Finding:
@@ -27,8 +27,8 @@ def finding(entry: str, confidence: float, role: str = "cascade", **given: Any) 
     return Finding(id=entry, role=role, confidence=confidence, **texts, **rest)
 
 
-def step(*findings: Finding, who: Culprits = NOBODY, **tells: list[str]) -> NextStep | None:
-    return next_step(findings, {one.id: {"tells": tells.get(one.id, [])} for one in findings}, who)
+def step(*findings: Finding, who: RankSummary = NOBODY, **tells: list[str]) -> NextStep | None:
+    return next_step(findings, {item.id: {"tells": tells.get(item.id, [])} for item in findings}, who)
 
 
 def given(found: NextStep | None) -> NextStep:
@@ -37,9 +37,9 @@ def given(found: NextStep | None) -> NextStep:
 
 
 def test_what_is_certain_is_proved() -> None:
-    found = given(step(finding("a", CERTAIN), finding("b", LIKELY), a=["Not `b`, when x."]))
-    assert (found.command, found.separates) == ("kb verify a", ("a",))
-    assert "kb show a" in found.text
+    result = given(step(finding("a", CERTAIN), finding("b", LIKELY), a=["Not `b`, when x."]))
+    assert (result.command, result.separates) == ("kb verify a", ("a",))
+    assert "kb show a" in result.text
 
 
 def test_an_entry_without_a_probe_is_read() -> None:
@@ -47,19 +47,19 @@ def test_an_entry_without_a_probe_is_read() -> None:
 
 
 def test_two_candidates_are_told_apart_by_what_the_better_says_of_the_other() -> None:
-    found = given(step(finding("a", 0.6), finding("b", 0.5), a=["First.", "Not `b`, when x. [thread 4] [inferred]"]))
-    assert (found.text, found.source, found.separates) == ("Not `b`, when x.", "a", ("a", "b"))
+    result = given(step(finding("a", 0.6), finding("b", 0.5), a=["First.", "Not `b`, when x. [thread 4] [inferred]"]))
+    assert (result.text, result.source, result.separates) == ("Not `b`, when x.", "a", ("a", "b"))
 
 
 def test_or_by_what_the_other_says_of_it() -> None:
-    found = given(step(finding("a", 0.6), finding("b", 0.5), b=["Not `a`, when y."]))
-    assert (found.text, found.source) == ("Not `a`, when y.", "b")
+    result = given(step(finding("a", 0.6), finding("b", 0.5), b=["Not `a`, when y."]))
+    assert (result.text, result.source) == ("Not `a`, when y.", "b")
 
 
 def test_what_only_follows_is_no_rival() -> None:
-    found = given(step(finding("a", 0.6, "root"), finding("b", 0.5, caused_by=("a",)), a=["Not `b`, when x."]))
-    assert (found.separates, found.command) == (("a",), "kb verify a")
-    assert found.text.startswith("Prove it")
+    result = given(step(finding("a", 0.6, "root"), finding("b", 0.5, caused_by=("a",)), a=["Not `b`, when x."]))
+    assert (result.separates, result.command) == (("a",), "kb verify a")
+    assert result.text.startswith("Prove it")
 
 
 def test_an_unlikely_candidate_asks_for_nothing() -> None:
@@ -68,28 +68,28 @@ def test_an_unlikely_candidate_asks_for_nothing() -> None:
 
 
 def test_a_rank_that_never_came_is_asked_for_before_anything_else() -> None:
-    who = Culprits(None, None, (2, 5), (0, 1, 2, 5))
-    found = given(step(finding("a", 0.6), who=who, a=["Look at x."]))
-    assert "ranks 2 and 5" in found.text
-    assert given(step(who=who)).separates == ()
+    name = RankSummary(None, None, (2, 5), (0, 1, 2, 5))
+    result = given(step(finding("a", 0.6), who=name, a=["Look at x."]))
+    assert "ranks 2 and 5" in result.text
+    assert given(step(who=name)).separates == ()
 
 
 def test_unless_the_cause_itself_was_printed() -> None:
-    who = Culprits(None, 3, (3,), (0, 1, 2, 3))
-    assert given(step(finding("a", CERTAIN, "root"), who=who)).command == "kb verify a"
+    name = RankSummary(None, 3, (3,), (0, 1, 2, 3))
+    assert given(step(finding("a", CERTAIN, "root"), who=name)).command == "kb verify a"
 
 
 def test_candidates_are_what_is_likely_and_follows_from_nothing_seen() -> None:
-    found = [finding("a", 0.6), finding("b", 0.5, caused_by=("a",)), finding("c", 0.5), finding("d", LIKELY - 0.01)]
-    assert [candidate.id for candidate in candidates(found)] == ["a", "c"]
-    assert [candidate.id for candidate in candidates([finding("x", CERTAIN), *found])] == ["x"]
+    result = [finding("a", 0.6), finding("b", 0.5, caused_by=("a",)), finding("c", 0.5), finding("d", LIKELY - 0.01)]
+    assert [candidate.id for candidate in candidates(result)] == ["a", "c"]
+    assert [candidate.id for candidate in candidates([finding("x", CERTAIN), *result])] == ["x"]
     assert len(candidates([finding("a", 0.6)] * 9)) == MOST_CANDIDATES
     assert candidates([]) == []
 
 
 def test_where_a_cause_was_printed_what_waiting_ranks_print_is_no_candidate() -> None:
-    found = [finding("a", 0.6, "root"), finding("b", 0.5), finding("c", 0.45, "root"), finding("d", 0.4, "last")]
-    assert [candidate.id for candidate in candidates(found)] == ["a", "c", "d"]
+    result = [finding("a", 0.6, "root"), finding("b", 0.5), finding("c", 0.45, "root"), finding("d", 0.4, "last")]
+    assert [candidate.id for candidate in candidates(result)] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_a_probe_that_reads_a_log_is_given_the_one_it_was_seen_in(source: str, c
 
 def test_what_no_entry_knows_is_to_be_read_where_it_stands() -> None:
     failed = Line("a`b.log", 71, "ShardError: odd", 17)
-    named = given(read_first(Culprits(failed, 17, (), (17,))))
+    named = given(read_first_failure(RankSummary(failed, 17, (), (17,))))
     assert "what rank 17 printed at `ab.log:71`" in named.text
     assert (named.command, named.separates) == ("", ())
-    assert "Read `ab.log:71`" in given(read_first(Culprits(failed, None, (), ()))).text
-    assert read_first(NOBODY) is None
+    assert "Read `ab.log:71`" in given(read_first_failure(RankSummary(failed, None, (), ()))).text
+    assert read_first_failure(NOBODY) is None

@@ -9,8 +9,8 @@ import pytest
 from kb.content.catalog import load_catalog
 from kb.content.entry import Role
 from kb.content.roots import builtin_root
-from kb.diagnose.readers.stacks import observations
-from kb.harness.flight_compare import findings
+from kb.diagnose.readers.stacks import read_stacks
+from kb.harness.flight_compare import find_mismatches
 from kb.patterns.literals import find
 
 ENTRIES = load_catalog((builtin_root(),)).current()
@@ -39,7 +39,7 @@ def call(seq: int, op: str = "all_reduce", size: int = 4, frames: tuple[str, ...
 
 
 def said(**ranks: list[dict[str, Any]]) -> list[str]:
-    return [finding.text for finding in findings({int(name[1:]): calls for name, calls in ranks.items()})]
+    return [finding.text for finding in find_mismatches({int(name[1:]): calls for name, calls in ranks.items()})]
 
 
 @pytest.mark.parametrize("many", [2, 4, 40])
@@ -108,5 +108,5 @@ STACK = """Thread 0x00007f703b050b80 (most recent call first):
 def test_the_stack_of_the_missing_rank_points_to_what_it_does(
     file: str, function: str, found: tuple[set[str], set[str]]
 ) -> None:
-    (line,) = observations(STACK.format(file=file, function=function), "rank1.stacks", 1)
+    (line,) = read_stacks(STACK.format(file=file, function=function), "rank1.stacks", 1)
     assert (roots(line.text), cascades(line.text)) == found, line.text

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kb.diagnose.evidence import Line, Sighting
-from kb.diagnose.first_failure import Culprits
+from kb.diagnose.evidence import Line, SignatureMatch
+from kb.diagnose.first_failure import RankSummary
 from kb.diagnose.ranking import Candidate
-from kb.diagnose.unknown_cause import is_before, is_elsewhere, objection
+from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
 
 DAY = 1_795_230_000.0  # seconds since the epoch
 RAISED = "ShardError: s3://corpus/shard-00118.tar: 403 SlowDown"
@@ -17,14 +17,14 @@ def line(text: str, number: int, rank: int | None = None, time: float | None = N
 
 
 def seen(role: str, *lines: Line, caused_by: tuple[str, ...] = ()) -> Candidate:
-    ranks = tuple(sorted({one.rank for one in lines if one.rank is not None}))
+    ranks = tuple(sorted({item.rank for item in lines if item.rank is not None}))
     return Candidate(
-        role, role, 1.0, 0.0, (Sighting(role, role, "p", "m", len(lines), ranks, lines),), caused_by=caused_by
+        role, role, 1.0, 0.0, (SignatureMatch(role, role, "p", "m", len(lines), ranks, lines),), caused_by=caused_by
     )
 
 
-def who(first: Line | None, *absent: int) -> Culprits:
-    return Culprits(first, first.rank if first else None, absent, ())
+def who(first: Line | None, *absent: int) -> RankSummary:
+    return RankSummary(first, first.rank if first else None, absent, ())
 
 
 FIRST = line(RAISED, 71, 17)
@@ -46,44 +46,44 @@ def test_of_two_logs_times_decide_and_without_them_nothing_is_claimed() -> None:
 
 def test_what_was_printed_before_is_not_what_followed() -> None:
     waiting = seen("cascade", line(WAITED, 72, 0))
-    assert is_elsewhere([waiting], who(FIRST))
-    assert not is_elsewhere([seen("cascade", line(WAITED, 70, 0))], who(FIRST))
-    assert not is_elsewhere([seen("cascade", line(WAITED, 72, 0, None, "b.log"))], who(line(RAISED, 71)))
+    assert is_cause_unknown([waiting], who(FIRST))
+    assert not is_cause_unknown([seen("cascade", line(WAITED, 70, 0))], who(FIRST))
+    assert not is_cause_unknown([seen("cascade", line(WAITED, 72, 0, None, "b.log"))], who(line(RAISED, 71)))
 
 
 def test_a_rank_that_waits_as_well_is_not_the_one_that_failed() -> None:
-    assert not is_elsewhere([seen("cascade", line(WAITED, 900, 0), line(WAITED, 901, 17))], who(FIRST))
+    assert not is_cause_unknown([seen("cascade", line(WAITED, 900, 0), line(WAITED, 901, 17))], who(FIRST))
 
 
 def test_a_sentence_of_kb_names_a_rank_that_printed_nothing_of_it() -> None:
     concluded = line("kb: rank 17 reported no timeout while 63 others waited in SeqNum=812 ALLREDUCE", 72, 17)
-    assert is_elsewhere([seen("cascade", concluded)], who(FIRST, 17))
+    assert is_cause_unknown([seen("cascade", concluded)], who(FIRST, 17))
 
 
 def test_another_rank_that_did_not_come_speaks_against_it() -> None:
     waiting = seen("cascade", line(WAITED, 72, 0))
-    assert is_elsewhere([waiting], who(FIRST, 4, 17))
-    assert not is_elsewhere([waiting], who(FIRST, 4))
+    assert is_cause_unknown([waiting], who(FIRST, 4, 17))
+    assert not is_cause_unknown([waiting], who(FIRST, 4))
 
 
 def test_a_known_cause_is_never_elsewhere() -> None:
     waiting = line(WAITED, 900, 0)
-    assert not is_elsewhere([seen("root", waiting)], who(FIRST))
-    assert not is_elsewhere([seen("cascade", waiting, caused_by=("root",))], who(FIRST))
-    assert not is_elsewhere([seen("cascade", waiting), seen("root", FIRST)], who(FIRST))
-    assert not is_elsewhere([], who(FIRST))
-    assert not is_elsewhere([seen("cascade", waiting)], who(None))
+    assert not is_cause_unknown([seen("root", waiting)], who(FIRST))
+    assert not is_cause_unknown([seen("cascade", waiting, caused_by=("root",))], who(FIRST))
+    assert not is_cause_unknown([seen("cascade", waiting), seen("root", FIRST)], who(FIRST))
+    assert not is_cause_unknown([], who(FIRST))
+    assert not is_cause_unknown([seen("cascade", waiting)], who(None))
 
 
 def test_what_the_launcher_said_of_the_end_is_no_cause_beside_an_exception() -> None:
     launched = seen("root", line("exitcode  : -6 (pid: 71300)", 3))
-    assert is_elsewhere([launched], who(line(RAISED, 71)))
-    assert not is_elsewhere([launched], who(line("terminate called after throwing an instance", 71)))
+    assert is_cause_unknown([launched], who(line(RAISED, 71)))
+    assert not is_cause_unknown([launched], who(line("terminate called after throwing an instance", 71)))
 
 
 def test_the_objection_names_the_first_failure_or_says_that_there_is_none() -> None:
     waiting = seen("cascade", line(WAITED, 900, 0))
     assert objection(waiting, who(FIRST)) == f"the cause is not this; rank 17 failed first: a.log:71 {RAISED}"
     assert objection(waiting, who(line(RAISED, 71))).endswith(f"; something else failed before: a.log:71 {RAISED}")
-    told = [objection(waiting, who(first)) for first in (None, line("exitcode  : 1 (pid: 7)", 71))]
-    assert all(one.endswith("; the cause itself is not in these logs") for one in told)
+    message = [objection(waiting, who(first)) for first in (None, line("exitcode  : 1 (pid: 7)", 71))]
+    assert all(item.endswith("; the cause itself is not in these logs") for item in message)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from kb.diagnose.evidence import Line, Scan
-from kb.diagnose.scan.log_prefix import parse
-from kb.diagnose.watchdog import Reading, observations
+from kb.diagnose.scan.log_prefix import parse_prefix
+from kb.diagnose.watchdog import WatchdogReader, derive_observations
 
 PRINTED = "[E1121 03:14:05.118 ProcessGroupNCCL.cpp:683] [Rank {within}] {caught}"
 THREAD = "[E1121 03:14:06.222 ProcessGroupNCCL.cpp:2057] [PG ID 1 PG GUID {group} Rank {within}] {caught}"
@@ -25,14 +25,14 @@ def in_group(rank: int, within: int, group: str, seq: int, op: str = "ALLREDUCE"
     """Both lines that a rank prints of a group other than the default one; only the second names it."""
     caught = CAUGHT.format(seq=seq, op=op, sizes="NumelIn=4, NumelOut=4")
     said = (PRINTED.format(within=within, caught=caught), THREAD.format(group=group, within=within, caught=caught))
-    return [f"[rank{rank}]:{one}" for one in said]
+    return [f"[rank{rank}]:{item}" for item in said]
 
 
 def scanned(lines: Iterable[str], ranks: Iterable[int] = ()) -> Scan:
-    reading = Reading()
+    reading = WatchdogReader()
     for number, text in enumerate(lines, 1):
-        rank, time, rest = parse(text)
-        reading.take(Line("job.log", number, rest, rank, time), rest)
+        rank, time, rest = parse_prefix(text)
+        reading.read_line(Line("job.log", number, rest, rank, time), rest)
     timeouts = tuple(reading.timeouts.values())
     named = tuple(sorted({*ranks, *(timeout.rank for timeout in timeouts)}))
     progress, exits = tuple(reading.progress.values()), tuple(reading.exits)
@@ -40,9 +40,9 @@ def scanned(lines: Iterable[str], ranks: Iterable[int] = ()) -> Scan:
 
 
 def said(lines: Iterable[str], ranks: Iterable[int] = ()) -> list[tuple[str, int | None, int]]:
-    found = list(observations(scanned(lines, ranks)))
-    assert all(line.text.startswith("kb: ") for line in found)
-    return [(line.text.removeprefix("kb: "), line.rank, line.number) for line in found]
+    items = list(derive_observations(scanned(lines, ranks)))
+    assert all(line.text.startswith("kb: ") for line in items)
+    return [(line.text.removeprefix("kb: "), line.rank, line.number) for line in items]
 
 
 def test_ranks_that_wait_in_one_collective_are_one_sentence() -> None:
@@ -163,4 +163,4 @@ def test_exits_are_read_from_the_summary_of_torchrun() -> None:
         "  exitcode  : -9 (pid: 71302)",
         "  exitcode  : 1 (pid: 1)",
     ]
-    assert [(one.rank, one.code, one.line.number) for one in scanned(summary).exits] == [(12, -9, 4)]
+    assert [(item.rank, item.code, item.line.number) for item in scanned(summary).exits] == [(12, -9, 4)]

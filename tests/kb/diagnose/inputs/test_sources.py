@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kb.diagnose.inputs.sources import Source, Sources, Stream, sources
+from kb.diagnose.inputs.sources import Source, Sources, Stream, find_sources
 from kb.diagnose.inputs.streams import HEAD
 from kb.errors import UsageError
 
@@ -35,12 +35,12 @@ def read(source: Source) -> tuple[bytes, list[str]]:
 
 
 def only(path: Path) -> Source:
-    (source,) = sources([str(path)]).found
+    (source,) = find_sources([str(path)]).inputs
     return source
 
 
 def names(found: Sources, below: Path) -> list[str]:
-    return [str(Path(source.name).relative_to(below)) for source in found.found]
+    return [str(Path(source.name).relative_to(below)) for source in found.inputs]
 
 
 def test_a_file_is_read_as_it_is_with_its_line_ends_and_broken_utf_8(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_a_decompression_bomb_is_a_stream_of_small_pieces(tmp_path: Path) -> Non
     (tmp_path / "bomb").write_bytes(gzip.compress(b"A" * (64 << 20)) * 4)
     code = (
         "import resource, sys\n"
-        "from kb.diagnose.source import sources\n"
+        "from kb.diagnose.inputs.sources import find_sources\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20),) * 2)\n"
-        "(source,) = sources([sys.argv[1]]).found\n"
+        "(source,) = find_sources([sys.argv[1]]).inputs\n"
         "print(sum(map(len, iter(lambda stream=source.open(): stream.read(1 << 20), b''))))\n"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "bomb")], capture_output=True, text=True)
@@ -202,7 +202,7 @@ def test_a_named_pipe_is_read_to_its_end_also_when_it_dribbles(tmp_path: Path) -
 def test_standard_input_is_a_source_and_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(zstd.compress(TEXT)))
     monkeypatch.setattr(sys, "stdin", stdin)
-    (source,) = sources(["-", "-"]).found
+    (source,) = find_sources(["-", "-"]).inputs
     assert source.name == "-"
     assert read(source) == (TEXT, [])
     assert not stdin.buffer.closed
@@ -218,17 +218,17 @@ def test_the_head_is_seen_without_being_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/no/such/file", "/dev/null", "/dev/zero", "a\0b"])
 def test_an_argument_that_cannot_be_read_is_an_error_of_usage(path: str) -> None:
     with pytest.raises(UsageError):
-        sources([path])
+        find_sources([path])
 
 
 def test_a_socket_and_an_empty_folder_are_errors_of_usage(tmp_path: Path) -> None:
     (tmp_path / "empty" / "below").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds no log"):
-        sources([str(tmp_path / "empty")])
+        find_sources([str(tmp_path / "empty")])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         with pytest.raises(UsageError, match="neither a file"):
-            sources([str(tmp_path / "socket")])
+            find_sources([str(tmp_path / "socket")])
 
 
 def test_a_tree_of_logs_is_read_in_order_and_foreign_things_are_not(tmp_path: Path) -> None:
@@ -244,12 +244,12 @@ def test_a_tree_of_logs_is_read_in_order_and_foreign_things_are_not(tmp_path: Pa
     (tmp_path / "core.txt").write_bytes(b"\x7fELF\0\0")
     os.mkfifo(tmp_path / "pipe.log")
     (tmp_path / "nowhere.log").symlink_to("gone")
-    found = sources([str(tmp_path)])
+    sources = find_sources([str(tmp_path)])
     wanted = [
         f"run_x/attempt_0/{rank}/{name}" for rank in range(3) for name in ("error.json", "stderr.log", "stdout.log")
     ]
-    assert names(found, tmp_path) == wanted
-    assert found.problems == (f"{tmp_path}: left out as binary: 2",)
+    assert names(sources, tmp_path) == wanted
+    assert sources.problems == (f"{tmp_path}: left out as binary: 2",)
 
 
 def test_links_are_followed_loops_end_and_a_file_counts_once(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_links_are_followed_loops_end_and_a_file_counts_once(tmp_path: Path) -> 
     (tmp_path / "a" / "away").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "a" / "itself").symlink_to("itself")
     (tmp_path / "a" / "debug.log").symlink_to("run-1/x.log")
-    found = sources([str(tmp_path / "a"), str(tmp_path / "a" / "run-1" / "x.log")])
-    assert names(found, tmp_path) == ["a/away/y.log", "a/run-1/x.log"]
-    assert found.problems == ()
+    sources = find_sources([str(tmp_path / "a"), str(tmp_path / "a" / "run-1" / "x.log")])
+    assert names(sources, tmp_path) == ["a/away/y.log", "a/run-1/x.log"]
+    assert sources.problems == ()
 
 
 def test_of_many_files_those_written_last_are_read_and_the_others_are_counted(tmp_path: Path) -> None:
@@ -272,10 +272,10 @@ def test_of_many_files_those_written_last_are_read_and_the_others_are_counted(tm
         (tmp_path / f"{number:04}.log").write_text("x\n")
         os.utime(tmp_path / f"{number:04}.log", (number, 1_000_000 + (number * 7) % 3000))
     (tmp_path / "weights").write_bytes(b"bin\0ary")  # newest, and takes nobody's place
-    found = sources([str(tmp_path)], most_files=10)
+    sources = find_sources([str(tmp_path)], most_files=10)
     newest = sorted(range(3000), key=lambda number: (number * 7) % 3000)[-10:]
-    assert names(found, tmp_path) == sorted(f"{number:04}.log" for number in newest)
-    assert found.problems == (
+    assert names(sources, tmp_path) == sorted(f"{number:04}.log" for number in newest)
+    assert sources.problems == (
         f"{tmp_path}: left out as older than what is read: 2,990",
         f"{tmp_path}: left out as binary: 1",
     )
@@ -286,10 +286,10 @@ def test_a_walk_ends_and_says_so_and_looks_near_before_far(tmp_path: Path) -> No
     for number in range(300):
         (tmp_path / "z" / f"{number}").write_text("x")
     (tmp_path / "main.log").write_text("x")
-    found = sources([str(tmp_path)], most_entries=100)
-    assert "main.log" in names(found, tmp_path)
-    assert len(found.found) == 99
-    assert "more than 100 files and folders" in found.problems[0]
+    sources = find_sources([str(tmp_path)], most_entries=100)
+    assert "main.log" in names(sources, tmp_path)
+    assert len(sources.inputs) == 99
+    assert "more than 100 files and folders" in sources.problems[0]
 
 
 def test_what_may_not_be_read_in_a_folder_is_a_sentence_and_as_argument_an_error(tmp_path: Path) -> None:
@@ -301,12 +301,12 @@ def test_what_may_not_be_read_in_a_folder_is_a_sentence_and_as_argument_an_error
     try:
         if os.access(tmp_path / "closed.log", os.R_OK):
             pytest.skip("this user may read everything")
-        found = sources([str(tmp_path)])
-        assert names(found, tmp_path) == ["open.log"]
-        assert "left out as unreadable: 2, the first is " in found.problems[0]
-        assert "Permission denied" in found.problems[0]
+        sources = find_sources([str(tmp_path)])
+        assert names(sources, tmp_path) == ["open.log"]
+        assert "left out as unreadable: 2, the first is " in sources.problems[0]
+        assert "Permission denied" in sources.problems[0]
         with pytest.raises(UsageError, match="Permission denied"):
-            sources([str(tmp_path / "closed.log")])
+            find_sources([str(tmp_path / "closed.log")])
     finally:
         (tmp_path / "closed").chmod(0o700)
 

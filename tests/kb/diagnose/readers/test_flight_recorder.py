@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kb.diagnose.inputs.sources import Stream
-from kb.diagnose.readers.flight_recorder import FlightDump, lines, read
+from kb.diagnose.readers.flight_recorder import FlightDump, compare_dumps, read_dump
 from kb.diagnose.readers.safe_unpickler import Unreadable, load
 from kb.diagnose.scan.scan import Limits, scan
 from kb.diagnose.scan.signature_matcher import Matcher
@@ -55,7 +55,7 @@ os._exit(0)
 
 
 def read_file(path: Path) -> FlightDump:
-    return read(path.read_bytes(), str(path))
+    return read_dump(path.read_bytes(), str(path))
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +78,24 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_pickles_of_a_real_hang_name_the_rank_that_skipped_and_the_line_that_waits(hang: Path) -> None:
     dumps = [read_file(hang / f"nccl_trace_rank_{rank}") for rank in (1, 0)]
     line = HANG.splitlines().index("        dist.all_reduce(torch.ones(8))  # rank 1 skips it") + 1
-    (said,) = lines(dumps)
-    assert said.text == (
+    (output,) = compare_dumps(dumps)
+    assert output.text == (
         f"rank 1 never issued collective 2 (all_reduce [8] Float), which rank 0 is in (hang.py:{line} step)"
     )
-    assert (said.rank, said.number, said.source) == (1, 0, str(hang / "nccl_trace_rank_1"))
-    assert said.time == pytest.approx((hang / "store").stat().st_mtime, abs=300)
+    assert (output.rank, output.number, output.source) == (1, 0, str(hang / "nccl_trace_rank_1"))
+    assert output.time == pytest.approx((hang / "store").stat().st_mtime, abs=300)
 
 
 def test_the_json_of_a_real_hang_says_the_same_without_the_line(hang: Path) -> None:
-    (said,) = lines(read_file(hang / f"trace{rank}.json") for rank in (0, 1))
-    assert said.text == "rank 1 never issued collective 2 (all_reduce [8] Float), which rank 0 is in"
-    assert said.rank == 1
+    (output,) = compare_dumps(read_file(hang / f"trace{rank}.json") for rank in (0, 1))
+    assert output.text == "rank 1 never issued collective 2 (all_reduce [8] Float), which rank 0 is in"
+    assert output.rank == 1
 
 
 def test_pickle_and_json_of_one_rank_count_once_and_the_one_with_stacks_wins(hang: Path) -> None:
     paths = [hang / name for name in ("nccl_trace_rank_0", "trace0.json", "trace1.json", "nccl_trace_rank_1")]
-    (said,) = lines(map(read_file, paths))
-    assert said.text.endswith(" step)")
+    (output,) = compare_dumps(map(read_file, paths))
+    assert output.text.endswith(" step)")
 
 
 def test_a_real_dump_is_read_in_full(hang: Path) -> None:
@@ -133,17 +133,17 @@ def entry(seq: int, **more: Any) -> dict[str, Any]:
 
 def dump_of(rank: int, entries: list[dict[str, Any]], **more: Any) -> FlightDump:
     content = {"version": "2.10", "entries": entries, **more}
-    return read(pickle.dumps(content), f"/dumps/nccl_trace_rank_{rank}")
+    return read_dump(pickle.dumps(content), f"/dumps/nccl_trace_rank_{rank}")
 
 
 def told(*dumps: FlightDump) -> list[str]:
-    return [line.text for line in lines(dumps)]
+    return [line.text for line in compare_dumps(dumps)]
 
 
 def test_a_member_without_a_dump_is_mentioned() -> None:
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
-    found = lines([dump_of(rank, [entry(1)], pg_config=config) for rank in (0, 1)])
-    assert [(line.text, line.rank) for line in found] == [("no flight record from ranks 2 and 3", 2)]
+    result = compare_dumps([dump_of(rank, [entry(1)], pg_config=config) for rank in (0, 1)])
+    assert [(line.text, line.rank) for line in result] == [("no flight record from ranks 2 and 3", 2)]
 
 
 def test_ranks_without_records_are_judged_by_the_status_of_the_group() -> None:
@@ -185,12 +185,12 @@ def test_frames_of_libraries_are_not_the_users() -> None:
     [("nccl_trace_rank_3", 3), ("a/trace12.json.gz", 12), ("/x/rank7.pkl", 7), ("dump.json", None), ("9/dump", None)],
 )
 def test_the_rank_is_in_the_name_of_the_file(name: str, rank: int | None) -> None:
-    assert read(b'{"entries": []}', name).rank == rank
+    assert read_dump(b'{"entries": []}', name).rank == rank
 
 
 def test_dumps_of_the_first_versions_are_read() -> None:
     old = {"version": "1.0", "entries": [{"seq_id": 4, "pg_id": 2, "profiling_name": "nccl:barrier"}]}
-    record = read(json.dumps(old).encode(), "x1").records[0]
+    record = read_dump(json.dumps(old).encode(), "x1").records[0]
     assert (record["seq"], record["group"], record["sizes"], record["state"]) == (4, "2", [], "scheduled")
 
 
@@ -209,7 +209,7 @@ def test_a_pickle_that_executes_is_refused_and_executes_nothing(tmp_path: Path, 
     marker = tmp_path / "executed"
     data = pickle.dumps({"version": "2.10", "pg_config": {}, "entries": [Bomb(marker)]}, protocol)
     with pytest.raises(Unreadable, match="which plain data does not need"):
-        read(data, "nccl_trace_rank_0")
+        read_dump(data, "nccl_trace_rank_0")
     assert not marker.exists()
     pickle.loads(data)  # the bomb is live: read by the standard library it goes off
     assert marker.exists()
@@ -262,7 +262,7 @@ def test_every_instruction_that_is_not_plain_data_is_refused(code: bytes) -> Non
 )
 def test_what_is_no_dump_is_unreadable_in_one_sentence(data: bytes) -> None:
     with pytest.raises(Unreadable) as failure:
-        read(data, "nccl_trace_rank_0")
+        read_dump(data, "nccl_trace_rank_0")
     assert "\n" not in str(failure.value)
 
 
@@ -314,7 +314,7 @@ def test_a_small_dump_costs_no_more_than_it_is_large(kind: str) -> None:
     """Each took minutes, or a hundred gigabytes."""
     data = SMALL_AND_HOSTILE[kind]
     assert len(data) < 5_000_000
-    lines([read(data, "nccl_trace_rank_0"), read(data, "nccl_trace_rank_1")])
+    compare_dumps([read_dump(data, "nccl_trace_rank_0"), read_dump(data, "nccl_trace_rank_1")])
 
 
 @pytest.mark.parametrize("digits", ["9" * 4300, f"9007199254740993.{'0' * 700}1"])
@@ -377,16 +377,16 @@ def test_plain_data_survives_every_protocol(value: Any, protocol: int) -> None:
 def test_a_dump_of_nonsense_is_unreadable_or_says_little(
     content: dict[str, Any], entries: list[dict[str, Any]], is_pickle: bool
 ) -> None:
-    content = {"entries": [{"collective_seq_id": 1, **one} for one in entries], **content}
+    content = {"entries": [{"collective_seq_id": 1, **item} for item in entries], **content}
     data = pickle.dumps(content) if is_pickle else json.dumps(content).encode()
     with suppress(Unreadable):
-        lines([read(data, "trace0"), read(data, "trace1"), dump_of(2, [entry(1), entry(2)])])
+        compare_dumps([read_dump(data, "trace0"), read_dump(data, "trace1"), dump_of(2, [entry(1), entry(2)])])
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", b"\x80\x04", b"\x80\x02}(", b'{"entries":', b"[{"]))
 def test_any_bytes_are_read_or_unreadable(data: bytes, front: bytes) -> None:
     with suppress(Unreadable):
-        read(front + data, "trace0")
+        read_dump(front + data, "trace0")
 
 
 @given(st.data())
@@ -395,4 +395,4 @@ def test_a_damaged_pickle_is_read_or_unreadable(data: st.DataObject) -> None:
     for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=5)):
         whole[at] = data.draw(st.integers(0, 255))
     with suppress(Unreadable):
-        lines([read(bytes(whole), "trace0"), read(bytes(whole), "trace1")])
+        compare_dumps([read_dump(bytes(whole), "trace0"), read_dump(bytes(whole), "trace1")])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kb.diagnose.readers.nccl_ras import read
+from kb.diagnose.readers.nccl_ras import read_ras_report
 from kb.diagnose.readers.safe_unpickler import Unreadable
 
 
@@ -28,8 +28,8 @@ def rank(number: int, reduced: int = 7, **status: Any) -> dict[str, Any]:
 
 
 def missing(number: int, unresponsive: bool = True, dead: bool = False) -> dict[str, Any]:
-    one = rank(number)
-    return {**one, "status": {"unresponsive": unresponsive, "considered_dead": dead}}
+    item = rank(number)
+    return {**item, "status": {"unresponsive": unresponsive, "considered_dead": dead}}
 
 
 def report(ranks: list[dict[str, Any]], lost: list[dict[str, Any]], timeouts: int = 0) -> str:
@@ -47,7 +47,7 @@ def report(ranks: list[dict[str, Any]], lost: list[dict[str, Any]], timeouts: in
 
 
 def told(data: str) -> list[tuple[str, int | None]]:
-    return [(line.text, line.rank) for line in read(data, "ras.json")]
+    return [(line.text, line.rank) for line in read_ras_report(data, "ras.json")]
 
 
 def test_a_healthy_job_says_nothing() -> None:
@@ -90,7 +90,7 @@ def test_a_rank_of_a_part_of_the_job_is_no_rank_of_the_job() -> None:
     document = json.loads(report([rank(0), rank(1)], []))
     part = json.loads(report([{**rank(0), "nvml_dev": 5, "pid": 77}], [missing(1)]))
     document["communicators"] += part["communicators"]
-    assert [one for _, one in told(json.dumps(document))] == [None]
+    assert [item for _, item in told(json.dumps(document))] == [None]
 
 
 TEXT = """\
@@ -175,12 +175,14 @@ def test_the_text_form_says_the_same() -> None:
 def test_the_text_of_the_first_release_lists_missing_ranks_in_a_line() -> None:
     old = TEXT.replace("  Rank 13 -- GPU 5 managed by process 3487 on node 10.0.0.6", "  The missing ranks: 13, 14")
     job = "communicator 0xcf264af53edbe986 of 16 ranks"
-    assert told(old)[2:4] == [(f"NCCL RAS: rank {one} is unresponsive ({job})", one) for one in (13, 14)]
+    assert told(old)[2:4] == [(f"NCCL RAS: rank {item} is unresponsive ({job})", item) for item in (13, 14)]
 
 
 def test_a_group_of_ranks_too_large_to_list_is_counted() -> None:
     text = TEXT.replace("  Rank 3 -- [process information not found]\n", "")
-    assert any(said.startswith("NCCL RAS: 3 ranks launched 6649 AllReduce") and one is None for said, one in told(text))
+    assert any(
+        output.startswith("NCCL RAS: 3 ranks launched 6649 AllReduce") and item is None for output, item in told(text)
+    )
 
 
 def test_the_monitor_says_who_died() -> None:
@@ -192,7 +194,7 @@ def test_the_monitor_says_who_died() -> None:
 @pytest.mark.parametrize("data", ["", "hello", "{", "{}", '{"communicators": 3}', '{"a":' * 50_000, "[]"])
 def test_what_is_no_report_is_unreadable(data: str) -> None:
     with pytest.raises(Unreadable):
-        read(data, "x")
+        read_ras_report(data, "x")
 
 
 NUMBERS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -207,16 +209,18 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), max_size=4), JSON)
 def test_any_json_is_sentences_or_unreadable(communicators: list[dict[str, Any]], ras: Any) -> None:
     with suppress(Unreadable):
-        read(json.dumps({"communicators": communicators, "ras": ras}), "x")
+        read_ras_report(json.dumps({"communicators": communicators, "ras": ras}), "x")
 
 
 @given(st.lists(st.sampled_from(TEXT.splitlines()) | st.text(max_size=40), max_size=40))
 def test_any_lines_are_sentences_or_unreadable(lines: list[str]) -> None:
     with suppress(Unreadable):
-        assert all(line.text.startswith("NCCL RAS: ") for line in read("\n".join(["Job summary", *lines]), "x"))
+        assert all(
+            line.text.startswith("NCCL RAS: ") for line in read_ras_report("\n".join(["Job summary", *lines]), "x")
+        )
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_sentences_or_unreadable(data: bytes) -> None:
     with suppress(Unreadable):
-        read(data, "x")
+        read_ras_report(data, "x")

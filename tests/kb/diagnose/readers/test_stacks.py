@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kb.diagnose.readers.safe_unpickler import Unreadable
-from kb.diagnose.readers.stacks import observations
+from kb.diagnose.readers.stacks import read_stacks
 
 GATHERS = """\
 Process 21300: python train.py
@@ -72,19 +72,19 @@ Current thread 0x00007f19efa69b80 (most recent call first):
 
 
 def told(text: str, rank: int | None = None) -> list[str]:
-    return [line.text for line in observations(text, "stacks.txt", rank)]
+    return [line.text for line in read_stacks(text, "stacks.txt", rank)]
 
 
 def test_a_rank_in_a_collective_is_told_with_the_users_call() -> None:
-    (line,) = observations(GATHERS, "stacks.txt")
+    (line,) = read_stacks(GATHERS, "stacks.txt")
     assert line.text == "rank ? (pid 21300) is in all_gather_object called from train.py:42 step"
     assert (line.source, line.number, line.rank) == ("stacks.txt", 0, None)
 
 
 def test_a_rank_that_is_somewhere_else_is_told_where() -> None:
-    said = "is in the DataLoader called from train.py:71 main, not in a collective"
-    assert told(LOADS) == [f"rank ? (pid 21301) {said}"]
-    assert told(LOADS, 3) == [f"rank 3 {said}"]
+    text = "is in the DataLoader called from train.py:71 main, not in a collective"
+    assert told(LOADS) == [f"rank ? (pid 21301) {text}"]
+    assert told(LOADS, 3) == [f"rank 3 {text}"]
 
 
 def test_each_process_has_one_sentence_and_a_worker_of_a_dataloader_none() -> None:
@@ -98,15 +98,15 @@ def test_faulthandlers_stacks_are_read_and_the_main_thread_counts() -> None:
 
 def test_torchs_debug_server_says_whose_stacks_these_are() -> None:
     text = f"=== Rank 0: host:1 ===\n{FAULT}\n=== Rank 1: host:2 ===\n{LOADS}"
-    assert [(line.rank, line.text.split(" called")[0]) for line in observations(text, "stacks")] == [
+    assert [(line.rank, line.text.split(" called")[0]) for line in read_stacks(text, "stacks")] == [
         (0, "rank 0 is in all_reduce"),
         (1, "rank 1 is in the DataLoader"),
     ]
 
 
 def test_interleaved_lines_of_two_ranks_are_taken_apart_by_torchruns_prefix() -> None:
-    one, other = FAULT.splitlines(), FAULT.replace("42", "43").splitlines()
-    mixed = "\n".join(f"[rank0]: {a}\n[rank1]: {b}" for a, b in zip(one, other, strict=True))
+    item, other = FAULT.splitlines(), FAULT.replace("42", "43").splitlines()
+    mixed = "\n".join(f"[rank0]: {a}\n[rank1]: {b}" for a, b in zip(item, other, strict=True))
     assert told(mixed) == [
         "rank 0 is in all_reduce called from train.py:42 step",
         "rank 1 is in all_reduce called from train.py:43 step",
@@ -165,7 +165,7 @@ def test_what_this_interpreters_faulthandler_prints_is_read(tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["", "hello\nworld", "[]", "[{}]", "[3]", "[{", "[" * 100_000, "[[]]", GATHERS[:90]])
 def test_what_has_no_stack_is_unreadable(text: str) -> None:
     with pytest.raises(Unreadable):
-        observations(text, "x")
+        read_stacks(text, "x")
 
 
 PARTS = [*GATHERS.splitlines(), *WORKER.splitlines(), *FAULT.splitlines(), "=== Rank 3: h ===", "[rank3]: ", " " * 3000]
@@ -174,7 +174,7 @@ PARTS = [*GATHERS.splitlines(), *WORKER.splitlines(), *FAULT.splitlines(), "=== 
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=60), max_size=30))
 def test_any_lines_are_at_most_one_sentence_per_process_or_unreadable(lines: list[str]) -> None:
     with suppress(Unreadable):
-        assert all(line.text.startswith("rank ") for line in observations("\n".join(lines), "x"))
+        assert all(line.text.startswith("rank ") for line in read_stacks("\n".join(lines), "x"))
 
 
 @given(
@@ -190,4 +190,4 @@ def test_any_lines_are_at_most_one_sentence_per_process_or_unreadable(lines: lis
 )
 def test_any_json_is_sentences_or_unreadable(value: Any) -> None:
     with suppress(Unreadable):
-        observations(json.dumps([value]), "x")
+        read_stacks(json.dumps([value]), "x")

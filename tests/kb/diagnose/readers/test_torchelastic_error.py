@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kb.diagnose.evidence import LONGEST_SHOWN
+from kb.diagnose.evidence import LONGEST_EVIDENCE
 from kb.diagnose.readers.safe_unpickler import Unreadable
-from kb.diagnose.readers.torchelastic_error import read
+from kb.diagnose.readers.torchelastic_error import read_error_file
 
 FAILS = """
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -40,36 +40,36 @@ def test_the_file_of_a_real_failure_is_its_traceback_with_rank_and_time(tmp_path
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
     failed = subprocess.run([sys.executable, "-c", FAILS], env=environment, capture_output=True, timeout=120)
     assert failed.returncode == 1
-    found = read(path.read_bytes(), str(path), 3)
-    texts = [line.text for line in found]
+    error_file = read_error_file(path.read_bytes(), str(path), 3)
+    texts = [line.text for line in error_file]
     assert texts[0] == "Traceback (most recent call last):"
     assert texts[-2:] == ["RuntimeError: CUDA error: an illegal memory access", "Second line"]
     assert texts.count("Second line") == 1
-    assert {(line.source, line.number, line.rank) for line in found} == {(str(path), 0, 3)}
-    assert found[0].time == pytest.approx(path.stat().st_mtime, abs=5)
+    assert {(line.source, line.number, line.rank) for line in error_file} == {(str(path), 0, 3)}
+    assert error_file[0].time == pytest.approx(path.stat().st_mtime, abs=5)
 
 
 def test_the_agents_copy_tells_the_exit_code() -> None:
     inner = {"message": "SignalException: killed", "extraInfo": {"timestamp": "1700000000"}, "errorCode": -9}
-    found = read(document(inner), "error.json")
-    assert [line.text for line in found] == ["SignalException: killed", "torchrun recorded the exit code -9"]
-    assert found[0].time == 1_700_000_000
+    error_file = read_error_file(document(inner), "error.json")
+    assert [line.text for line in error_file] == ["SignalException: killed", "torchrun recorded the exit code -9"]
+    assert error_file[0].time == 1_700_000_000
 
 
 def test_the_shape_with_text_has_its_time_beside_it() -> None:
-    (line,) = read(document("RuntimeError: no", timestamp=1_700_000_000), "error.json", 2)
+    (line,) = read_error_file(document("RuntimeError: no", timestamp=1_700_000_000), "error.json", 2)
     assert (line.text, line.rank, line.time) == ("RuntimeError: no", 2, 1_700_000_000)
 
 
 def test_the_placeholder_for_no_message_is_no_evidence() -> None:
-    assert read(document("<NONE>"), "error.json") == []
+    assert read_error_file(document("<NONE>"), "error.json") == []
 
 
 def test_a_long_line_is_cut_and_of_many_the_last_count() -> None:
     callstack = "\n".join([*(f"frame {number}" for number in range(100_000)), "x" * 10_000])
-    found = read(document({"message": "", "extraInfo": {"py_callstack": callstack}}), "error.json")
-    assert len(found) == 2000
-    assert found[-1].text == "x" * LONGEST_SHOWN
+    error_file = read_error_file(document({"message": "", "extraInfo": {"py_callstack": callstack}}), "error.json")
+    assert len(error_file) == 2000
+    assert error_file[-1].text == "x" * LONGEST_EVIDENCE
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_long_line_is_cut_and_of_many_the_last_count() -> None:
 )
 def test_what_is_no_error_file_is_unreadable(data: bytes) -> None:
     with pytest.raises(Unreadable):
-        read(data, "error.json")
+        read_error_file(data, "error.json")
 
 
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -95,10 +95,10 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 @given(JSON)
 def test_any_json_is_lines_or_unreadable(value: Any) -> None:
     with suppress(Unreadable):
-        assert all(line.text and "\n" not in line.text for line in read(document(value), "error.json"))
+        assert all(line.text and "\n" not in line.text for line in read_error_file(document(value), "error.json"))
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b'{"message": ', b'{"message": {"extraInfo": ']))
 def test_any_bytes_are_lines_or_unreadable(data: bytes, front: bytes) -> None:
     with suppress(Unreadable):
-        read(front + data, "error.json")
+        read_error_file(front + data, "error.json")

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kb.diagnose.scan import log_prefix, rank_attribution
-from kb.diagnose.scan import timestamps as moments
-from kb.diagnose.scan.log_prefix import LONGEST_LINE, Origin, parse, plain
-from kb.diagnose.scan.rank_attribution import Processes, rank_of
+from kb.diagnose.inputs import rank_from_path as rank_from_path_module
+from kb.diagnose.inputs.rank_from_path import rank_from_path
+from kb.diagnose.scan import log_prefix, nccl_processes, timestamps
+from kb.diagnose.scan.log_prefix import LONGEST_LINE, LogLine, parse_prefix, strip_escapes
+from kb.diagnose.scan.nccl_processes import NcclProcesses
 from kb.patterns.redos import backtracking_risk
 
 
@@ -63,14 +64,14 @@ NOON = at(2026, 11, 21, 3, 4, 5)
     ],
 )
 def test_the_rank_is_the_texts_own_before_the_launchers(line: str, rank: int | None, text: str | None) -> None:
-    found = parse(line, WRITTEN)
-    assert found.rank == rank
-    assert text is None or found.text == text
+    prefix = parse_prefix(line, WRITTEN)
+    assert prefix.rank == rank
+    assert text is None or prefix.text == text
 
 
 def test_the_rank_of_the_file_counts_where_the_line_says_none() -> None:
-    assert parse("boom", rank=7).rank == 7
-    assert parse("[default3]:boom", rank=7).rank == 3
+    assert parse_prefix("boom", rank=7).rank == 7
+    assert parse_prefix("[default3]:boom", rank=7).rank == 3
 
 
 @pytest.mark.parametrize(
@@ -106,26 +107,26 @@ def test_the_rank_of_the_file_counts_where_the_line_says_none() -> None:
     ],
 )
 def test_times_are_seconds_since_the_epoch_whatever_their_form(line: str, seconds: float | None) -> None:
-    found = parse(line, WRITTEN).time
-    assert found == (None if seconds is None else pytest.approx(seconds, abs=1e-4))
+    result = parse_prefix(line, WRITTEN).time
+    assert result == (None if seconds is None else pytest.approx(seconds, abs=1e-4))
 
 
 def test_a_date_without_a_year_may_be_a_zone_ahead_of_the_file_but_not_a_year() -> None:
     new_year = at(2026, 1, 1, 0, 30)
-    assert parse("Jan  1 08:30:00 gpu-1 kernel: x", new_year).time == at(2026, 1, 1, 8, 30)
-    assert parse("Dec 31 23:30:00 gpu-1 kernel: x", new_year).time == at(2025, 12, 31, 23, 30)
-    assert parse("Dec 31 23:30:00 gpu-1 kernel: x", float("inf")).time is not None
+    assert parse_prefix("Jan  1 08:30:00 gpu-1 kernel: x", new_year).time == at(2026, 1, 1, 8, 30)
+    assert parse_prefix("Dec 31 23:30:00 gpu-1 kernel: x", new_year).time == at(2025, 12, 31, 23, 30)
+    assert parse_prefix("Dec 31 23:30:00 gpu-1 kernel: x", float("inf")).time is not None
 
 
 def test_leading_times_and_the_journals_host_are_not_part_of_the_text() -> None:
-    assert parse("Nov 21 03:04:05 gpu-1 kernel: [ 45.678901] NVRM: Xid", WRITTEN).text == "NVRM: Xid"
-    assert parse("2026-11-21T03:04:05.5Z stderr F [rank3]: boom") == Origin(3, NOON + 0.5, "boom")
-    assert parse("[2026-11-21 03:04:05] [default3]:boom").text == "boom"
+    assert parse_prefix("Nov 21 03:04:05 gpu-1 kernel: [ 45.678901] NVRM: Xid", WRITTEN).text == "NVRM: Xid"
+    assert parse_prefix("2026-11-21T03:04:05.5Z stderr F [rank3]: boom") == LogLine(3, NOON + 0.5, "boom")
+    assert parse_prefix("[2026-11-21 03:04:05] [default3]:boom").text == "boom"
 
 
 def test_colours_titles_and_cursor_movements_go() -> None:
-    assert plain(b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07text\x1b[K\xff") == b"red text\xff"
-    assert parse("\x1b[31m[rank3]\x1b[0m: \x1b[1mboom\x1b[m") == Origin(3, None, "boom")
+    assert strip_escapes(b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07text\x1b[K\xff") == b"red text\xff"
+    assert parse_prefix("\x1b[31m[rank3]\x1b[0m: \x1b[1mboom\x1b[m") == LogLine(3, None, "boom")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_colours_titles_and_cursor_movements_go() -> None:
     ],
 )
 def test_a_file_has_a_rank_only_where_its_name_is_certain(path: str, rank: int | None) -> None:
-    assert rank_of(path) == rank
+    assert rank_from_path(path) == rank
 
 
 def init(host: str, pid: int, rank: int, size: int, done: str = "COMPLETE") -> str:
@@ -165,7 +166,7 @@ def init(host: str, pid: int, rank: int, size: int, done: str = "COMPLETE") -> s
 
 
 def test_lines_of_a_process_get_the_rank_it_had_in_the_largest_communicator() -> None:
-    known = Processes()
+    known = NcclProcesses()
     assert known.rank("n1:10:12 [0] NCCL WARN early") is None
     assert known.rank(init("n1", 10, 1, 2, "START")) == 1
     assert known.rank(init("n1", 10, 3, 8)) == 3
@@ -178,7 +179,7 @@ def test_lines_of_a_process_get_the_rank_it_had_in_the_largest_communicator() ->
 
 
 def test_a_process_with_two_ranks_has_none() -> None:
-    known = Processes()
+    known = NcclProcesses()
     known.rank(init("n1", 10, 0, 8))
     known.rank(init("n1", 10, 1, 8))
     assert known.rank("n1:10:12 [1] NCCL INFO x") is None
@@ -189,21 +190,23 @@ ODD = st.text(alphabet="[]()<>{}0123456789:-/.,|@ \x1brankRANKdefaultpidpodPGE=T
 
 @given(ODD, st.sampled_from(["", "[rank", "2026-11-21 03:04:05", "[1,3]<", "(A pid=", "E0230 03:04:05.", "[PG ID 0 "]))
 def test_no_line_makes_it_raise_and_the_text_is_an_end_of_it(line: str, front: str) -> None:
-    found = parse(front + line, WRITTEN)
-    assert plain((front + line).encode()).decode().endswith(found.text)
-    rank_of(line)
-    Processes().rank(line)
+    prefix = parse_prefix(front + line, WRITTEN)
+    assert strip_escapes((front + line).encode()).decode().endswith(prefix.text)
+    rank_from_path(line)
+    NcclProcesses().rank(line)
 
 
 @pytest.mark.parametrize(
     "bait", ["[PG 0 ", "a-1", "a-", "1", " ", "[", "(a ", "\x1b[", "\x1b]", "[rank1]:", "00:", "n:1:"]
 )
 def test_a_line_of_bait_is_cut_and_ends(bait: str) -> None:
-    found = parse(bait * (10_000_000 // len(bait)), WRITTEN)
-    assert len(found.text) <= LONGEST_LINE
+    prefix = parse_prefix(bait * (10_000_000 // len(bait)), WRITTEN)
+    assert len(prefix.text) <= LONGEST_LINE
 
 
-@pytest.mark.parametrize("module", [log_prefix, moments, rank_attribution], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [log_prefix, timestamps, nccl_processes, rank_from_path_module], ids=lambda module: module.__name__
+)
 def test_no_pattern_may_take_for_ever(module: object) -> None:
     for name, pattern in vars(module).items():
         if isinstance(pattern, re.Pattern):
