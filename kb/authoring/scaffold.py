@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 
 from kb.authoring.log_excerpt import NO_DRAFT, Draft
+from kb.content.area import Area
 from kb.content.entry import ID
 from kb.errors import UsageError
 
@@ -16,6 +17,7 @@ title: "TODO the symptom in one line, as one would say it"
 title_zh: "TODO 一句话说明症状"
 status: reported
 severity: high
+area: {area}  # TODO keep it, or one of {areas}
 tags: [TODO]
 aliases:
   - TODO what people type, in English
@@ -174,6 +176,8 @@ def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
         id=entry_id,
         probe=stem,
         today=today,
+        area=Area.LAUNCH,
+        areas=", ".join(Area),
         signatures="\n".join(
             SIGNATURE.format(
                 pattern=_quoted(candidate.pattern),

@@ -1,4 +1,4 @@
-"""Rules of form: headings, languages, lengths, dates, and folklore that must not be pasted."""
+"""Rules for form: headings, languages, lengths, dates, and folklore that must not be pasted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from packaging.utils import canonicalize_name
 
+from kb.content.area import Area
 from kb.content.entry import CHINESE_PARTS, SECTIONS
 from kb.lint.body import Block, Kind
-from kb.lint.rule import CHINESE, Draft, EntryRule, Remark
+from kb.lint.rule import CHINESE, EntryFile, EntryRule, Remark
 
 LONGEST_CAUSE = 240
 LEAST_LOGS = 2
@@ -19,116 +20,127 @@ TRANSPORT_FOLKLORE = ("NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1")
 CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|;|&|$)")
 
 
-def headings(draft: Draft) -> Iterator[Remark]:
-    """The body has the eight level-two headings, in their order, and no other."""
-    found = [(block.section, block.line) for block in draft.blocks(Kind.HEADING) if block.tag == "h2"]
-    yield from _order(found, SECTIONS, 1)
+def headings(file: EntryFile) -> Iterator[Remark]:
+    """The body has the eight level-two headings, in order, and no others."""
+    present = [(block.section, block.line) for block in file.blocks(Kind.HEADING) if block.tag == "h2"]
+    yield from _order(present, SECTIONS, 1)
 
 
-def empty_section(draft: Draft) -> Iterator[Remark]:
+def empty_section(file: EntryFile) -> Iterator[Remark]:
     """No section is empty."""
-    for block in draft.blocks(Kind.HEADING):
-        if block.tag == "h2" and not any(_has_text(other) for other in draft.body if other.section == block.section):
-            yield block.line, f"nothing stands under {block.section!r}"
+    for block in file.blocks(Kind.HEADING):
+        if block.tag == "h2" and not any(_has_text(other) for other in file.body if other.section == block.section):
+            yield block.line, f"the section {block.section!r} is empty"
 
 
-def few_logs(draft: Draft) -> Iterator[Remark]:
-    """Symptom has two fenced log blocks at least, of two frameworks, versions or rank layouts."""
-    count = sum(block.tag == "log" for block in draft.blocks(Kind.CODE, "Symptom"))
-    if "Symptom" in draft.entry.sections and count < LEAST_LOGS:
-        yield _heading_line(draft, "Symptom"), f"Symptom shows {count} ```log blocks, {LEAST_LOGS} are needed"
+def few_logs(file: EntryFile) -> Iterator[Remark]:
+    """Symptom has at least two fenced log blocks, of two frameworks, versions or rank layouts."""
+    count = sum(block.tag == "log" for block in file.blocks(Kind.CODE, "Symptom"))
+    if "Symptom" in file.entry.sections and count < LEAST_LOGS:
+        yield _heading_line(file, "Symptom"), f"Symptom has {count} ```log blocks; at least {LEAST_LOGS} are required"
 
 
-def no_look_alike(draft: Draft) -> Iterator[Remark]:
-    """How to tell shows the log of an incident that looks alike, fenced as ```log look-alike."""
-    if "How to tell" in draft.entry.sections and not draft.entry.look_alikes:
-        yield _heading_line(draft, "How to tell"), "How to tell shows no ```log look-alike block"
+def no_look_alike(file: EntryFile) -> Iterator[Remark]:
+    """How to tell shows the log of a similar incident, fenced as ```log look-alike."""
+    if "How to tell" in file.entry.sections and not file.entry.look_alikes:
+        yield _heading_line(file, "How to tell"), "How to tell has no ```log look-alike block"
 
 
-def long_cause(draft: Draft) -> Iterator[Remark]:
+def long_cause(file: EntryFile) -> Iterator[Remark]:
     """The first sentence of Root cause, which a search result shows, has at most 240 characters."""
-    if len(draft.entry.cause) > LONGEST_CAUSE:
-        line = next((block.line for block in draft.blocks(Kind.PROSE, "Root cause")), 1)
-        yield line, f"the first sentence has {len(draft.entry.cause)} characters, {LONGEST_CAUSE} at most"
+    if len(file.entry.cause) > LONGEST_CAUSE:
+        line = next((block.line for block in file.blocks(Kind.PROSE, "Root cause")), 1)
+        yield line, f"the first sentence has {len(file.entry.cause)} characters; the limit is {LONGEST_CAUSE}"
 
 
-def chinese_parts(draft: Draft) -> Iterator[Remark]:
+def chinese_parts(file: EntryFile) -> Iterator[Remark]:
     """中文 has the level-three headings 症状, 环境, 原因 and 修复, in this order, and text under each."""
-    if "中文" not in draft.entry.sections:
+    if "中文" not in file.entry.sections:
         return
-    found = [(block.part, block.line) for block in draft.blocks(Kind.HEADING, "中文") if block.tag == "h3"]
-    yield from _order(found, CHINESE_PARTS, _heading_line(draft, "中文"))
-    for part, line in found:
-        if not any(_has_text(one) for one in draft.body if (one.section, one.part) == ("中文", part)):
-            yield line, f"nothing stands under {part!r}"
+    present = [(block.part, block.line) for block in file.blocks(Kind.HEADING, "中文") if block.tag == "h3"]
+    yield from _order(present, CHINESE_PARTS, _heading_line(file, "中文"))
+    for part, line in present:
+        if not any(_has_text(block) for block in file.body if (block.section, block.part) == ("中文", part)):
+            yield line, f"the part {part!r} is empty"
 
 
-def chinese_text(draft: Draft) -> Iterator[Remark]:
+def chinese_text(file: EntryFile) -> Iterator[Remark]:
     """title_zh and every part of 中文 are written in Chinese."""
-    if not CHINESE.search(draft.meta.title_zh):
-        yield draft.line("title_zh"), "title_zh has no Chinese"
+    if not CHINESE.search(file.meta.title_zh):
+        yield file.line("title_zh"), "title_zh is not in Chinese"
     parts: dict[str, list[Block]] = {}
-    for block in draft.blocks(Kind.PROSE, "中文"):
+    for block in file.blocks(Kind.PROSE, "中文"):
         parts.setdefault(block.part, []).append(block)
     for part, texts in parts.items():
         if not any(CHINESE.search(text.text) for text in texts):
-            yield texts[0].line, f"the text under {part!r} has no Chinese"
+            yield texts[0].line, f"the text under {part!r} is not in Chinese"
 
 
-def aliases(draft: Draft) -> Iterator[Remark]:
-    """At least one alias is Chinese and one English, as both are asked."""
-    chinese = [bool(CHINESE.search(alias)) for alias in draft.meta.aliases]
-    english = [bool(ENGLISH.search(alias)) and not CHINESE.search(alias) for alias in draft.meta.aliases]
-    for language, is_there in (("Chinese", any(chinese)), ("English", any(english))):
-        if not is_there:
-            yield draft.line("aliases"), f"no alias is {language}"
+def aliases(file: EntryFile) -> Iterator[Remark]:
+    """At least one alias is Chinese and one English, because people search in both."""
+    chinese = [bool(CHINESE.search(alias)) for alias in file.meta.aliases]
+    english = [bool(ENGLISH.search(alias)) and not CHINESE.search(alias) for alias in file.meta.aliases]
+    for language, has_alias in (("Chinese", any(chinese)), ("English", any(english))):
+        if not has_alias:
+            yield file.line("aliases"), f"no alias is in {language}"
 
 
-def reviewed_in_future(draft: Draft) -> Iterator[Remark]:
-    """The day of the review has come, somewhere on earth."""
-    if draft.meta.reviewed > draft.today + datetime.timedelta(days=1):
-        yield draft.line("reviewed"), f"{draft.meta.reviewed} is later than today, {draft.today}"
+def missing_area(file: EntryFile) -> Iterator[Remark]:
+    """Every entry has an area: the part of a training job that it is about."""
+    if file.meta.area is None:
+        yield file.line("id"), f"add `area:`, one of {', '.join(Area)}"
 
 
-def unfinished(draft: Draft) -> Iterator[Remark]:
+def reviewed_in_future(file: EntryFile) -> Iterator[Remark]:
+    """The date of the review is not in the future, in any time zone."""
+    if file.meta.reviewed > file.today + datetime.timedelta(days=1):
+        yield file.line("reviewed"), f"{file.meta.reviewed} is in the future: today is {file.today}"
+
+
+def unfinished(file: EntryFile) -> Iterator[Remark]:
     """No TODO is left in an entry."""
-    for number, line in enumerate(draft.source.splitlines(), 1):
+    for number, line in enumerate(file.source.splitlines(), 1):
         if "TODO" in line:
-            yield number, f"to be written: {line.strip().partition('TODO')[2].strip() or 'the whole of it'}"
+            yield number, f"to do: {line.strip().partition('TODO')[2].strip() or 'everything here'}"
 
 
-def package_name(draft: Draft) -> Iterator[Remark]:
-    """The packages in applies_to and fixed_in have their normalised names."""
+def package_name(file: EntryFile) -> Iterator[Remark]:
+    """The packages in applies_to and fixed_in have normalised names."""
     for field in ("applies_to", "fixed_in"):
-        for name in getattr(draft.meta, field):
+        for name in getattr(file.meta, field):
             if name != canonicalize_name(name):
-                yield draft.line(field, name), f"{name!r} is called {canonicalize_name(name)!r}"
+                yield file.line(field, name), f"{name!r} must be written {canonicalize_name(name)!r}"
 
 
-def folklore(draft: Draft) -> Iterator[Remark]:
+def folklore(file: EntryFile) -> Iterator[Remark]:
     """No code under Fix deletes the whole cache, and none outside transport turns off P2P or InfiniBand."""
-    for block in draft.blocks(Kind.CODE, "Fix"):
+    for block in file.blocks(Kind.CODE, "Fix"):
         for number, text in enumerate(block.text.splitlines(), 1):
             for words in TRANSPORT_FOLKLORE:
-                if words in text and "transport" not in draft.meta.tags:
-                    yield block.line + number, f"{words} is no fix here: the entry is not tagged transport"
+                if words in text and "transport" not in file.meta.tags:
+                    yield block.line + number, f"{words} is not a fix here: the entry does not have the tag transport"
             if CACHE_FOLKLORE.search(text):
-                yield block.line + number, "this deletes every downloaded model and data set: name the one directory"
+                yield (
+                    block.line + number,
+                    "this deletes every downloaded model and data set: name the one directory to delete",
+                )
 
 
-def _order(found: Sequence[tuple[str, int]], expected: Sequence[str], fallback: int) -> Iterator[Remark]:
-    """What is missing, what is too much, or the first heading that is out of its place."""
-    names = [name for name, _ in found]
+def _order(present: Sequence[tuple[str, int]], expected: Sequence[str], fallback: int) -> Iterator[Remark]:
+    """Missing headings, unknown headings, or the first one that is out of order."""
+    names = [name for name, _ in present]
     for name in expected:
         if name not in names:
             yield fallback, f"the heading {name!r} is missing"
-    for name, line in found:
+    for name, line in present:
         if name not in expected:
             yield line, f"{name!r} is not one of {', '.join(expected)}"
-    known = [(name, line) for name, line in found if name in expected]
-    for (name, line), should_be in zip(known, sorted(known, key=lambda one: expected.index(one[0])), strict=True):
+    known = [(name, line) for name, line in present if name in expected]
+    for (name, line), should_be in zip(
+        known, sorted(known, key=lambda heading: expected.index(heading[0])), strict=True
+    ):
         if name != should_be[0]:
-            yield line, f"{should_be[0]!r} belongs here, before {name!r}"
+            yield line, f"{should_be[0]!r} must come before {name!r}"
             return
 
 
@@ -136,8 +148,8 @@ def _has_text(block: Block) -> bool:
     return block.kind is not Kind.HEADING
 
 
-def _heading_line(draft: Draft, section: str) -> int:
-    return next((block.line for block in draft.blocks(Kind.HEADING, section)), 1)
+def _heading_line(file: EntryFile, section: str) -> int:
+    return next((block.line for block in file.blocks(Kind.HEADING, section)), 1)
 
 
 RULES: tuple[EntryRule, ...] = (
@@ -149,6 +161,7 @@ RULES: tuple[EntryRule, ...] = (
     chinese_parts,
     chinese_text,
     aliases,
+    missing_area,
     reviewed_in_future,
     unfinished,
     package_name,
