@@ -1,5 +1,5 @@
-"""The command line: one file per command, each a thin shell around the core. Heavy imports stand inside commands."""
+"""The command line: one file per command, each a thin shell around the core. Heavy imports are inside functions."""
 
 import gc
 
-gc.set_threshold(100_000)  # collecting while modules load is a tenth of a search's time and frees nothing
+gc.set_threshold(100_000)  # garbage collection during imports takes a tenth of a search's time and frees nothing

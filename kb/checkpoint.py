@@ -1,8 +1,7 @@
-"""What a checkpoint file holds, for the checks of probes: read without torch, and nothing in the file is run.
+"""The content of a checkpoint file, for the checks of probes: read without torch, without running anything in it.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. Files of `torch.save` and
-safetensors are read, in a forked process with little memory and CPU time: a hostile file can waste those
-and no more.
+Runs in the reader's training interpreter: standard library and Python 3.9. Reads files of `torch.save` and
+safetensors, in a forked process with limits on memory and CPU time: a hostile file can waste those and nothing else.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
-from kb.runtime.torch_save import LONGEST_NAME, Contents, read
+from kb.runtime.torch_save import LONGEST_NAME, Contents, read_torch_save
 from kb.runtime.torch_save import Tensor as Tensor
 from kb.runtime.torch_save import Unreadable as Unreadable
 
-SECONDS = 3  # CPU time for the structure of a file; an honest one takes milliseconds
+SECONDS = 3  # CPU time for the structure of a file; a normal one takes milliseconds
 MEMORY = 1 << 30  # bytes of address space on top of what the process has
 LARGEST_HEADER = 100_000_000  # bytes: safetensors itself refuses more
 WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C64": 8}
@@ -41,12 +40,14 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The structure of one file. Raises `Unreadable`, also for a folder and for a file of another kind."""
+    """The structure of one file. Raises `Unreadable`, also for a folder and for other kinds of files."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            found = sorted(one.name for one in path.iterdir() if one.suffix in (".pt", ".pth", ".bin", ".safetensors"))
-            raise Unreadable("%s is a folder: name one file of it %s" % (path, ", ".join(found[:5])))
+            names = sorted(
+                file.name for file in path.iterdir() if file.suffix in (".pt", ".pth", ".bin", ".safetensors")
+            )
+            raise Unreadable("%s is a folder: name one file of it %s" % (path, ", ".join(names[:5])))
         if not stat.S_ISREG(mode):
             raise Unreadable("%s is not a regular file" % path)
         with path.open("rb") as file:
@@ -66,7 +67,7 @@ def _tensor(fields: List[Any]) -> Tensor:
 
 
 def _format(head: bytes) -> str:
-    """What a file that begins so is. Raises `Unreadable` when it is nothing that is read here."""
+    """The format of a file that begins with these bytes. Raises `Unreadable` for an unsupported one."""
     if head.startswith(b"PK\x03\x04"):
         return "torch.save"
     if head[8:9] == b"{":
@@ -91,7 +92,7 @@ def _read_in_child(path: Path, form: str) -> Tuple[List[List[Any]], Dict[str, in
     if pid == 0:
         try:
             os.close(readable)
-            _answer(path, form, writable)
+            _read_and_answer(path, form, writable)
         finally:
             os._exit(0)
     os.close(writable)
@@ -100,33 +101,33 @@ def _read_in_child(path: Path, form: str) -> Tuple[List[List[Any]], Dict[str, in
         received.append(os.read(readable, 1 << 16))
         if not received[-1]:
             break
-    os.kill(pid, signal.SIGKILL)  # it has answered, or its time is over
+    os.kill(pid, signal.SIGKILL)  # it has answered or exceeded its time
     os.waitpid(pid, 0)
     os.close(readable)
     try:
         answer = json.loads(b"".join(received))
     except ValueError:
-        told = "its structure takes more than %d s or %d MiB to read" % (SECONDS, MEMORY >> 20)
-        raise Unreadable(told) from None
+        limits = (SECONDS, MEMORY >> 20)
+        raise Unreadable("its structure takes more than %d s or %d MiB to read" % limits) from None
     if "reason" in answer:
         raise Unreadable(answer["reason"], answer["is_torn"])
     return answer["tensors"], answer["storages"], answer["names"]
 
 
-def _answer(path: Path, form: str, writable: int) -> None:
-    """In the child: read within limits, and write what was found, or why not, as one JSON document."""
+def _read_and_answer(path: Path, form: str, writable: int) -> None:
+    """In the child: read within limits, and write the contents, or the reason of a failure, as one JSON document."""
     answer: Dict[str, Any]
     try:
         with open("/proc/self/statm") as file:
             limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        answer = (read if form == "torch.save" else _read_safetensors)(path)._asdict()
+        answer = (read_torch_save if form == "torch.save" else _read_safetensors)(path)._asdict()
     except Unreadable as error:
         answer = {"reason": str(error), "is_torn": error.is_torn}
     except zipfile.BadZipFile as error:
         answer = {"reason": "a zip archive that is truncated or torn: %s" % error, "is_torn": True}
-    except Exception as error:  # whatever a hostile file brings about
+    except Exception as error:  # a hostile file can cause any
         answer = {"reason": "unreadable: %s: %s" % (type(error).__name__, str(error)[:200]), "is_torn": False}
     with os.fdopen(writable, "wb") as pipe:
         pipe.write(json.dumps(answer).encode())
@@ -147,7 +148,7 @@ def _read_safetensors(path: Path) -> Contents:
         raise Unreadable("it ends inside its header, %d of %d bytes" % (len(text), size), is_torn=True)
     try:
         header = json.loads(text)
-        tensors = [_described(name, one) for name, one in header.items() if name != "__metadata__"]
+        tensors = [_tensor_of(name, fields) for name, fields in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Unreadable("its header is not that of a safetensors file") from None
     end = max((tensor.stop for tensor in tensors), default=0)
@@ -156,8 +157,10 @@ def _read_safetensors(path: Path) -> Contents:
     return Contents(tensors, {"file": there}, [])
 
 
-def _described(name: str, one: Dict[str, Any]) -> Tensor:
-    start, stop = map(int, one["data_offsets"])
-    shape = tuple(map(int, one["shape"]))
-    used = prod(shape) * WIDTHS.get(one["dtype"], 0) or stop - start
-    return Tensor(name[:LONGEST_NAME], NAMES.get(one["dtype"], one["dtype"].lower()), shape, "file", start, stop, used)
+def _tensor_of(name: str, fields: Dict[str, Any]) -> Tensor:
+    start, stop = map(int, fields["data_offsets"])
+    shape = tuple(map(int, fields["shape"]))
+    used = prod(shape) * WIDTHS.get(fields["dtype"], 0) or stop - start
+    return Tensor(
+        name[:LONGEST_NAME], NAMES.get(fields["dtype"], fields["dtype"].lower()), shape, "file", start, stop, used
+    )

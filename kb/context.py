@@ -1,6 +1,6 @@
-"""What a job knows and may use while it runs: its rank, its directory, its parameters, a process group.
+"""What a job has while it runs: its rank, its directory, its parameters, a process group.
 
-Runs in the reader's training interpreter: standard library and Python 3.9, torch when a job asks for it.
+Runs in the reader's training interpreter: standard library and Python 3.9, torch once a job uses it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Dict, Mapping  # Python 3.9 reads these
 
 
 class Context:
-    """What a job knows and may use: its rank, its directory, its parameters, and a process group.
+    """What a job has: its rank, its directory, its parameters, and a process group.
 
-    The directory is the arm's own, is the working directory and TMPDIR, and is deleted afterwards.
+    The directory belongs to the arm, is the working directory and TMPDIR, and is deleted afterwards.
     """
 
     def __init__(self, rank: int, world_size: int, backend: str, directory: Path, params: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ class Context:
 
     @property
     def device(self) -> Any:
-        """`torch.device` of this rank: its GPU when the arm was given any, else the CPU."""
+        """`torch.device` of this rank: its GPU if the arm has any, else the CPU."""
         import torch
 
         if not os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -43,7 +43,7 @@ class Context:
         """Join the default process group through a FileStore and return `torch.distributed`.
 
         `timeout_s` is torch's collective timeout. A FileStore, because TCPStore stalled in some starts
-        for reasons that have nothing to do with the incident; only probes about the store use that one.
+        for reasons unrelated to the incident; only probes about the store use TCPStore.
         """
         import torch.distributed as dist
 
@@ -62,9 +62,9 @@ class Context:
         return dist
 
     def reached(self) -> None:
-        """The mechanism mark: set-up is done on every rank, and what follows is the incident or its fix.
+        """The mechanism mark: every rank has completed its set-up, and the incident or its fix follows.
 
-        Waits for all ranks, so that no slow start passes for the symptom. An arm that fails before this
+        Waits for all ranks, so that no slow start is mistaken for the symptom. An arm that fails before this
         mark is a failure of the harness, never evidence.
         """
         if not self.meet("reached"):
@@ -72,7 +72,7 @@ class Context:
         Path(self.path("reached-%d" % self.rank)).touch()
 
     def meet(self, name: str, timeout_s: float = 20.0) -> bool:
-        """Barrier through files: works when the process group is broken. False when a rank did not come in time."""
+        """Barrier through files: works when the process group is broken. False when a rank did not arrive in time."""
         Path(self.path("meet-%s-%d" % (name, self.rank))).touch()
         end = time.monotonic() + timeout_s
         while not all(os.path.exists(self.path("meet-%s-%d" % (name, r))) for r in range(self.world_size)):
@@ -82,7 +82,7 @@ class Context:
         return True
 
     def note(self, **facts: Any) -> None:
-        """Put measured values into the report, also when this rank is killed afterwards."""
+        """Add measured values to the report, even if this rank is killed afterwards."""
         self.facts.update(facts)
         path = Path(self.path("rank%d.facts.json" % self.rank))
         part = path.with_suffix(".part")

@@ -1,10 +1,10 @@
 """Every error kb raises on purpose, and the exit code that each one ends a command with.
 
-    KbError                     5   message for a tired person, hint of what to do next
+    KbError                     5   a message, and a hint what to do next
     ├── UsageError              2   the command line, a query or a request is wrong
     │   ├── UnknownEntry        2   no entry has this id; the nearest ids are in the hint
     │   ├── BadParameter        2   a `--set` that the probe does not take, or of the wrong type
-    │   └── KeyReused           2   an idempotency key came again with another report
+    │   └── KeyReused           2   an idempotency key was reused for another report
     ├── ContentError            2   an entry or a content root cannot be used; carries file, line, rule
     ├── ProbeError              5   a probe file cannot be loaded or breaks its contract
     ├── InterpreterError        2   `--python` names nothing that can run a probe
@@ -14,11 +14,11 @@
     ├── OutputLost              5   standard output cannot be written, as on a full disk
     ├── IndexUnavailable        5   the search index can neither be read nor built
     ├── StoreUnavailable        5   the store of reports can neither be read nor written
-    ├── KeyNeeded               2   the service does not know who asks: no key, or one that it does not accept
-    ├── NotAllowed              2   the service knows who asks, and they may not do this
-    └── TooManyRequests         5   who asks has asked too often; carries the seconds to wait
+    ├── KeyNeeded               2   the request has no API key, or one that the service does not accept
+    ├── NotAllowed              2   the service knows the caller, who may not do this
+    └── TooManyRequests         5   the caller exceeded the rate limit; carries the seconds to wait
 
-Foreign exceptions are turned into one of these at the border where they occur: YAML and pydantic in
+Exceptions of other libraries are converted to one of these where they occur: YAML and pydantic in
 `kb.content.parser`, Whoosh in `kb.search.index`, SQLAlchemy in `kb.store.database`, OSError where a process is started.
 """
 
@@ -45,7 +45,7 @@ class KbError(Exception):
 
 
 class UsageError(KbError):
-    """The caller asked for something that makes no sense."""
+    """The command line, a query or a request is wrong."""
 
     exit_code = 2
 
@@ -64,7 +64,7 @@ class BadParameter(UsageError):
 
 
 class KeyReused(UsageError):
-    """An idempotency key came again with another report. The first one is kept."""
+    """An idempotency key was reused for another report. The first report stays."""
 
 
 class ContentError(KbError):
@@ -91,17 +91,17 @@ class InterpreterError(KbError):
 
 
 class LaunchError(KbError):
-    """The harness could not start, watch or clean up an arm. Says nothing about the incident."""
+    """The harness could not start, watch or clean up an arm. No statement about the incident."""
 
 
 class DeadlineExceeded(KbError):
-    """The overall deadline of the command ran out before it was done."""
+    """The overall deadline of the command expired before it completed."""
 
     exit_code = 124
 
 
 class Interrupted(KbError):
-    """Somebody ended the command before it was done."""
+    """The command was interrupted before it completed."""
 
     exit_code = 130
 
@@ -110,7 +110,7 @@ class Interrupted(KbError):
 
 
 class OutputLost(KbError):
-    """Standard output cannot be written, and what it has so far is not whole."""
+    """Standard output cannot be written, and what it has so far is incomplete."""
 
 
 class IndexUnavailable(KbError):
@@ -122,20 +122,20 @@ class StoreUnavailable(KbError):
 
 
 class KeyNeeded(KbError):
-    """The service does not know who asks: there is no key, or it is unknown, wrong or revoked. It never says which."""
+    """The request has no API key, or an unknown, wrong or revoked one. The message never says which."""
 
     exit_code = 2
 
 
 class NotAllowed(KbError):
-    """The service knows who asks, and the scope of their key or the page they come from does not allow this."""
+    """The scope of the caller's key, or the page that the request comes from, does not allow this."""
 
     exit_code = 2
 
 
 class TooManyRequests(KbError):
-    """Who asks has asked more often than they may; in `retry_s` seconds the next request is answered."""
+    """The caller exceeded the rate limit; the next request is accepted in `retry_s` seconds."""
 
     def __init__(self, retry_s: float) -> None:
-        super().__init__("too many requests", f"ask again in {retry_s:.0f} s")
+        super().__init__("too many requests", f"try again in {retry_s:.0f} s")
         self.retry_s = retry_s

@@ -1,8 +1,8 @@
-"""Linux namespaces for the jobs of probes: another /dev/shm, or nodes of one host that a virtual cable joins.
+"""Linux namespaces for the jobs of probes: another /dev/shm, or several nodes on one host, joined by a virtual cable.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. What a function changes is seen by
-this process and by the children that it forks afterwards. An ordinary user may do all of it after `own_user`,
-where the machine lets users make namespaces; whatever is refused raises `Unavailable` with the reason.
+Runs in the reader's training interpreter: standard library and Python 3.9. A change affects this process and the
+children that it forks afterwards. After `own_user` an ordinary user may do all of it, where the machine lets users
+create namespaces; anything that is refused raises `Unavailable` with the reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ UP_AND_RUNNING = 0x41
 NEW_LINK, CREATE_AND_ACKNOWLEDGE = 16, 0x605  # of rtnetlink(7): RTM_NEWLINK, and fail if there is one
 LINK_NAME, LINK_INFO, LINK_NET_OF_PID = 3, 18, 19  # attributes of a link
 INFO_KIND, INFO_DATA, VETH_PEER = 1, 2, 1  # attributes within LINK_INFO
-LINK = b"\0" * 16  # struct ifinfomsg: nothing is asked for but what the attributes say
+LINK = b"\0" * 16  # struct ifinfomsg: the attributes alone describe the request
 
 
 def own_user() -> None:
-    """Root inside, this user outside. Where it is not allowed, real root may do without.
+    """Root inside, this user outside. Where user namespaces are forbidden, real root goes on without one.
 
     The process must have one thread only: call it before anything starts another.
     """
@@ -91,13 +91,13 @@ def bring_up(interface: str, address: str = "") -> None:
     settings = ((SET_ADDRESS, address), (SET_NETMASK, "255.255.255.0")) if address else ()
     with _unavailable("cannot bring up %s" % interface), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for request, text in settings:
-            told = name + struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text))
-            fcntl.ioctl(any_socket, request, told.ljust(40, b"\0"))
+            setting = name + struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text))
+            fcntl.ioctl(any_socket, request, setting.ljust(40, b"\0"))
         fcntl.ioctl(any_socket, SET_FLAGS, (name + struct.pack("=H", UP_AND_RUNNING)).ljust(40, b"\0"))
 
 
 def _own_mounts() -> None:
-    """Before every mount, so that none can reach another process, whoever calls."""
+    """Called before every mount, so that no mount affects another process."""
     with _unavailable("no mount namespace of its own on this machine"):
         _call("unshare", NEW_MOUNTS)
     with _unavailable("cannot make the mounts private"):

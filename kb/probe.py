@@ -1,13 +1,13 @@
-"""What a probe file fills in, and what its jobs can ask for while they run.
+"""The declaration in a probe file, and what its jobs may raise and use.
 
-A probe file holds `probe = Probe(...)`; at module level it imports the standard library and this module
-only, torch inside the jobs. This module runs in the reader's training interpreter: it stands on the
-standard library alone and on Python 3.9.
+A probe file defines `probe = Probe(...)`; at module level it imports the standard library and this module
+only, torch inside the jobs. This module runs in the reader's training interpreter: standard library and
+Python 3.9 only.
 
     Probe ── check            is this machine, environment or config exposed? read-only, below a second
           ── params           what `--set key=value` may change
           ── experiments      strongest first; the first that this machine lets run
-          ── variants         the incident in other forms and in libraries: each runs as well, where it can
+          ── variants         the incident in other forms and in libraries: each also runs, where it can
                 Experiment ── control      the job as the incident has it: must fail as declared
                            ── treatment    the same job with exactly one change, the entry's fix
 """
@@ -29,7 +29,7 @@ class Symptom(Exception):
 
 
 class Unavailable(Exception):
-    """This machine lacks a capability that only shows once the job runs; the message names it."""
+    """This machine lacks a capability, which is known only once the job runs; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def raised(pattern: str) -> Expect:
 
 
 def hung(pattern: str) -> Expect:
-    """A rank is still there at the deadline, and its stack shows this."""
+    """A rank is still running at the deadline, and its stack shows this."""
     return Expect("hung", pattern)
 
 
 def killed(signal_name: str) -> Expect:
-    """A rank dies of this signal (for instance `SIGKILL`) without a word of its own."""
+    """A rank dies of this signal (for instance `SIGKILL`) without any output about it."""
     return Expect("killed", signal_name)
 
 
@@ -71,7 +71,7 @@ class Arm:
 
     `fidelity` is `hardware` (nccl, the GPUs), `cpu` (the real mechanism on CPU/gloo), `stand-in` (another
     component shows the mechanism; `stands_for` names what it replaces) or `model` (arithmetic). `because`
-    says in one clause what this arm does and so why it ends as expected. `env` is added to the scrubbed
+    says in one clause what this arm does, which is why it ends as expected. `env` is added to the scrubbed
     environment.
     """
 
@@ -85,7 +85,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Needs:
-    """What must be there before any arm starts; unmet, the verdict is `not-applicable` with that reason.
+    """What any arm needs; where it is missing, the verdict is `not-applicable` with that reason.
 
     `gpu_memory_mib` is free memory per GPU and also the cap that the arm gets. `packages` maps a
     distribution to a PEP 440 specifier ("" for any version); `programs` are found on PATH.
@@ -102,9 +102,9 @@ class Needs:
 class Experiment:
     """Two arms over one job.
 
-    `deadline_s` bounds one arm; `settle_s` is how long the other ranks may still report after the first
-    one failed; `expected_s` is what control and treatment took where it was written. With `linger` a rank
-    that is done waits for the others, because its early exit would break a peer that is still starting.
+    `deadline_s` limits one arm; `settle_s` is how long the other ranks may still report after the first
+    failure; `expected_s` is what control and treatment took on the author's machine. With `linger` a rank
+    that has completed waits for the others, because its early exit would break a rank that is still starting.
     `stochastic` experiments fail only sometimes: they are run repeatedly and judged by counts.
     """
 
@@ -131,7 +131,7 @@ class Experiment:
     ) -> Experiment:
         """The same two arms on nccl and the GPUs, as the experiment called `nccl`.
 
-        `expect` is how the control arm ends there, when it is not as here. `changes` go to the experiment.
+        `expect` is how the control arm ends there, if different. `changes` are applied to the experiment.
         """
         arms = {name: replace(getattr(self, name), fidelity="hardware", stands_for="") for name in ARMS}
         if expect is not None:
@@ -152,7 +152,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check saw: `exposed`, `clear` or `unknown`, the evidence line by line, and what to do about it."""
+    """The result of a check: `exposed`, `clear` or `unknown`, the evidence line by line, and what to do about it."""
 
     state: str
     evidence: List[str]
@@ -179,7 +179,7 @@ class Probe:
     """The executable half of an entry: at least a check or one experiment.
 
     A variant shows the incident in another form, or inside a library that `needs.packages` names; it runs
-    besides the experiment wherever its needs are met and has a verdict of its own.
+    in addition to the experiment wherever its needs are met and has a verdict of its own.
     """
 
     experiments: Tuple[Experiment, ...] = ()

@@ -1,7 +1,7 @@
 """A training configuration as plain values, for the checks of probes: DeepSpeed JSON, accelerate YAML, arguments.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. YAML is read where PyYAML is
-installed, as it is wherever accelerate or transformers are.
+Runs in the reader's training interpreter: standard library and Python 3.9. Reading YAML needs PyYAML, which
+accelerate and transformers install.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _values(path: Path, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         if path.suffix == ".json" or text.lstrip()[:1] in ("{", "["):
-            told = "%s is not plain JSON (DeepSpeed itself reads HJSON): %s"
-            raise UnreadableConfig(told % (path, str(error)[:200])) from None
+            message = "%s is not plain JSON (DeepSpeed itself reads HJSON): %s"
+            raise UnreadableConfig(message % (path, str(error)[:200])) from None
     try:
         import yaml
     except ImportError:

@@ -14,7 +14,7 @@ from kb.content.entry import Role
 from kb.content.roots import builtin_root
 from kb.harness.launcher import Launcher
 from kb.machine import snapshot
-from kb.machine.snapshot import Environment
+from kb.machine.snapshot import MachineSnapshot
 from kb.probe import ARMS, Experiment
 from kb.verify.plan import Plan, make_plan
 from kb.verify.runner import JOBS
@@ -32,11 +32,11 @@ def launcher() -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Environment:
+def machine() -> MachineSnapshot:
     return snapshot.capture(Path(sys.executable))
 
 
-def plan_of(entry_id: str, launcher: Launcher, machine: Environment) -> Plan:
+def plan_of(entry_id: str, launcher: Launcher, machine: MachineSnapshot) -> Plan:
     entry = CATALOG.get(entry_id)
     return make_plan(entry, CATALOG.probe_file(entry), launcher, machine, {})
 
@@ -47,7 +47,7 @@ def test_there_are_probes_to_test() -> None:
 
 
 @pytest.mark.parametrize("entry_id", IDS)
-def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine: Environment) -> None:
+def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine: MachineSnapshot) -> None:
     """Both arms control: fix-ineffective. Both treatment: not-reproduced. Swapped: inverted."""
     plan = plan_of(entry_id, launcher, machine)
     assert not plan.fault

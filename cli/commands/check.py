@@ -1,4 +1,4 @@
-"""`kb check`: the preflight. What this machine, environment or configuration is exposed to, before a job finds out."""
+"""`kb check`: the preflight. What this machine, environment or configuration is exposed to, before a job runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kb.errors import UsageError
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, style
 
 if TYPE_CHECKING:
-    from kb.verify.checks import Answer
+    from kb.verify.checks import CheckResult
 
 NAGIOS_OK, NAGIOS_WARNING, NAGIOS_CRITICAL, NAGIOS_UNKNOWN = range(4)
 NAMES = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
@@ -28,17 +28,17 @@ class Format(StrEnum):
 
 def check(
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A DeepSpeed, accelerate or trainer configuration to judge.")
+        Path | None, typer.Option(metavar="FILE", help="A DeepSpeed, accelerate or trainer configuration to check.")
     ] = None,
     python: Annotated[Path | None, typer.Option(help="Interpreter of your training environment.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="How to say it.")] = Format.TEXT,
+    form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Ask every check what this machine and environment are exposed to. Read-only: no arm runs, no GPU is touched.
+    """Run every check: what are this machine and environment exposed to? Read-only: runs no arm, uses no GPU.
 
     Exit codes: 0 nothing is exposed; 1 something is; 3 the checks could not tell. With --format nagios those of
-    a Nagios plugin: 2 when what is exposed kills jobs or loses checkpoints, 1 when it is less, 3 unknown.
+    a Nagios plugin: 2 for an incident that kills jobs or loses checkpoints, 1 for a lesser one, 3 unknown.
     """
     from kb.content.catalog import load_catalog
     from kb.harness.launcher import Launcher
@@ -46,61 +46,61 @@ def check(
 
     if config is not None and not config.is_file():
         raise UsageError(
-            f"--config {config}: there is no such file", "name a file of DeepSpeed, accelerate or a trainer"
+            f"--config {config}: no such file", "name a configuration of DeepSpeed, accelerate or a trainer"
         )
-    found = load_catalog(configured_roots(tuple(roots or ())))
+    catalog = load_catalog(configured_roots(tuple(roots or ())))
     files = {"config": config.absolute()} if config else {}
     with Launcher(interpreter_of(python)) as launcher:
-        answers = check_all(found, launcher, files)
+        results = check_all(catalog, launcher, files)
     if as_json:
-        emit("check", answers=[answer.to_json() for answer in answers], counts=_counts(answers))
+        emit("check", answers=[result.to_json() for result in results], counts=_counts(results))
     elif form is Format.NAGIOS:
-        code = _nagios_code(answers, exit_code(answers))
-        print(_nagios(answers, code))
+        code = _nagios_code(results, exit_code(results))
+        print(_nagios(results, code))
         return code
     else:
-        _print(answers)
-    return exit_code(answers)
+        _print(results)
+    return exit_code(results)
 
 
-def _counts(answers: tuple[Answer, ...]) -> dict[str, int]:
-    counts = Counter(answer.finding.state for answer in answers)
+def _counts(results: tuple[CheckResult, ...]) -> dict[str, int]:
+    counts = Counter(result.finding.state for result in results)
     return {state: counts[state] for state in ("exposed", "clear", "unknown")}
 
 
-def _print(answers: tuple[Answer, ...]) -> None:
-    """What is exposed and what was said of a given file; most of the others had nothing to look at."""
-    for answer in answers:
-        if answer.is_exposed or answer.is_asked:
-            _print_answer(answer)
-    told = ", ".join(f"{count} {state}" for state, count in _counts(answers).items())
-    print(f"{told}; `kb check --json` gives the reasons of all")
+def _print(results: tuple[CheckResult, ...]) -> None:
+    """What is exposed, and every result about a given file; most other checks have nothing to examine."""
+    for result in results:
+        if result.is_exposed or result.takes_given_file:
+            _print_result(result)
+    totals = ", ".join(f"{count} {state}" for state, count in _counts(results).items())
+    print(f"{totals}; `kb check --json` gives the reasons of all")
 
 
-def _print_answer(answer: Answer) -> None:
-    state, entry = answer.finding.state, answer.entry
+def _print_result(result: CheckResult) -> None:
+    state, entry = result.finding.state, result.entry
     color = {"exposed": "red", "clear": "green"}.get(state, "yellow")
     print(f"{style(f'{state:<8}', color, bold=True)} {style(entry.id, bold=True)}  {entry.meta.title}")
-    for line in answer.finding.evidence:
+    for line in result.finding.evidence:
         print(f"  {line}")
-    if answer.finding.advice:
-        print(f"  do: {answer.finding.advice}")
-    if answer.is_exposed:
+    if result.finding.advice:
+        print(f"  do: {result.finding.advice}")
+    if result.is_exposed:
         print(f"  read: kb show {entry.id}")
 
 
-def _nagios_code(answers: tuple[Answer, ...], code: int) -> int:
-    severities = {answer.entry.meta.severity.value for answer in answers if answer.is_exposed}
+def _nagios_code(results: tuple[CheckResult, ...], code: int) -> int:
+    severities = {result.entry.meta.severity.value for result in results if result.is_exposed}
     if severities & {"critical", "high"}:
         return NAGIOS_CRITICAL
     return NAGIOS_WARNING if severities else NAGIOS_OK if code == 0 else NAGIOS_UNKNOWN
 
 
-def _nagios(answers: tuple[Answer, ...], code: int) -> str:
-    """One line with performance data, as https://nagios-plugins.org/doc/guidelines.html wants it."""
+def _nagios(results: tuple[CheckResult, ...], code: int) -> str:
+    """One line with performance data: https://nagios-plugins.org/doc/guidelines.html."""
     exposed = [
-        f"{answer.entry.id} ({next(iter(answer.finding.evidence), '')})" for answer in answers if answer.is_exposed
+        f"{result.entry.id} ({next(iter(result.finding.evidence), '')})" for result in results if result.is_exposed
     ]
-    told = "; ".join(exposed) or "nothing exposed"
-    data = " ".join(f"{state}={count}" for state, count in _counts(answers).items())
-    return f"KB {NAMES[code]} - {told.replace('|', '/')} | {data}"
+    problems = "; ".join(exposed) or "nothing exposed"
+    data = " ".join(f"{state}={count}" for state, count in _counts(results).items())
+    return f"KB {NAMES[code]} - {problems.replace('|', '/')} | {data}"

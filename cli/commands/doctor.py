@@ -1,8 +1,7 @@
-"""`kb doctor`: is kb itself in order? Each finding with its mend."""
+"""`kb doctor`: health checks of kb itself, each with a fix."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,24 +13,24 @@ from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, style
 
 
 def doctor(
-    python: Annotated[Path | None, typer.Option(help="The interpreter that probes shall run in.")] = None,
+    python: Annotated[Path | None, typer.Option(help="Interpreter of your training environment.")] = None,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Check kb itself: index, store, clashing names, torch for the probes, leftovers.
+    """Run health checks of kb itself: index, store, clashing names, torch for the probes, leftovers.
 
-    Exit code 0 when all is in order, 1 when something needs mending.
+    Exit code 0 when all of them pass, 1 when something needs fixing.
     """
-    from kb.doctor import examine
+    from kb.doctor import run_checks
 
-    findings = []
-    for finding in examine(configured_roots(tuple(roots or ())), interpreter_of(python)):
-        findings.append(finding)
+    checks = []
+    for check in run_checks(configured_roots(tuple(roots or ())), interpreter_of(python)):
+        checks.append(check)
         if not as_json:
-            mark = style("ok  ", "green") if finding.is_fine else style("mend", "yellow", bold=True)
-            print(f"{mark}  {finding.subject:<10} {finding.message}")
-            if finding.mend:
-                print(f"                 {finding.mend}")
+            label = style("ok  ", "green") if check.is_fine else style("fix ", "yellow", bold=True)
+            print(f"{label}  {check.subject:<10} {check.message}")
+            if check.hint:
+                print(f"                 {check.hint}")
     if as_json:
-        emit("doctor", findings=[asdict(finding) for finding in findings])
-    return 0 if all(finding.is_fine for finding in findings) else 1
+        emit("doctor", findings=[check.to_json() for check in checks])
+    return 0 if all(check.is_fine for check in checks) else 1

@@ -17,16 +17,16 @@ def env(
 ) -> int:
     """Show this machine: driver, CUDA, NCCL, torch, libraries, GPUs, topology, network, limits, container.
 
-    Works with torch absent or broken: what is unknown says why. Never waits for a wedged driver.
+    Works with torch absent or broken: each unknown value has a reason. Never waits for a hung driver.
     """
     from kb.machine import snapshot
 
     from ..terminal.progress import StatusLine
 
     with StatusLine() as progress:
-        progress.begin("env", "looking at this machine, importing torch in a child process")
-        found = snapshot.capture(interpreter_of(python), import_torch=True)
-    document = found.to_json()
+        progress.begin("env", "reading this machine's state, importing torch in a child process")
+        machine = snapshot.capture(interpreter_of(python), import_torch=True)
+    document = machine.to_json()
     if as_json:
         emit("env", **document)
     else:
@@ -37,13 +37,13 @@ def env(
 
 
 def _print(label: str, value: Any, path: str, reasons: Mapping[str, str], indent: str = "") -> None:
-    """One value with everything below it; what is unknown with its reason (`path` is its dotted name)."""
+    """One value with everything below it; an unknown value with its reason (`path` is its dotted name)."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = dict(enumerate(value))
     if isinstance(value, dict) and value:
         print(f"{indent}{label}:")
-        for key, one in value.items():
-            _print(str(key), one, f"{path}.{key}", reasons, indent + "  ")
+        for key, item in value.items():
+            _print(str(key), item, f"{path}.{key}", reasons, indent + "  ")
         return
     text = "none" if value in (None, "", {}, []) else str(value)
     if value is None and path in reasons:

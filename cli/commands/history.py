@@ -18,20 +18,20 @@ def history(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Show the reports of `kb verify`, newest first. Exit code 0 when there is one, 1 when there is none.
+    """Show the reports of `kb verify`, newest first. Exit code 0 when there is any, 1 when there is none.
 
-    "earlier wording": the entry has been edited since, so the report judged another text than today's.
+    "earlier wording": the entry has been edited since, so the report is about an older text.
     """
     from kb.content.catalog import load_catalog
-    from kb.store import reports as kept
+    from kb.store import reports as store_reports
     from kb.store.database import Database
 
-    found = load_catalog(configured_roots(tuple(roots or ())))
+    catalog = load_catalog(configured_roots(tuple(roots or ())))
     with Database.open() as database:
-        documents = kept.history(database, entry_id, limit)
+        documents = store_reports.history(database, entry_id, limit)
     if entry_id and not documents:
-        found.get(entry_id)
-    reports = kept.compare_wording(documents, {entry.id: entry.digest for entry in found})
+        catalog.get(entry_id)
+    reports = store_reports.compare_wording(documents, {entry.id: entry.digest for entry in catalog})
     if as_json:
         emit("history", reports=reports)
     elif reports:
@@ -44,7 +44,7 @@ def history(
 def _print(reports: list[dict[str, Any]]) -> None:
     from kb.verify.verdict import EXIT_CODES
 
-    from ..terminal.verdicts import COLORS
+    from ..terminal.reports import COLORS
 
     colors = {verdict.value: COLORS[code] for verdict, code in EXIT_CODES.items()}
     width = max(len(report["id"]) for report in reports)

@@ -1,4 +1,4 @@
-"""`kb key`: the API keys of a service. One is shown when it is made and never again."""
+"""`kb key`: the API keys of a service. A key is shown only once, when it is created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DatabaseOption = Annotated[
     typer.Option(
         "--database",
         envvar="KB_DATABASE_URL",
-        help="URL of the service's database, or path of a SQLite file; your own store without.",
+        help="URL of the service's database, or path of a SQLite file. Default: your own store.",
     ),
 ]
 ScopeOption = Annotated[
@@ -32,52 +32,52 @@ ScopeOption = Annotated[
 
 @key.callback()
 def _keys() -> None:
-    """Make, list and revoke the API keys of a service."""
+    """Create, list and revoke the API keys of a service."""
 
 
 @key.command()
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Who uses it, to know it again in the list.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Who uses the key: its name in the list.")],
     scope: ScopeOption = "read",
     as_json: JsonFlag = False,
     database: DatabaseOption = None,
 ) -> int:
-    """Make a key and print it: now, and never again."""
+    """Create a key and print it. It cannot be shown again."""
     from kb.store import keys
     from kb.store.database import Database
 
     with Database.open(database) as opened:
-        made, text = keys.new(opened, name, keys.Scope(scope), actor=_actor())
+        new_key, text = keys.new(opened, name, keys.Scope(scope), actor=_actor())
         place = opened.name
     if as_json:
-        emit("key", key=_document(made), secret=text)
+        emit("key", key=_document(new_key), secret=text)
         return 0
     print(text)
-    notice(f"kept as a hash in {place}: copy it now. It goes into the header `Authorization: Bearer kb_...`")
-    notice(f"`kb key revoke {made.id}` ends it")
+    notice(f"stored as a hash in {place}: copy the key now. It goes into the header `Authorization: Bearer kb_...`")
+    notice(f"`kb key revoke {new_key.id}` revokes it")
     return 0
 
 
 @key.command("list")
 def list_(as_json: JsonFlag = False, database: DatabaseOption = None) -> int:
-    """List the keys, revoked ones too. Exit code 0 when there is one, 1 when there is none."""
+    """List the keys, revoked ones too. Exit code 0 when there is any, 1 when there is none."""
     from kb.store import keys
     from kb.store.database import Database
 
     with Database.open(database) as opened:
-        found = [stored.key for stored in keys.everything(opened)]
+        stored_keys = [stored.key for stored in keys.list_all(opened)]
         with opened.reading() as session:
-            is_begun = session is not None
+            exists = session is not None
         place = opened.name
     if as_json:
-        emit("key", keys=[_document(one) for one in found])
-    elif found:
-        _print(found)
-    elif is_begun:
-        print(f"no key yet in {place}. `kb key new <name>` makes one.")
+        emit("key", keys=[_document(key_) for key_ in stored_keys])
+    elif stored_keys:
+        _print(stored_keys)
+    elif exists:
+        print(f"no key yet in {place}. `kb key new <name>` creates one.")
     else:
-        print(f"no key yet: nothing was ever kept in {place}. `kb key new <name>` begins it; or is the place wrong?")
-    return 0 if found else 1
+        print(f"no key yet: nothing is stored in {place} yet. `kb key new <name>` creates it; or is the place wrong?")
+    return 0 if stored_keys else 1
 
 
 @key.command()
@@ -86,7 +86,7 @@ def revoke(
     as_json: JsonFlag = False,
     database: DatabaseOption = None,
 ) -> int:
-    """End a key for good. A running service refuses it within seconds."""
+    """Revoke a key for good. A running service refuses it within seconds."""
     from kb.store import keys
     from kb.store.database import Database
 
@@ -100,28 +100,28 @@ def revoke(
 
 
 def _actor() -> str:
-    """Who is at this machine, for the audit log."""
+    """The user of this machine, for the audit log."""
     try:
         return f"cli:{getpass.getuser()}"
-    except (KeyError, OSError):  # a container may run as a number that has no name
+    except (KeyError, OSError):  # a container may run under a user id without a name
         return f"cli:{os.getuid()}"
 
 
 def _print(keys: list[Key]) -> None:
     print(style(f"{'id':<8}  {'scope':<6}  {'created':<16}  {'last used':<16}  {'revoked':<16}  name", bold=True))
-    for one in keys:
-        times = "  ".join(f"{_local(at):<16}" for at in (one.created_at, one.last_used_at, one.revoked_at))
-        print(style(f"{one.id}  {one.scope:<6}  {times}  {one.name}", dim=one.revoked_at is not None))
+    for key_ in keys:
+        times = "  ".join(f"{_local(at):<16}" for at in (key_.created_at, key_.last_used_at, key_.revoked_at))
+        print(style(f"{key_.id}  {key_.scope:<6}  {times}  {key_.name}", dim=key_.revoked_at is not None))
 
 
-def _document(one: Key) -> dict[str, Any]:
+def _document(key_: Key) -> dict[str, Any]:
     return {
-        "id": one.id,
-        "name": one.name,
-        "scope": one.scope,
-        "created_at": _utc(one.created_at),
-        "last_used_at": _utc(one.last_used_at),
-        "revoked_at": _utc(one.revoked_at),
+        "id": key_.id,
+        "name": key_.name,
+        "scope": key_.scope,
+        "created_at": _utc(key_.created_at),
+        "last_used_at": _utc(key_.last_used_at),
+        "revoked_at": _utc(key_.revoked_at),
     }
 
 

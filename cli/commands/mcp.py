@@ -23,7 +23,7 @@ SERVER = "kb.api.mcp.server:over_stdio"
 def mcp(
     allow_verify: Annotated[
         bool,
-        typer.Option("--allow-verify", help="Offer to run probes here; you are asked for consent each time."),
+        typer.Option("--allow-verify", help="Let the model run probes here; you are asked for consent each time."),
     ] = False,
     python: Annotated[Path | None, typer.Option(help="Interpreter of your training environment.")] = None,
     roots: RootOption = None,
@@ -32,27 +32,27 @@ def mcp(
 
     A client starts it: claude mcp add kb -- kb mcp. Needs gpu-kb[server]. Over HTTP it is /mcp of `kb serve`.
     """
-    from ..this_machine import ThisMachine
+    from ..service.this_machine import ThisMachine
 
     if sys.__stdin__ is None or sys.__stdout__ is None:
         raise UsageError("standard input or output is closed, and the protocol needs both", "let a client start it")
     chosen = configured_roots(tuple(roots or ()))
     serve = _server()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="kb: %(message)s")
-    sys.stdout = sys.__stdout__  # the protocol has it to itself
-    for number in (signal.SIGINT, signal.SIGTERM):  # what runs ends with this process, and nothing else is to be saved
+    sys.stdout = sys.__stdout__  # for the protocol alone
+    for number in (signal.SIGINT, signal.SIGTERM):  # arms end with this process, and there is nothing else to save
         signal.signal(number, signal.SIG_DFL)
     try:
         serve(chosen, ThisMachine(interpreter_of(python)), allows_verify=allow_verify)
-    except* BrokenPipeError:  # the client left with an answer under way
+    except* BrokenPipeError:  # the client disconnected during an answer
         pass
     return 0
 
 
 def _server() -> Callable[..., None]:
-    """By its name, since no shell imports another one. Raises `UsageError` without the extra."""
+    """By its name, since cli does not import api. Raises `UsageError` without the extra."""
     try:
-        found: Callable[..., None] = resolve_name(SERVER)
+        server: Callable[..., None] = resolve_name(SERVER)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("fastapi", "mcp"):
@@ -60,4 +60,4 @@ def _server() -> Callable[..., None]:
         raise UsageError(
             f"`kb mcp` needs {missing}, which is not installed here", "pip install 'gpu-kb[server]'"
         ) from None
-    return found
+    return server

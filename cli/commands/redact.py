@@ -1,4 +1,4 @@
-"""`kb redact`: a filter that hides secrets, people and machines in a log."""
+"""`kb redact`: a filter that replaces secrets, people and machines in a log by placeholders."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..terminal.stdin import stdin
 def redact(
     file: Annotated[str, typer.Argument(metavar="[FILE|-]", help="A log; `-` is standard input.")] = "-",
 ) -> int:
-    """Print a log with placeholders for secrets, user names, hosts and addresses: equal ones for equal ones."""
+    """Print a log with placeholders for secrets, user names, hosts and addresses; equal values get the same one."""
     from kb.redaction.redactor import local_redactor
 
     with _opened(file) as stream, open(sys.stdout.fileno(), "wb", closefd=False) as out:
         try:
             for line in local_redactor().lines(stream):
                 out.write(line)
-                out.flush()  # `tail -f train.log | kb redact` shows each line as it comes
-        except BrokenPipeError:  # the reader left, as `head` does
+                out.flush()  # `tail -f train.log | kb redact` shows each line at once
+        except BrokenPipeError:  # the reader closed the pipe, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
     return 0
 

@@ -1,4 +1,4 @@
-"""`kb serve`: the service on this machine."""
+"""`kb serve`: runs the service on this machine."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ APPLICATION, SETTINGS = "kb.api.app:create_app", "kb.api.settings:Settings"
 ANONYMOUS = "kb.api.settings:Anonymous"
 CONNECTION = "kb.api.requests.connection:Connection"
 NEEDED = ("fastapi", "uvicorn", "jinja2", "nh3", "prometheus_client", "pythonjsonlogger")
-LONGEST_HEAD = 128 << 10  # bytes: the longest query in Chinese is 72 kB when it is quoted
+LONGEST_HEAD = 128 << 10  # bytes: the longest query in Chinese takes 72 kB when percent-encoded
 GRACE_S = 5
-UNREAD_MS = 30_000  # how long a client may leave an answer unread
+UNREAD_MS = 30_000  # how long a client may leave a response unread
 
 
 def serve(
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Beyond loopback, only keys get answers.")
+        str, typer.Option(help="Address to listen on. Beyond loopback, every request needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that answer; one that dies is replaced.")] = 1,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free one.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes; one that dies is replaced.")] = 1,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody who reaches it read, without a key.")
+        bool, typer.Option("--insecure", help="Let everybody who can reach the service read without a key.")
     ] = False,
     roots: RootOption = None,
 ) -> int:
-    """Serve pages, REST and MCP until Ctrl-C. Needs gpu-kb[server]; `kb key new` makes keys."""
+    """Serve pages, REST and MCP until Ctrl-C. Needs gpu-kb[server]; `kb key new` creates keys."""
     for name in NEEDED:
         if find_spec(name) is None:
             hint = "pip install 'gpu-kb[server]'"
@@ -58,11 +58,11 @@ def serve(
 
 
 def _settings(address: str, extra: tuple[Any, ...], *, insecure: bool) -> Any:
-    """Who may read without a key follows from the address. Raises `UsageError` beyond loopback without any key."""
+    """The address decides who may read without a key. Raises `UsageError` beyond loopback when no key exists."""
     nobody, everybody = map(resolve_name(ANONYMOUS), ("nobody", "everybody"))
     made = resolve_name(SETTINGS).from_environment(roots=configured_roots(extra))
     if insecure or made.anonymous is everybody:
-        notice(f"warning: INSECURE: whoever reaches {address} can read every entry and report without a key")
+        notice(f"warning: INSECURE: anybody who can reach {address} can read every entry and report without a key")
         return made.but(anonymous=everybody)
     if ip_address(address.partition("%")[0]).is_loopback:
         return made
@@ -76,17 +76,17 @@ def _demand_key(where: Any, address: str) -> None:
 
     with Database.open(where) as database:
         try:
-            has_key = any(one.key.revoked_at is None for one in keys.everything(database))
+            has_key = any(stored.key.revoked_at is None for stored in keys.list_all(database))
         except StoreUnavailable as error:
             notice(f"warning: {error.message}; until it is back, nobody gets an answer")
             return
         if not has_key:
-            hint = "make one: `kb key new NAME --scope read`, with the same KB_DATABASE_URL; or --insecure"
+            hint = "create one: `kb key new NAME --scope read`, with the same KB_DATABASE_URL; or --insecure"
             raise UsageError(f"{address} can be reached by others, and {database.name} holds no key", hint)
 
 
 def _config(settings: Any, workers: int) -> uvicorn.Config:
-    """The app by its name, since no shell imports another one."""
+    """The app by its name, since cli does not import api."""
     import uvicorn
 
     from ..service.server_log import configuration
@@ -98,7 +98,7 @@ def _config(settings: Any, workers: int) -> uvicorn.Config:
         ws="none",
         workers=workers,
         log_config=configuration(is_terminal=sys.stderr.isatty()),
-        access_log=False,  # it would have the query, which may be a pasted log with names in it
+        access_log=False,  # it would contain the query, which may be a pasted log with names in it
         server_header=False,
         h11_max_incomplete_event_size=LONGEST_HEAD,
         timeout_graceful_shutdown=GRACE_S,
@@ -118,19 +118,19 @@ def _run(config: uvicorn.Config, listener: socket.socket) -> None:
 
 def _allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS says that there is no limit, and has one
+    with suppress(OSError, ValueError):  # macOS reports no limit, and has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `UsageError` for an address that cannot be taken."""
+    """A listening socket. Raises `UsageError` for an address that cannot be bound."""
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         message = f"cannot listen on {host}, port {port}: {error.strerror or error}"
         raise UsageError(message, "choose another with --port, or --port 0") from None
-    # Connections inherit these. asyncio sets the first only on sockets that name their protocol, which this one does
-    # not; without it every answer waits 40 ms for an acknowledgement.
+    # Connections inherit these options. asyncio sets the first only on sockets created with a protocol number, which
+    # this one is not; without it every response waits 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)

@@ -11,10 +11,10 @@ import typer
 from kb.content.roots import configured_roots
 from kb.errors import BadParameter, UsageError
 
-from ..delivery import Recipient, ReportOption, send_waiting
+from ..service.delivery import Recipient, ReportOption, send_waiting
 from ..terminal.output import JsonFlag, RootOption, interpreter_of, notice
-from ..terminal.verification import show_plans, show_run
-from ..verification import session
+from ..terminal.session import session
+from ..terminal.verify_output import show_plans, show_run
 
 if TYPE_CHECKING:
     from kb.content.catalog import Catalog
@@ -53,40 +53,40 @@ def verify(
     3 not-reproduced, inconclusive; 4 not-applicable; 124 deadline; 130 interrupted.
     """
     from kb.content.catalog import load_catalog
-    from kb.verify.runner import Options
+    from kb.verify.runner import RunOptions
 
     _refuse_under_a_launcher()
     recipient = Recipient.at(report_to)
     if recipient and not ids and not everything and not plan_only:
         return send_waiting(recipient, as_json=as_json)
-    found = load_catalog(configured_roots(tuple(roots or ())))
-    entries = _chosen(found, ids or [], everything)
+    catalog = load_catalog(configured_roots(tuple(roots or ())))
+    entries = _select_entries(catalog, ids or [], everything)
     values = _settings(settings or [])
     _make_folder(keep_logs)
-    with session(found, entries, values, interpreter_of(python), keep_logs, force=force) as ready:
+    with session(catalog, entries, values, interpreter_of(python), keep_logs, force=force) as prepared:
         if plan_only:
-            return show_plans(ready.plans, ready.launcher, recipient, as_json=as_json)
-        done = ready.run(Options(repeat, timeout))
-    return show_run(done, recipient, as_json=as_json, as_list=everything or len(entries) > 1)
+            return show_plans(prepared.plans, prepared.launcher, recipient, as_json=as_json)
+        run = prepared.run(RunOptions(repeat, timeout))
+    return show_run(run, recipient, as_json=as_json, as_list=everything or len(entries) > 1)
 
 
 def verify_quietly(
     ids: list[str], python: Path | None, roots: tuple[Path, ...]
 ) -> tuple[int, tuple[Report, ...], dict[str, int]]:
-    """(exit code, reports, verdicts counted) of these entries; prints nothing but progress."""
+    """Exit code, reports and counts of verdicts of these entries; prints nothing but progress."""
     from kb.content.catalog import load_catalog
     from kb.verify.report import exit_code, summary
-    from kb.verify.runner import Options
+    from kb.verify.runner import RunOptions
 
     _refuse_under_a_launcher()
-    found = load_catalog(configured_roots(roots))
-    with session(found, [found.get(entry_id) for entry_id in ids], {}, interpreter_of(python)) as ready:
-        done = ready.run(Options(0, None))
-    return exit_code(done.reports), done.reports, summary(done.reports)
+    catalog = load_catalog(configured_roots(roots))
+    with session(catalog, [catalog.get(entry_id) for entry_id in ids], {}, interpreter_of(python)) as prepared:
+        run = prepared.run(RunOptions(0, None))
+    return exit_code(run.reports), run.reports, summary(run.reports)
 
 
 def _refuse_under_a_launcher() -> None:
-    """torchrun and srun start a command once per rank; a probe starts its own ranks."""
+    """torchrun and srun start a command once per rank, but a probe starts its own ranks."""
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         if os.environ.get(name, "0") not in ("", "0"):
             raise UsageError(
@@ -95,17 +95,17 @@ def _refuse_under_a_launcher() -> None:
             )
 
 
-def _chosen(found: Catalog, ids: list[str], everything: bool) -> list[Entry]:
+def _select_entries(catalog: Catalog, ids: list[str], everything: bool) -> list[Entry]:
     if everything == bool(ids):
         raise UsageError(
-            "name the entries to verify, or say --all" if not ids else "either ids or --all, not both",
+            "name the entries to verify, or pass --all" if not ids else "either ids or --all, not both",
             "for instance: kb verify checkpoint-save-allgather-timeout",
         )
     if everything:
-        for problem in found.problems:
+        for problem in catalog.problems:
             notice(f"left out: {problem.message}")
-        return found.current()
-    return [found.get(entry_id) for entry_id in dict.fromkeys(ids)]
+        return catalog.current()
+    return [catalog.get(entry_id) for entry_id in dict.fromkeys(ids)]
 
 
 def _settings(pairs: list[str]) -> dict[str, str]:
@@ -119,7 +119,7 @@ def _settings(pairs: list[str]) -> dict[str, str]:
 
 
 def _make_folder(keep_logs: Path | None) -> None:
-    """Before anything runs: logs that cannot be kept are the caller's mistake, not a failure of an arm."""
+    """Before anything runs: a folder that cannot be written is the caller's mistake, not a failure of an arm."""
     try:
         if keep_logs:
             keep_logs.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a service logs: lines for a person at a terminal, JSON for everything else."""
+"""Log configuration of a service: lines at a terminal, JSON everywhere else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FIELDS = {"levelname": "level", "name": "logger"}
 
 
 def configuration(*, is_terminal: bool) -> dict[str, Any]:
-    """For `logging.config.dictConfig`. One line on stderr for each request, and what goes wrong."""
+    """For `logging.config.dictConfig`. One line on stderr for each request and each error."""
     plain = {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}
     structured = {
         "()": "pythonjsonlogger.json.JsonFormatter",

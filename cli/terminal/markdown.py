@@ -1,4 +1,4 @@
-"""Markdown at a terminal, as Rich draws it, but for code: that can be copied."""
+"""Markdown at a terminal, rendered by Rich, except for code, which stays copyable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 class Code(CodeBlock):
-    """Lines as they are written: wrapped to the width of the terminal they would be other code."""
+    """Lines as written: wrapping them to the terminal's width would change the code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in str(self.text).rstrip().splitlines():

@@ -1,6 +1,6 @@
-"""One line on a terminal that says what is running, or how much was read; silence anywhere else.
+"""A status line on a terminal: what is running, or how much was read. Prints nothing anywhere else.
 
-It hides no cursor and changes no terminal mode, so that even a SIGKILL leaves the terminal sane.
+It hides no cursor and changes no terminal mode, so that even a SIGKILL leaves the terminal usable.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class StatusLine:
     def __init__(self) -> None:
         self._running: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._draw, daemon=True)
-        self._is_shown = sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty()
 
     def __enter__(self) -> Self:
-        if self._is_shown:
+        if self._is_terminal:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._done.set()
-        if self._is_shown:
+        self._stopped.set()
+        if self._is_terminal:
             self._thread.join()
             self._write("")
 
@@ -46,7 +46,7 @@ class StatusLine:
             self._running.pop(key, None)
 
     def _draw(self) -> None:
-        while not self._done.wait(TURN_S):
+        while not self._stopped.wait(TURN_S):
             with self._lock:
                 running = list(self._running.values())
             now = time.monotonic()
@@ -59,24 +59,24 @@ class StatusLine:
 
 
 class ReadingLine:
-    """How much was read, on a terminal; silence anywhere else."""
+    """How much was read, on a terminal; prints nothing anywhere else."""
 
     def __init__(self) -> None:
-        self._bytes = self._shown = 0
+        self._bytes = self._reported = 0
         self._began = time.monotonic()
-        self._is_shown = sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._shown:
+        if self._reported:
             sys.stderr.write("\r\x1b[K")
 
     def read(self, count: int) -> None:
         self._bytes += count
-        if self._is_shown and self._bytes - self._shown > TURN_BYTES:
-            self._shown = self._bytes
+        if self._is_terminal and self._bytes - self._reported > TURN_BYTES:
+            self._reported = self._bytes
             rate = self._bytes / 1e6 / max(1e-3, time.monotonic() - self._began)
             sys.stderr.write(f"\r\x1b[Kread {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The environment that arms run in: the caller's, less every variable that would leak a job into them."""
+"""The environment that arms run in: the caller's without the variables that would carry a job's settings into them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ NCCL = {
 }
 
 
-def scrubbed(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What is left of the caller's environment, and the names of what was removed."""
+def scrub_environment(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The caller's environment without such variables, and the names of the removed ones."""
     environment = os.environ if environment is None else environment
     removed = tuple(sorted(name for name in environment if SCRUBBED.search(name)))
-    kept = {name: value for name, value in environment.items() if name not in removed}
-    kept.update(
+    remaining = {name: value for name, value in environment.items() if name not in removed}
+    remaining.update(
         OMP_NUM_THREADS="1",
         PYTHONSAFEPATH="1",
         PYTHONUNBUFFERED="1",
         PYTHONDONTWRITEBYTECODE="1",  # a probe leaves no __pycache__ in a content root
         HF_HUB_OFFLINE="1",
     )
-    return kept, removed
+    return remaining, removed
 
 
-def for_arm(directory: Path, backend: str, gpus: tuple[str, ...]) -> dict[str, str]:
-    """Variables of one arm: its own directory for everything that is cached, and the GPUs it was given."""
+def arm_variables(directory: Path, backend: str, gpus: tuple[str, ...]) -> dict[str, str]:
+    """Variables of one arm: its own directory for every cache, and its GPUs."""
     home = str(directory)
     variables = {
         "TMPDIR": home,

@@ -7,7 +7,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-MOST_SHOWN = 8  # tensors of a call, pieces of a list of ranks
+MOST_LISTED = 8  # tensors of a call, pieces of a list of ranks
 
 
 def name_ranks(ranks: Collection[int]) -> str:
@@ -19,8 +19,8 @@ def name_ranks(ranks: Collection[int]) -> str:
         else:
             runs.append([rank])
     names = [name for run in runs for name in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    if len(names) > MOST_SHOWN:
-        names[MOST_SHOWN:] = ["others"]
+    if len(names) > MOST_LISTED:
+        names[MOST_LISTED:] = ["others"]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
 
@@ -39,24 +39,24 @@ def describe(record: Record) -> str:
 
 
 def _sizes(sizes: list[Any]) -> str:
-    more = f" and {len(sizes) - MOST_SHOWN} more" if len(sizes) > MOST_SHOWN else ""
-    return " ".join(map(str, sizes[:MOST_SHOWN])) + more
+    more = f" and {len(sizes) - MOST_LISTED} more" if len(sizes) > MOST_LISTED else ""
+    return " ".join(map(str, sizes[:MOST_LISTED])) + more
 
 
-def place(record: Record) -> str:
-    """Where the user's code called it, ` (train.py:42 step)`; empty where the record does not say."""
+def call_site(record: Record) -> str:
+    """The line of the user's code, ` (train.py:42 step)`; empty when the record has no frames."""
     frames = record.get("frames")
     return f" ({frames[0]})" if frames else ""
 
 
-def created(record: Record) -> float | None:
+def created_at(record: Record) -> float | None:
     """When it was issued, in seconds since the epoch."""
     at = record.get("time_created_ns")
     return at / 1e9 if at else None
 
 
 def has_completed(record: Record) -> bool:
-    """gloo records no states, only that it is done with a call; with NCCL that may have been a timeout."""
+    """gloo records no states, only that a call retired; with NCCL a call that timed out retires too."""
     if str(record["op"]).startswith("gloo:") or "state" not in record:
         return bool(record["retired"])
     return bool(record["state"] == "completed")

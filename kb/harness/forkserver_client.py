@@ -1,4 +1,4 @@
-"""One fork server (`kb.runtime.forkserver`), seen from the process that started it: hand it arms, wait, end it."""
+"""One fork server (`kb.runtime.forkserver`), seen from the process that started it: send it arms, wait, end it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTSIDE_S = 15.0  # the guard's own grace and kill periods, generously
 
 
 class ForkClient:
-    """Starts a fork server in an interpreter at once; with `preload` it imports torch. To be closed."""
+    """Starts a fork server in an interpreter at once; with `preload` it imports torch. Must be closed."""
 
     def __init__(self, python: Path, environment: Mapping[str, str], *, preload: bool) -> None:
         self._preload = preload
@@ -45,13 +45,14 @@ class ForkClient:
                 start_new_session=True,
             )
         except OSError as error:
+            self._errors.close()
             raise InterpreterError(
                 f"{python} cannot be started: {error.strerror}", "--python takes the path of a Python interpreter"
             ) from error
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self, spec: dict[str, Any], limit_s: float) -> str:
-        """Have one arm run. Returns "" when its guard ended by itself, else why the harness failed."""
+        """Run one arm. Returns "" when its guard ended by itself, else why the harness failed."""
         self._wait(lambda: self._ready, READY_S[self._preload])
         self._send(spec)
         arm_id = spec["arm_id"]
@@ -59,16 +60,16 @@ class ForkClient:
         pid = self._pids[arm_id]
         try:
             self._wait(lambda: arm_id in self._exited, limit_s)
-        except _TooLate:
-            guard = processes.read(pid)
+        except _NotInTime:
+            guard = processes.read_process(pid)
             for process in [*processes.descendants(pid), *([guard] if guard else [])]:
-                processes.send(process, signal.SIGKILL)
+                processes.send_signal(process, signal.SIGKILL)
             return f"its guard did not end it within {limit_s:.0f} s"
         code = self._exited[arm_id]
         return "nothing could be written into its directory; is the disk full?" if code == NO_RECORD else ""
 
     def close(self) -> None:
-        """Close the pipe: fork server and guards end what they run. Waits for them, but not for ever."""
+        """Close the pipe: fork server and guards end what they run. Waits for them, up to `OUTSIDE_S`."""
         if self._errors.closed:
             return
         with self._news:
@@ -76,7 +77,7 @@ class ForkClient:
         if self._process.stdin:
             self._process.stdin.close()
         end = time.monotonic() + OUTSIDE_S
-        while time.monotonic() < end and any((p := processes.read(pid)) and p.is_alive for pid in guards):
+        while time.monotonic() < end and any((p := processes.read_process(pid)) and p.is_alive for pid in guards):
             time.sleep(0.02)
         try:
             self._process.wait(timeout=1)
@@ -109,28 +110,28 @@ class ForkClient:
                 self._process.stdin.write((json.dumps(spec) + "\n").encode())
                 self._process.stdin.flush()
         except (OSError, ValueError) as error:
-            raise LaunchError("the fork server is gone", "run the command again") from error
+            raise LaunchError("the fork server has ended", "run the command again") from error
 
     def _wait(self, is_true: Callable[[], bool], seconds: float) -> None:
         with self._news:
             if not self._news.wait_for(lambda: is_true() or self._dead, seconds):
-                raise _TooLate(f"{self._python} did not answer within {seconds:.0f} s", "is its disk reachable?")
+                raise _NotInTime(f"{self._python} did not answer within {seconds:.0f} s", "is its disk reachable?")
             if not is_true():
                 raise self._died()
 
     def _died(self) -> LaunchError | InterpreterError:
-        """Why the fork server is gone: before it was ready, the interpreter is to blame."""
-        said = ""
+        """Why the fork server ended: before it was ready, the interpreter is to blame."""
+        errors = ""
         if not self._errors.closed:
             self._errors.seek(0)
-            said = self._errors.read()[-500:].decode(errors="replace").strip().replace("\n", " | ")
+            errors = self._errors.read()[-500:].decode(errors="replace").strip().replace("\n", " | ")
         if self._ready:
-            return LaunchError(f"the fork server died: {said}", "run the command again; was memory short?")
+            return LaunchError(f"the fork server died: {errors}", "run the command again; was memory short?")
         return InterpreterError(
-            f"{self._python} cannot run probes: {said or 'it ended at once'}",
+            f"{self._python} cannot run probes: {errors or 'it ended at once'}",
             "--python takes a Python interpreter, 3.9 or newer",
         )
 
 
-class _TooLate(LaunchError):
-    """Something did not happen in time."""
+class _NotInTime(LaunchError):
+    """The fork server did not do something in time."""

@@ -1,12 +1,12 @@
 """Runs one arm of a probe and says how it ended. Never hangs, and leaves nothing behind.
 
-The launcher itself only starts fork servers, hands them work and reads what guards and ranks wrote:
+The launcher itself only starts fork servers, sends them tasks and reads what guards and ranks wrote:
 
     launcher -> forkserver -> guard (one per arm) -> ranks
     (kb)        (reader's interpreter, by path)
 
-The guard keeps the deadline; should it fail to, the launcher ends the guard's tree from outside. It is
-used as a context manager, in the thread that lives longest: a fork server dies with the thread that
+The guard enforces the deadline; should it fail to, the launcher ends the guard's tree from outside. Use the
+launcher as a context manager, in the thread that lives longest: a fork server dies with the thread that
 started it.
 """
 
@@ -30,15 +30,15 @@ from kb.harness.forkserver_client import OUTSIDE_S, ForkClient
 from kb.harness.outcome import ArmOutcome, RankOutcome, rank_outcome
 
 MEMORY_CAP_MIB = 8192
-LOG_BYTES = 32_768  # kept of each end of a rank's log
+LOG_BYTES = 32_768  # read from each end of a rank's log
 ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing for a guard to do. Directory and identity are added by the launcher.
+    """What one guard runs. The launcher adds directory and identity.
 
-    `execute` starts every rank as a fresh interpreter, `has_torch` forks them from one that has torch.
+    `execute` starts every rank in a fresh interpreter, `has_torch` forks them from one that has imported torch.
     """
 
     action: str
@@ -58,7 +58,7 @@ class Task:
     gpu_memory_mib: int = 0
 
     def spec(self, directory: Path) -> dict[str, Any]:
-        """What travels to the fork server, as JSON."""
+        """The JSON document for the fork server."""
         return {
             "arm_id": uuid.uuid4().hex,
             "dir": str(directory),
@@ -80,20 +80,20 @@ class Task:
         }
 
     def _arm_env(self, directory: Path) -> dict[str, str]:
-        return arm_environment.for_arm(directory, self.backend, self.gpus) if self.action == "run" else {}
+        return arm_environment.arm_variables(directory, self.backend, self.gpus) if self.action == "run" else {}
 
 
 class Launcher:
     """Starts arms in one interpreter.
 
-    `removed` names the variables that are kept from the arms; `of_caller` has their values, for checks,
-    whose question is about the caller's environment.
+    `removed` names the variables that the arms do not get; `of_caller` has their values, for checks, which judge
+    the caller's environment.
     """
 
     def __init__(self, python: Path, keep_logs: Path | None = None) -> None:
         self.python = python
         self.keep_logs = keep_logs
-        self.environment, self.removed = arm_environment.scrubbed()
+        self.environment, self.removed = arm_environment.scrub_environment()
         self.of_caller = {name: os.environ[name] for name in self.removed}
         self._servers: dict[bool, ForkClient] = {}
         self._is_closed = False
@@ -106,18 +106,18 @@ class Launcher:
         self.close()
 
     def close(self) -> None:
-        """End everything that runs. What waits for an arm gets a `LaunchError`; nothing can be started after."""
+        """End everything that runs. Calls that wait for an arm raise `LaunchError`; nothing can be started after."""
         self._is_closed = True
         for server in self._servers.values():
             server.close()
 
     def preload(self) -> None:
-        """Begin to import torch for the CPU arms; returns at once. To be called from the long-lived thread."""
+        """Begin to import torch for the CPU arms; returns at once. Call it from the long-lived thread."""
         if True not in self._servers and not self._is_closed:
             self._servers[True] = ForkClient(self.python, self.environment, preload=True)
 
     def rank_results(self, task: Task) -> tuple[dict[str, Any] | None, ArmOutcome]:
-        """Run a task of one rank and give its result as written (None when it wrote none) and its outcome."""
+        """Run a task of one rank. Returns its result as written (None when it wrote none) and its outcome."""
         outcome, results = self._run(task, "")
         return results.get(0), outcome
 
@@ -149,12 +149,10 @@ class Launcher:
             (directory / "spec.json").write_text(json.dumps(spec))
             limit = task.deadline_s + task.settle_s + OUTSIDE_S
             ended = server.run(spec, limit)
-            results = {
-                rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.json"))
-            }
+            results = _rank_files(directory, task.world_size, "json")
             outcome = _read_arm(directory, task, results, ended)
             if label and self.keep_logs:
-                _keep(directory, self.keep_logs / label)
+                _save_logs(directory, self.keep_logs / label)
         except OSError as error:
             raise LaunchError(f"the arm's directory failed: {error}", "is the disk full?") from error
         finally:
@@ -169,20 +167,20 @@ def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], f
     ending = str(record.get("ending", ""))
     if not record and not failure:
         failure = "its guard died"
-    exits = {one["rank"]: one for one in record.get("exits", ())}
-    records = {rank: found for rank in range(task.world_size) if (found := _json(directory, f"rank{rank}.flight.json"))}
+    exits = {rank_exit["rank"]: rank_exit for rank_exit in record.get("exits", ())}
+    records = _rank_files(directory, task.world_size, "flight.json")
 
     def outcome_of(rank: int) -> RankOutcome:
-        seen = None if rank in record.get("cut", ()) else exits.get(rank)
+        own_exit = None if rank in record.get("cut", ()) else exits.get(rank)
         return rank_outcome(
             rank,
             results.get(rank),
-            seen["code"] if seen else None,
+            own_exit["code"] if own_exit else None,
             ending,
-            _ends(directory / f"rank{rank}.log"),
-            _ends(directory / f"rank{rank}.stacks"),
+            _read_log(directory / f"rank{rank}.log"),
+            _read_log(directory / f"rank{rank}.stacks"),
             str(record.get("evidence", {}).get(str(rank), "")),
-            seen["time"] if seen else None,
+            own_exit["time"] if own_exit else None,
             _json(directory, f"rank{rank}.facts.json"),
         )
 
@@ -198,6 +196,11 @@ def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], f
     )
 
 
+def _rank_files(directory: Path, world_size: int, suffix: str) -> dict[int, Any]:
+    """Documents of the ranks that wrote one."""
+    return {rank: document for rank in range(world_size) if (document := _json(directory, f"rank{rank}.{suffix}"))}
+
+
 def _json(directory: Path, name: str) -> Any:
     try:
         return json.loads((directory / name).read_text(errors="replace"))
@@ -205,7 +208,7 @@ def _json(directory: Path, name: str) -> Any:
         return None
 
 
-def _ends(path: Path) -> str:
+def _read_log(path: Path) -> str:
     """A log, or its beginning and its end when it is long."""
     try:
         with path.open("rb") as file:
@@ -220,7 +223,7 @@ def _ends(path: Path) -> str:
     return (head + middle + tail).decode(errors="replace")
 
 
-def _keep(directory: Path, target: Path) -> None:
+def _save_logs(directory: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     names = (
         "rank*.log",

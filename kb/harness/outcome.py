@@ -1,6 +1,6 @@
-"""How one rank ended, how one arm ended, and what a failing rank said. Plain data; judging is `kb.verify.verdict`'s.
+"""How one rank ended, how one arm ended, and what a failing rank printed. Plain data; `kb.verify.verdict` judges it.
 
-rank.json + exit code + what the guard saw -> RankOutcome;  all ranks + guard.json -> ArmOutcome
+rank.json + exit code + the guard's record -> RankOutcome;  all ranks + guard.json -> ArmOutcome
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ COMPLETED, RAISED, SYMPTOM, HUNG, KILLED, EXITED, STOPPED, UNAVAILABLE = (
     "hung",
     "killed",
     "exited",  # ended by itself without a result, for instance by os._exit
-    "stopped",  # ended by us after another rank had failed, or at the memory cap
+    "stopped",  # ended by the guard after another rank had failed, or at the memory cap
     "unavailable",
 )
-PEER_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|failed to (recv|send), (got|sent) 0 bytes", re.I)
-SEEN_LATE_S = 1.0  # on a busy machine the guard sees a death this much later
+CONNECTION_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|failed to (recv|send), (got|sent) 0 bytes", re.I
+)
+REPORT_DELAY_S = 1.0  # on a busy machine the guard sees a process end up to this much later
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """One rank of an arm. Times are seconds since the epoch; `text` is what a signature is searched in."""
+    """One rank of an arm. Times are seconds since the epoch; signatures are searched in `text`."""
 
     rank: int
     kind: str
@@ -85,10 +87,10 @@ class ArmOutcome:
 
     @property
     def first_failure(self) -> RankOutcome | None:
-        """The rank that failed first: a heuristic for the cause, and named as such.
+        """The rank that failed first: a heuristic for the cause, and reported as such.
 
-        By the clock, but a rank that says its peer is gone comes after the peer: a death is seen by the guard
-        later than by the other end of the connection.
+        By the clock, but a rank that lost a connection comes after the rank at its other end: that end sees the loss
+        before the guard sees the process end.
         """
         failed = [rank for rank in self.ranks if rank.has_failed]
         return min(failed, key=_failed_at, default=None)
@@ -98,9 +100,9 @@ class ArmOutcome:
         if expect.kind == COMPLETED:
             return "every rank completed" if self.has_completed else None
         for rank in self.ranks:
-            found = _rank_evidence(rank, expect)
-            if found is not None:
-                return found
+            evidence = _rank_evidence(rank, expect)
+            if evidence is not None:
+                return evidence
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -122,25 +124,25 @@ class ArmOutcome:
 def _failed_at(rank: RankOutcome) -> float:
     if rank.ended is None:
         return math.inf
-    return rank.ended + (SEEN_LATE_S if PEER_GONE.search(rank.message) else 0.0)
+    return rank.ended + (REPORT_DELAY_S if CONNECTION_LOST.search(rank.message) else 0.0)
 
 
 def _rank_evidence(rank: RankOutcome, expect: Expect) -> str | None:
     if expect.kind == KILLED:
         return f"rank {rank.rank} died of {rank.signal}" if rank.signal == expect.pattern else None
-    wanted = {
+    kinds = {
         RAISED: (RAISED, KILLED),  # an abort prints its text and dies of SIGABRT
         SYMPTOM: (SYMPTOM,),
         HUNG: (HUNG,),
     }[expect.kind]
-    if rank.kind not in wanted:
+    if rank.kind not in kinds:
         return None
     match = re.search(expect.pattern, rank.stacks if expect.kind == HUNG else rank.text)
     return line_around(match) if match else None
 
 
 def line_around(match: re.Match[str]) -> str:
-    """The whole line a match lies on, so that evidence reads as it was printed."""
+    """The whole line that contains a match, so that evidence reads as it was printed."""
     start = match.string.rfind("\n", 0, match.start()) + 1
     end = match.string.find("\n", match.end())
     return match.string[start : end if end >= 0 else None].strip()[:500]
@@ -159,12 +161,12 @@ def rank_outcome(
 ) -> RankOutcome:
     """Join what the rank wrote with how its process ended.
 
-    `exit_code` is None when the guard had to end it; `gone_at` is when its process was seen to be gone.
+    `exit_code` is None when the guard had to end it; `gone_at` is when the guard saw its process gone.
     """
     result = result or {}
     kind = str(result.get("outcome", ""))
     if kind == COMPLETED and exit_code not in (0, None):
-        kind = ""  # it finished its job and then died: how it died is the outcome
+        kind = ""  # it completed its job and then died: how it died is the outcome
     if not kind:
         if exit_code is None:
             kind = HUNG if ending == "deadline" else STOPPED

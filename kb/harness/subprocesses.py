@@ -1,8 +1,8 @@
-"""Runs an external command so that it can never block us, whatever it does.
+"""Runs an external command, such as `nvidia-smi`, so that it can never block kb.
 
-A GPU driver in trouble does not answer `nvidia-smi`; a dead network disk does not answer anybody. So a
-command gets its own session and a deadline, writes to files and not to pipes that a grandchild could keep
-open, is cut off when it floods them, and is left behind when even KILL does not end it.
+A broken GPU driver does not answer `nvidia-smi`; a dead network disk does not answer at all. So a command gets its
+own session and a deadline, writes to files instead of pipes that a grandchild could hold open, is ended when it
+floods them, and is left behind when even KILL does not end it. Reading /proc: `kb.runtime.processes`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import IO, Self
 
 from kb.runtime import processes
 
-KEPT_BYTES = 256 << 10  # of each stream, from its beginning
-FLOOD_BYTES = 16 << 20  # nothing we run says this much: it would only fill the disk
+OUTPUT_BYTES = 256 << 10  # of each stream, from its beginning
+FLOOD_BYTES = 16 << 20  # no command that kb runs prints this much: it would only fill the disk
 POLL_S = 0.005
 GRACE_S = 0.3  # between TERM and KILL
-KILLED_S = 2.0  # a killed process that is still there after this sits in the kernel
+KILLED_S = 2.0  # a killed process that still exists after this is stuck in the kernel
 
-# `subprocess` waits, beyond any timeout, until its child has executed the program, which on a dead network
-# disk never happens. The shell is local: it executes at once, and then only the child waits for that disk.
+# `subprocess` waits, beyond any timeout, until its child has executed the program, which never happens on a dead
+# network disk. The shell is local: it executes at once, and then only the child waits for that disk.
 SHELL = ("/bin/sh", "-c", 'exec "$@"', "sh")
 NOT_STARTED = (126, 127)  # the shell's exit codes for a program that it cannot execute, or not find
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """How a command went: either it ended by itself and has an exit code, or `failure` says why not.
+class CommandResult:
+    """How a command ended: by itself, with an exit code; otherwise `failure` says why not.
 
-    A negative exit code is the number of the signal it died of. Output is cut at `KEPT_BYTES`.
+    A negative exit code is the number of the signal it died of. Output is cut at `OUTPUT_BYTES`.
     """
 
     exit_code: int | None
@@ -47,14 +47,14 @@ class Ran:
     failure: str = ""
 
 
-def run(argv: Sequence[str], timeout_s: float) -> Ran:
+def run(argv: Sequence[str], timeout_s: float) -> CommandResult:
     """Run a command to its end, but no longer than `timeout_s` and the time it takes to kill it."""
     with Command(argv, timeout_s) as command:
         return command.result()
 
 
 class Command:
-    """A command that runs beside us, from entering the `with` block; leaving the block ends it and its session."""
+    """A command that runs concurrently from entering the `with` block; leaving the block ends it and its session."""
 
     def __init__(self, argv: Sequence[str], timeout_s: float) -> None:
         self._argv = tuple(argv)
@@ -82,21 +82,21 @@ class Command:
             self._stop(self._process)
         self._open.close()
 
-    def result(self) -> Ran:
-        """Wait for the end, or bring it about at the deadline; to be called once, in the `with` block."""
+    def result(self) -> CommandResult:
+        """Wait for the end, or end the command at the deadline; call it once, in the `with` block."""
         process = self._process
         if process is None:
-            return Ran(None, "", "", self._failure)
+            return CommandResult(None, "", "", self._failure)
         failure = self._wait(process)
         self._process = None
-        stdout, stderr = (_head(file) for file in self._files)
+        stdout, stderr = (_read_output(file) for file in self._files)
         code = process.returncode
         if not failure and code in NOT_STARTED:
             failure = _not_started(self._argv[0], code, stderr)
-        return Ran(None if failure else code, stdout, stderr, failure)
+        return CommandResult(None if failure else code, stdout, stderr, failure)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        """Until it ends or has to be ended; says why it had to."""
+        """Wait until it ends, or end it. Returns why it had to be ended, or ""."""
         while not _has_ended(process):
             if time.monotonic() > self._deadline:
                 return f"{self._argv[0]} did not end within {self._timeout_s:g} s{self._stop(process)}"
@@ -107,25 +107,27 @@ class Command:
         return ""
 
     def _stop(self, process: subprocess.Popen[bytes]) -> str:
-        """TERM, grace, KILL for the session. Says so when the command is still there after that."""
+        """TERM, grace, KILL for the session. Returns a clause when the command survives even that, or ""."""
         _signal_session(process.pid, signal.SIGTERM)
         _has_ended_within(process, GRACE_S)
         _signal_session(process.pid, signal.SIGKILL)
         if _has_ended_within(process, KILLED_S):
             _end_session(process)
             return ""
-        seen = processes.read(process.pid)
+        survivor = processes.read_process(process.pid)
         threading.Thread(target=process.wait, daemon=True).start()  # reaps it, should the kernel ever let it go
-        return f" and cannot be killed, so it is left behind ({processes.waiting_in(seen) if seen else 'unseen'})"
+        return (
+            f" and cannot be killed, so it is left behind ({processes.waiting_in(survivor) if survivor else 'unseen'})"
+        )
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it ended, without reaping it: as long as it is a zombie, its pid names its session and no other."""
+    """Whether it ended, without reaping it: as long as it is a zombie, its pid identifies its session and no other."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.poll() is not None
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # whoever started us ignores SIGCHLD: there are no zombies then
+    except ChildProcessError:  # the parent of kb set SIGCHLD to be ignored: there are no zombies then
         return True
 
 
@@ -145,14 +147,14 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
-    """Signal every process of a session: a job-control shell in it has made several process groups."""
+    """Signal every process of a session: a job-control shell in it may have created several process groups."""
     with suppress(OSError):  # gone, or another user's
         os.killpg(leader, number)
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and int(name) != leader and _session_of(int(name)) == leader:
-            member = processes.read(int(name))
+            member = processes.read_process(int(name))
             if member and _session_of(member.pid) == leader:
-                processes.send(member, number)
+                processes.send_signal(member, number)
 
 
 def _session_of(pid: int) -> int | None:
@@ -162,14 +164,14 @@ def _session_of(pid: int) -> int | None:
         return None
 
 
-def _head(file: IO[bytes]) -> str:
+def _read_output(file: IO[bytes]) -> str:
     file.seek(0)
-    return file.read(KEPT_BYTES).decode(errors="replace")
+    return file.read(OUTPUT_BYTES).decode(errors="replace")
 
 
 def _not_started(program: str, code: int, stderr: str) -> str:
-    """Why the shell could not execute the program; its last words are, for instance, `Permission denied`."""
+    """Why the shell could not execute the program; its message ends with, for instance, `Permission denied`."""
     if "/" not in program and shutil.which(program) is None:
         return f"{program} is not installed"
-    said = stderr.strip().rpartition(": ")[2]
-    return f"{program} cannot be started: {said or f'exit code {code}'}"
+    reason = stderr.strip().rpartition(": ")[2]
+    return f"{program} cannot be started: {reason or f'exit code {code}'}"

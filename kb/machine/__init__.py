@@ -1,1 +1,1 @@
-"""What is to be known of this machine, one noun per module; `kb.machine.snapshot` puts it together."""
+"""Reads the state of this machine, one subject per module; `kb.machine.snapshot` puts it together."""

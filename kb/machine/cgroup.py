@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kb.runtime.survey_fields import UNLIMITED, Unknown, text
+from kb.runtime.survey_fields import UNLIMITED, Unknown, read_text
 
 ROOT = Path("/sys/fs/cgroup")
 MOUNTS = Path("/proc/self/mounts")
@@ -20,8 +20,8 @@ DROPPABLE = {1: "total_inactive_file", 2: "inactive_file"}  # lines of memory.st
 
 
 def _version() -> int:
-    """Told by what is mounted: a tmpfs or a directory of this name takes limits and enforces none."""
-    kinds = dict(line.split(" ")[1:3] for line in text(MOUNTS).splitlines())
+    """From the mount table: a tmpfs or a plain directory of this name accepts limits and enforces none."""
+    kinds = dict(line.split(" ")[1:3] for line in read_text(MOUNTS).splitlines())
     if kinds.get(str(ROOT)) == "cgroup2":
         return 2
     if kinds.get(str(ROOT / "memory")) == "cgroup":
@@ -30,17 +30,17 @@ def _version() -> int:
 
 
 def _groups(controller: str) -> list[Path]:
-    """Our cgroup and those above it, as far as this container shows them: a limit of any of them holds."""
+    """This process's cgroup and those above it, as far as the container shows them: the limits of all apply."""
     base, name = (ROOT, "") if _version() == 2 else (ROOT / controller, controller)
     group = base / _path(name).lstrip("/")
     if ".." in group.parts or not group.is_dir():
         group = base
-    return [one for one in (group, *group.parents) if one.is_relative_to(base)]
+    return [group_above for group_above in (group, *group.parents) if group_above.is_relative_to(base)]
 
 
 def _path(controller: str) -> str:
-    """Of our cgroup, below the controller's mount; the controller of version 2 is called ""."""
-    for line in text(MEMBERSHIP).splitlines():
+    """Of this process's cgroup, below the controller's mount; the controller of version 2 is called ""."""
+    for line in read_text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             return path
@@ -48,13 +48,13 @@ def _path(controller: str) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a cgroup file; None when it is absent, as in the root group, or says that there is no limit."""
-    said = text(path) if path.exists() else "max"
-    return int(said) if said.isdigit() and int(said) < NO_LIMIT else None
+    """The number in a cgroup file; None when the file is absent, as in the root group, or sets no limit."""
+    content = read_text(path) if path.exists() else "max"
+    return int(content) if content.isdigit() and int(content) < NO_LIMIT else None
 
 
 def _tightest_group() -> tuple[Path, int | None]:
-    """The group with the smallest memory limit, in bytes; our own when there is no limit."""
+    """The group with the smallest memory limit, in bytes; this process's own when there is no limit."""
     groups, name = _groups("memory"), MEMORY_LIMIT[_version()]
     limits = [(limit, group) for group in groups if (limit := _number(group / name)) is not None]
     limit, group = min(limits, default=(None, groups[0]))
@@ -72,7 +72,7 @@ def _memory_used_mib() -> int:
     used = _number(group / MEMORY_USED[_version()])
     if used is None:
         raise Unknown(f"{group} does not count memory")
-    droppable = re.search(rf"^{DROPPABLE[_version()]} (\d+)", text(group / "memory.stat"), re.MULTILINE)
+    droppable = re.search(rf"^{DROPPABLE[_version()]} (\d+)", read_text(group / "memory.stat"), re.MULTILINE)
     return max(0, used - int(droppable.group(1) if droppable else 0)) >> 20
 
 
@@ -84,9 +84,9 @@ def _cpu_quota() -> float | str:
 
 def _quota(group: Path) -> float | None:
     if (group / "cpu.max").exists():
-        quota, period = text(group / "cpu.max").split()
+        quota, period = read_text(group / "cpu.max").split()
     elif (group / "cpu.cfs_quota_us").exists():
-        quota, period = text(group / "cpu.cfs_quota_us"), text(group / "cpu.cfs_period_us")
+        quota, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
     else:
         return None
     return round(int(quota) / int(period), 2) if quota.isdigit() else None

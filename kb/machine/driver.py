@@ -1,4 +1,4 @@
-"""The NVIDIA driver: what it says of itself, and what the kernel shows when it says nothing."""
+"""The NVIDIA driver: what nvidia-smi reports, and what the kernel shows when it does not answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kb.harness.subprocesses import Ran
-from kb.machine.gpus import said, smi
-from kb.runtime.survey_fields import Unknown, text
+from kb.harness.subprocesses import CommandResult
+from kb.machine.gpus import nvidia_smi, smi_output
+from kb.runtime.survey_fields import Unknown, read_text
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -20,41 +20,41 @@ TERMINAL = re.compile(r"\x1b\[[\d;]*m")  # nvidia-smi underlines the heading of 
 
 
 def sources(silence: str) -> Mapping[str, Callable[[], Any]]:
-    """`silence` is why nvidia-smi did not answer before, if so: it would only keep us waiting again."""
+    """`silence` is why nvidia-smi did not answer before, or "": asking again would only time out again."""
     return {
         "kernel_module": _kernel_module,
         "gpus_on_bus": _gpus_on_bus,
         "cuda_version": lambda: _cuda_version(silence),
-        "topology": lambda: TERMINAL.sub("", said(_ask(silence, "topo", "-m"))).strip(),
+        "topology": lambda: TERMINAL.sub("", smi_output(_query_driver(silence, "topo", "-m"))).strip(),
     }
 
 
-def _ask(silence: str, *arguments: str) -> Ran:
+def _query_driver(silence: str, *arguments: str) -> CommandResult:
     if silence:
         raise Unknown(silence)
-    return smi(*arguments)
+    return nvidia_smi(*arguments)
 
 
 def _cuda_version(silence: str) -> str:
     """The newest CUDA that the driver can run. Drivers before 525 know no `--version`; all print a heading."""
-    version = _ask(silence, "--version")
-    found = CUDA_VERSION.search(version.stdout) or CUDA_VERSION.search(said(_ask(version.failure)))
-    if not found:
+    version = _query_driver(silence, "--version")
+    match = CUDA_VERSION.search(version.stdout) or CUDA_VERSION.search(smi_output(_query_driver(version.failure)))
+    if not match:
         raise Unknown("nvidia-smi does not say")
-    return found.group(1)
+    return match.group(1)
 
 
 def _kernel_module() -> str:
     """Version of the loaded kernel module: readable even when nvidia-smi hangs or does not fit it."""
     if not KERNEL_MODULE.exists():
         raise Unknown("the NVIDIA kernel module is not loaded")
-    found = re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", text(KERNEL_MODULE))
-    if not found:
+    match = re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", read_text(KERNEL_MODULE))
+    if not match:
         raise Unknown(f"{KERNEL_MODULE} does not say")
-    return found.group(1)
+    return match.group(1)
 
 
 def _gpus_on_bus() -> int:
     """NVIDIA display controllers that PCI shows: more than nvidia-smi lists means that the driver lost one."""
-    devices = [device for device in PCI_DEVICES.iterdir() if text(device / "vendor") == NVIDIA]
-    return sum(text(device / "class").startswith(DISPLAY) for device in devices)
+    devices = [device for device in PCI_DEVICES.iterdir() if read_text(device / "vendor") == NVIDIA]
+    return sum(read_text(device / "class").startswith(DISPLAY) for device in devices)

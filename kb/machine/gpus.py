@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi lists them, and whether an arm gave back the memory that it took."""
+"""GPUs as nvidia-smi lists them, and whether an arm released its GPU memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kb.harness.subprocesses import Ran, run
+from kb.harness.subprocesses import CommandResult, run
 from kb.runtime.survey_fields import Reader, Unknown
 
 SMI_S = 10.0  # without persistence mode the driver first wakes every GPU, about a second each
@@ -34,7 +34,7 @@ class Gpu:
     ecc_uncorrected: int | None = None
 
 
-# What nvidia-smi calls each of them, and its type.
+# Each field's name in nvidia-smi, and its type.
 FIELDS: Mapping[str, tuple[str, type[int | str]]] = {
     "index": ("index", int),
     "uuid": ("uuid", str),
@@ -51,34 +51,34 @@ FIELDS: Mapping[str, tuple[str, type[int | str]]] = {
 }
 
 
-def read(reader: Reader) -> tuple[tuple[Gpu, ...] | None, str]:
+def list_gpus(reader: Reader) -> tuple[tuple[Gpu, ...] | None, str]:
     """Every GPU, and why nvidia-smi does not answer at all; "" when it does."""
     ran, columns = _listing()
     return reader.value("gpus", lambda: _gpus(reader, ran, columns)), ran.failure
 
 
-def smi(*arguments: str) -> Ran:
+def nvidia_smi(*arguments: str) -> CommandResult:
     return run(["nvidia-smi", *arguments], SMI_S)
 
 
-def said(ran: Ran) -> str:
-    """What nvidia-smi printed. Raises `Unknown` with its complaint, which may be on standard output, too."""
+def smi_output(ran: CommandResult) -> str:
+    """What nvidia-smi printed. Raises `Unknown` with its error message, which may also be on standard output."""
     if ran.failure or ran.exit_code:
         raise Unknown(ran.failure or _complaint(ran, ran.stdout))
     return ran.stdout
 
 
-def _complaint(ran: Ran, messages: str) -> str:
+def _complaint(ran: CommandResult, messages: str) -> str:
     lines = (messages.strip() or ran.stderr.strip() or "no message").splitlines()
     return f"nvidia-smi (exit code {ran.exit_code}): {lines[0]}"
 
 
-def _query(columns: Sequence[str]) -> Ran:
-    return smi(f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits")
+def _query(columns: Sequence[str]) -> CommandResult:
+    return nvidia_smi(f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits")
 
 
-def _rows(ran: Ran, columns: Sequence[str]) -> tuple[list[dict[str, str]], str]:
-    """The lines about a GPU, and the other ones: one GPU may be lost while nvidia-smi lists the others."""
+def _rows(ran: CommandResult, columns: Sequence[str]) -> tuple[list[dict[str, str]], str]:
+    """The lines about a GPU, and other lines: one GPU may be lost while nvidia-smi lists the others."""
     rows, messages = [], []
     for line in ran.stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -89,7 +89,7 @@ def _rows(ran: Ran, columns: Sequence[str]) -> tuple[list[dict[str, str]], str]:
     return rows, "\n".join(messages).strip()
 
 
-def _listing() -> tuple[Ran, list[str]]:
+def _listing() -> tuple[CommandResult, list[str]]:
     """The answer, and its columns: an old driver refuses a field that it does not know."""
     columns = [column for column, _ in FIELDS.values()]
     while True:
@@ -100,7 +100,7 @@ def _listing() -> tuple[Ran, list[str]]:
         columns.remove(refused.group(1))
 
 
-def _gpus(reader: Reader, ran: Ran, columns: list[str]) -> tuple[Gpu, ...]:
+def _gpus(reader: Reader, ran: CommandResult, columns: list[str]) -> tuple[Gpu, ...]:
     if ran.failure:
         raise Unknown(ran.failure)
     rows, messages = _rows(ran, columns)
@@ -135,7 +135,7 @@ def used_memory(uuids: tuple[str, ...]) -> dict[str, int]:
 
 
 def not_released(before: dict[str, int]) -> list[str]:
-    """What is still in use above the baseline after `PATIENCE_S`, one sentence per GPU."""
+    """Memory still in use above the baseline after `PATIENCE_S`, one sentence per GPU."""
     end = time.monotonic() + PATIENCE_S
     while True:
         now = used_memory(tuple(before))

@@ -1,4 +1,4 @@
-"""The host as this process sees it, and the resource limits that it has here."""
+"""The host and the resource limits, as this process sees them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kb.runtime.survey_fields import UNLIMITED, Unknown, text
+from kb.runtime.survey_fields import UNLIMITED, Unknown, read_text
 
 
 def _id() -> str:
@@ -20,28 +20,28 @@ def _id() -> str:
 
 
 def _container() -> str:
-    """What we run in, innermost word first; a pod is also a docker or containerd container."""
-    groups = text(Path("/proc/1/cgroup")) if Path("/proc/1/cgroup").exists() else ""
+    """The kind of container, the most specific first: a Kubernetes pod is also a docker or containerd container."""
+    groups = read_text(Path("/proc/1/cgroup")) if Path("/proc/1/cgroup").exists() else ""
     signs = {
         "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ or "kubepods" in groups,
         "apptainer": "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ,
         "podman": Path("/run/.containerenv").exists() or "libpod" in groups,
         "docker": Path("/.dockerenv").exists() or "docker" in groups,
-        os.environ.get("container", "none"): True,  # noqa: SIM112  # systemd-nspawn, lxc and others say it themselves
+        os.environ.get("container", "none"): True,  # noqa: SIM112  # systemd-nspawn, lxc and others set it
     }
     return next(name for name, is_seen in signs.items() if is_seen)
 
 
 def _meminfo_mib(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB", text(Path("/proc/meminfo")), re.MULTILINE)
-    if not found:
+    match = re.search(rf"^{key}:\s+(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
+    if not match:
         raise Unknown(f"/proc/meminfo has no {key}")
-    return int(found.group(1)) >> 10
+    return int(match.group(1)) >> 10
 
 
 def _shm_mib(blocks: str) -> int:
-    seen = os.statvfs("/dev/shm")
-    return int(getattr(seen, blocks)) * seen.f_frsize >> 20
+    filesystem = os.statvfs("/dev/shm")
+    return int(getattr(filesystem, blocks)) * filesystem.f_frsize >> 20
 
 
 def _limit(name: str) -> dict[str, int | str]:
@@ -63,7 +63,7 @@ SOURCES: Mapping[str, Callable[[], Any]] = {
     "memory_available_mib": lambda: _meminfo_mib("MemAvailable"),
     "shm_total_mib": lambda: _shm_mib("f_blocks"),
     "shm_free_mib": lambda: _shm_mib("f_bavail"),
-    "ptrace_scope": lambda: int(text(Path("/proc/sys/kernel/yama/ptrace_scope"))),
+    "ptrace_scope": lambda: int(read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))),
 }
 
 LIMITS: Mapping[str, Callable[[], Any]] = {

@@ -1,4 +1,4 @@
-"""The versions in a training environment, for judging whether an incident applies to it: `kb.content.applicability`."""
+"""Versions installed in a training environment: `kb.content.applicability` judges by them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NCCL = re.compile(r"nvidia-nccl(-cu\d+)?")
 
 
 def versions(python: Path) -> dict[str, str | None]:
-    """Package to version, with `python`, and `cuda` and `nccl` as torch was built with.
+    """Package to version, with `python`, and the `cuda` and `nccl` that torch was built with.
 
-    None for a package whose version cannot be read. Runs the interpreter in a child process with a deadline; torch
-    is not imported. Raises `InterpreterError` when it does not answer.
+    None for a package whose version cannot be read. Runs the interpreter in a child process with a deadline, without
+    importing torch. Raises `InterpreterError` when it does not answer.
     """
     reader = Reader()
     with interpreter.survey(python, import_torch=False) as survey:
-        document = reader.value("python", lambda: interpreter.read(reader, python, survey, import_torch=False))
+        document = reader.value("python", lambda: interpreter.read_survey(reader, python, survey, import_torch=False))
     if document is None:
         raise InterpreterError(
             f"{python} does not say what is installed: {reader.reasons['python']}",
@@ -32,7 +32,7 @@ def versions(python: Path) -> dict[str, str | None]:
 
 
 def _named(document: Mapping[str, Any]) -> dict[str, str | None]:
-    """The packages of a survey; what entries call `cuda` and `nccl` goes by other names there."""
+    """The packages of a survey, with `cuda` and `nccl` under the names that entries use."""
     packages: Mapping[str, str | None] = document["packages"]
     nccl = [version for name, version in packages.items() if NCCL.fullmatch(name)]
     cuda = (document["torch"] or {}).get("cuda")

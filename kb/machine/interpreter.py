@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from kb.harness.subprocesses import Command, Ran
+from kb.harness.subprocesses import Command, CommandResult
 from kb.runtime import start
 from kb.runtime.survey_fields import Reader, Unknown
 
@@ -17,13 +17,13 @@ SURVEY_S = {False: 15.0, True: 60.0}  # without and with importing torch, from a
 
 
 def survey(python: Path, import_torch: bool) -> Command:
-    """The survey, to be started by a `with` block and read in it."""
+    """The survey's command: a `with` block starts it, and `read_survey` is called in that block."""
     flags = ["--import-torch"] if import_torch else []
     return Command([str(python), "-B", str(START), "machine_survey", *flags], SURVEY_S[import_torch])
 
 
-def read(reader: Reader, python: Path, running: Command, import_torch: bool) -> dict[str, Any]:
-    """The survey's document; without the import when that took the whole survey down with it."""
+def read_survey(reader: Reader, python: Path, running: Command, import_torch: bool) -> dict[str, Any]:
+    """The survey's document; without importing torch when the import ended the whole survey."""
     try:
         return _document(reader, running.result())
     except Unknown as failed:
@@ -35,7 +35,7 @@ def read(reader: Reader, python: Path, running: Command, import_torch: bool) -> 
         return document
 
 
-def _document(reader: Reader, ran: Ran) -> dict[str, Any]:
+def _document(reader: Reader, ran: CommandResult) -> dict[str, Any]:
     if ending := _ending(ran):
         raise Unknown(ending)
     try:
@@ -47,8 +47,8 @@ def _document(reader: Reader, ran: Ran) -> dict[str, Any]:
     return document
 
 
-def _ending(ran: Ran) -> str:
-    """How a survey ended without an answer, and where it was: it dumps its stack when it is ended."""
+def _ending(ran: CommandResult) -> str:
+    """How a survey ended without an answer, and where it hung: it dumps its stack when it is ended."""
     if ran.exit_code == 0:
         return ""
     stack = re.search(r"^ +(File .+)$", ran.stderr, re.MULTILINE)

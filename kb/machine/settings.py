@@ -1,4 +1,4 @@
-"""What NCCL, torch and OpenMP are told by variables and files, less what looks like a secret."""
+"""Settings of NCCL, torch and OpenMP in variables and files, with likely secrets removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "TORCHELASTIC_", "CUDA_", "NVIDIA_",
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"://[^/\s]*@")  # a URL with a user in it
 REDACTED = "(redacted)"
-LONGEST_FILE = 16_384  # characters that are kept
+LONGEST_FILE = 16_384  # characters
 
 
 def variables() -> dict[str, str]:
@@ -21,7 +21,7 @@ def variables() -> dict[str, str]:
 
 
 def nccl_files() -> Mapping[str, Callable[[], str]]:
-    """Sources of the files that NCCL reads: the system's, and either the one it is given or the user's own."""
+    """Sources of the files that NCCL reads: the system's, and the one in `NCCL_CONF_FILE`, else the user's own."""
     given = os.environ.get("NCCL_CONF_FILE")
     return {
         "/etc/nccl.conf": lambda: _configuration(Path("/etc/nccl.conf")),
@@ -30,7 +30,7 @@ def nccl_files() -> Mapping[str, Callable[[], str]]:
 
 
 def _home() -> Path:
-    """By the user database, as NCCL does it, and not by `HOME`."""
+    """From the user database, as in NCCL, not from `HOME`."""
     return Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 

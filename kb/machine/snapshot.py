@@ -1,9 +1,9 @@
 """A snapshot of the machine and of the reader's training interpreter, for `kb env` and for every report.
 
-It is taken of machines on which something is broken, so nothing is assumed to work: a value that cannot be
-had is None, and `reasons` says why, under the value's dotted path. A reason beside a value says what is
-missing from it. Torch, the driver and the packages are asked in child processes with a deadline only.
-What identifies a person or a host stays out: the host's name is hashed, addresses are counted, secrets cut.
+It is taken on machines where something is broken, so nothing is assumed to work: a value that cannot be
+read is None, and `reasons` says why, under the value's dotted path. A reason beside a value says what the value
+lacks. Torch, the driver and the packages are queried only in child processes with a deadline.
+The snapshot identifies no person and no host: the host name is hashed, addresses are counted, secrets removed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kb.runtime.survey_fields import Reader
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
-    """The snapshot. `interpreter` is the one that was asked; `python` is None when it did not answer."""
+class MachineSnapshot:
+    """The snapshot. `interpreter` is the surveyed one; `python` is None when it did not answer."""
 
     interpreter: Path
     host: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Environment:
 
     @property
     def usable_memory_mib(self) -> int | None:
-        """What a new process can take: of the machine, or of the cgroup where that is less."""
+        """What a new process can allocate: the machine's free memory, or the cgroup's where that is less."""
         free = self.host.get("memory_available_mib")
         limit, used = self.cgroup.get("memory_limit_mib"), self.cgroup.get("memory_used_mib")
         if isinstance(free, int) and isinstance(limit, int) and isinstance(used, int):
@@ -44,25 +44,25 @@ class Environment:
         return free if isinstance(free, int) else None
 
     def to_json(self) -> dict[str, Any]:
-        found = None if self.gpus is None else [asdict(gpu) for gpu in self.gpus]
-        return {**asdict(self), "interpreter": str(self.interpreter), "gpus": found}
+        gpus = None if self.gpus is None else [asdict(gpu) for gpu in self.gpus]
+        return {**asdict(self), "interpreter": str(self.interpreter), "gpus": gpus}
 
 
-def capture(python: Path, *, import_torch: bool = False) -> Environment:
-    """Take the snapshot. Never raises for what is broken, and never waits beyond the deadlines of its children."""
+def capture(python: Path, *, import_torch: bool = False) -> MachineSnapshot:
+    """Take the snapshot. Never raises for a broken machine, never waits beyond the deadlines of its child processes."""
     reader = Reader()
     with interpreter.survey(python, import_torch) as survey:
-        found, silence = gpus.read(reader)
-        return Environment(
+        gpu_list, silence = gpus.list_gpus(reader)
+        return MachineSnapshot(
             interpreter=python,
             host=reader.values("host", host.SOURCES),
             cgroup=reader.values("cgroup", cgroup.SOURCES),
             limits=reader.values("limits", host.LIMITS),
             network=reader.values("network", network.sources(reader)),
             driver=reader.values("driver", driver.sources(silence)),
-            gpus=found,
+            gpus=gpu_list,
             variables=settings.variables(),
             nccl_files=reader.values("nccl_files", settings.nccl_files()),
-            python=reader.value("python", lambda: interpreter.read(reader, python, survey, import_torch)),
+            python=reader.value("python", lambda: interpreter.read_survey(reader, python, survey, import_torch)),
             reasons=reader.reasons,
         )

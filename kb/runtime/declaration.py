@@ -20,7 +20,7 @@ def contract_faults(probe: Probe) -> List[str]:
         faults.append("has neither a check nor an experiment")
     names = [experiment.name for experiment in probe.every]
     if len(set(names)) < len(names):
-        faults.append("has two experiments of one name")
+        faults.append("has two experiments of the same name")
     for experiment in probe.every:
         faults += ["%s: %s" % (experiment.name, fault) for fault in _experiment_faults(experiment)]
     for name, param in probe.params.items():
@@ -40,18 +40,18 @@ def describe(probe: Probe) -> Dict[str, Any]:
 
 
 def from_description(data: Mapping[str, Any]) -> Probe:
-    """The declaration again from `describe()`; its functions stayed in the other process."""
+    """The declaration rebuilt from `describe()`, without its functions: those stay in the other process."""
     return Probe(
-        experiments=tuple(_read_experiment(one) for one in data["experiments"]),
-        variants=tuple(_read_experiment(one) for one in data["variants"]),
+        experiments=tuple(_read_experiment(experiment) for experiment in data["experiments"]),
+        variants=tuple(_read_experiment(experiment) for experiment in data["variants"]),
         check=_stays_elsewhere if data["check"] else None,
         params={name: Param(**param) for name, param in data["params"].items()},
     )
 
 
 def _read_experiment(data: Mapping[str, Any]) -> Experiment:
-    def arm(one: Mapping[str, Any]) -> Arm:
-        return Arm(**{**one, "expect": Expect(**one["expect"]), "job": _stays_elsewhere})
+    def arm(declaration: Mapping[str, Any]) -> Arm:
+        return Arm(**{**declaration, "expect": Expect(**declaration["expect"]), "job": _stays_elsewhere})
 
     needs = Needs(**{**data["needs"], "programs": tuple(data["needs"]["programs"])})
     arms = {"control": arm(data["control"]), "treatment": arm(data["treatment"])}
@@ -76,7 +76,7 @@ def _experiment_faults(experiment: Experiment) -> List[str]:
     if experiment.control.expect.kind == "completed":
         faults.append("control must fail: it expects `completed`")
     elif experiment.control.expect.kind != "killed" and re.search(experiment.control.expect.pattern, ""):
-        faults.append("control expects a pattern that matches nothing at all")
+        faults.append("control expects a pattern that matches the empty string")
     if experiment.treatment.expect.kind != "completed":
         faults.append("treatment must expect `completed`")
     if experiment.backend == "gloo" and "hardware" in (experiment.control.fidelity, experiment.treatment.fidelity):

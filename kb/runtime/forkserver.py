@@ -2,9 +2,9 @@
 
 Started by path in the reader's training interpreter (standard library, Python 3.9): importing torch for
 every rank costs four seconds an arm, forking a warm process a tenth of a second. With `--preload` it
-imports torch; without, it is the cheap server of descriptions and checks, and of ranks that are executed
-afresh. One JSON line in starts one arm; JSON lines out say `ready`, `started` and `exited`.
-It never touches CUDA, so a fork of it may.
+imports torch; without, it cheaply serves descriptions, checks and ranks that start a fresh interpreter.
+Each JSON line on standard input starts one arm; JSON lines on standard output report `ready`, `started` and
+`exited`. It never touches CUDA, so its forks may.
 """
 
 import ctypes
@@ -34,12 +34,12 @@ PRELOAD = (
 
 
 def start(arguments: List[str]) -> None:
-    """`forkserver [--preload]`: serve until standard input closes, as it does however the supervisor ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards notice on their own
+    """`forkserver [--preload]`: serve until standard input closes, which it does however the supervisor ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards watch the supervisor themselves
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     missing = {}
     with tempfile.TemporaryDirectory(prefix="kb-preload-") as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # torch._dynamo makes it while it is imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # importing torch._dynamo creates it
         for name in PRELOAD if "--preload" in arguments else ():
             try:
                 importlib.import_module(name)
@@ -49,7 +49,7 @@ def start(arguments: List[str]) -> None:
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
-    _say({"ready": True, "python": sys.version.split()[0], "missing": missing, "threads": threads})
+    _send_message({"ready": True, "python": sys.version.split()[0], "missing": missing, "threads": threads})
     _serve()
 
 
@@ -67,9 +67,11 @@ def _serve() -> None:
                 spec = json.loads(line)
                 guards[_fork_guard(spec)] = spec["arm_id"]
         for pid in list(guards):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                _say({"exited": guards.pop(pid), "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1})
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
+                _send_message(
+                    {"exited": guards.pop(pid), "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1}
+                )
 
 
 def _fork_guard(spec: Dict[str, Any]) -> int:
@@ -79,11 +81,11 @@ def _fork_guard(spec: Dict[str, Any]) -> int:
             guard.main(spec, worker.main)
         except BaseException:
             traceback.print_exc()
-        finally:  # never back into our loop: there would be two fork servers on one pipe
+        finally:  # never back into the loop: two fork servers would share one pipe
             os._exit(70)
-    _say({"started": spec["arm_id"], "pid": pid})
+    _send_message({"started": spec["arm_id"], "pid": pid})
     return pid
 
 
-def _say(message: Dict[str, Any]) -> None:
+def _send_message(message: Dict[str, Any]) -> None:
     os.write(1, (json.dumps(message) + "\n").encode())

@@ -1,9 +1,9 @@
 """Says what is installed in the interpreter that runs it: one JSON document on standard output.
 
 Started by path in the reader's training interpreter (standard library, Python 3.9). It imports none of the
-packages it names, so a broken one costs nothing but its own value: that is null, and `reasons` says why.
-With `--import-torch` it also imports torch and asks for what only the loaded libraries know. It never
-initialises CUDA: no device is counted, no driver is called.
+packages it lists, so a broken package costs only its own value: that is null, and `reasons` says why.
+With `--import-torch` it also imports torch and reads what only the loaded libraries know. It never
+initialises CUDA: it counts no devices and calls no driver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from kb.runtime.survey_fields import Reader, Unknown, describe
 
-ALONE_S = 120  # whoever started us and would have ended us may be gone
+ALONE_S = 120  # then it ends itself: the process that would have ended it may be gone
 LONGEST_FILE = 20_000  # characters that are read of torch/version.py
 CUDA_SUFFIXES = ("", "-cu11", "-cu12", "-cu13")
 CUDA_LIBRARIES = ("nccl", "cudnn", "cuda-runtime", "cuda-nvrtc", "cublas", "cufft", "cusolver", "nvjitlink", "nvshmem")
@@ -45,7 +45,7 @@ def start(arguments: list[str]) -> None:
 
     What an import prints goes to standard error, and its exit handlers do not run.
     """
-    faulthandler.register(signal.SIGTERM, chain=True)  # where an import hangs, for whoever ends it
+    faulthandler.register(signal.SIGTERM, chain=True)  # the stack of an import that hangs
     signal.alarm(ALONE_S)
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -55,7 +55,7 @@ def start(arguments: list[str]) -> None:
 
 
 def document(import_torch: bool) -> dict[str, Any]:
-    """What is installed here; `torch` is what its files say, `torch_import` what it says itself."""
+    """What is installed here; `torch` comes from its files, `torch_import` from the imported module."""
     reader = Reader()
     torch = reader.value("torch", lambda: torch_files(reader))
     return {
@@ -73,18 +73,18 @@ def document(import_torch: bool) -> dict[str, Any]:
 def packages(reader: Reader, torch: Mapping[str, Any] | None) -> dict[str, Any]:
     """Versions of the known packages that are installed; None for one whose metadata is broken."""
     names = [*PACKAGES, *(f"nvidia-{name}{suffix}" for name in CUDA_LIBRARIES for suffix in CUDA_SUFFIXES)]
-    found: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = _version(name)
+            versions[name] = _version(name)
         except metadata.PackageNotFoundError:
             continue
         except Exception as error:
-            found[name] = None
+            versions[name] = None
             reader.reasons[f"packages.{name}"] = f"its metadata is broken: {describe(error)}"
     if torch and torch["version"]:
-        found.setdefault("torch", torch["version"])  # a checkout on PYTHONPATH has no metadata
-    return found
+        versions.setdefault("torch", torch["version"])  # a checkout on PYTHONPATH has no metadata
+    return versions
 
 
 def _version(name: str) -> str:
@@ -100,13 +100,13 @@ def torch_files(reader: Reader) -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise Unknown("torch is not installed")
     location = next(iter(spec.submodule_search_locations))
-    wanted = {"version": "__version__", "cuda": "cuda", "hip": "hip", "git_version": "git_version"}
-    text = reader.value("torch", lambda: _read(os.path.join(location, "version.py"))) or ""
-    sources = {name: partial(_assigned, text, line) for name, line in wanted.items()}
+    assignments = {"version": "__version__", "cuda": "cuda", "hip": "hip", "git_version": "git_version"}
+    text = reader.value("torch", lambda: _read_beginning(os.path.join(location, "version.py"))) or ""
+    sources = {name: partial(_assigned, text, line) for name, line in assignments.items()}
     return {"location": location, **reader.values("torch", sources)}
 
 
-def _read(path: str) -> str:
+def _read_beginning(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read(LONGEST_FILE)
 
@@ -122,9 +122,9 @@ def _assigned(text: str, name: str) -> str:
     return str(value)
 
 
-def torch_import(reader: Reader, is_wanted: bool) -> dict[str, Any]:
-    """Whether torch can be imported, and what its libraries say about themselves."""
-    if not is_wanted:
+def torch_import(reader: Reader, is_requested: bool) -> dict[str, Any]:
+    """Whether torch can be imported, and the versions and features that its libraries report."""
+    if not is_requested:
         raise Unknown("torch was not imported (--import-torch)")
     begun = time.monotonic()
     try:

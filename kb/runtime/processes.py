@@ -1,4 +1,5 @@
-"""Processes as /proc shows them: who descends from whom, and killing without hitting a recycled pid.
+"""Processes as /proc shows them: the tree below one, their memory and shared memory, and signals that never hit a
+recycled pid. Commands that kb runs itself: `kb.harness.subprocesses`.
 
 Standard library and Python 3.9: the guard uses it in the reader's training interpreter.
 """
@@ -13,7 +14,7 @@ from typing import Dict, List, Optional, Set  # Python 3.9 reads these
 
 @dataclass(frozen=True)
 class Process:
-    """One line of /proc/PID/stat. `start` (clock ticks since boot) with the pid names a process for good."""
+    """One line of /proc/PID/stat. Pid and `start` (clock ticks since boot) together identify a process for good."""
 
     pid: int
     parent: int
@@ -26,8 +27,8 @@ class Process:
         return self.state not in "ZX"
 
 
-def read(pid: int) -> Optional[Process]:
-    """The process, or None when there is none any more."""
+def read_process(pid: int) -> Optional[Process]:
+    """The process, or None when it no longer exists."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             head, _, tail = file.read().decode(errors="replace").rpartition(")")
@@ -41,24 +42,24 @@ def descendants(root: int) -> List[Process]:
     """Every live process below `root`. Complete when `root` is a child subreaper: orphans come back to it."""
     children: Dict[int, List[Process]] = {}
     for name in os.listdir("/proc"):
-        process = read(int(name)) if name.isdigit() else None
+        process = read_process(int(name)) if name.isdigit() else None
         if process:
             children.setdefault(process.parent, []).append(process)
-    found: List[Process] = []
+    alive: List[Process] = []
     waiting = [root]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += [process for process in below if process.is_alive]
+        alive += [process for process in below if process.is_alive]
         waiting += [process.pid for process in below]
-    return found
+    return alive
 
 
-def send(process: Process, number: signal.Signals) -> None:
-    """Signal exactly this process; nothing happens when it is gone or its pid belongs to another by now."""
-    now = read(process.pid)
+def send_signal(process: Process, signal_number: signal.Signals) -> None:
+    """Signal exactly this process; does nothing when it is gone or its pid now belongs to another."""
+    now = read_process(process.pid)
     if now and now.start == process.start:
         try:
-            os.kill(process.pid, number)
+            os.kill(process.pid, signal_number)
         except OSError:
             pass
 
@@ -77,16 +78,16 @@ def resident_bytes(processes: List[Process]) -> int:
 
 def shared_memory_files(processes: List[Process]) -> Set[str]:
     """Files under /dev/shm that these processes map or hold open."""
-    found: Set[str] = set()
+    paths: Set[str] = set()
     for process in processes:
         try:
             with open("/proc/%d/maps" % process.pid) as file:
-                found.update(line.split(None, 5)[5].rstrip("\n") for line in file if "/dev/shm/" in line)
-            for number in os.listdir("/proc/%d/fd" % process.pid):
-                found.add(os.readlink("/proc/%d/fd/%s" % (process.pid, number)))
+                paths.update(line.split(None, 5)[5].rstrip("\n") for line in file if "/dev/shm/" in line)
+            for descriptor in os.listdir("/proc/%d/fd" % process.pid):
+                paths.add(os.readlink("/proc/%d/fd/%s" % (process.pid, descriptor)))
         except (OSError, IndexError):
             continue
-    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
+    return {path for path in paths if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
 
 
 def waiting_in(process: Process) -> str:

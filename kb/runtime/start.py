@@ -1,7 +1,7 @@
 """Starts a module of this folder in the reader's training interpreter: `python start.py MODULE ARGUMENT...`.
 
-Nothing is installed there and nothing of the reader's may be shadowed: this folder leaves `sys.path`, and `kb`
-becomes a package without code that finds its modules beside this folder. Standard library, Python 3.9.
+kb is not installed there and must shadow no module of the reader: this folder is removed from `sys.path`, and `kb`
+becomes an empty package that finds its modules in the parent folder. Standard library, Python 3.9.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Reads values of which any may be missing, and keeps the reasons.
+"""Reads values of which any may be missing, and records the reasons.
 
-For machines on which something is broken: nothing is assumed to work. `kb.runtime.machine_survey` brings this file
-along into the reader's interpreter, so it stands on the standard library and Python 3.9.
+For machines on which something is broken: nothing is assumed to work. `kb.runtime.machine_survey` imports this file
+in the reader's interpreter, so it uses the standard library and Python 3.9 only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_REASON = 2000  # characters
-UNLIMITED = "unlimited"  # the value of a limit that is not set
+UNLIMITED = "unlimited"  # value of a limit that is not set
 
 
 class Unknown(Exception):
-    """A value that cannot be had; the message says why."""
+    """A value that cannot be read; the message says why."""
 
 
 class Reader:
-    """Reads values one by one, so that one failing costs no other.
+    """Reads values one by one, so that a failure costs only its own value.
 
-    A value that cannot be had is None; `reasons` says why, under the value's dotted path.
+    A value that cannot be read is None; `reasons` says why, under the value's dotted path.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Reader:
             self.reasons[path] = str(error)
         except OSError as error:
             self.reasons[path] = (error.strerror or str(error)).lower()
-        except Exception as error:  # whatever else a broken package or an odd kernel leads to
+        except Exception as error:  # a broken package or an odd kernel can raise anything
             self.reasons[path] = describe(error)
         return None
 
@@ -47,6 +47,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:LONGEST_REASON]
 
 
-def text(path: Path) -> str:
-    """A small file, as the kernel offers them, without white space around it."""
+def read_text(path: Path) -> str:
+    """Content of a small file, such as one of /proc, without surrounding white space."""
     return path.read_text(errors="replace").strip()

@@ -1,7 +1,7 @@
 """The structure of a file of `torch.save`: tensors by name and the storages behind them, read without torch.
 
-A pickle is a program. This reader looks up none of the names in it, so no code of the file runs; classes and
-functions become inert stand-ins that keep what they would have been given. Runs in the reader's training
+A pickle is a program. This reader imports none of the names in it, so no code of the file runs; classes and
+functions become inert stand-ins that record their arguments. Runs in the reader's training
 interpreter: standard library and Python 3.9. `kb.checkpoint` calls it in a process with limits.
 """
 
@@ -40,7 +40,7 @@ UNTYPED = {"uint16": 2, "uint32": 4, "uint64": 8, "bits16": 2, "bits8": 1, "comp
 class Unreadable(Exception):
     """The file cannot be judged; the message says why.
 
-    `is_torn` when it is a checkpoint of which a part is missing, or something that was stored in its place.
+    `is_torn` when it is an incomplete checkpoint, or something else stored in its place.
     """
 
     def __init__(self, reason: str, is_torn: bool = False) -> None:
@@ -68,19 +68,19 @@ class Contents(NamedTuple):
     names: list[str]
 
 
-def read(path: Path) -> Contents:
-    """Raises `Unreadable`, `zipfile.BadZipFile` for a torn archive, and whatever a hostile pickle brings about."""
+def read_torch_save(path: Path) -> Contents:
+    """Raises `Unreadable`, `zipfile.BadZipFile` for a torn archive, and anything else that a hostile pickle causes."""
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: info for info in archive.infolist()}
-        found = [name for name in records if re.fullmatch(r"(?:[^/]+/)?data\.pkl", name)]
-        if len(found) != 1:
+        pickles = [name for name in records if re.fullmatch(r"(?:[^/]+/)?data\.pkl", name)]
+        if len(pickles) != 1:
             raise Unreadable("a zip archive without data.pkl: torch.save did not write it")
         if min(info.header_offset for info in records.values()):
             raise Unreadable("several archives in one file, as torch.distributed.checkpoint writes: not read here")
-        prefix = found[0][: -len("data.pkl")]
+        prefix = pickles[0][: -len("data.pkl")]
         if prefix + "constants.pkl" in records:
             raise Unreadable("a TorchScript archive: only files of torch.save are read here")
-        with archive.open(found[0]) as file:
+        with archive.open(pickles[0]) as file:
             data = file.read(LARGEST_PICKLE + 1)
     if len(data) > LARGEST_PICKLE:
         raise Unreadable("its data.pkl is larger than %d MiB" % (LARGEST_PICKLE >> 20))
@@ -94,7 +94,7 @@ def read(path: Path) -> Contents:
 
 
 class _Storage(NamedTuple):
-    """Bytes in one record of the archive; `size` is what the pickle says they are."""
+    """Bytes in one record of the archive; `size` is their number according to the pickle."""
 
     key: str
     dtype: str
@@ -108,7 +108,7 @@ class _StorageClass(NamedTuple):
 
 
 class _Inert:
-    """Stands for every other class and function that a pickle names, and for what they would have made."""
+    """In place of every other class and function that a pickle names, and of the objects they would have made."""
 
     inside: list[Any]
 
@@ -178,7 +178,7 @@ REBUILT: dict[str, Any] = {
 
 
 class _Reader(pickle.Unpickler):
-    """Reads what a checkpoint is made of, and notes what else it names."""
+    """Loads tensors and containers of a checkpoint, and records every other name in it."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -205,7 +205,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _named_tensors(root: Any) -> Iterator[Tensor]:
-    """Every tensor with its path through the containers, in order; an object inside itself is seen once."""
+    """Every tensor with its path through the containers, in order; visits an object that contains itself once."""
     waiting: list[tuple[str, Any]] = [("", root)]
     seen = set()
     while waiting:
@@ -220,9 +220,9 @@ def _named_tensors(root: Any) -> Iterator[Tensor]:
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _Inert):
-        for one in value.inside:
-            is_pair = isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
-            yield (_label(one[0]), one[1]) if is_pair else ("", one)
+        for item in value.inside:
+            is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+            yield (_label(item[0]), item[1]) if is_pair else ("", item)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield _label(key), item

@@ -2,10 +2,9 @@
 
 Runs in the reader's training interpreter, on the standard library and Python 3.9 alone: forked by
 `kb.runtime.forkserver`, or, for GPU arms, started as a file so that nothing of CUDA or NCCL is inherited.
-What it has to say goes into `rank<N>.json` in the arm's directory, written whole or not at all.
+Its result goes into `rank<N>.json` in the arm's directory, whole or not at all.
 """
 
-import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -19,18 +18,19 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, NoReturn  # Python 3.9 reads these
 
 from kb.probe import STATES, Context, Finding, Probe, Symptom, Unavailable
+from kb.runtime import evidence
 from kb.runtime.declaration import contract_faults, describe
 
 LARGEST_FILE = 256 << 20  # bytes a rank may write into one file; beyond it a write fails with EFBIG
-LONGEST_TEXT = 4000  # characters of an error message or traceback that are kept
+LONGEST_TEXT = 4000  # characters of an error message or traceback in the result
 LINGER_S = 8.0
 
 
 def load_probe(path: str) -> Probe:
-    """Run a probe file and return its `probe`. Raises whatever the file raises; TypeError if it defines none."""
+    """Run a probe file and return its `probe`. Raises TypeError if it defines none, and what the file itself raises."""
     spec = importlib.util.spec_from_file_location("kb_probe_" + Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise TypeError("%s is not a Python file" % path)
@@ -44,7 +44,7 @@ def load_probe(path: str) -> Probe:
 
 
 def main(spec: Dict[str, Any], rank: int) -> NoReturn:
-    """Do what `spec["action"]` says as this rank, write the result, end the process. Never returns."""
+    """Perform `spec["action"]` as this rank, write the result, end the process."""
     _confine(spec, rank)
     actions: Dict[str, Callable[[Dict[str, Any], int], Dict[str, Any]]] = {
         "describe": _describe,
@@ -56,7 +56,7 @@ def main(spec: Dict[str, Any], rank: int) -> NoReturn:
     result.update(rank=rank, pid=os.getpid(), max_rss_mib=usage.ru_maxrss // 1024)
     _write(spec, rank, result)
     if spec["action"] == "run" and result["outcome"] != "completed":
-        _write_flight_record(spec, rank)  # after the result: on a wedged GPU the recorder may not return
+        evidence.write_flight_record(spec, rank)  # after the result: on a wedged GPU the recorder may not return
     elif spec["action"] == "run" and spec["linger"]:
         _linger(spec)
     sys.stdout.flush()
@@ -65,13 +65,13 @@ def main(spec: Dict[str, Any], rank: int) -> NoReturn:
 
 
 def _confine(spec: Dict[str, Any], rank: int) -> None:
-    """Limits, directory, environment, and stacks on SIGUSR1."""
+    """Set limits, directory and environment; write stacks on SIGUSR1."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its guard
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.environ.update(spec["env"])
-    tempfile.tempdir = None  # what the fork server's imports found is not this arm's TMPDIR
+    tempfile.tempdir = None  # imports in the fork server may have cached a directory that is not this arm's TMPDIR
     if spec["action"] == "run":  # a check sees the caller's variables, these among them
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["world_size"]))
     os.chdir(spec["dir"])
@@ -106,7 +106,7 @@ def _check(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
 def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
     ctx = Context(rank, spec["world_size"], spec["backend"], Path(spec["dir"]), _typed(spec["params"]))
     if spec["world_size"] > 1:
-        threading.Thread(target=_answer_evidence_request, args=(spec, rank), daemon=True).start()
+        threading.Thread(target=evidence.answer_request, args=(spec, rank), daemon=True).start()
 
     def act() -> Dict[str, Any]:
         experiment = load_probe(spec["probe"]).every[spec["experiment"]]
@@ -122,7 +122,7 @@ def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
 
 
 def _print_as_python_does(error: BaseException) -> None:
-    """Put into the rank's log what a job that ends like this leaves there; of a symptom, what was measured."""
+    """Write to the rank's log what a real job that ends like this prints; of a symptom, the measured values."""
     try:
         if isinstance(error, Symptom):
             sys.stderr.write("%s\n" % error)
@@ -134,7 +134,7 @@ def _print_as_python_does(error: BaseException) -> None:
 
 
 def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
-    """The outcome of a call as plain data: what it returned, measured, could not do, or raised."""
+    """The outcome of a call as plain data: completed, symptom, unavailable or raised."""
     started = time.time()
     try:
         result = act()
@@ -155,14 +155,14 @@ def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _typed(params: Dict[str, List[Any]]) -> Dict[str, Any]:
-    """Parameters as the probe declared them; a path travels as text."""
+    """Parameters in their declared types; JSON carries a path as text."""
     return {
         name: Path(value) if kind == "path" and value is not None else value for name, (kind, value) in params.items()
     }
 
 
 def _prepare_torch(spec: Dict[str, Any]) -> None:
-    """Re-read what torch read at import in the fork server; on GPUs take the device and cap its memory."""
+    """Re-read a setting that torch read at import in the fork server; on GPUs select the device and cap its memory."""
     torch = sys.modules.get("torch")
     if torch is not None and "TORCH_DISTRIBUTED_DEBUG" in spec["env"]:
         torch.distributed.set_debug_level_from_env()
@@ -177,68 +177,16 @@ def _prepare_torch(spec: Dict[str, Any]) -> None:
 
 
 def _write(spec: Dict[str, Any], rank: int, result: Dict[str, Any]) -> None:
-    _write_whole(os.path.join(spec["dir"], "rank%d.json" % rank), json.dumps(result, default=str).encode())
+    path = os.path.join(spec["dir"], "rank%d.json" % rank)
+    evidence.write_atomically(path, json.dumps(result, default=str).encode())
 
 
 def _linger(spec: Dict[str, Any]) -> None:
-    """Stay until every rank has a result: leaving early breaks a peer that is still connecting."""
+    """Wait until every rank has a result: leaving early breaks a rank that is still connecting."""
     end = time.monotonic() + LINGER_S
     paths = [os.path.join(spec["dir"], "rank%d.json" % rank) for rank in range(spec["world_size"])]
     while time.monotonic() < end and not all(map(os.path.exists, paths)):
         time.sleep(0.005)
-
-
-def _answer_evidence_request(spec: Dict[str, Any], rank: int) -> None:
-    """Helper thread: when the guard asks, dump the flight recorder while the main thread is blocked."""
-    request = os.path.join(spec["dir"], "evidence-wanted")
-    while not os.path.exists(request):
-        time.sleep(0.05)
-    _write_flight_record(spec, rank)
-
-
-def _write_flight_record(spec: Dict[str, Any], rank: int) -> None:
-    """The collectives this rank issued, from torch's flight recorder: `nccl_trace_rank_<N>` as torch writes it for its
-    own analyzer, and what `kb.harness.flight_compare` compares of it as `rank<N>.flight.json`."""
-    try:
-        dumps = _flight_recorder()
-        record = json.loads(dumps[0]()) if dumps else None
-    except Exception:  # evidence is a gift: its absence must not change an outcome
-        return
-    if record is None or dumps is None:
-        return
-    if spec["world_size"] > 1:
-        with contextlib.suppress(Exception):
-            _write_whole(os.path.join(spec["dir"], "nccl_trace_rank_%d" % rank), dumps[1]())
-    entries = [
-        {
-            "group": entry["process_group"][1],
-            "seq": entry["collective_seq_id"],
-            "op": entry["profiling_name"],
-            "sizes": entry["input_sizes"],
-            "dtypes": entry["input_dtypes"],
-            "retired": entry.get("retired", entry.get("state") == "completed"),
-        }
-        for entry in record.get("entries", [])
-    ]
-    _write_whole(os.path.join(spec["dir"], "rank%d.flight.json" % rank), json.dumps(entries[-50:]).encode())
-
-
-def _write_whole(path: str, data: bytes) -> None:
-    with open(path + ".part", "wb") as file:
-        file.write(data)
-    os.rename(path + ".part", path)
-
-
-def _flight_recorder() -> Optional[Tuple[Callable[[], str], Callable[[], bytes]]]:
-    """torch's dump functions, JSON and pickle, as this release and backend names them, None where there are none."""
-    if "torch" not in sys.modules:
-        return None
-    import torch._C._distributed_c10d as c10d
-    import torch.distributed as dist
-
-    name = "_dump_nccl_trace" if dist.is_initialized() and dist.get_backend() == "nccl" else "_dump_fr_trace"
-    as_json, as_pickle = getattr(c10d, name + "_json", None), getattr(c10d, name, None)
-    return (as_json, as_pickle) if as_json and as_pickle else None
 
 
 def start(arguments: List[str]) -> NoReturn:

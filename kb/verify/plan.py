@@ -10,18 +10,18 @@ from typing import Any
 from kb.content.entry import Entry
 from kb.errors import BadParameter, ProbeError
 from kb.harness.launcher import Launcher, Task
-from kb.machine.snapshot import Environment
+from kb.machine.snapshot import MachineSnapshot
 from kb.patterns.redos import backtracking_risk
 from kb.probe import Experiment, Param, Probe
 from kb.runtime.declaration import from_description
-from kb.verify.checks import why
+from kb.verify.checks import failure_reason
 from kb.verify.requirements import free_gpus, unmet
 
 DESCRIBE_S = 10.0
 
 
-def _path(text: str) -> Path:
-    """Of something that is there, absolute: workers have another working directory. Raises `ValueError`."""
+def _existing_path(text: str) -> Path:
+    """An absolute path, because workers have another working directory. Raises `ValueError` if nothing is there."""
     path = Path(text).expanduser().absolute()
     if not path.exists():
         raise ValueError
@@ -32,7 +32,7 @@ CONVERT: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "str": str,
-    "path": _path,
+    "path": _existing_path,
 }
 
 
@@ -40,9 +40,9 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 class Plan:
     """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all.
 
-    `runnable` are the experiments whose needs are met, strongest first: the first that this machine lets run is
-    the one that counts. `variants` are those whose needs are met, and all of them run. `is_asked` when the
-    caller named a file of his own.
+    `runnable` are the experiments whose needs are met, strongest first: the first that this machine lets run
+    counts. `variants` are those whose needs are met, and all of them run. `has_named_file` when the caller passed
+    a file of their own.
     """
 
     entry: Entry
@@ -53,18 +53,18 @@ class Plan:
     skipped: tuple[tuple[str, str], ...] = ()
     params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
-    is_asked: bool = False
+    has_named_file: bool = False
     fault: str = ""
     waiver: str = ""
 
     @property
     def experiments(self) -> tuple[Experiment, ...]:
-        """What will run, as far as can be told beforehand; a variant stands in where no experiment can."""
+        """What will run, as far as known beforehand; variants alone where no experiment can run."""
         return (*self.runnable[:1], *self.variants)
 
     @property
     def has_torch(self) -> bool:
-        """Whether some rank is forked from a process that has imported torch."""
+        """Whether any rank is forked from a process that has imported torch."""
         return any(_is_preloaded(experiment) for experiment in self.experiments)
 
     def task(self, experiment: Experiment, arm_name: str) -> Task:
@@ -106,27 +106,27 @@ def make_plan(
     entry: Entry,
     probe_file: Path | None,
     launcher: Launcher,
-    environment: Environment,
+    machine: MachineSnapshot,
     settings: Mapping[str, str],
     *,
     force: bool = False,
 ) -> Plan:
-    """Read the probe's declaration in a child process and see which needs are met here."""
+    """Read the probe's declaration in a child process and decide which needs are met here."""
     if probe_file is None:
         return Plan(entry, None, waiver=entry.meta.probe_waiver or "the entry has no probe")
     try:
         probe = describe(probe_file, launcher)
     except ProbeError as error:
         return Plan(entry, probe_file, fault=error.message)
-    params = typed(probe.params, settings)
-    reasons = {one.name: unmet(one.needs, environment, force=force) for one in probe.every}
+    params = typed_params(probe.params, settings)
+    reasons = {experiment.name: unmet(experiment.needs, machine, force=force) for experiment in probe.every}
     runnable = tuple(experiment for experiment in probe.experiments if not reasons[experiment.name])
     variants = tuple(variant for variant in probe.variants if not reasons[variant.name])
     skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
-    most_mib = max((one.needs.gpu_memory_mib for one in (*runnable, *variants)), default=0)
-    gpus = free_gpus(environment, force=force, memory_mib=most_mib)
-    is_asked = any(probe.params[name].type == "path" for name in settings if name in probe.params)
-    return Plan(entry, probe_file, probe, runnable, variants, skipped, params, gpus, is_asked)
+    most_mib = max((experiment.needs.gpu_memory_mib for experiment in (*runnable, *variants)), default=0)
+    gpus = free_gpus(machine, force=force, memory_mib=most_mib)
+    has_named_file = any(probe.params[name].type == "path" for name in settings if name in probe.params)
+    return Plan(entry, probe_file, probe, runnable, variants, skipped, params, gpus, has_named_file)
 
 
 def _is_preloaded(experiment: Experiment) -> bool:
@@ -161,7 +161,7 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
         raise ProbeError(f"the probe file {probe_file} does not exist", "`kb lint` lists such entries")
     result, outcome = launcher.rank_results(Task("describe", probe_file, DESCRIBE_S))
     if result is None or result.get("outcome") != "completed":
-        raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: {why(result, outcome)}")
+        raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: {failure_reason(result, outcome)}")
     probe = from_description(result["probe"])
     faults = [*result["faults"], *_slow_patterns(probe)]
     if faults:
@@ -170,12 +170,12 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
 
 
 def _slow_patterns(probe: Probe) -> list[str]:
-    """Expectations that judging could hang on: they are searched in this process, in whatever a rank printed."""
-    expected = {arm.expect.pattern for one in probe.every for arm in (one.control, one.treatment)}
+    """Patterns that could hang judging: this process searches them in the output of the ranks."""
+    expected = {arm.expect.pattern for experiment in probe.every for arm in (experiment.control, experiment.treatment)}
     return [f"{risk} ({pattern})" for pattern in sorted(expected) if (risk := backtracking_risk(pattern))]
 
 
-def typed(params: Mapping[str, Param], settings: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+def typed_params(params: Mapping[str, Param], settings: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
     """Declared parameters with `--set` applied. Raises `BadParameter` for a value of the wrong type."""
     values = {name: (param.type, param.default) for name, param in params.items()}
     for name, text in settings.items():
@@ -184,7 +184,8 @@ def typed(params: Mapping[str, Param], settings: Mapping[str, str]) -> dict[str,
         try:
             values[name] = (params[name].type, CONVERT[params[name].type](text))
         except ValueError:
-            raise BadParameter(f"--set {name}={text}: not {_article(params[name].type)}", params[name].help) from None
+            message = f"--set {name}={text}: not {_type_phrase(params[name].type)}"
+            raise BadParameter(message, params[name].help) from None
     return values
 
 
@@ -193,11 +194,11 @@ def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> None:
     known = {name: param.help for plan in plans for name, param in plan.probe.params.items()}
     for name in settings:
         if name not in known and not all(plan.fault for plan in plans):
-            takes = "; ".join(f"{one}: {text}" for one, text in sorted(known.items()))
+            takes = "; ".join(f"{name}: {text}" for name, text in sorted(known.items()))
             raise BadParameter(
                 f"no chosen probe takes {name!r}", f"they take {takes}" if takes else "they take no parameters"
             )
 
 
-def _article(kind: str) -> str:
+def _type_phrase(kind: str) -> str:
     return {"int": "a whole number", "float": "a number", "path": "the path of a file or folder that is there"}[kind]

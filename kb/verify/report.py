@@ -1,4 +1,4 @@
-"""The record of one verification: what was run where, how it ended, and what that means."""
+"""The record of one verification: what ran where, how it ended, and what that means."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kb.verify.verdict import EXIT_CODES, Judgement, Verdict
 
 NEXT_STEPS = {
     Verdict.VERIFIED: "apply the fix: `kb show {id} --section fix`",
-    Verdict.EXPOSED: "mend what the check names, then verify again",
+    Verdict.EXPOSED: "fix what the check names, then verify again",
     Verdict.CLEAR: "nothing to do here for this entry",
     Verdict.NOT_REPRODUCED: "this stack does not show the incident: compare versions, `kb show {id}`, Environment",
     Verdict.FIX_INEFFECTIVE: "do not rely on this fix here; keep the logs (--keep-logs DIR) and report them",
-    Verdict.OTHER_FAILURE: "the text of the failure has drifted, or something else is broken: read the evidence",
+    Verdict.OTHER_FAILURE: "the error message has changed, or something else is broken: read the evidence",
     Verdict.INVERTED: "the entry or its probe is wrong on this stack: please report it",
     Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
     Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
@@ -30,8 +30,8 @@ WITH_PYTHON = "kb verify {id} --python /path/to/your/training/env/bin/python"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One experiment that ran, its verdict, and the last pair of arms; `counts` when there were several pairs."""
+class ExperimentResult:
+    """One experiment that ran, its verdict, and the last pair of arms; `counts` if several pairs ran."""
 
     experiment: Experiment
     judgement: Judgement
@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def is_refused(self) -> bool:
-        """Whether this machine lacks what the job needed once it ran."""
+        """Whether the job, once it ran, found that this machine lacks what it needs."""
         return self.judgement.verdict is Verdict.NOT_APPLICABLE
 
     @property
@@ -74,8 +74,8 @@ class Trial:
 class Report:
     """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe.
 
-    `trials` are the experiment that ran and then the variants; `judgement` is the verdict over all of them.
-    `is_asked` when the caller named a file: then what the check says of it comes first.
+    `results` are those of the experiment that ran, then of the variants; `judgement` is the verdict over all of them.
+    `has_named_file` when the caller named a file: then what the check says about it comes first.
     """
 
     entry_id: str
@@ -86,11 +86,11 @@ class Report:
     started_at: datetime.datetime
     duration_s: float
     environment: Mapping[str, Any]
-    trials: tuple[Trial, ...] = ()
+    results: tuple[ExperimentResult, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     check: Finding | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
-    is_asked: bool = False
+    has_named_file: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -99,26 +99,26 @@ class Report:
     @property
     def fidelity(self) -> str:
         """That of the experiment; `check` when none ran."""
-        return self.trials[0].fidelity if self.trials else "check"
+        return self.results[0].fidelity if self.results else "check"
 
     @property
     def exit_code(self) -> int:
-        """An exposed machine is never a success, whatever the arms showed; nor is a named file nobody could judge."""
+        """An exposed machine is never a success, whatever the arms showed; nor is a named file that was not judged."""
         if self.check is None or self.check.state == "clear":
             return EXIT_CODES[self.verdict]
         if self.check.state == "exposed":
             return max(EXIT_CODES[self.verdict], 1)
-        return EXIT_CODES[self.verdict] or (EXIT_CODES[Verdict.INCONCLUSIVE] if self.is_asked else 0)
+        return EXIT_CODES[self.verdict] or (EXIT_CODES[Verdict.INCONCLUSIVE] if self.has_named_file else 0)
 
     @property
     def leftovers(self) -> tuple[str, ...]:
-        return tuple(leftover for trial in self.trials for leftover in trial.leftovers)
+        return tuple(leftover for result in self.results for leftover in result.leftovers)
 
     @property
     def next_step(self) -> str:
         if self.check and self.check.advice and self.check.state != "clear":
             return self.check.advice
-        if self.is_asked and self.check and self.check.state == "unknown":
+        if self.has_named_file and self.check and self.check.state == "unknown":
             return "name a file that the check can read: the verdict is about the mechanism, not about your file"
         if self.verdict is Verdict.NOT_APPLICABLE and any(
             "is not installed in" in reason for _, reason in self.skipped
@@ -127,8 +127,8 @@ class Report:
         return NEXT_STEPS[self.verdict].format(id=self.entry_id)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as `kb verify --json`, the store and the API give it."""
-        first, *variants = [trial.to_json() for trial in self.trials] or [NOTHING_RAN]
+        """The report for `kb verify --json`, the store and the API."""
+        first, *variants = [result.to_json() for result in self.results] or [NOTHING_RAN]
         return {
             **first,
             "id": self.entry_id,
@@ -152,12 +152,12 @@ class Report:
         }
 
 
-def overall(trials: Sequence[Trial]) -> Judgement:
-    """The experiment's verdict, unless a variant contradicts it: then that one's."""
-    for trial in trials[1:]:
-        if trials[0].judgement.verdict is Verdict.VERIFIED is not trial.judgement.verdict:
-            return replace(trial.judgement, reason=f"variant {trial.experiment.name}: {trial.judgement.reason}")
-    return trials[0].judgement
+def overall(results: Sequence[ExperimentResult]) -> Judgement:
+    """The experiment's verdict, or that of a variant that contradicts it."""
+    for result in results[1:]:
+        if results[0].judgement.verdict is Verdict.VERIFIED is not result.judgement.verdict:
+            return replace(result.judgement, reason=f"variant {result.experiment.name}: {result.judgement.reason}")
+    return results[0].judgement
 
 
 def _arm_json(arm: Arm, outcome: ArmOutcome) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def summary(reports: Sequence[Report]) -> dict[str, int]:
 def exit_code(reports: Sequence[Report]) -> int:
     """One code for several reports: a negative finding (1) first, then doubt (3), then not applicable (4).
 
-    Not applicable counts only when nothing else was said: on a machine without GPUs `--all` is a success
+    Not applicable counts only when there is no other code: on a machine without GPUs `--all` is a success
     when everything that could run was verified.
     """
     codes = [report.exit_code for report in reports]

@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from kb.errors import ProbeError
 from kb.machine.gpus import Gpu
-from kb.machine.snapshot import Environment
+from kb.machine.snapshot import MachineSnapshot
 from kb.probe import Needs
 
 BUSY_MIB = 500  # an idle driver holds less
@@ -20,29 +20,29 @@ BUSY_PERCENT = 10
 EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread")
 
 
-def unmet(needs: Needs, environment: Environment, *, force: bool = False) -> str:
+def unmet(needs: Needs, machine: MachineSnapshot, *, force: bool = False) -> str:
     """What is missing, or "" when nothing is. With `force`, busy GPUs count as well.
 
-    What the snapshot could not find out counts as missing, with the snapshot's own reason.
+    What the snapshot could not determine counts as missing, with the snapshot's own reason.
     """
-    missing = [*_packages(needs, environment), *_programs(needs), *_memory(needs, environment)]
-    return "; ".join([*missing, *_gpus(needs, environment, force)])
+    missing = [*_packages(needs, machine), *_programs(needs), *_memory(needs, machine)]
+    return "; ".join([*missing, *_gpus(needs, machine, force)])
 
 
-def free_gpus(environment: Environment, force: bool = False, memory_mib: int = 0) -> tuple[str, ...]:
+def free_gpus(machine: MachineSnapshot, force: bool = False, memory_mib: int = 0) -> tuple[str, ...]:
     """UUIDs of the GPUs that an arm may use and that have this much memory free: idle ones, then the emptiest."""
-    usable = [gpu for gpu in environment.gpus or () if not any(_refusal(gpu, environment, force, memory_mib))]
+    usable = [gpu for gpu in machine.gpus or () if not any(_refusal(gpu, machine, force, memory_mib))]
     usable.sort(key=lambda gpu: -(gpu.memory_free_mib or 0) if _use(gpu) else -inf)
     return tuple(gpu.uuid for gpu in usable if gpu.uuid)
 
 
-def _packages(needs: Needs, environment: Environment) -> Iterator[str]:
-    python = environment.interpreter
-    if environment.python is None:
+def _packages(needs: Needs, machine: MachineSnapshot) -> Iterator[str]:
+    python = machine.interpreter
+    if machine.python is None:
         if needs.packages:
-            yield f"what is installed in {python} is unknown: {environment.reasons.get('python', 'it was not asked')}"
+            yield f"what is installed in {python} is unknown: {machine.reasons.get('python', 'it was not asked')}"
         return
-    installed = {canonicalize_name(name): version for name, version in environment.python["packages"].items()}
+    installed = {canonicalize_name(name): version for name, version in machine.python["packages"].items()}
     for name, specifier in needs.packages.items():
         version = installed.get(canonicalize_name(name), "")
         if version == "":
@@ -56,7 +56,7 @@ def _is_within(version: str | None, specifier: str) -> bool:
     try:
         return not specifier or SpecifierSet(specifier).contains(Version(version or ""), prereleases=True)
     except InvalidSpecifier:
-        raise ProbeError(f"needs: {specifier!r} is no PEP 440 specifier") from None
+        raise ProbeError(f"needs: {specifier!r} is not a PEP 440 specifier") from None
     except InvalidVersion:
         return False
 
@@ -67,52 +67,53 @@ def _programs(needs: Needs) -> Iterator[str]:
             yield f"{program} is not on PATH"
 
 
-def _memory(needs: Needs, environment: Environment) -> Iterator[str]:
-    usable = environment.usable_memory_mib
+def _memory(needs: Needs, machine: MachineSnapshot) -> Iterator[str]:
+    usable = machine.usable_memory_mib
     if usable is None:
-        yield f"how much memory is available is unknown: {environment.reasons.get('host.memory_available_mib', '')}"
+        yield f"how much memory is available is unknown: {machine.reasons.get('host.memory_available_mib', '')}"
     elif usable < needs.memory_mib:
         yield f"{usable} MiB of memory are available of the {needs.memory_mib} MiB needed"
 
 
-def _gpus(needs: Needs, environment: Environment, force: bool) -> Iterator[str]:
+def _gpus(needs: Needs, machine: MachineSnapshot, force: bool) -> Iterator[str]:
     if not needs.gpus:
         return
-    wanted = f"needs {needs.gpus} GPU{'s' if needs.gpus > 1 else ''}"
-    if environment.gpus is None:
-        yield f"{wanted}: {environment.reasons.get('gpus', 'they are unknown')}"
+    requirement = f"needs {needs.gpus} GPU{'s' if needs.gpus > 1 else ''}"
+    if machine.gpus is None:
+        yield f"{requirement}: {machine.reasons.get('gpus', 'they are unknown')}"
         return
-    free = free_gpus(environment, force, needs.gpu_memory_mib)
+    free = free_gpus(machine, force, needs.gpu_memory_mib)
     if len(free) < needs.gpus:
-        why = _why_not(environment, force, needs.gpu_memory_mib)
-        yield "; ".join([f"{wanted}: {len(free)} of {len(environment.gpus)} GPUs are free", *why])
-    torch = (environment.python or {}).get("torch") or {}
+        why = _why_not(machine, force, needs.gpu_memory_mib)
+        yield "; ".join([f"{requirement}: {len(free)} of {len(machine.gpus)} GPUs are free", *why])
+    torch = (machine.python or {}).get("torch") or {}
     if "torch" in needs.packages and torch.get("version") and not (torch.get("cuda") or torch.get("hip")):
-        yield f"{wanted}: torch {torch['version']} in {environment.interpreter} is built without CUDA"
+        yield f"{requirement}: torch {torch['version']} in {machine.interpreter} is built without CUDA"
 
 
-def _why_not(environment: Environment, force: bool, memory_mib: int) -> list[str]:
+def _why_not(machine: MachineSnapshot, force: bool, memory_mib: int) -> list[str]:
     """The GPUs that cannot be used, for instance `busy: 0,1 (used 41000 MiB), 2 (97 % utilized)`."""
     refused: dict[str, dict[str, list[str]]] = {}
-    for gpu in environment.gpus or ():
-        kind, detail = _refusal(gpu, environment, force, memory_mib)
+    for gpu in machine.gpus or ():
+        kind, detail = _refusal(gpu, machine, force, memory_mib)
         if kind:
             refused.setdefault(kind, {}).setdefault(detail, []).append("?" if gpu.index is None else str(gpu.index))
     return [
-        f"{kind}: " + ", ".join(",".join(who) + (f" ({detail})" if detail else "") for detail, who in groups.items())
+        f"{kind}: "
+        + ", ".join(",".join(indices) + (f" ({detail})" if detail else "") for detail, indices in groups.items())
         for kind, groups in refused.items()
     ]
 
 
-def _refusal(gpu: Gpu, environment: Environment, force: bool, memory_mib: int) -> tuple[str, str]:
+def _refusal(gpu: Gpu, machine: MachineSnapshot, force: bool, memory_mib: int) -> tuple[str, str]:
     """Why an arm may not use this GPU: the kind of obstacle and its detail, both empty when it may."""
     use = _use(gpu)
     if gpu.uuid is None:
         return "lost", "the driver gives no UUID"
-    if not _is_visible(gpu, environment):
+    if not _is_visible(gpu, machine):
         return "not in CUDA_VISIBLE_DEVICES", ""
     if gpu.mig_mode == "Enabled":
-        return "in MIG mode", ""  # what kb hands out are whole GPUs
+        return "in MIG mode", ""  # kb assigns whole GPUs only
     if gpu.compute_mode == "Prohibited" or (gpu.compute_mode in EXCLUSIVE and use):
         return f"compute mode {gpu.compute_mode}", use
     if use and not force:
@@ -123,7 +124,7 @@ def _refusal(gpu: Gpu, environment: Environment, force: bool, memory_mib: int) -
 
 
 def _use(gpu: Gpu) -> str:
-    """What somebody else does on it. By memory and utilization, since containers do not show foreign processes."""
+    """How other processes use it. By memory and utilization, since containers hide foreign processes."""
     if gpu.memory_used_mib is None:
         return "memory use unknown"
     if gpu.memory_used_mib > BUSY_MIB:
@@ -133,16 +134,16 @@ def _use(gpu: Gpu) -> str:
     return ""
 
 
-def _is_visible(gpu: Gpu, environment: Environment) -> bool:
-    """Whether the caller was given it: on a shared machine this variable may be all that assigns GPUs."""
-    given = environment.variables.get("CUDA_VISIBLE_DEVICES")
+def _is_visible(gpu: Gpu, machine: MachineSnapshot) -> bool:
+    """Whether the caller may use it: on a shared machine only this variable may assign GPUs to users."""
+    given = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return True
-    every = environment.gpus or ()
+    every = machine.gpus or ()
     for name in (part.strip() for part in given.split(",")):
-        named = [one for one in every if _is_called(one, name)]
+        named = [other for other in every if _is_called(other, name)]
         if not named:
-            return False  # CUDA ignores everything behind a name that is none
+            return False  # CUDA ignores everything after an invalid name
         if gpu in named:
             return True
     return False

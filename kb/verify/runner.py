@@ -1,7 +1,6 @@
-"""Plans to reports: runs checks and arms, judges them, and stops in order when asked to.
+"""Plans to reports: runs checks and arms, judges them, and shuts down in order when interrupted.
 
-The only module that knows both the launcher and the verdict. It stores nothing and prints nothing: the
-command that called it does.
+The only module that knows both the launcher and the verdict. It stores nothing and prints nothing: its callers do.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kb.patterns.redos import backtracking_risk
 from kb.probe import Experiment, Finding
 from kb.verify.checks import run_check
 from kb.verify.plan import Plan
-from kb.verify.report import Report, Trial, overall
+from kb.verify.report import ExperimentResult, Report, overall
 from kb.verify.statistics import judge_repeats, majority
 from kb.verify.verdict import Judgement, Verdict, judge
 
@@ -34,22 +33,22 @@ MOST_PAIRS = 10
 
 
 class Progress(Protocol):
-    """Hears what is running now. `key` names one running thing."""
+    """Called when a check or an arm begins and ends; `key` identifies it."""
 
     def begin(self, key: str, text: str) -> None: ...
     def end(self, key: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """`repeat` pairs of arms per experiment, 0 to let the experiment decide; `timeout_s` bounds the whole run."""
+class RunOptions:
+    """`repeat` pairs of arms per experiment, 0 to let the experiment decide; `timeout_s` limits the whole run."""
 
     repeat: int = 0
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunResult:
     """Reports in the order of the plans, and whether the overall deadline cut some of them."""
 
     reports: tuple[Report, ...]
@@ -57,24 +56,24 @@ class Run:
 
 
 def verify(
-    plans: list[Plan], launcher: Launcher, environment: Mapping[str, Any], options: Options, progress: Progress
-) -> Run:
+    plans: list[Plan], launcher: Launcher, environment: Mapping[str, Any], options: RunOptions, progress: Progress
+) -> RunResult:
     """Run all plans, CPU experiments two at a time, GPU experiments one at a time.
 
-    On KeyboardInterrupt everything that runs is ended before it is raised again.
+    On KeyboardInterrupt it ends everything that runs, then raises it again.
     """
     if any(plan.has_torch for plan in plans):
         launcher.preload()
     end = time.monotonic() + options.timeout_s if options.timeout_s else None
-    worker = _Worker(launcher, environment, options, progress, Lock(), Event(), Event())
+    worker = _PlanRunner(launcher, environment, options, progress, Lock(), Event(), Event())
     pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
     try:
         futures = [pool.submit(worker.report, plan) for plan in plans]
-        is_cut = _wait(futures, end)
+        is_cut = _wait_for_reports(futures, end)
         if is_cut:
             worker.stop.set()
             launcher.close()
-        return Run(tuple(future.result() for future in futures), is_cut)
+        return RunResult(tuple(future.result() for future in futures), is_cut)
     except BaseException:
         worker.stop.set()
         launcher.close()
@@ -83,8 +82,8 @@ def verify(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _wait(futures: Iterable[Future[Report]], end: float | None) -> bool:
-    """Wait for all, in short turns so that signals are seen; True when the deadline came first."""
+def _wait_for_reports(futures: Iterable[Future[Report]], end: float | None) -> bool:
+    """Wait for all, in short steps so that signals are handled; True when the deadline came first."""
     open_futures = set(futures)
     while open_futures:
         if end is not None and time.monotonic() > end:
@@ -94,19 +93,19 @@ def _wait(futures: Iterable[Future[Report]], end: float | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
-    """What every thread needs to turn a plan into a report."""
+class _PlanRunner:
+    """Turns a plan into a report, in any thread."""
 
     launcher: Launcher
     environment: Mapping[str, Any]
-    options: Options
+    options: RunOptions
     progress: Progress
-    one_gpu_arm: Lock
-    gpu_trouble: Event
+    gpu_lock: Lock
+    gpu_failure: Event
     stop: Event
 
     def report(self, plan: Plan) -> Report:
-        """Never raises a `KbError`: what went wrong is the report's reason."""
+        """Never raises a `KbError`: the error becomes the report's reason."""
         started, clock = datetime.datetime.now(datetime.UTC), time.monotonic()
         blank = Report(
             entry_id=plan.entry.id,
@@ -119,18 +118,18 @@ class _Worker:
             environment=self.environment,
             skipped=plan.skipped,
             params={name: value for name, (_, value) in plan.params.items()},
-            is_asked=plan.is_asked,
+            has_named_file=plan.has_named_file,
         )
         try:
             if self.stop.is_set():
                 raise KbError("the overall deadline came before it could start")
-            done = self._fill(plan, blank)
+            report = self._run_plan(plan, blank)
         except KbError as error:
             reason = "the overall deadline came first" if self.stop.is_set() else error.message
-            done = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
-        return replace(done, duration_s=time.monotonic() - clock)
+            report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
+        return replace(report, duration_s=time.monotonic() - clock)
 
-    def _fill(self, plan: Plan, blank: Report) -> Report:
+    def _run_plan(self, plan: Plan, blank: Report) -> Report:
         if plan.waiver:
             return replace(blank, judgement=Judgement(Verdict.NOT_APPLICABLE, plan.waiver))
         if plan.fault:
@@ -138,31 +137,35 @@ class _Worker:
         finding = self._check(plan) if plan.probe.check else None
         if not plan.experiments:
             return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
-        trials = (*self._until_one_runs(plan), *(self._trial(plan, variant) for variant in plan.variants))
-        ran = tuple(trial for trial in trials if not trial.is_refused) or trials[:1]
-        refused = tuple((trial.experiment.name, trial.judgement.reason) for trial in trials if trial not in ran)
-        return replace(blank, check=finding, judgement=overall(ran), trials=ran, skipped=plan.skipped + refused)
+        results = (*self._until_applicable(plan), *(self._run_experiment(plan, variant) for variant in plan.variants))
+        counted = tuple(result for result in results if not result.is_refused) or results[:1]
+        refused = tuple(
+            (result.experiment.name, result.judgement.reason) for result in results if result not in counted
+        )
+        return replace(
+            blank, check=finding, judgement=overall(counted), results=counted, skipped=plan.skipped + refused
+        )
 
-    def _until_one_runs(self, plan: Plan) -> Iterator[Trial]:
-        """From the strongest on; one that this machine refuses only when it runs (`Unavailable`) is not the last."""
+    def _until_applicable(self, plan: Plan) -> Iterator[ExperimentResult]:
+        """From the strongest on, until one runs that does not raise `Unavailable`."""
         for experiment in plan.runnable:
-            trial = self._trial(plan, experiment)
-            yield trial
-            if not trial.is_refused:
+            result = self._run_experiment(plan, experiment)
+            yield result
+            if not result.is_refused:
                 return
 
-    def _trial(self, plan: Plan, experiment: Experiment) -> Trial:
+    def _run_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
         return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
 
-    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> Trial:
-        """As `_experiment`, one at a time, and none after one that left a GPU in trouble: it would prove nothing."""
-        with self.one_gpu_arm:
-            if self.gpu_trouble.is_set():
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+        """As `_experiment`, one at a time, and none after one that left something on a GPU: it would prove nothing."""
+        with self.gpu_lock:
+            if self.gpu_failure.is_set():
                 raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
-            done = self._experiment(plan, experiment)
-            if done.leftovers:
-                self.gpu_trouble.set()
-            return done
+            result = self._experiment(plan, experiment)
+            if result.leftovers:
+                self.gpu_failure.set()
+            return result
 
     def _check(self, plan: Plan) -> Finding | None:
         assert plan.probe_file is not None
@@ -174,8 +177,8 @@ class _Worker:
             self.progress.end(key)
         return finding
 
-    def _experiment(self, plan: Plan, experiment: Experiment) -> Trial:
-        """Run pairs of arms until the verdict stands."""
+    def _experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+        """Run pairs of arms until the verdict is decided."""
         evidence = [signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT]
         patterns = [pattern for pattern in evidence if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
@@ -186,11 +189,11 @@ class _Worker:
             if is_decided(judgements, experiment, self.options.repeat):
                 break
         if len(judgements) == 1:
-            return Trial(experiment, judgements[0], control, treatment)
+            return ExperimentResult(experiment, judgements[0], control, treatment)
         judgement, counts = judge_repeats(judgements)
         if not (self.options.repeat or experiment.stochastic):
             judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
-        return Trial(experiment, judgement, control, treatment, counts)
+        return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {name}"
@@ -209,7 +212,7 @@ class _Worker:
 def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int) -> bool:
     """Whether another pair of arms is needed.
 
-    Asked for N pairs: after N. A deterministic experiment: when it is verified, or two runs agree, or after
+    With `repeat`: after that many. A deterministic experiment: when it is verified, or two runs agree, or after
     three. A stochastic one: when `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
     """
     pairs = len(judgements)
@@ -228,9 +231,9 @@ def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...]) -
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
     if finding is None:
         return Judgement(Verdict.NOT_APPLICABLE, reasons or "the probe has nothing to run")
-    told = "; ".join(finding.evidence)
+    evidence = "; ".join(finding.evidence)
     if finding.state == "exposed":
-        return Judgement(Verdict.EXPOSED, "the check found this machine or configuration exposed", told)
+        return Judgement(Verdict.EXPOSED, "the check found this machine or configuration exposed", evidence)
     if finding.state == "clear":
-        return Judgement(Verdict.CLEAR, "the check found nothing", told)
-    return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (told, reasons))))
+        return Judgement(Verdict.CLEAR, "the check found nothing", evidence)
+    return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (evidence, reasons))))

@@ -1,4 +1,4 @@
-"""From entries to reports that are kept: looks at the machine, plans, runs, saves. What CLI and MCP call."""
+"""From entries to saved reports: takes the machine snapshot, plans, runs, saves. CLI and MCP call it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kb.harness.launcher import Launcher
 from kb.machine import snapshot
 from kb.verify.plan import Plan, make_plan, reject_unknown
 from kb.verify.report import Report
-from kb.verify.runner import Options, Progress, Run, verify
+from kb.verify.runner import Progress, RunOptions, RunResult, verify
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Plans that are ready to run while their launcher is up. `environment` is the machine, as reports keep it."""
+    """Plans that are ready to run while their launcher is open. `environment` is the machine, as in reports."""
 
     plans: list[Plan]
     launcher: Launcher
@@ -27,8 +27,8 @@ class Session:
     progress: Progress
     notify: Callable[[str], None]
 
-    def run(self, options: Options) -> Run:
-        """Run every plan and save the reports. A store that cannot be written costs the record, never the verdict."""
+    def run(self, options: RunOptions) -> RunResult:
+        """Run every plan and save the reports. Without a writable store the reports are lost, not the verdicts."""
         run = verify(self.plans, self.launcher, self.environment, options, self.progress)
         try:
             _save(run.reports)
@@ -59,7 +59,7 @@ def prepare(
 
 
 def _save(reports: tuple[Report, ...]) -> None:
-    # Here, not above: SQLModel takes a second to import, and a plan needs no store.
+    # Imported here: SQLModel takes a second, and a plan needs no store.
     from kb.store.database import Database
     from kb.store.reports import save
 

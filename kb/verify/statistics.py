@@ -1,4 +1,4 @@
-"""Judging repeated runs: what they agree on, failures per arm with intervals, and whether chance explains the split."""
+"""Judges repeated runs: what they agree on, failure rates with intervals, and whether chance explains the split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import comb
 
 from kb.verify.verdict import Judgement, Verdict
 
-CERTAIN = 0.05  # one-sided p below which the arms differ; 4 of 4 against 0 of 4 gives 1/70
+SIGNIFICANT = 0.05  # one-sided p below which the arms differ; 4 of 4 against 0 of 4 gives 1/70
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def interval(failures: int, runs: int, level: float = 0.95) -> tuple[float, floa
 
 
 def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
-    """One judgement over several pairs. Pairs that were inconclusive are left out of the counts."""
+    """One judgement over several pairs. The counts exclude inconclusive pairs."""
     verdicts = [judgement.verdict for judgement in judgements]
     judged = [v for v in verdicts if v not in (Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)]
     failing = (Verdict.VERIFIED, Verdict.FIX_INEFFECTIVE)
@@ -51,19 +51,19 @@ def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
             (judgement for judgement in judgements if judgement.verdict is Verdict.OTHER_FAILURE), judgements[0]
         )
         return worst, counts
-    told = f"control failed {counts.control} of {counts.pairs}, treatment {counts.treatment} of {counts.pairs}"
+    summary = f"control failed {counts.control} of {counts.pairs}, treatment {counts.treatment} of {counts.pairs}"
     evidence = next((judgement.evidence for judgement in judgements if judgement.evidence), "")
     if counts.treatment:
         verdict = Verdict.FIX_INEFFECTIVE if counts.control else Verdict.INVERTED
     elif counts.control == 0:
         verdict = Verdict.NOT_REPRODUCED
     else:
-        verdict = Verdict.VERIFIED if counts.p < CERTAIN else Verdict.INCONCLUSIVE
-    return Judgement(verdict, f"{told} (one-sided p {counts.p:.3f})", evidence), counts
+        verdict = Verdict.VERIFIED if counts.p < SIGNIFICANT else Verdict.INCONCLUSIVE
+    return Judgement(verdict, f"{summary} (one-sided p {counts.p:.3f})", evidence), counts
 
 
 def majority(judgements: Sequence[Judgement]) -> Judgement | None:
-    """The judgement two runs agree on, or None as long as none do."""
+    """The judgement that two runs agree on, or None."""
     for number, judgement in enumerate(judgements):
         if any(judgement.verdict is other.verdict for other in judgements[:number]):
             return judgement

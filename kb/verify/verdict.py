@@ -9,9 +9,9 @@
 | completes          | fails                | inverted        |
 | fails some other way | anything           | other-failure   |
 
-Before that: an arm that could not run makes it not-applicable; a harness that failed, a mechanism mark
-that was not reached, or a deadline nobody declared makes it inconclusive. Without an experiment the
-finding of the check is the verdict: exposed, clear, or not-applicable when it could not tell.
+Before that: an arm that could not run makes it not-applicable; a harness failure, a mechanism mark that was not
+reached, or a hang that no expectation declares makes it inconclusive. Without an experiment the finding of the
+check is the verdict: exposed, clear, or not-applicable when it is unknown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, the sentence that explains it, and the line of evidence it stands on."""
+    """A verdict, the sentence that explains it, and the line of evidence for it."""
 
     verdict: Verdict
     reason: str
@@ -71,7 +71,7 @@ def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, pa
     if control.has_completed:
         if treatment.has_completed:
             return Judgement(Verdict.NOT_REPRODUCED, "the control arm did not fail on this machine")
-        return Judgement(Verdict.INVERTED, "the control arm passed and the treatment failed", _words(treatment))
+        return Judgement(Verdict.INVERTED, "the control arm passed and the treatment failed", _first_failure(treatment))
     return _undeclared("control", control)
 
 
@@ -104,20 +104,21 @@ def _cannot_judge(name: str, arm: ArmOutcome) -> Judgement | None:
             return Judgement(Verdict.NOT_APPLICABLE, rank.message)
     if not arm.has_reached:
         reason = f"the {name} arm ended before its mechanism was reached, {arm.attempts} times"
-        return Judgement(Verdict.INCONCLUSIVE, reason, _words(arm))
+        return Judgement(Verdict.INCONCLUSIVE, reason, _first_failure(arm))
     return None
 
 
 def _undeclared(name: str, arm: ArmOutcome) -> Judgement:
     if arm.kind == HUNG:
-        return Judgement(Verdict.INCONCLUSIVE, f"the {name} arm was still running at its deadline", _words(arm))
-    return Judgement(Verdict.OTHER_FAILURE, f"the {name} arm failed in a way the entry does not declare", _words(arm))
+        return Judgement(Verdict.INCONCLUSIVE, f"the {name} arm was still running at its deadline", _first_failure(arm))
+    reason = f"the {name} arm failed in a way the entry does not declare"
+    return Judgement(Verdict.OTHER_FAILURE, reason, _first_failure(arm))
 
 
-def _words(arm: ArmOutcome) -> str:
-    """What the first failing rank said, in one line."""
+def _first_failure(arm: ArmOutcome) -> str:
+    """The message of the first failing rank, in one line."""
     rank = arm.first_failure
     if rank is None:
         return ""
-    said = rank.message or rank.signal or (rank.log.strip().splitlines() or [""])[-1]
-    return f"rank {rank.rank}: {rank.type or rank.kind}: {' '.join(said.split())}"[:500]
+    message = rank.message or rank.signal or (rank.log.strip().splitlines() or [""])[-1]
+    return f"rank {rank.rank}: {rank.type or rank.kind}: {' '.join(message.split())}"[:500]

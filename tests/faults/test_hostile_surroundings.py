@@ -44,12 +44,12 @@ def test_neighbours_of_a_probe_file_do_not_shadow_the_standard_library(kb: Kb, c
 
 def test_doctor_names_a_package_on_pythonpath_that_shadows_kb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other" / "kb").mkdir(parents=True)
-    assert doctor.import_name().is_fine
+    assert doctor.check_import_name().is_fine
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
-    finding = doctor.import_name()
+    finding = doctor.check_import_name()
     assert not finding.is_fine
     assert str(tmp_path / "other" / "kb") in finding.message
-    assert "PYTHONPATH" in finding.mend
+    assert "PYTHONPATH" in finding.hint
 
 
 def test_an_interpreter_without_torch_is_not_applicable_and_names_the_way_out(kb: Kb, tmp_path: Path) -> None:

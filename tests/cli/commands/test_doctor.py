@@ -27,21 +27,21 @@ def test_an_interpreter_is_found_as_every_other_command_finds_it(kb: Kb, home: P
 def test_the_database_of_a_service_is_looked_at_beside_the_own_store(kb: Kb, tmp_path: Path) -> None:
     where = tmp_path / "service" / "kb.db"
     ended = kb("doctor", "--json", KB_DATABASE_URL=f"sqlite:///{where}")
-    found = {finding["subject"]: finding for finding in ended.json["findings"]}
-    assert (ended.code, found["store"]["is_fine"]) == (1, True)
-    assert found["database"]["message"] == f"nothing was ever kept in {where}"
-    assert "kb key new" in found["database"]["mend"]
+    result = {finding["subject"]: finding for finding in ended.json["findings"]}
+    assert (ended.code, result["store"]["is_fine"]) == (1, True)
+    assert result["database"]["message"] == f"nothing is stored in {where} yet"
+    assert "kb key new" in result["database"]["mend"]
     assert not where.parent.exists(), "whoever looks does not begin it"
 
 
 def test_a_database_that_is_in_use_is_fine(database_url: str) -> None:
     with Database.open(database_url) as opened:
         opened.prepare()
-        assert doctor.database(database_url) == doctor.Finding("database", True, f"writable, {opened.name}")
+        assert doctor.check_database(database_url) == doctor.HealthCheck("database", True, f"writable, {opened.name}")
 
 
 def test_an_empty_database_of_postgresql_stays_empty(empty_postgres_url: str) -> None:
-    assert "nothing was ever kept" in doctor.database(empty_postgres_url).message
+    assert "nothing is stored" in doctor.check_database(empty_postgres_url).message
     with Database.open(empty_postgres_url) as opened, opened.reading() as session:
         assert session is None
 
@@ -58,12 +58,12 @@ def test_an_empty_database_of_postgresql_stays_empty(empty_postgres_url: str) ->
     ],
 )
 def test_a_database_that_cannot_be_used_has_a_hint_and_its_password_is_not_shown(url: str, mend: str) -> None:
-    found = doctor.database(url)
-    assert not found.is_fine
-    assert mend in found.mend
-    assert "geheim" not in f"{found.message} {found.mend}"
+    result = doctor.check_database(url)
+    assert not result.is_fine
+    assert mend in result.hint
+    assert "geheim" not in f"{result.message} {result.hint}"
 
 
 def test_a_file_that_is_no_database_is_no_database_of_a_service(tmp_path: Path) -> None:
     (tmp_path / "kb.db").write_text("no database " * 100)
-    assert not doctor.database(str(tmp_path / "kb.db")).is_fine
+    assert not doctor.check_database(str(tmp_path / "kb.db")).is_fine

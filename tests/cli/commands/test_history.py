@@ -45,8 +45,8 @@ def kept(content: ContentRoot) -> ContentRoot:
     return content
 
 
-def test_it_shows_every_report_newest_first_with_its_marker(kb: Kb, kept: ContentRoot) -> None:
-    ended = kb("history", TZ="CST-8")
+def test_it_shows_every_report_newest_first_with_its_marker(kb_process: Kb, kept: ContentRoot) -> None:
+    ended = kb_process("history", TZ="CST-8")
     assert ended.code == 0
     assert ended.err == ""
     rows = ended.out.splitlines()
@@ -60,9 +60,12 @@ def test_it_shows_every_report_newest_first_with_its_marker(kb: Kb, kept: Conten
 
 
 def test_an_edit_marks_the_reports_from_before_it(kb: Kb, kept: ContentRoot) -> None:
-    assert [one["earlier_wording"] for one in kb("history", "broken-thing", "--json").json["reports"]] == [False, True]
+    assert [item["earlier_wording"] for item in kb("history", "broken-thing", "--json").json["reports"]] == [
+        False,
+        True,
+    ]
     kept.entry("broken-thing", title="Said in other words")
-    assert [one["earlier_wording"] for one in kb("history", "broken-thing", "--json").json["reports"]] == [True, True]
+    assert [item["earlier_wording"] for item in kb("history", "broken-thing", "--json").json["reports"]] == [True, True]
 
 
 def test_the_document_holds_the_reports_as_they_were_saved(kb: Kb, kept: ContentRoot) -> None:
@@ -77,9 +80,9 @@ def test_the_document_holds_the_reports_as_they_were_saved(kb: Kb, kept: Content
 def test_what_verify_proved_is_in_it(kb: Kb, content: ContentRoot) -> None:
     content.incident("breaks")
     proved = kb("verify", "breaks", "--json").json
-    (found,) = kb("history", "breaks", "--json").json["reports"]
-    assert found["earlier_wording"] is False
-    assert {**proved, "schema": "", "earlier_wording": False} == {**found, "schema": "", "ok": True}
+    (result,) = kb("history", "breaks", "--json").json["reports"]
+    assert result["earlier_wording"] is False
+    assert {**proved, "schema": "", "earlier_wording": False} == {**result, "schema": "", "ok": True}
 
 
 def test_an_entry_without_reports_says_how_to_make_one(kb: Kb, kept: ContentRoot) -> None:
@@ -128,4 +131,4 @@ def test_a_verdict_is_given_although_it_cannot_be_kept(kb: Kb, content: ContentR
     ended = kb("verify", "breaks", XDG_DATA_HOME=str(tmp_path / "file"))
     assert ended.code == 0
     assert "verified" in ended.out
-    assert "not kept" in ended.err
+    assert "not saved" in ended.err

@@ -15,7 +15,7 @@ pytest_plugins = ["tests.support.postgres_fixtures"]
 
 def test_a_new_key_is_the_only_thing_on_stdout(kb: Kb) -> None:
     made = kb("key", "new", "node 7", "--scope", "report")
-    [stored] = keys.everything(Database.open())
+    [stored] = keys.list_all(Database.open())
     assert made.out == made.out.strip() + "\n"
     assert keys.fingerprint(made.out.strip()) == stored.secret_hash
     assert (stored.key.name, stored.key.scope) == ("node 7", keys.Scope.REPORT)
@@ -36,16 +36,19 @@ def test_the_list_shows_every_key_and_no_secret(kb: Kb) -> None:
     kb("key", "revoke", gone)
     listed, document = kb("key", "list"), kb("key", "list", "--json")
     assert listed.code == 0
-    assert [line.split()[0] for line in listed.out.splitlines()[1:]] == [one["id"] for one in document.json["keys"]]
-    assert [(one["name"], bool(one["revoked_at"])) for one in document.json["keys"]] == [("one", False), ("two", True)]
+    assert [line.split()[0] for line in listed.out.splitlines()[1:]] == [item["id"] for item in document.json["keys"]]
+    assert [(item["name"], bool(item["revoked_at"])) for item in document.json["keys"]] == [
+        ("one", False),
+        ("two", True),
+    ]
     assert secret.rpartition("_")[2] not in listed.out + document.out
-    assert keys.everything(Database.open())[0].secret_hash not in listed.out + document.out
+    assert keys.list_all(Database.open())[0].secret_hash not in listed.out + document.out
 
 
 def test_making_and_revoking_are_in_the_audit_log_with_who_did_it(kb: Kb) -> None:
     made = kb("key", "new", "one", "--json", LOGNAME="maya").json["key"]["id"]
     assert kb("key", "revoke", made, LOGNAME="maya").code == 0
-    lines = [(one.actor, one.action, one.subject) for one in audit.page(Database.open())]
+    lines = [(item.actor, item.action, item.subject) for item in audit.page(Database.open())]
     assert lines == [("cli:maya", "key.revoke", f"keys/{made}"), ("cli:maya", "key.new", f"keys/{made}")]
 
 
@@ -58,15 +61,15 @@ def test_what_makes_no_sense_is_a_usage_error_and_makes_nothing(kb: Kb, argument
     ended = kb("key", *arguments, "--json")
     assert ended.code == 2
     assert ended.json["ok"] is False
-    assert keys.everything(Database.open()) == []
+    assert keys.list_all(Database.open()) == []
 
 
 def test_keys_of_a_service_are_where_its_database_is(kb: Kb, postgres_url: str, tmp_path: Path) -> None:
     kb("key", "new", "by variable", KB_DATABASE_URL=postgres_url)
     kb("key", "new", "by option", "--database", postgres_url, KB_DATABASE_URL=str(tmp_path / "elsewhere.db"))
     with Database.open(postgres_url) as opened:
-        assert [stored.key.name for stored in keys.everything(opened)] == ["by variable", "by option"]
-    assert keys.everything(Database.open()) == []
+        assert [stored.key.name for stored in keys.list_all(opened)] == ["by variable", "by option"]
+    assert keys.list_all(Database.open()) == []
     assert not (tmp_path / "elsewhere.db").exists()
 
 
@@ -76,9 +79,9 @@ def test_a_place_where_nothing_was_ever_kept_is_named_and_stays_as_it_is(
     where = tmp_path / "nope" / "x.db"
     for url, name in ((f"sqlite:///{where}", str(where)), (empty_postgres_url, Database.open(empty_postgres_url).name)):
         listed = kb("key", "list", KB_DATABASE_URL=url)
-        assert (listed.code, f"nothing was ever kept in {name}" in listed.out) == (1, True)
+        assert (listed.code, f"nothing is stored in {name}" in listed.out) == (1, True)
     assert not where.parent.exists()
     with Database.open(where) as opened:
         opened.prepare()
     listed = kb("key", "list", KB_DATABASE_URL=f"sqlite:///{where}")
-    assert (listed.code, "ever kept" in listed.out, str(where) in listed.out) == (1, False, True)
+    assert (listed.code, "nothing is stored" in listed.out, str(where) in listed.out) == (1, False, True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kb.harness.flight_compare import compare, findings
+from kb.harness.flight_compare import compare, find_mismatches
 
 
 def call(seq: int, op: str = "gloo:all_reduce", size: int = 4, **more: Any) -> dict[str, Any]:
@@ -22,26 +22,26 @@ def done(seq: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_rank_that_never_came_is_named_with_the_collective() -> None:
-    said = compare({0: [call(1), call(2)], 1: [call(1)]}, 2)
-    assert said == ("rank 1 never issued collective 2 (all_reduce [4] Float), which rank 0 is in",)
+    mismatches = compare({0: [call(1), call(2)], 1: [call(1)]}, 2)
+    assert mismatches == ("rank 1 never issued collective 2 (all_reduce [4] Float), which rank 0 is in",)
 
 
 def test_several_that_never_came_are_named_in_runs() -> None:
     came, late = [call(1), call(2)], [call(1)]
-    said = compare({rank: came if rank in (1, 6) else late for rank in range(8)}, 8)
-    assert said[0].startswith("ranks 0, 2-5 and 7 never issued collective 2 ")
-    assert said[0].endswith(", which rank 1 is in")
+    mismatches = compare({rank: came if rank in (1, 6) else late for rank in range(8)}, 8)
+    assert mismatches[0].startswith("ranks 0, 2-5 and 7 never issued collective 2 ")
+    assert mismatches[0].endswith(", which rank 1 is in")
 
 
 def test_different_sizes_at_one_sequence_number_are_told_apart() -> None:
-    said = compare({0: [call(1, size=4)], 1: [call(1, size=5)]}, 2)
-    assert said[0] == "collective 1 differs: rank 0 all_reduce [4] Float; rank 1 all_reduce [5] Float"
+    mismatches = compare({0: [call(1, size=4)], 1: [call(1, size=5)]}, 2)
+    assert mismatches[0] == "collective 1 differs: rank 0 all_reduce [4] Float; rank 1 all_reduce [5] Float"
 
 
 def test_the_minority_is_accused_of_a_difference_and_one_of_two_is_not() -> None:
-    many = findings({0: [call(1)], 1: [call(1, size=5)], 2: [call(1)]})
+    many = find_mismatches({0: [call(1)], 1: [call(1, size=5)], 2: [call(1)]})
     assert many[0].ranks == (1,)
-    assert findings({0: [call(1)], 1: [call(1, size=5)]})[0].ranks == ()
+    assert find_mismatches({0: [call(1)], 1: [call(1, size=5)]})[0].ranks == ()
 
 
 def test_ranks_that_agree_say_nothing() -> None:
@@ -78,15 +78,15 @@ def test_point_to_point_calls_and_ends_of_coalesced_ones_are_nobody_elses_busine
 def test_a_prefix_that_the_ring_buffer_has_overwritten_was_issued_all_the_same() -> None:
     early = [call(seq, record_id=seq - 1) for seq in range(1, 8)]
     assert compare({0: early, 1: early[4:]}, 2) == ()
-    said = compare({0: early, 1: early[4:6]}, 2)
-    assert said[0].startswith("rank 1 never issued collective 7 ")
+    mismatches = compare({0: early, 1: early[4:6]}, 2)
+    assert mismatches[0].startswith("rank 1 never issued collective 7 ")
 
 
 def test_a_rank_whose_records_of_a_group_are_overwritten_is_not_accused() -> None:
     group: dict[str, Any] = {"group": "5:tp"}
     records = {0: [call(3), call(1, **group)], 1: [call(3, record_id=2000)]}
-    assert findings(records, {"5:tp": {0, 1}}) == []
-    accused = findings(records, {"5:tp": {0, 1}}, {(1, "5:tp"): 0})
+    assert find_mismatches(records, {"5:tp": {0, 1}}) == []
+    accused = find_mismatches(records, {"5:tp": {0, 1}}, {(1, "5:tp"): 0})
     assert accused[0].text.startswith(
         "rank 1 never issued collective 1 (all_reduce [4] Float) of group 5:tp, which rank 0"
     )
@@ -95,26 +95,26 @@ def test_a_rank_whose_records_of_a_group_are_overwritten_is_not_accused() -> Non
 def test_only_members_of_a_group_are_missed() -> None:
     group: dict[str, Any] = {"group": "5:tp"}
     records = {0: [call(1), call(1, **group)], 1: [call(1), call(1, **group)], 2: [call(1)]}
-    assert findings(records) == []
-    assert findings(records, {"5:tp": {0, 1}}) == []
-    assert findings(records, {"5:tp": {0, 1, 2}})[0].ranks == (2,)
+    assert find_mismatches(records) == []
+    assert find_mismatches(records, {"5:tp": {0, 1}}) == []
+    assert find_mismatches(records, {"5:tp": {0, 1, 2}})[0].ranks == (2,)
 
 
 def test_all_ranks_in_one_collective_point_at_no_rank() -> None:
     records = {rank: [done(1), done(2), open_call(3)] for rank in range(3)}
-    assert [finding.text for finding in findings(records)] == [
+    assert [finding.text for finding in find_mismatches(records)] == [
         "all ranks are in collective 3 (all_reduce [4] Float) with the same sizes, none has completed it"
     ]
 
 
 def test_what_is_queued_behind_a_collective_that_nobody_completed_accuses_nobody() -> None:
     records = {0: [done(1), open_call(2), open_call(3)], 1: [done(1), open_call(2)]}
-    assert [finding.ranks for finding in findings(records)] == [()]
+    assert [finding.ranks for finding in find_mismatches(records)] == [()]
 
 
 def test_a_job_whose_first_collective_never_completed_is_told_so() -> None:
-    said = compare({rank: [open_call(1, frames=["train.py:7 main"])] for rank in range(2)}, 2)
-    assert said[1] == "no collective ever completed, the first was all_reduce [4] Float (train.py:7 main)"
+    mismatches = compare({rank: [open_call(1, frames=["train.py:7 main"])] for rank in range(2)}, 2)
+    assert mismatches[1] == "no collective ever completed, the first was all_reduce [4] Float (train.py:7 main)"
     later = {rank: [open_call(1), done(1, group="tp")] for rank in range(2)}
     assert not any("ever completed" in text for text in compare(later, 2))
 
@@ -128,8 +128,8 @@ def test_the_line_that_waits_is_named_and_so_are_earlier_calls_from_different_li
         done(2, **at("9 add", "21 step")),
         open_call(3, **at("9 add", "22 step")),
     ]
-    one = [done(1, **at("9 add", "20 step")), done(2, **at("9 add", "22 step"))]
-    assert compare({0: zero, 1: one}, 2) == (
+    item = [done(1, **at("9 add", "20 step")), done(2, **at("9 add", "22 step"))]
+    assert compare({0: zero, 1: item}, 2) == (
         "rank 1 never issued collective 3 (all_reduce [4] Float), which rank 0 is in (train.py:9 add)",
         "collective 2 (all_reduce [4] Float) was called from different lines: "
         "rank 0 from train.py:21 step; rank 1 from train.py:22 step",
@@ -138,8 +138,8 @@ def test_the_line_that_waits_is_named_and_so_are_earlier_calls_from_different_li
 
 def test_a_broadcast_is_commonly_written_on_either_side_of_a_condition() -> None:
     zero = [done(1, op="nccl:broadcast", frames=["a.py:1 f"]), open_call(2)]
-    one = [done(1, op="nccl:broadcast", frames=["a.py:3 f"])]
-    assert len(compare({0: zero, 1: one}, 2)) == 1
+    item = [done(1, op="nccl:broadcast", frames=["a.py:3 f"])]
+    assert len(compare({0: zero, 1: item}, 2)) == 1
 
 
 def test_the_group_that_explains_the_others_comes_first() -> None:
@@ -149,42 +149,42 @@ def test_the_group_that_explains_the_others_comes_first() -> None:
         1: [open_call(1, time_created_ns=200, **tp)],
         2: [done(1, time_created_ns=50)],
     }
-    told = findings(records, {"1:tp": {1, 2}, "2:dp": {0, 1}})
-    assert [finding.ranks for finding in told] == [(2,), (1,)]
+    message = find_mismatches(records, {"1:tp": {1, 2}, "2:dp": {0, 1}})
+    assert [finding.ranks for finding in message] == [(2,), (1,)]
 
 
 def test_a_collective_that_some_have_finished_is_not_one_that_they_are_in() -> None:
-    said = compare({0: [done(1), done(2)], 1: [done(1)]}, 2)
-    assert said == ("rank 1 never issued collective 2 (all_reduce [4] Float), which rank 0 has finished",)
+    mismatches = compare({0: [done(1), done(2)], 1: [done(1)]}, 2)
+    assert mismatches == ("rank 1 never issued collective 2 (all_reduce [4] Float), which rank 0 has finished",)
 
 
 def test_a_difference_in_the_outputs_alone_is_shown() -> None:
-    said = compare({0: [call(1, outputs=[[8]])], 1: [call(1, outputs=[[12]])]}, 2)
-    assert said[0].endswith("rank 0 all_reduce [4] Float -> [8]; rank 1 all_reduce [4] Float -> [12]")
+    mismatches = compare({0: [call(1, outputs=[[8]])], 1: [call(1, outputs=[[12]])]}, 2)
+    assert mismatches[0].endswith("rank 0 all_reduce [4] Float -> [8]; rank 1 all_reduce [4] Float -> [12]")
 
 
 def test_a_rank_that_came_after_the_others_timeout_is_called_late() -> None:
     on_time, late = (call(1, time_created_ns=int(at * 1e9), timeout_ms=2000) for at in (100.0, 103.5))
-    (said,) = findings({0: [late], 1: [on_time]})
-    assert said.text == "rank 0 came to collective 1 (all_reduce [4] Float) 3.5 s after rank 1, which waits for 2.0 s"
-    assert said.ranks == (0,)
+    (output,) = find_mismatches({0: [late], 1: [on_time]})
+    assert output.text == "rank 0 came to collective 1 (all_reduce [4] Float) 3.5 s after rank 1, which waits for 2.0 s"
+    assert output.ranks == (0,)
 
 
 def test_a_rank_that_came_within_the_timeout_is_not_late() -> None:
-    one, other = (call(1, time_created_ns=int(at * 1e9), timeout_ms=2000) for at in (100.0, 101.5))
-    assert findings({0: [one], 1: [other]}) == []
+    item, other = (call(1, time_created_ns=int(at * 1e9), timeout_ms=2000) for at in (100.0, 101.5))
+    assert find_mismatches({0: [item], 1: [other]}) == []
 
 
 def test_of_gloo_ranks_that_run_ahead_without_waiting_nobody_is_accused() -> None:
     ahead = [call(seq, time_created_ns=100 + seq) for seq in (1, 2, 3)]
-    (said,) = findings({0: ahead, 1: [call(1, time_created_ns=200)]})
-    assert said.text == (
+    (output,) = find_mismatches({0: ahead, 1: [call(1, time_created_ns=200)]})
+    assert output.text == (
         "all ranks are in collective 1 (all_reduce [4] Float) with the same sizes, none has completed it, on gloo"
     )
-    assert said.ranks == ()
+    assert output.ranks == ()
 
 
 def test_a_gloo_rank_that_is_waited_for_is_accused() -> None:
     ahead = [call(1, time_created_ns=100), call(2, time_created_ns=300)]
-    (said,) = findings({0: ahead, 1: [call(1, time_created_ns=200)]})
-    assert said.ranks == (1,)
+    (output,) = find_mismatches({0: ahead, 1: [call(1, time_created_ns=200)]})
+    assert output.ranks == (1,)

@@ -6,8 +6,8 @@ from kb.harness.outcome import ArmOutcome, RankOutcome
 
 
 def first(*ranks: RankOutcome) -> int | None:
-    found = ArmOutcome(ranks=ranks).first_failure
-    return None if found is None else found.rank
+    result = ArmOutcome(ranks=ranks).first_failure
+    return None if result is None else result.rank
 
 
 def raised(rank: int, message: str, ended: float) -> RankOutcome:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kb.harness import subprocesses
-from kb.harness.subprocesses import KEPT_BYTES, Command, run
+from kb.harness.subprocesses import OUTPUT_BYTES, Command, run
 from kb.runtime import processes
 
 Script = Callable[[str], str]
@@ -56,7 +56,7 @@ def is_gone(pid: int) -> bool:
     """Whether the process ends; a killed one takes a moment."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
-        process = processes.read(pid)
+        process = processes.read_process(pid)
         if process is None or not process.is_alive:
             return True
         time.sleep(0.01)
@@ -136,14 +136,14 @@ def test_other_process_groups_of_the_session_end_too(script: Script) -> None:
 def test_a_flood_is_cut_off() -> None:
     ran = run(["yes"], 60)
     assert ran.failure == "yes printed more than 16 MiB"
-    assert len(ran.stdout) == KEPT_BYTES
+    assert len(ran.stdout) == OUTPUT_BYTES
 
 
 def test_long_output_is_kept_from_its_beginning(script: Script) -> None:
     ran = run([script("echo first; head -c 1000000 /dev/zero")], 60)
     assert ran.exit_code == 0
     assert ran.stdout.startswith("first\n")
-    assert len(ran.stdout) == KEPT_BYTES
+    assert len(ran.stdout) == OUTPUT_BYTES
 
 
 def test_leaving_the_block_ends_the_command(script: Script, tmp_path: Path) -> None:

@@ -66,15 +66,15 @@ def read() -> tuple[dict[str, Any], dict[str, str]]:
 def test_reads_the_limits(root: Path, version: int, files: dict[str, str]) -> None:
     mount(root, version)
     write(root, files)
-    found, reasons = read()
-    assert found == {"version": version, "memory_limit_mib": 512, "memory_used_mib": 200, "cpu_quota": 1.5}
+    result, reasons = read()
+    assert result == {"version": version, "memory_limit_mib": 512, "memory_used_mib": 200, "cpu_quota": 1.5}
     assert reasons == {}
 
 
 def test_a_plain_directory_of_the_name_sets_no_limits(root: Path) -> None:
     write(root, FILES_2)
-    found, reasons = read()
-    assert set(found.values()) == {None}
+    result, reasons = read()
+    assert set(result.values()) == {None}
     assert reasons["cgroup.memory_limit_mib"] == f"no cgroup file system is mounted on {root}"
 
 
@@ -88,33 +88,33 @@ def test_a_plain_directory_of_the_name_sets_no_limits(root: Path) -> None:
 def test_a_cgroup_without_limits_says_so(root: Path, version: int, files: dict[str, str]) -> None:
     mount(root, version)
     write(root, files)
-    found, _ = read()
-    assert (found["memory_limit_mib"], found["cpu_quota"]) == ("unlimited", "unlimited")
+    result, _ = read()
+    assert (result["memory_limit_mib"], result["cpu_quota"]) == ("unlimited", "unlimited")
 
 
 def test_the_tightest_limit_of_a_group_and_those_above_holds(root: Path) -> None:
     mount(root, 2, own="/job/step")
     write(root / "job", {**FILES_2, "cpu.max": "800000 100000\n"})
     write(root / "job" / "step", {**FILES_2, "memory.max": "max\n", "memory.current": "0\n"})
-    found, _ = read()
-    assert (found["memory_limit_mib"], found["memory_used_mib"], found["cpu_quota"]) == (512, 200, 1.5)
+    result, _ = read()
+    assert (result["memory_limit_mib"], result["memory_used_mib"], result["cpu_quota"]) == (512, 200, 1.5)
 
 
 @pytest.mark.parametrize("own", ["/kubepods/pod1/abc", "/../../job"])
 def test_of_a_group_that_the_container_does_not_show_what_it_shows_counts(root: Path, own: str) -> None:
     mount(root, 2, own=own)
     write(root, {**FILES_2, "memory.max": "max\n"})
-    found, _ = read()
-    assert (found["memory_limit_mib"], found["memory_used_mib"]) == ("unlimited", 200)
+    result, _ = read()
+    assert (result["memory_limit_mib"], result["memory_used_mib"]) == ("unlimited", 200)
 
 
 def test_a_root_group_that_does_not_count_memory_is_null_with_a_reason(root: Path) -> None:
     mount(root, 2)
-    found, reasons = read()
-    assert (found["memory_limit_mib"], found["memory_used_mib"]) == ("unlimited", None)
+    result, reasons = read()
+    assert (result["memory_limit_mib"], result["memory_used_mib"]) == ("unlimited", None)
     assert reasons["cgroup.memory_used_mib"] == f"{root} does not count memory"
 
 
 def test_reads_this_machine_or_says_why_not() -> None:
-    found, reasons = read()
-    assert {f"cgroup.{name}" for name, value in found.items() if value is None} == set(reasons)
+    result, reasons = read()
+    assert {f"cgroup.{name}" for name, value in result.items() if value is None} == set(reasons)

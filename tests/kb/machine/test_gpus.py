@@ -57,8 +57,8 @@ def two_gpus(smi: Smi, tmp_path: Path) -> None:
 def ask() -> tuple[tuple[Gpu, ...] | None, dict[str, Any], dict[str, str]]:
     """GPUs, what their driver says of itself, and the reasons for what is missing."""
     reader = Reader()
-    found, silence = gpus.read(reader)
-    return found, reader.values("driver", driver.sources(silence)), reader.reasons
+    result, silence = gpus.list_gpus(reader)
+    return result, reader.values("driver", driver.sources(silence)), reader.reasons
 
 
 def only(found: tuple[Gpu, ...] | None) -> Gpu:
@@ -69,8 +69,8 @@ def only(found: tuple[Gpu, ...] | None) -> Gpu:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_snapshot_lists_gpus_with_driver_and_topology() -> None:
-    found = capture(Path(sys.executable))
-    document = json.loads(json.dumps(found.to_json()))
+    snapshot = capture(Path(sys.executable))
+    document = json.loads(json.dumps(snapshot.to_json()))
     assert [gpu["uuid"] for gpu in document["gpus"]] == ["GPU-0", "GPU-1"]
     assert document["gpus"][1] == {
         "index": 1,
@@ -88,15 +88,15 @@ def test_a_snapshot_lists_gpus_with_driver_and_topology() -> None:
     }
     assert document["driver"]["cuda_version"] == "12.4"
     assert document["driver"]["topology"] == "GPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X"
-    assert not {"gpus", "driver.cuda_version", "driver.topology"} & set(found.reasons)
+    assert not {"gpus", "driver.cuda_version", "driver.topology"} & set(snapshot.reasons)
 
 
 def test_an_old_driver_that_refuses_a_field_gives_the_others(smi: Smi, tmp_path: Path) -> None:
     row = ", ".join(IDLE.format(0).split(", ")[:10]) + ", 0\n"
     refusal = "echo 'Field \"mig.mode.current\" is not a valid field to query.'; exit 2"
     smi(f'case "$1" in *mig*) {refusal};; *) {say(tmp_path, "rows", row)};; esac')
-    found, _, reasons = ask()
-    assert (only(found).mig_mode, only(found).ecc_uncorrected) == (None, 0)
+    result, _, reasons = ask()
+    assert (only(result).mig_mode, only(result).ecc_uncorrected) == (None, 0)
     assert reasons["gpus.0.mig_mode"] == "this nvidia-smi does not know the field"
 
 
@@ -105,22 +105,22 @@ def test_an_old_driver_that_refuses_a_field_gives_the_others(smi: Smi, tmp_path:
 )
 def test_reads_cuda_from_the_heading_when_there_is_no_version_option(smi: Smi, tmp_path: Path, banner: str) -> None:
     smi(say(tmp_path, "rows", IDLE.format(0)), banner=say(tmp_path, "banner", banner))
-    _, said, _ = ask()
-    assert said["cuda_version"] == "12.4"
+    _, output, _ = ask()
+    assert output["cuda_version"] == "12.4"
 
 
 def test_a_lost_gpu_is_told_beside_the_others(smi: Smi, tmp_path: Path) -> None:
     smi(f"{say(tmp_path, 'rows', IDLE.format(0) + chr(10) + LOST)}; exit 15")
-    found, _, reasons = ask()
-    assert only(found).uuid == "GPU-0"
+    result, _, reasons = ask()
+    assert only(result).uuid == "GPU-0"
     assert reasons["gpus"] == f"nvidia-smi (exit code 15): {LOST}"
 
 
 def test_values_that_the_driver_does_not_give_are_null(smi: Smi, tmp_path: Path) -> None:
     row = "0, GPU-0, NVIDIA GB10, 580.65, [N/A], [Not Supported], , ERR!, Default, 0:01, [N/A], [Unknown Error]"
     smi(say(tmp_path, "rows", row))
-    found, _, reasons = ask()
-    assert found == (
+    result, _, reasons = ask()
+    assert result == (
         Gpu(
             index=0,
             uuid="GPU-0",
@@ -136,8 +136,8 @@ def test_values_that_the_driver_does_not_give_are_null(smi: Smi, tmp_path: Path)
 
 def test_a_driver_that_does_not_fit_its_library_is_the_reason(smi: Smi) -> None:
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; echo 'NVML library version: 550'; exit 18")
-    found, _, reasons = ask()
-    assert found is None
+    result, _, reasons = ask()
+    assert result is None
     assert reasons["gpus"] == "nvidia-smi (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
     assert reasons["driver.topology"] == "nvidia-smi (exit code 3): no message"
 
@@ -145,19 +145,19 @@ def test_a_driver_that_does_not_fit_its_library_is_the_reason(smi: Smi) -> None:
 def test_a_driver_that_hangs_is_asked_once(smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "SMI_S", 0.5)
     smi(HANGS)
-    found, _, reasons = ask()
-    assert found is None
+    result, _, reasons = ask()
+    assert result is None
     for path in ("gpus", "driver.cuda_version", "driver.topology"):
         assert reasons[path] == "nvidia-smi did not end within 0.5 s"
     (pid,) = (tmp_path / "pids").read_text().split()
-    left = processes.read(int(pid))
+    left = processes.read_process(int(pid))
     assert left is None or not left.is_alive
 
 
 def test_a_driver_that_floods_is_cut_off(smi: Smi) -> None:
     smi("exec yes")
-    found, _, reasons = ask()
-    assert found is None
+    result, _, reasons = ask()
+    assert result is None
     assert reasons["gpus"] == "nvidia-smi printed more than 16 MiB"
 
 

@@ -17,23 +17,23 @@ SIOCGIFADDR = 0x8915  # the first IPv4 address of an interface
 
 
 def test_describes_this_host() -> None:
-    found = Reader().values("host", host.SOURCES)
-    assert found["kernel"] == os.uname().release
-    assert found["cpus"] == len(os.sched_getaffinity(0))
-    assert 0 < found["memory_available_mib"] <= found["memory_total_mib"]
-    assert 0 <= found["shm_free_mib"] <= found["shm_total_mib"]
+    result = Reader().values("host", host.SOURCES)
+    assert result["kernel"] == os.uname().release
+    assert result["cpus"] == len(os.sched_getaffinity(0))
+    assert 0 < result["memory_available_mib"] <= result["memory_total_mib"]
+    assert 0 <= result["shm_free_mib"] <= result["shm_total_mib"]
 
 
 def test_the_hosts_name_is_hashed() -> None:
-    found = host.SOURCES["id"]()
-    assert found != socket.gethostname()
-    assert len(found) == 12
+    result = host.SOURCES["id"]()
+    assert result != socket.gethostname()
+    assert len(result) == 12
 
 
 def test_limits_are_soft_and_hard() -> None:
-    found = Reader().values("limits", host.LIMITS)
-    assert set(found) == {"nofile", "memlock", "nproc", "core", "stack"}
-    assert all(set(pair) == {"soft", "hard"} for pair in found.values())
+    result = Reader().values("limits", host.LIMITS)
+    assert set(result) == {"nofile", "memlock", "nproc", "core", "stack"}
+    assert all(set(pair) == {"soft", "hard"} for pair in result.values())
 
 
 def test_tells_kubernetes_from_its_container_runtime(monkeypatch: pytest.MonkeyPatch) -> None:

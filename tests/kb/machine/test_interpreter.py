@@ -17,8 +17,8 @@ PYTHON = Path(sys.executable)
 def ask(python: Path, import_torch: bool = False) -> tuple[dict[str, Any] | None, dict[str, str]]:
     reader = Reader()
     with interpreter.survey(python, import_torch) as running:
-        found = reader.value("python", lambda: interpreter.read(reader, python, running, import_torch))
-    return found, reader.reasons
+        result = reader.value("python", lambda: interpreter.read_survey(reader, python, running, import_torch))
+    return result, reader.reasons
 
 
 def script(tmp_path: Path, text: str) -> Path:
@@ -39,16 +39,16 @@ def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Pa
 
 
 def test_asks_the_interpreter_it_is_given(tmp_path: Path) -> None:
-    found, reasons = ask(script(tmp_path, f'exec {sys.executable} -S "$@"'))
-    assert found is not None
-    assert found["packages"] == {}
+    result, reasons = ask(script(tmp_path, f'exec {sys.executable} -S "$@"'))
+    assert result is not None
+    assert result["packages"] == {}
     assert reasons["python.torch"] == "torch is not installed"
 
 
 def test_an_answer_may_follow_what_a_site_prints(tmp_path: Path) -> None:
-    found, _ = ask(script(tmp_path, f'echo welcome to the cluster; exec {sys.executable} "$@"'))
-    assert found is not None
-    assert found["version"] == sys.version.split()[0]
+    result, _ = ask(script(tmp_path, f'echo welcome to the cluster; exec {sys.executable} "$@"'))
+    assert result is not None
+    assert result["version"] == sys.version.split()[0]
 
 
 @pytest.mark.parametrize("import_torch", [False, True])
@@ -70,33 +70,33 @@ def test_an_interpreter_that_does_not_answer_is_null_with_a_reason(
 
 
 def test_an_interpreter_that_is_not_there_is_null_with_a_reason(tmp_path: Path) -> None:
-    found, reasons = ask(tmp_path / "python")
-    assert found is None
+    result, reasons = ask(tmp_path / "python")
+    assert result is None
     assert "cannot be started" in reasons["python"]
 
 
 def test_a_torch_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torch(tmp_path, monkeypatch, "raise OSError('libnccl.so.2: cannot open shared object file')")
-    found, _ = ask(PYTHON, import_torch=True)
-    assert found is not None
-    assert found["torch"]["cuda"] == "12.4"
-    assert found["torch_import"]["error"] == "OSError: libnccl.so.2: cannot open shared object file"
+    result, _ = ask(PYTHON, import_torch=True)
+    assert result is not None
+    assert result["torch"]["cuda"] == "12.4"
+    assert result["torch_import"]["error"] == "OSError: libnccl.so.2: cannot open shared object file"
 
 
 def test_a_torch_that_kills_its_process_costs_the_import_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torch(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    found, reasons = ask(PYTHON, import_torch=True)
-    assert found is not None
-    assert found["torch"]["version"] == "2.6.0"
-    assert found["torch_import"] is None
+    result, reasons = ask(PYTHON, import_torch=True)
+    assert result is not None
+    assert result["torch"]["version"] == "2.6.0"
+    assert result["torch_import"] is None
     assert reasons["python.torch_import"] == "importing torch: died of SIGSEGV"
 
 
 def test_a_torch_that_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(interpreter.SURVEY_S, True, 10.0)
     folder = fake_torch(tmp_path, monkeypatch, "import time\ntime.sleep(1000)\n")
-    found, reasons = ask(PYTHON, import_torch=True)
-    assert found is not None
-    assert found["packages"]
+    result, reasons = ask(PYTHON, import_torch=True)
+    assert result is not None
+    assert result["packages"]
     assert "did not end within 10 s" in reasons["python.torch_import"]
     assert f'it was at File "{folder}/__init__.py", line 2' in reasons["python.torch_import"]

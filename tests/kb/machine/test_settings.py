@@ -17,11 +17,11 @@ def test_variables_are_shown_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCH_HUB_token", "t-1")
     monkeypatch.setenv("TORCH_PROXY", "http://me:pw@proxy")
     monkeypatch.setenv("AWS_REGION", "mars")
-    found = settings.variables()
-    assert found["NCCL_SOCKET_IFNAME"] == "eth0"
-    assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert {found[name] for name in ("NVIDIA_API_KEY", "TORCH_HUB_token", "TORCH_PROXY")} == {"(redacted)"}
-    assert "AWS_REGION" not in found
+    result = settings.variables()
+    assert result["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert result["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert {result[name] for name in ("NVIDIA_API_KEY", "TORCH_HUB_token", "TORCH_PROXY")} == {"(redacted)"}
+    assert "AWS_REGION" not in result
 
 
 def test_shows_the_file_that_nccl_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +36,6 @@ def test_shows_the_file_that_nccl_is_given(tmp_path: Path, monkeypatch: pytest.M
 def test_the_users_own_file_is_not_looked_for_in_the_home_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
     (home / ".nccl.conf").write_text("# HOME is not where NCCL looks\n")
-    found = Reader().values("nccl_files", settings.nccl_files())
-    assert "~/.nccl.conf" in found
-    assert found["~/.nccl.conf"] != "# HOME is not where NCCL looks"
+    result = Reader().values("nccl_files", settings.nccl_files())
+    assert "~/.nccl.conf" in result
+    assert result["~/.nccl.conf"] != "# HOME is not where NCCL looks"

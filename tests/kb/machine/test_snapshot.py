@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kb.machine.snapshot import Environment, capture
+from kb.machine.snapshot import MachineSnapshot, capture
 
 PYTHON = Path(sys.executable)
 
@@ -21,8 +21,8 @@ def nulls(value: Any, path: str = "") -> Iterator[str]:
     if value is None:
         yield path
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in items:
-        yield from nulls(one, f"{path}.{key}".lstrip("."))
+    for key, item in items:
+        yield from nulls(item, f"{path}.{key}".lstrip("."))
 
 
 @pytest.fixture
@@ -32,23 +32,23 @@ def no_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_smi")
 def test_every_null_has_a_reason() -> None:
-    found = capture(PYTHON, import_torch=True)
-    document = json.loads(json.dumps(found.to_json()))
+    snapshot = capture(PYTHON, import_torch=True)
+    document = json.loads(json.dumps(snapshot.to_json()))
     fine = {"python.torch_import.error"}  # no error is no gap in our knowledge
-    assert set(nulls(document)) - set(found.reasons) - fine == set()
-    assert found.gpus is None
-    assert found.reasons["gpus"] == found.reasons["driver.topology"] == "nvidia-smi is not installed"
+    assert set(nulls(document)) - set(snapshot.reasons) - fine == set()
+    assert snapshot.gpus is None
+    assert snapshot.reasons["gpus"] == snapshot.reasons["driver.topology"] == "nvidia-smi is not installed"
 
 
 @pytest.mark.usefixtures("no_smi")
 def test_an_interpreter_that_is_not_there_costs_nothing_else(tmp_path: Path) -> None:
-    found = capture(tmp_path / "python")
-    assert found.interpreter == tmp_path / "python"
-    assert found.python is None
-    assert "cannot be started" in found.reasons["python"]
-    assert found.host["kernel"]
-    assert found.limits["nofile"]
-    assert found.network["nics"]
+    snapshot = capture(tmp_path / "python")
+    assert snapshot.interpreter == tmp_path / "python"
+    assert snapshot.python is None
+    assert "cannot be started" in snapshot.reasons["python"]
+    assert snapshot.host["kernel"]
+    assert snapshot.limits["nofile"]
+    assert snapshot.network["nics"]
 
 
 def test_names_neither_the_host_nor_its_addresses() -> None:
@@ -69,9 +69,9 @@ def test_names_neither_the_host_nor_its_addresses() -> None:
     ],
 )
 def test_usable_memory_is_the_lesser_of_machine_and_cgroup(free: Any, limit: Any, used: Any, usable: Any) -> None:
-    found = Environment(
+    result = MachineSnapshot(
         interpreter=PYTHON,
         host={"memory_available_mib": free},
         cgroup={"memory_limit_mib": limit, "memory_used_mib": used},
     )
-    assert found.usable_memory_mib == usable
+    assert result.usable_memory_mib == usable

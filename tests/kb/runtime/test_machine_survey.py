@@ -55,69 +55,69 @@ def ask(*arguments: str, pythonpath: str = "", runtime: Path = RUNTIME, flags: t
 
 
 def test_describes_its_interpreter() -> None:
-    found = ask()
-    assert found["version"] == sys.version.split()[0]
-    assert (found["executable"], found["prefix"]) == (sys.executable, sys.prefix)
-    assert found["packages"]["packaging"] == importlib.metadata.version("packaging")
-    assert found["torch_import"] is None
-    assert "--import-torch" in found["reasons"]["torch_import"]
+    document = ask()
+    assert document["version"] == sys.version.split()[0]
+    assert (document["executable"], document["prefix"]) == (sys.executable, sys.prefix)
+    assert document["packages"]["packaging"] == importlib.metadata.version("packaging")
+    assert document["torch_import"] is None
+    assert "--import-torch" in document["reasons"]["torch_import"]
 
 
 def test_reads_how_torch_was_built_without_importing_it(tmp_path: Path) -> None:
     files = {**WORKING, "__init__.py": "raise SystemExit('imported')"}
-    found = ask(pythonpath=install(tmp_path, "torch", files))
-    assert found["torch"] == {
+    document = ask(pythonpath=install(tmp_path, "torch", files))
+    assert document["torch"] == {
         "location": str(tmp_path / "torch"),
         "version": "2.6.0+cu124",
         "cuda": "12.4",
         "hip": None,
         "git_version": "abc",
     }
-    assert found["reasons"]["torch.hip"] == "this build of torch has none"
+    assert document["reasons"]["torch.hip"] == "this build of torch has none"
 
 
 def test_a_checkout_of_torch_without_metadata_counts_as_installed(tmp_path: Path) -> None:
-    found = ask(pythonpath=install(tmp_path, "torch", WORKING), flags=("-S",))
-    assert found["packages"] == {"torch": "2.6.0+cu124"}
+    document = ask(pythonpath=install(tmp_path, "torch", WORKING), flags=("-S",))
+    assert document["packages"] == {"torch": "2.6.0+cu124"}
 
 
 def test_no_torch_is_null_with_a_reason() -> None:
-    found = ask(flags=("-S",))
-    assert found["torch"] is None
-    assert found["reasons"]["torch"] == "torch is not installed"
+    document = ask(flags=("-S",))
+    assert document["torch"] is None
+    assert document["reasons"]["torch"] == "torch is not installed"
 
 
 def test_a_broken_torch_costs_its_own_values_only(tmp_path: Path) -> None:
-    found = ask("--import-torch", pythonpath=install(tmp_path, "torch", BROKEN))
-    assert found["torch"]["location"] == str(tmp_path / "torch")
-    assert {found["torch"][name] for name in ("version", "cuda", "hip", "git_version")} == {None}
-    assert found["reasons"]["torch.version"] == "torch/version.py does not say"
-    assert found["torch_import"]["ok"] is False
-    assert found["torch_import"]["error"] == "ImportError: libcudart.so.12: cannot open shared object file"
-    assert found["packages"]["packaging"]
+    document = ask("--import-torch", pythonpath=install(tmp_path, "torch", BROKEN))
+    assert document["torch"]["location"] == str(tmp_path / "torch")
+    assert {document["torch"][name] for name in ("version", "cuda", "hip", "git_version")} == {None}
+    assert document["reasons"]["torch.version"] == "torch/version.py does not say"
+    assert document["torch_import"]["ok"] is False
+    assert document["torch_import"]["error"] == "ImportError: libcudart.so.12: cannot open shared object file"
+    assert document["packages"]["packaging"]
 
 
 @pytest.mark.parametrize(
     "text", ["raise SystemExit(3)", "import sys; sys.exit()", "import warnings; warnings.warn('x')"]
 )
 def test_an_import_may_raise_anything(tmp_path: Path, text: str) -> None:
-    found = ask("--import-torch", pythonpath=install(tmp_path, "torch", {"__init__.py": text}))
-    assert found["torch_import"]["ok"] is False
-    assert found["torch_import"]["error"]
+    document = ask("--import-torch", pythonpath=install(tmp_path, "torch", {"__init__.py": text}))
+    assert document["torch_import"]["ok"] is False
+    assert document["torch_import"]["error"]
 
 
 def test_an_import_may_print_and_leave_exit_handlers(tmp_path: Path) -> None:
     text = "import atexit, os; print('hello'); os.write(1, b'hello'); atexit.register(os.abort)\n"
     files = {**WORKING, "__init__.py": text + WORKING["__init__.py"]}
-    found = ask("--import-torch", pythonpath=install(tmp_path, "torch", files))
-    assert found["torch_import"]["ok"] is True
+    document = ask("--import-torch", pythonpath=install(tmp_path, "torch", files))
+    assert document["torch_import"]["ok"] is True
 
 
 def test_asks_the_loaded_libraries_without_a_driver_call(tmp_path: Path) -> None:
-    found = ask("--import-torch", pythonpath=install(tmp_path, "torch", WORKING))
-    said = found["torch_import"]
-    assert said.pop("duration_s") >= 0
-    assert said == {
+    document = ask("--import-torch", pythonpath=install(tmp_path, "torch", WORKING))
+    output = document["torch_import"]
+    assert output.pop("duration_s") >= 0
+    assert output == {
         "ok": True,
         "error": None,
         "nccl": "2.21.5",
@@ -131,28 +131,28 @@ def test_asks_the_loaded_libraries_without_a_driver_call(tmp_path: Path) -> None
 
 def test_a_function_that_fails_costs_its_own_value_only(tmp_path: Path) -> None:
     files = {**WORKING, "cuda/nccl.py": "def version(): raise RuntimeError('no libnccl')\n"}
-    found = ask("--import-torch", pythonpath=install(tmp_path, "torch", files))
-    assert found["torch_import"]["nccl"] is None
-    assert found["reasons"]["torch_import.nccl"] == "RuntimeError: no libnccl"
-    assert found["torch_import"]["cudnn"] == 90100
+    document = ask("--import-torch", pythonpath=install(tmp_path, "torch", files))
+    assert document["torch_import"]["nccl"] is None
+    assert document["reasons"]["torch_import.nccl"] == "RuntimeError: no libnccl"
+    assert document["torch_import"]["cudnn"] == 90100
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_imports_the_real_torch() -> None:
-    found = ask("--import-torch", flags=("-W", "default"))  # torch itself warns when numpy is not installed
-    assert found["torch_import"]["ok"] is True
-    assert found["torch_import"]["cuda_initialized"] is False
-    assert found["torch"]["version"] == found["packages"]["torch"]
+    document = ask("--import-torch", flags=("-W", "default"))  # torch itself warns when numpy is not installed
+    assert document["torch_import"]["ok"] is True
+    assert document["torch_import"]["cuda_initialized"] is False
+    assert document["torch"]["version"] == document["packages"]["torch"]
 
 
 def test_broken_metadata_is_null_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "deepspeed-0.15.0.dist-info").mkdir()
     (tmp_path / "deepspeed-0.15.0.dist-info" / "METADATA").write_text("Name: deepspeed\n")
     (tmp_path / "peft-0.13.0.dist-info").mkdir()
-    found = ask(pythonpath=str(tmp_path))
-    assert found["packages"]["deepspeed"] is None
-    assert "metadata is broken" in found["reasons"]["packages.deepspeed"]
-    assert found["packages"]["packaging"]
+    document = ask(pythonpath=str(tmp_path))
+    assert document["packages"]["deepspeed"] is None
+    assert "metadata is broken" in document["reasons"]["packages.deepspeed"]
+    assert document["packages"]["packaging"]
 
 
 def test_imports_nothing_from_its_own_folder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kb.errors import ProbeError
 from kb.machine.gpus import Gpu
-from kb.machine.snapshot import Environment
+from kb.machine.snapshot import MachineSnapshot
 from kb.probe import Needs
 from kb.verify.requirements import free_gpus, unmet
 
@@ -33,13 +33,13 @@ def gpus(count: int, **changed: Gpu) -> tuple[Gpu, ...]:
 
 def machine(
     found: tuple[Gpu, ...] | None = None, packages: dict[str, str | None] | None = None, **other: Any
-) -> Environment:
+) -> MachineSnapshot:
     values: dict[str, Any] = {
         "host": {"memory_available_mib": 16_000},
         "python": {"packages": {"torch": "2.6.0+cu124"} if packages is None else packages, "torch": CUDA_TORCH},
         **other,
     }
-    return Environment(interpreter=Path("/usr/bin/python3"), gpus=found, **values)
+    return MachineSnapshot(interpreter=Path("/usr/bin/python3"), gpus=found, **values)
 
 
 def used(mib: int, **changed: Any) -> Gpu:
@@ -76,8 +76,8 @@ def test_versions_follow_pep_440(version: str | None, specifier: str, is_met: bo
 
 
 def test_a_version_that_does_not_do_is_named() -> None:
-    found = machine(packages={"torch": "2.0.1"})
-    assert unmet(Needs(), found) == "torch 2.0.1 in /usr/bin/python3 is not >=2.1"
+    result = machine(packages={"torch": "2.0.1"})
+    assert unmet(Needs(), result) == "torch 2.0.1 in /usr/bin/python3 is not >=2.1"
 
 
 def test_names_are_compared_as_pypi_does() -> None:
@@ -90,9 +90,9 @@ def test_a_specifier_that_is_none_is_the_fault_of_the_probe() -> None:
 
 
 def test_an_interpreter_that_did_not_answer() -> None:
-    found = machine(python=None, reasons={"python": "died of SIGILL"})
-    assert unmet(Needs(), found) == "what is installed in /usr/bin/python3 is unknown: died of SIGILL"
-    assert unmet(Needs(packages={}), found) == ""
+    result = machine(python=None, reasons={"python": "died of SIGILL"})
+    assert unmet(Needs(), result) == "what is installed in /usr/bin/python3 is unknown: died of SIGILL"
+    assert unmet(Needs(packages={}), result) == ""
 
 
 def test_a_program_that_is_not_there() -> None:
@@ -108,15 +108,15 @@ def test_memory_of_the_machine_and_of_the_cgroup() -> None:
 
 
 def test_memory_that_is_unknown() -> None:
-    found = machine(host={}, reasons={"host.memory_available_mib": "no such file"})
-    assert unmet(Needs(), found) == "how much memory is available is unknown: no such file"
+    result = machine(host={}, reasons={"host.memory_available_mib": "no such file"})
+    assert unmet(Needs(), result) == "how much memory is available is unknown: no such file"
 
 
 def test_gpus_that_are_unknown() -> None:
-    found = machine(reasons={"gpus": "nvidia-smi is not installed"})
-    assert unmet(Needs(gpus=2), found) == "needs 2 GPUs: nvidia-smi is not installed"
-    assert unmet(Needs(gpus=0), found) == ""
-    assert free_gpus(found) == ()
+    result = machine(reasons={"gpus": "nvidia-smi is not installed"})
+    assert unmet(Needs(gpus=2), result) == "needs 2 GPUs: nvidia-smi is not installed"
+    assert unmet(Needs(gpus=0), result) == ""
+    assert free_gpus(result) == ()
 
 
 def test_busy_gpus_are_named_with_what_keeps_them() -> None:
@@ -127,22 +127,22 @@ def test_busy_gpus_are_named_with_what_keeps_them() -> None:
 
 
 def test_force_ignores_busyness_and_takes_the_emptiest_first() -> None:
-    found = machine(gpus(3, gpu0=used(41_000), gpu1=used(9_000)))
-    assert free_gpus(found) == ("GPU-2",)
-    assert free_gpus(found, force=True) == ("GPU-2", "GPU-1", "GPU-0")
-    assert unmet(Needs(gpus=3), found, force=True) == ""
+    result = machine(gpus(3, gpu0=used(41_000), gpu1=used(9_000)))
+    assert free_gpus(result) == ("GPU-2",)
+    assert free_gpus(result, force=True) == ("GPU-2", "GPU-1", "GPU-0")
+    assert unmet(Needs(gpus=3), result, force=True) == ""
 
 
 def test_idle_gpus_keep_their_order() -> None:
-    found = machine(gpus(3, gpu0=used(490), gpu2=used(2, utilization_percent=9)))
-    assert free_gpus(found) == ("GPU-0", "GPU-1", "GPU-2")
+    result = machine(gpus(3, gpu0=used(490), gpu2=used(2, utilization_percent=9)))
+    assert free_gpus(result) == ("GPU-0", "GPU-1", "GPU-2")
 
 
 def test_a_gpu_with_too_little_memory_does_not_count() -> None:
-    found = machine(gpus(2, gpu1=replace(IDLE, memory_free_mib=800)))
-    reason = unmet(Needs(gpus=2, gpu_memory_mib=1024), found)
+    result = machine(gpus(2, gpu1=replace(IDLE, memory_free_mib=800)))
+    reason = unmet(Needs(gpus=2, gpu_memory_mib=1024), result)
     assert reason == "needs 2 GPUs: 1 of 2 GPUs are free; less than 1024 MiB free: 1 (800 MiB)"
-    assert free_gpus(found, memory_mib=1024) == ("GPU-0",)
+    assert free_gpus(result, memory_mib=1024) == ("GPU-0",)
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -155,19 +155,19 @@ def test_a_gpu_that_another_process_has_for_itself_is_never_free(force: bool) ->
 
 
 def test_a_gpu_in_mig_mode_is_no_whole_gpu() -> None:
-    found = machine(gpus(1, gpu0=replace(IDLE, mig_mode="Enabled", utilization_percent=None)))
-    assert unmet(Needs(gpus=1), found, force=True) == "needs 1 GPU: 0 of 1 GPUs are free; in MIG mode: 0"
+    result = machine(gpus(1, gpu0=replace(IDLE, mig_mode="Enabled", utilization_percent=None)))
+    assert unmet(Needs(gpus=1), result, force=True) == "needs 1 GPU: 0 of 1 GPUs are free; in MIG mode: 0"
 
 
 def test_a_gpu_whose_memory_is_unknown_is_used_by_force_only() -> None:
-    found = machine(gpus(1, gpu0=replace(IDLE, memory_used_mib=None, memory_free_mib=None)))
-    assert unmet(Needs(gpus=1), found) == "needs 1 GPU: 0 of 1 GPUs are free; busy: 0 (memory use unknown)"
-    assert unmet(Needs(gpus=1), found, force=True) == ""
+    result = machine(gpus(1, gpu0=replace(IDLE, memory_used_mib=None, memory_free_mib=None)))
+    assert unmet(Needs(gpus=1), result) == "needs 1 GPU: 0 of 1 GPUs are free; busy: 0 (memory use unknown)"
+    assert unmet(Needs(gpus=1), result, force=True) == ""
 
 
 def test_a_lost_gpu_cannot_be_used() -> None:
-    found = machine((replace(IDLE, index=None),))
-    assert unmet(Needs(gpus=1), found, force=True).endswith("lost: ? (the driver gives no UUID)")
+    result = machine((replace(IDLE, index=None),))
+    assert unmet(Needs(gpus=1), result, force=True).endswith("lost: ? (the driver gives no UUID)")
 
 
 @pytest.mark.parametrize(
@@ -182,19 +182,19 @@ def test_a_lost_gpu_cannot_be_used() -> None:
     ],
 )
 def test_only_gpus_that_the_caller_was_given_count(given: str, free: tuple[str, ...]) -> None:
-    found = machine(gpus(4), variables={"CUDA_VISIBLE_DEVICES": given})
-    assert free_gpus(found, force=True) == free
-    assert "not in CUDA_VISIBLE_DEVICES: " in unmet(Needs(gpus=4), found)
+    result = machine(gpus(4), variables={"CUDA_VISIBLE_DEVICES": given})
+    assert free_gpus(result, force=True) == free
+    assert "not in CUDA_VISIBLE_DEVICES: " in unmet(Needs(gpus=4), result)
 
 
 def test_a_torch_without_cuda_cannot_use_a_gpu() -> None:
-    found = machine(
+    result = machine(
         gpus(1),
         python={"packages": {"torch": "2.6.0+cpu"}, "torch": {"version": "2.6.0+cpu", "cuda": None, "hip": None}},
     )
-    reason = unmet(Needs(gpus=1), found)
+    reason = unmet(Needs(gpus=1), result)
     assert reason == "needs 1 GPU: torch 2.6.0+cpu in /usr/bin/python3 is built without CUDA"
-    assert unmet(Needs(), found) == ""
+    assert unmet(Needs(), result) == ""
 
 
 def test_every_missing_thing_is_named() -> None:

@@ -53,6 +53,6 @@ def test_counts_give_one_verdict(judgements: list[Judgement], verdict: Verdict) 
 def test_a_majority_needs_two_that_agree() -> None:
     assert majority([VERIFIED]) is None
     assert majority([NOT, VERIFIED]) is None
-    found = majority([NOT, VERIFIED, VERIFIED])
-    assert found is not None
-    assert found.verdict is Verdict.VERIFIED
+    result = majority([NOT, VERIFIED, VERIFIED])
+    assert result is not None
+    assert result.verdict is Verdict.VERIFIED

@@ -7,13 +7,13 @@ import re
 from kb.harness.outcome import ArmOutcome
 from kb.probe import Arm, Needs
 from kb.verify.plan import Plan
-from kb.verify.report import Report, Trial
+from kb.verify.report import ExperimentResult, Report
 from kb.verify.verdict import EXIT_CODES, Verdict
 
 from .output import style
 
 BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # of the machine that torch was built on
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # what a rank printed must not colour or move our terminal
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # output of a rank must not control the reader's terminal
 COLORS = {0: "green", 1: "red", 3: "yellow", 4: "cyan"}
 MEANING = {
     "hardware": "on your GPUs",
@@ -25,17 +25,17 @@ MEANING = {
 
 
 def print_report(report: Report, *, is_short: bool) -> None:
-    """One report; in a list only what is not as it should be is shown in full."""
+    """One report; in a list, a success takes one line."""
     fidelity = MEANING[report.fidelity]
     print(f"{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  ({fidelity}, {report.duration_s:.1f} s)")
     _print_check(report, is_short=is_short)
     if is_short and report.exit_code == 0:
         return
     print(f"  {report.judgement.reason}")
-    for number, trial in enumerate(report.trials):
+    for number, result in enumerate(report.results):
         if number:
-            print(f"  variant {style(trial.experiment.name, bold=True)}: {trial.judgement.verdict.value}")
-        _print_trial(trial)
+            print(f"  variant {style(result.experiment.name, bold=True)}: {result.judgement.verdict.value}")
+        _print_experiment(result)
     for name, reason in report.skipped:
         print(f"  {style(f'not run: {name}', dim=True)} {reason}")
     for leftover in report.leftovers:
@@ -44,34 +44,36 @@ def print_report(report: Report, *, is_short: bool) -> None:
 
 
 def _print_check(report: Report, *, is_short: bool) -> None:
-    """What the check said, which concerns this machine or the file that was named: before what the arms showed."""
+    """The check's finding about this machine or the named file, before the results of the arms."""
     check = report.check
-    if check is None or (is_short and check.state != "exposed" and not report.is_asked):
+    if check is None or (is_short and check.state != "exposed" and not report.has_named_file):
         return
     color = {"exposed": "red", "clear": "green"}.get(check.state, "yellow")
-    whose = "your file" if report.is_asked else "this machine"
+    whose = "your file" if report.has_named_file else "this machine"
     print(f"  {whose}: {style(check.state, color, bold=True)}")
     for line in check.evidence[:1] if is_short else check.evidence:
         print(f"    {line}")
 
 
-def _print_trial(trial: Trial) -> None:
-    _print_arm("control", trial.experiment.control, trial.control)
-    _print_arm("treatment", trial.experiment.treatment, trial.treatment)
-    if trial.experiment.control.stands_for:
-        print(f"  {style('stands for', dim=True)} {trial.experiment.control.stands_for}")
-    if trial.counts and trial.counts.pairs > 1:
-        one = trial.counts
-        print(f"  {one.pairs} pairs: control failed {one.control}, treatment {one.treatment}, p {one.p:.3g}")
+def _print_experiment(result: ExperimentResult) -> None:
+    _print_arm("control", result.experiment.control, result.control)
+    _print_arm("treatment", result.experiment.treatment, result.treatment)
+    if result.experiment.control.stands_for:
+        print(f"  {style('stands for', dim=True)} {result.experiment.control.stands_for}")
+    if result.counts and result.counts.pairs > 1:
+        counts = result.counts
+        failures = f"control failed {counts.control}, treatment {counts.treatment}"
+        print(f"  {counts.pairs} pairs: {failures}, p {counts.p:.3g}")
 
 
 def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
     print(f"  {name:<9} {outcome.kind} after {outcome.duration_s:.1f} s: {arm.because}")
     first = outcome.first_failure
     if first:
-        said = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
-        said = ESCAPES.sub("", BUILD_PATH.sub(r"[\1]", said))
-        print(f"            first failing rank: {first.rank} {first.type or first.signal or first.kind} {said[:300]}")
+        message = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
+        message = ESCAPES.sub("", BUILD_PATH.sub(r"[\1]", message))
+        kind = first.type or first.signal or first.kind
+        print(f"            first failing rank: {first.rank} {kind} {message[:300]}")
     for sentence in outcome.flight:
         print(f"            {sentence}")
 
@@ -88,7 +90,7 @@ def print_plan(plan: Plan) -> None:
     if plan.probe.check:
         print("  check: is this machine or configuration exposed? read-only")
     for experiment in plan.experiments:
-        seconds = " + ".join(f"{one:g}" for one in experiment.expected_s)
+        seconds = " + ".join(f"{duration:g}" for duration in experiment.expected_s)
         print(f"  experiment {experiment.name}: {experiment.world_size} ranks, {experiment.backend}, about {seconds} s")
         print(f"    needs     {_needs(experiment.needs)}; deadline {experiment.deadline_s:g} s an arm")
         for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):

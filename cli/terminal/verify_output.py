@@ -1,4 +1,4 @@
-"""What `kb verify` proved or would do: as the one JSON document, or for a person at a terminal."""
+"""Output of `kb verify`: the reports, or with --plan the plans, as one JSON document or as text."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from kb.errors import DeadlineExceeded
 
-from ..delivery import Recipient, print_destination
+from ..service.delivery import Recipient, print_destination
 from .output import emit, emit_error, notice
 
 if TYPE_CHECKING:
     from kb.harness.launcher import Launcher
     from kb.verify.plan import Plan
-    from kb.verify.runner import Run
+    from kb.verify.runner import RunResult
 
 LATE = DeadlineExceeded("the overall deadline came before every entry was done", "give more time with --timeout")
 
 
-def show_run(run: Run, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
+def show_run(run: RunResult, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
     """Show the reports and send them to the recipient; the exit code is that of the verdicts."""
     from kb.verify.report import exit_code
 
@@ -26,13 +26,13 @@ def show_run(run: Run, recipient: Recipient | None, *, as_json: bool, as_list: b
         _emit_reports(run, recipient, as_list=as_list)
     else:
         _print_reports(run, as_list=as_list)
-        sys.stdout.flush()  # nobody waits for a service to read a verdict
+        sys.stdout.flush()  # the verdict does not wait for the service
         if recipient:
             recipient.report(run.reports)
     return LATE.exit_code if run.is_cut else exit_code(run.reports)
 
 
-def _emit_reports(run: Run, recipient: Recipient | None, *, as_list: bool) -> None:
+def _emit_reports(run: RunResult, recipient: Recipient | None, *, as_list: bool) -> None:
     from kb.verify.report import summary
 
     documents = [report.to_json() for report in run.reports]
@@ -45,10 +45,10 @@ def _emit_reports(run: Run, recipient: Recipient | None, *, as_list: bool) -> No
         emit("verify", **body)
 
 
-def _print_reports(run: Run, *, as_list: bool) -> None:
+def _print_reports(run: RunResult, *, as_list: bool) -> None:
     from kb.verify.report import summary
 
-    from .verdicts import print_report, print_summary
+    from .reports import print_report, print_summary
 
     for report in run.reports:
         print_report(report, is_short=as_list)
@@ -59,7 +59,7 @@ def _print_reports(run: Run, *, as_list: bool) -> None:
 
 
 def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None, *, as_json: bool) -> int:
-    """What would run, and what would be sent. Runs and sends nothing."""
+    """Show what would run and what would be sent. Runs and sends nothing."""
     if as_json:
         emit(
             "verify-plan",
@@ -74,7 +74,7 @@ def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | Non
 
 
 def _print_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None) -> None:
-    from .verdicts import print_plan
+    from .reports import print_plan
 
     for plan in plans:
         print_plan(plan)

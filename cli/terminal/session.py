@@ -1,4 +1,4 @@
-"""A verification at a terminal: its status line, and the end that SIGTERM or Ctrl-C gives it."""
+"""A verification session at a terminal: with a status line, and ended in order by SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .terminal.output import notice
+from .output import notice
 
 if TYPE_CHECKING:
     from kb.content.catalog import Catalog
@@ -26,11 +26,11 @@ def session(
     *,
     force: bool = False,
 ) -> Iterator[Session]:
-    """These entries, planned for this machine, while their launcher is up."""
+    """These entries, planned for this machine, while their launcher is open."""
     from kb.harness.launcher import Launcher
     from kb.verify.session import prepare
 
-    from .terminal.progress import StatusLine
+    from .progress import StatusLine
 
     with _terminable(), StatusLine() as progress, Launcher(interpreter, keep_logs) as launcher:
         yield prepare(catalog, entries, settings, interpreter, launcher, progress, notice, force=force)

@@ -1,4 +1,4 @@
-"""The machine that `kb mcp` runs on, for tools that may look at it: nothing under api/ starts a process."""
+"""The machine that `kb mcp` runs on, for tools that read it or verify on it: nothing under api/ starts a process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kb.harness.launcher import Launcher
 from kb.machine import gpus, installed
 from kb.runtime.survey_fields import Reader
 from kb.verify.checks import check_all
-from kb.verify.runner import Options
+from kb.verify.runner import RunOptions
 from kb.verify.session import prepare
 
-from .terminal.output import notice
-from .terminal.progress import StatusLine
+from ..terminal.output import notice
+from ..terminal.progress import StatusLine
 
-CHECKS_S = 120.0  # for all checks together, each of which has 10 s
+CHECKS_S = 120.0  # for all checks together; each may take 10 s
 VERIFY_S = 900.0  # the longest probe takes a third of it
 
 
@@ -34,25 +34,25 @@ class ThisMachine:
         return installed.versions(self._python)
 
     def gpu(self) -> str:
-        found, _ = gpus.read(Reader())
-        return next((one.name for one in found or () if one.name), "")
+        gpu_list, _ = gpus.list_gpus(Reader())
+        return next((gpu.name for gpu in gpu_list or () if gpu.name), "")
 
-    def checks(self, found: Catalog) -> list[dict[str, Any]]:
+    def checks(self, catalog: Catalog) -> list[dict[str, Any]]:
         with self._launching() as launcher:
             watch = Timer(CHECKS_S, launcher.close)
             watch.start()
             try:
-                return [answer.to_json() for answer in check_all(found, launcher, {})]
+                return [result.to_json() for result in check_all(catalog, launcher, {})]
             finally:
                 watch.cancel()
 
-    def verify(self, found: Catalog, entry_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
-        """The report, which is kept as those of `kb verify` are."""
-        entry = found.get(entry_id)
+    def verify(self, catalog: Catalog, entry_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
+        """The report, saved like those of `kb verify`."""
+        entry = catalog.get(entry_id)
         with self._launching() as launcher:
-            session = prepare(found, [entry], settings, self._python, launcher, StatusLine(), notice)
-            done = session.run(Options(timeout_s=VERIFY_S))
-        return done.reports[0].to_json()
+            session = prepare(catalog, [entry], settings, self._python, launcher, StatusLine(), notice)
+            result = session.run(RunOptions(timeout_s=VERIFY_S))
+        return result.reports[0].to_json()
 
     def stop(self) -> None:
         if launcher := self._launcher:

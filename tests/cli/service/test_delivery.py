@@ -71,9 +71,9 @@ def test_a_service_of_the_team_has_it_and_shows_it(kb: Kb, content: ContentRoot,
     with started(place) as replica:
         ended = kb("verify", "breaks", "--json", "--report", replica.url, KB_API_KEY=key)
         assert ended.json["reported"]["sent"] == 1, ended.err
-        status, found = replica.get("/v1/entries/breaks/reports")
+        status, result = replica.get("/v1/entries/breaks/reports")
     assert status == 200
-    (shown,) = found["reports"]
+    (shown,) = result["reports"]
     assert (shown["verdict"], shown["earlier_wording"]) == ("verified", False)
     assert shown["entry_digest"] == ended.json["entry_digest"]
     assert shown["machine"]["python"] == ended.json["environment"]["python"]["version"]
@@ -188,7 +188,7 @@ def test_what_is_no_address_is_said_before_anything_runs(kb: Kb, content: Conten
 def test_a_key_on_its_way_over_plain_http_is_warned_of(kb: Kb, peer: Peer) -> None:
     ended = kb("verify", "breaks", "--report", "http://kb.example.org", http_proxy=peer.url, no_proxy="")
     assert is_verified(ended)
-    assert "KB_API_KEY and the reports can be read on their way to http://kb.example.org" in ended.err
+    assert "KB_API_KEY and the reports travel unencrypted to http://kb.example.org" in ended.err
 
 
 def test_a_plan_says_what_would_be_sent_and_sends_nothing(kb: Kb, peer: Peer) -> None:
@@ -216,9 +216,9 @@ def test_ctrl_c_ends_the_sending_and_leaves_the_verdict(peer: Peer, tmp_path: Pa
         out, err = process.communicate(timeout=GENEROUS_S)
     finally:
         end(process)
-    said = json.loads(out)
-    assert (process.returncode, said["verdict"]) == (0, "verified"), err
-    assert (said["reported"]["queued"], said["reported"]["problem"]) == (1, "interrupted")
+    document = json.loads(out)
+    assert (process.returncode, document["verdict"]) == (0, "verified"), err
+    assert (document["reported"]["queued"], document["reported"]["problem"]) == (1, "interrupted")
 
 
 def test_a_verdict_is_shown_before_a_service_is_waited_for(peer: Peer, tmp_path: Path) -> None:

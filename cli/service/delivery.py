@@ -1,4 +1,4 @@
-"""`kb verify --report URL`: reports to a team's service, through the outbox, and what became of them."""
+"""`kb verify --report URL`: delivers reports to a team's service through the outbox, and says how that ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from kb.errors import KbError, StoreUnavailable
 
-from .terminal.output import emit, notice
+from ..terminal.output import emit, notice
 
 if TYPE_CHECKING:
     from kb.sharing.client import Service
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kb.verify.report import Report
 
 KEY_VARIABLE = "KB_API_KEY"  # not an option: every user of a machine can read the command lines of all
-WHAT = "verdict, evidence, digests, versions, names of GPUs; no hosts, users, files, variables or logs"
+CONTENT = "verdict, evidence, digests, versions, names of GPUs; no hosts, users, files, variables or logs"
 ReportOption = Annotated[
     str | None,
     typer.Option(
         "--report",
         metavar="URL",
         envvar="KB_REPORT_URL",
-        help=f"Send the redacted report to this kb service, with the key in {KEY_VARIABLE}. While it is away, reports "
-        "wait; without an ID, those that wait are sent.",
+        help=f"Send the redacted report to this kb service, with the key in {KEY_VARIABLE}. Reports wait while the "
+        "service is unreachable; without an ID, the waiting ones are sent.",
     ),
 ]
 
@@ -41,7 +41,7 @@ class Recipient:
 
     @classmethod
     def at(cls, url: str | None) -> Self | None:
-        """None when no report is to be sent. Raises `UsageError` for what is no address, before anything runs."""
+        """None without a URL. Raises `UsageError` for an invalid one, before anything runs."""
         if not url:
             return None
         from kb.sharing.client import Service
@@ -49,11 +49,11 @@ class Recipient:
 
         service = Service.at(url, os.environ.get(KEY_VARIABLE, "").strip())
         if service.is_exposed:
-            notice(f"warning: {KEY_VARIABLE} and the reports can be read on their way to {service.url}: use https")
+            notice(f"warning: {KEY_VARIABLE} and the reports travel unencrypted to {service.url}: use https")
         return cls(service, Outbox(default_directory()))
 
     def report(self, reports: Sequence[Report] = ()) -> dict[str, Any]:
-        """Queue these, send what waits, say so on stderr. Returns the member `reported`; trouble is part of it."""
+        """Queue these reports, send all that wait, summarize on stderr. Returns `reported`, with any problem."""
         from kb.sharing.sender import send
 
         queueing = self._queue(reports)
@@ -78,7 +78,7 @@ class Recipient:
             return 0
 
     def _queue(self, reports: Sequence[Report]) -> list[str]:
-        """What went wrong: a report that cannot be kept costs nothing but itself."""
+        """Returns the problems: a report that cannot be queued is lost and affects nothing else."""
         if not reports:
             return []
         from kb.sharing.shared_report import shared
@@ -103,7 +103,7 @@ def send_waiting(recipient: Recipient, *, as_json: bool) -> int:
 
 def print_destination(recipient: Recipient) -> None:
     """A line of `--plan`."""
-    print(f"report       to {recipient.service.url}: {WHAT}; {_reports(recipient.waiting())} waiting already")
+    print(f"report       to {recipient.service.url}: {CONTENT}; {_reports(recipient.waiting())} waiting already")
 
 
 def _say(reported: Mapping[str, Any]) -> None:
