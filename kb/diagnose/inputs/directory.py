@@ -1,4 +1,4 @@
-"""The regular files below a folder. Links are followed, loops end, a file with several names counts once."""
+"""The regular files below a folder. Links are followed, loops end, and a file with several names counts once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Identity = tuple[int, int]  # device and inode
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Where it lies and when it was last written, in seconds since the epoch."""
+    """`modified` is when it was last written, in seconds since the epoch."""
 
     path: str
     modified: float
@@ -22,25 +22,28 @@ class File:
 
 @dataclass(slots=True)
 class Listing:
-    """What a walk found; `is_cut` when there was more than it may look at, `troubles` one sentence each."""
+    """The result of a walk; `is_cut` if the walk ended at its limit, `problems` one sentence each."""
 
     files: dict[Identity, File] = field(default_factory=dict)
-    troubles: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     is_cut: bool = False
 
 
 def list_files(folder: str, most: int) -> Listing:
-    """What is not hidden, level by level: a deep folder of shards hides no log beside it. Pipes are not looked at."""
+    """The files that are not hidden, level by level: a log is found before the files of a deep folder beside it.
+
+    At most `most` entries are read. Pipes are left out.
+    """
     listing = Listing()
     seen: set[Identity] = set()
-    near, linked = deque([(folder, file_identity(os.stat(folder)))]), deque[tuple[str, Identity]]()
+    folders, linked = deque([(folder, file_identity(os.stat(folder)))]), deque[tuple[str, Identity]]()
     entries = 0
-    while near or linked:
-        at, this = (near or linked).popleft()  # linked folders come last: a file keeps its own name
-        if this in seen:
+    while folders or linked:
+        path, folder_id = (folders or linked).popleft()  # linked folders come last: a file keeps its own name
+        if folder_id in seen:
             continue
-        seen.add(this)
-        for entry in _entries(at, listing):
+        seen.add(folder_id)
+        for entry in _entries(path, listing):
             entries += 1
             if entries > most:
                 listing.is_cut = True
@@ -50,7 +53,7 @@ def list_files(folder: str, most: int) -> Listing:
                 continue
             key = file_identity(status)
             if stat.S_ISDIR(status.st_mode):
-                (linked if entry.is_symlink() else near).append((entry.path, key))
+                (linked if entry.is_symlink() else folders).append((entry.path, key))
             elif stat.S_ISREG(status.st_mode) and (key not in listing.files or not entry.is_symlink()):
                 listing.files[key] = File(entry.path, status.st_mtime)
     return listing
@@ -61,7 +64,7 @@ def file_identity(status: os.stat_result) -> Identity:
 
 
 def printable_path(path: str) -> str:
-    """A path as text: one that is no UTF-8 would break every document it is printed in."""
+    """A path as text: a path that is not UTF-8 would break every document that prints it."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -70,16 +73,16 @@ def _entries(folder: str, listing: Listing) -> Iterator[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             yield from entries
     except OSError as error:
-        listing.troubles.append(f"{printable_path(folder)}: cannot be read: {error.strerror}")
+        listing.problems.append(f"{printable_path(folder)}: cannot be read: {error.strerror}")
 
 
 def _status(entry: os.DirEntry[str], listing: Listing) -> os.stat_result | None:
-    """None for what is hidden, gone, or a link to nowhere."""
+    """None for a hidden or deleted file, and for a link to nowhere."""
     if entry.name.startswith("."):
         return None
     try:
         return entry.stat()
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP):
-            listing.troubles.append(f"{printable_path(entry.path)}: cannot be read: {error.strerror}")
+            listing.problems.append(f"{printable_path(entry.path)}: cannot be read: {error.strerror}")
         return None

@@ -1,8 +1,8 @@
-"""What an input is, by its content: names say what somebody hoped, and a dump may have any.
+"""The kind of an input, by its content: names are unreliable, and a dump may have any.
 
-A file whose first bytes fit nothing structured is text unless it is evidently not: NUL bytes inside, or the magic
-bytes of a format that holds no log. NULs around the text are none of these: a log that was cut while its writer
-went on begins with them, and one whose machine died may end with them.
+An input whose first bytes fit no structured format is text, except with NUL bytes inside or with the magic bytes of a
+format that holds no log. NUL bytes around the text are allowed: a log that was truncated while its writer went on
+begins with them, and the log of a machine that died may end with them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """Who reads an input: the matcher of lines, one of the parsers, or nobody."""
+    """Decides how an input is read: line by line, by one of the readers, or not at all."""
 
     TEXT = "text"
     FLIGHT_PICKLE = "flight recorder dump (pickle)"
@@ -32,7 +32,7 @@ FLIGHT_JSON_KEYS = re.compile(
     rb'"(?:pg_config|pg_status|nccl_comm_state|comm_lib_version|collective_seq_id|record_id)"\s*:'
 )
 RAS_KEYS = re.compile(rb'"nccl_version"\s*:[^{}]{0,500}"communicators(?:_count)?"\s*:')
-# What `kb verify --keep-logs` files beside the logs says again what they say: how each begins, and a later key.
+# Records that `kb verify --keep-logs` writes beside the logs and that repeat them: how each begins, and a later key.
 OWN = (
     (b'{"outcome": "', b'"max_rss_mib": '),
     (b'{"ending": "', b'"exits": '),
@@ -60,16 +60,16 @@ FOREIGN = (
     b"\xfd7zXZ",
     b"7z\xbc\xaf",
     b"\x04\x22\x4d\x18",  # lz4
-    b"\x1f\x8b",  # packed twice
+    b"\x1f\x8b",  # gzip inside of gzip
     b"\x28\xb5\x2f\xfd",
 )
 SAFETENSORS = re.compile(rb'.{8}\{\s*"', re.DOTALL)  # eight bytes of length, then a JSON header
 
 
 def detect_kind(head: bytes, name: str = "") -> Kind:
-    """The kind of an input whose first 64 KiB (fewer, if it is shorter) are `head`, unpacked and as UTF-8.
+    """The kind of an input whose first 64 KiB (or less) are `head`, decompressed and as UTF-8.
 
-    `name` decides only what content leaves open: whether `{"message": "..."}` is an error file or a line of a log.
+    `name` decides only what the content does not: whether `{"message": "..."}` is an error file or a line of a log.
     """
     if PICKLE.match(head):
         return Kind.FLIGHT_PICKLE if FLIGHT_KEYS.search(head) else Kind.BINARY
@@ -110,5 +110,5 @@ def _is_error_file(head: bytes, name: str) -> bool:
 
 
 def _is_lines(head: bytes) -> bool:
-    """One JSON object a line, as structured loggers print: a log, whatever its keys are called."""
+    """Whether it has one JSON object per line, as structured loggers print: a log, whatever its keys are."""
     return bool(re.search(rb"\}[ \t]*\r?\n[ \t]*\{", head))

@@ -1,8 +1,8 @@
 """The inputs of a diagnosis: files, folders, pipes and standard input, in a fixed order, each a stream of bytes.
 
-Of a folder everything below it counts that is not hidden and not evidently binary. Links are followed and a file
-counts once however many names it has. Where there is more than can be read, what was written last is nearest to the
-failure and is read; `Sources.problems` says in sentences what was left out, and by which rule.
+A folder stands for all files below it that are neither hidden nor evidently binary. Links are followed, and a file
+with several names counts once. If there are too many files, those that were written last are read: they are nearest to
+the failure. `Sources.problems` says in sentences what was left out, and by which rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_ENTRIES = 100_000  # of one folder that are looked at
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input. `name` is how the user finds it again (`-` is standard input); `modified` seconds since the epoch."""
+    """One input. `name` is its path as given (`-` is standard input); `modified` is in seconds since the epoch."""
 
     name: str
     path: str = ""
@@ -34,9 +34,9 @@ class Source:
     is_pipe: bool = False
 
     def open(self, report: Report = lambda _: None) -> io.BufferedReader:
-        """Its bytes: unpacked if they are gzip or zstd, UTF-8 if they are UTF-16, never more than it holds now.
+        """Its bytes: gzip and zstd decompressed, UTF-16 as UTF-8, never more than the input holds now.
 
-        Reading never raises: what goes wrong ends the stream, and `report` gets a sentence about it. `peek(HEAD)`
+        Reading never raises: an error ends the stream and is passed to `report` as a sentence. `peek(HEAD)`
         is the head, for `detect_kind`, and takes nothing away. A pipe waits for its writer.
         """
         return read_file(self.path, self.name, report, waits=self.is_pipe) if self.path else read_stdin(report)
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An input that arrives in pieces and is nowhere on disk; to be opened once. `most` bytes of it are unpacked."""
+    """An input that arrives in pieces; to be opened once. It is decompressed to at most `most` bytes."""
 
     name: str
     pieces: Iterator[bytes]
@@ -52,34 +52,34 @@ class Stream:
     most: int = sys.maxsize
 
     def open(self, report: Report = lambda _: None) -> io.BufferedReader:
-        """As that of a `Source`. An error that the pieces raise goes to the reader."""
+        """As `Source.open`, except that an exception of `pieces` reaches the reader."""
         return read_pieces(self.pieces, self.name, report, self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What is to be read, and sentences about what is not."""
+    """The inputs to read, and sentences about those left out."""
 
     inputs: tuple[Source, ...]
     problems: tuple[str, ...]
 
 
 def find_sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: int = MOST_ENTRIES) -> Sources:
-    """The inputs that these arguments mean. UsageError for an argument that is none; a pipe is not opened yet."""
-    found: dict[Identity, Source] = {}
+    """The inputs that command-line arguments name. UsageError for an invalid argument. Pipes are not opened yet."""
+    inputs: dict[Identity, Source] = {}
     problems: list[str] = []
     for path in paths:
         if path == "-":
-            found.setdefault((-1, -1), Source("-"))
+            inputs.setdefault((-1, -1), Source("-"))
             continue
         status = _status(path)
         if stat.S_ISDIR(status.st_mode):
-            chosen, said = _folder(path, most_files, most_entries)
-            found |= {key: source for key, source in chosen.items() if key not in found}
-            problems += said
+            chosen, left_out = _folder(path, most_files, most_entries)
+            inputs |= {key: source for key, source in chosen.items() if key not in inputs}
+            problems += left_out
         else:
-            found.setdefault(file_identity(status), _named(path, status))
-    return Sources(tuple(found.values()), tuple(problems))
+            inputs.setdefault(file_identity(status), _file(path, status))
+    return Sources(tuple(inputs.values()), tuple(problems))
 
 
 def _status(path: str) -> os.stat_result:
@@ -89,7 +89,7 @@ def _status(path: str) -> os.stat_result:
         raise UsageError(f"{printable_path(path)} cannot be read: {error_reason(error)}") from error
 
 
-def _named(path: str, status: os.stat_result) -> Source:
+def _file(path: str, status: os.stat_result) -> Source:
     is_pipe = stat.S_ISFIFO(status.st_mode)
     if not is_pipe and not stat.S_ISREG(status.st_mode):
         hint = "`-` reads what a command prints: `dmesg | kb diagnose -`"
@@ -103,7 +103,7 @@ def _named(path: str, status: os.stat_result) -> Source:
 
 
 def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identity, Source], list[str]]:
-    """The files of a folder that are read, sorted by name, and sentences about the others."""
+    """The files of a folder to read, sorted by name, and sentences about the others."""
     listing = list_files(path, most_entries)
     left = deque(sorted(listing.files.items(), key=lambda item: (item[1].modified, item[1].path)))
     chosen: dict[Identity, Source] = {}
@@ -111,12 +111,12 @@ def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identit
     while left and len(chosen) < most_files:
         key, file = left.pop()
         source = Source(printable_path(file.path), file.path, file.modified)
-        found, trouble = _look(source)
-        if trouble:
-            listing.troubles.append(trouble)
-        elif found is Kind.BINARY:
+        kind, problem = _peek_kind(source)
+        if problem:
+            listing.problems.append(problem)
+        elif kind is Kind.BINARY:
             binary += 1
-        elif found is not Kind.OWN:
+        elif kind is not Kind.OWN:
             chosen[key] = source
     problems = [
         f"{printable_path(path)}: {sentence}" for sentence in _left_out(listing, most_entries, len(left), binary)
@@ -133,13 +133,13 @@ def _left_out(listing: Listing, most_entries: int, older: int, binary: int) -> I
         yield f"left out as older than what is read: {older:,}"
     if binary:
         yield f"left out as binary: {binary:,}"
-    if listing.troubles:
-        yield f"left out as unreadable: {len(listing.troubles):,}, the first is {listing.troubles[0]}"
+    if listing.problems:
+        yield f"left out as unreadable: {len(listing.problems):,}, the first is {listing.problems[0]}"
 
 
-def _look(source: Source) -> tuple[Kind, str]:
-    """The kind of a file and, if nothing of it can be read, why. What fails further on is told when it is read."""
-    troubles: list[str] = []
-    with source.open(troubles.append) as stream:
+def _peek_kind(source: Source) -> tuple[Kind, str]:
+    """The kind of a file and, if nothing of it can be read, why. Later errors are reported when it is read."""
+    problems: list[str] = []
+    with source.open(problems.append) as stream:
         head = stream.peek(HEAD)
-    return detect_kind(head, source.name), troubles[0] if troubles and not head else ""
+    return detect_kind(head, source.name), problems[0] if problems and not head else ""

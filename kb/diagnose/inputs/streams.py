@@ -1,7 +1,7 @@
-"""The bytes of one input as a stream that never raises: unpacked, as UTF-8, no longer than the file was when opened.
+"""The bytes of one input as a stream that never raises: decompressed, as UTF-8, as long as the file was when opened.
 
-What goes wrong on the way (a truncated archive, a file that shrinks, a disk that fails) ends the stream early and
-is told to `report` in one sentence; what came before it is delivered.
+An error on the way (a truncated archive, a file that shrinks, a disk that fails) ends the stream early and is passed to
+`report` as one sentence; the bytes before it are delivered.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Report = Callable[[str], None]
 
 
 def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> io.BufferedReader:
-    """A regular file, or a named pipe where the caller wants to wait for its writer. Never blocks otherwise."""
-    # Without O_NONBLOCK, a file that became a pipe since it was listed would be waited for.
+    """A regular file, or a named pipe if the caller `waits` for its writer. Never blocks otherwise."""
+    # Without O_NONBLOCK, opening a file that has become a pipe since it was listed would wait for a writer.
     extra = 0 if waits else os.O_NONBLOCK
     try:
         file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | extra))
@@ -39,31 +39,31 @@ def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> i
         return _stream(iter(()), name, report)
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode):
-        return _stream(_until(file, status.st_size, name, report), name, report, file)
+        return _stream(_read_until(file, status.st_size, name, report), name, report, file)
     if waits and stat.S_ISFIFO(status.st_mode):
-        return _stream(_all(file.read, name, report), name, report, file)
+        return _stream(_read_all(file.read, name, report), name, report, file)
     report(f"{name}: is no regular file any more")
     file.close()
     return _stream(iter(()), name, report)
 
 
 def read_stdin(report: Report) -> io.BufferedReader:
-    """Standard input to its end; stays open when the stream is closed."""
-    return _stream(_all(sys.stdin.buffer.read, "-", report), "-", report)
+    """Standard input to its end; it stays open when the stream is closed."""
+    return _stream(_read_all(sys.stdin.buffer.read, "-", report), "-", report)
 
 
 def error_reason(error: Exception) -> str:
-    """What the system says, without the path that the sentence names already."""
+    """The message of the system, without the path, which the sentence names already."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def read_pieces(pieces: Iterator[bytes], name: str, report: Report, most: int) -> io.BufferedReader:
-    """What arrives in pieces of any length, unpacked as a file is, but no further than `most` bytes."""
+    """Pieces of any length, decompressed as a file is, but to no more than `most` bytes."""
     return _stream(pieces, name, report, most=most)
 
 
-class _Pieces(io.RawIOBase):
-    """Pieces of any length as a raw stream. Fills what it is given, so that a peek shows all there is."""
+class _PieceReader(io.RawIOBase):
+    """Pieces of any length as a raw stream. Fills the whole buffer, so that a peek returns all there is."""
 
     def __init__(self, pieces: Iterator[bytes], below: io.IOBase | None) -> None:
         self._pieces = pieces
@@ -94,33 +94,35 @@ class _Pieces(io.RawIOBase):
 def _stream(
     pieces: Iterator[bytes], name: str, report: Report, file: io.IOBase | None = None, most: int = sys.maxsize
 ) -> io.BufferedReader:
-    packed: io.BufferedReader = io.BufferedReader(_Pieces(pieces, file), HEAD)
-    plain = packed
-    magic = packed.peek(4)[:4]
+    raw: io.BufferedReader = io.BufferedReader(_PieceReader(pieces, file), HEAD)
+    stream = raw
+    magic = raw.peek(4)[:4]
     if magic.startswith(GZIP):
-        plain = io.BufferedReader(_Pieces(_unpacked(GzipFile(fileobj=packed).read1, name, report, most), packed), HEAD)
+        blocks = _decompressed(GzipFile(fileobj=raw).read1, name, report, most)
+        stream = io.BufferedReader(_PieceReader(blocks, raw), HEAD)
     elif magic in ZSTD:
-        plain = io.BufferedReader(_Pieces(_unpacked(zstd.ZstdFile(packed).read1, name, report, most), packed), HEAD)
-    if plain.peek(2)[:2] in UTF16:
-        return io.BufferedReader(_Pieces(_recoded(plain), plain), HEAD)
-    return plain
+        blocks = _decompressed(zstd.ZstdFile(raw).read1, name, report, most)
+        stream = io.BufferedReader(_PieceReader(blocks, raw), HEAD)
+    if stream.peek(2)[:2] in UTF16:
+        return io.BufferedReader(_PieceReader(_as_utf8(stream), stream), HEAD)
+    return stream
 
 
-def _until(file: io.FileIO, size: int, name: str, report: Report) -> Iterator[bytes]:
-    """What the file held when it was opened: a log that grows while it is read has an end."""
+def _read_until(file: io.FileIO, size: int, name: str, report: Report) -> Iterator[bytes]:
+    """The first `size` bytes, which the file had when it was opened: a log that still grows has an end too."""
     left = size
 
     def read(most: int) -> bytes | None:
         return file.read(min(most, left))
 
-    for block in _all(read, name, report):
+    for block in _read_all(read, name, report):
         left -= len(block)
         yield block
     if left:
         report(f"{name}: {left:,} of {size:,} bytes are missing: it shrank or could not be read to its end")
 
 
-def _all(read: Callable[[int], bytes | None], name: str, report: Report) -> Iterator[bytes]:
+def _read_all(read: Callable[[int], bytes | None], name: str, report: Report) -> Iterator[bytes]:
     try:
         while block := read(HEAD):
             yield block
@@ -128,8 +130,8 @@ def _all(read: Callable[[int], bytes | None], name: str, report: Report) -> Iter
         report(f"{name}: reading it failed: {error_reason(error)}")
 
 
-def _unpacked(read: Callable[[int], bytes], name: str, report: Report, most: int) -> Iterator[bytes]:
-    """`read` is a read1: it loses nothing that was unpacked before the damage."""
+def _decompressed(read: Callable[[int], bytes], name: str, report: Report, most: int) -> Iterator[bytes]:
+    """`read` is a `read1`, which returns everything that was decompressed before the damage."""
     left = most
     try:
         while block := read(HEAD):
@@ -145,7 +147,7 @@ def _unpacked(read: Callable[[int], bytes], name: str, report: Report, most: int
         report(f"{name}: the compressed data is damaged ({error_reason(error)}); what came before it is read")
 
 
-def _recoded(plain: io.BufferedReader) -> Iterator[bytes]:
+def _as_utf8(stream: io.BufferedReader) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-16")("replace")
-    while block := plain.read(HEAD):
+    while block := stream.read(HEAD):
         yield decoder.decode(block).encode()
