@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kb.content.gpu_records import Proof
-from kb.store.reports import Standing
+from kb.store.reports import VerdictCount
 
 MARKS = {"verified": "good", "fix-ineffective": "bad", "inverted": "bad", "other-failure": "bad"}
 
@@ -30,7 +30,7 @@ class Row:
         return MARKS.get(self.verdict, "neutral")
 
 
-def rows(entry_id: str, digest: str, standings: Iterable[Standing], proofs: Iterable[Proof]) -> list[Row]:
+def rows(entry_id: str, digest: str, verdict_counts: Iterable[VerdictCount], proofs: Iterable[Proof]) -> list[Row]:
     """Of one entry: the current wording first, then by GPU, driver and torch, newest first."""
     found = [
         Row(
@@ -43,7 +43,7 @@ def rows(entry_id: str, digest: str, standings: Iterable[Standing], proofs: Iter
             str(standing.last)[:10],
             standing.entry_digest != digest,
         )
-        for standing in standings
+        for standing in verdict_counts
         if standing.entry_id == entry_id
     ]
     found += [

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
 from kb.store import audit, content_generation
-from kb.store.audit import Audited
+from kb.store.audit import AuditRecord
 
 from ..requests import paging
 from ..requests.access import Admin
 from ..requests.paging import Cursor
 from ..requests.problems import documented
-from ..state.content import Kept
+from ..state.content import StoreDatabase
 
 LISTING = "audit"
 MOST_AT_ONCE = 1000
@@ -43,8 +43,8 @@ class AuditedDocument(BaseModel):
     outcome: str
 
     @classmethod
-    def of(cls, one: Audited) -> Self:
-        return cls(**{**asdict(one), "at": one.at.replace(tzinfo=datetime.UTC)})
+    def of(cls, record: AuditRecord) -> Self:
+        return cls(**{**asdict(record), "at": record.at.replace(tzinfo=datetime.UTC)})
 
 
 AUDITED: dict[str, Any] = {
@@ -74,7 +74,7 @@ class AuditPage(BaseModel):
     response_model=Reindexing,
     responses=documented(503),
 )
-def reindex(request: Request, database: Kept, caller: Admin) -> Reindexing:
+def reindex(request: Request, database: StoreDatabase, caller: Admin) -> Reindexing:
     """Every replica reads its content roots again within seconds, and answers from the old content until then."""
     number = content_generation.advance(database, actor=caller.id, request_id=request.state.id)
     return Reindexing(generation=number)
@@ -88,7 +88,7 @@ def reindex(request: Request, database: Kept, caller: Admin) -> Reindexing:
     responses=documented(422, 503),
 )
 def list_audit(
-    database: Kept,
+    database: StoreDatabase,
     _: Admin,
     limit: Annotated[int, Query(ge=1, le=MOST_AT_ONCE, description="At most this many writes.")] = 100,
     cursor: Cursor = None,

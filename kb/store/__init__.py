@@ -1,1 +1,1 @@
-"""What is kept: reports, keys, feedback, gaps and the audit log, in one SQLite file or in PostgreSQL."""
+"""The store: reports, keys, feedback, gaps and the audit log, in one SQLite file or in PostgreSQL."""

@@ -1,4 +1,4 @@
-"""What all replicas of a service agree on: the number of the content that they should serve."""
+"""The generation of the content: a number from which all replicas of a service see when to read it again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ GENERATION = "generation"
 
 
 def generation(database: Database) -> int:
-    """The number of the content; 0 until it was advanced for the first time."""
+    """The current number; 0 until the first `advance`."""
     with database.reading() as session:
-        found = session.exec(select(StateRow.value).where(StateRow.name == GENERATION)).first() if session else 0
-        return found or 0
+        number = session.exec(select(StateRow.value).where(StateRow.name == GENERATION)).first() if session else 0
+        return number or 0
 
 
 def advance(database: Database, *, actor: str = "", request_id: str = "") -> int:
-    """Ask every replica to read its content again; the new number."""
+    """Make every replica read its content again. Returns the new number."""
     with database.writing() as session:
         row = insert(session, StateRow, name=GENERATION, value=1)
-        more = row.on_conflict_do_update(index_elements=["name"], set_={"value": StateRow.value + 1})
-        number = int(session.execute(more.returning(col(StateRow.value))).scalar_one())
+        upsert = row.on_conflict_do_update(index_elements=["name"], set_={"value": StateRow.value + 1})
+        number = int(session.execute(upsert.returning(col(StateRow.value))).scalar_one())
         audit.add(session, actor, "reindex", f"generations/{number}", request_id)
     return number

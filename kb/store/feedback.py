@@ -1,4 +1,4 @@
-"""Did an entry help, on which machines, and what do people say of it?"""
+"""Feedback: whether entries helped, on which GPUs, and comments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sqlmodel import col, select
 
 from kb.store import audit
 from kb.store.database import Database
-from kb.store.tables import FeedbackRow, Moment, bounded, now
+from kb.store.tables import FeedbackRow, UtcTime, clamp_id, now
 
 
-class Count(NamedTuple):
-    """How many people an entry helped and did not help, on one kind of GPU ("" when they did not say)."""
+class FeedbackCount(NamedTuple):
+    """How often an entry helped and did not help, on one kind of GPU ("" when unknown)."""
 
     entry_id: str
     gpu: str
@@ -24,7 +24,7 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """What one person wrote about an entry."""
+    """A comment on an entry, with the rest of its feedback."""
 
     id: int
     entry_id: str
@@ -32,7 +32,7 @@ class Comment:
     gpu: str
     torch: str
     comment: str
-    received_at: Moment
+    received_at: UtcTime
 
 
 def add(
@@ -45,7 +45,7 @@ def add(
     sender: str,
     request_id: str = "",
 ) -> None:
-    """Keep what one person says about an entry. `sender` is the id of a key, or who else it was."""
+    """Store one feedback on an entry. `sender` is the id of an API key, or a name such as `anonymous`."""
     row = FeedbackRow(
         entry_id=entry_id, helped=helped, gpu=gpu, torch=torch, comment=comment, sender=sender, received_at=now()
     )
@@ -54,22 +54,22 @@ def add(
         audit.add(session, sender, "feedback.create", f"entries/{entry_id}", request_id)
 
 
-def counts(database: Database, entry_id: str = "") -> list[Count]:
-    """Of one entry or of all, by entry and GPU."""
+def counts(database: Database, entry_id: str = "") -> list[FeedbackCount]:
+    """The counts of one entry or of all, by entry and GPU."""
     group = (FeedbackRow.entry_id, FeedbackRow.gpu)
     helped = func.sum(case((col(FeedbackRow.helped), 1), else_=0))
-    asked = select(*group, helped, func.count() - helped).group_by(*group).order_by(*group)
+    query = select(*group, helped, func.count() - helped).group_by(*group).order_by(*group)
     if entry_id:
-        asked = asked.where(FeedbackRow.entry_id == entry_id)
+        query = query.where(FeedbackRow.entry_id == entry_id)
     with database.reading() as session:
-        return [Count(*row) for row in session.exec(asked)] if session else []
+        return [FeedbackCount(*row) for row in session.exec(query)] if session else []
 
 
 def comments(database: Database, limit: int = 50, before: int | None = None) -> list[Comment]:
-    """Newest first; after a page, `before` is the last id of it."""
+    """Newest first; for the next page, `before` is the last id of this one."""
     newest = select(FeedbackRow).where(FeedbackRow.comment != "").order_by(col(FeedbackRow.id).desc()).limit(limit)
     if before is not None:
-        newest = newest.where(col(FeedbackRow.id) < bounded(before))
+        newest = newest.where(col(FeedbackRow.id) < clamp_id(before))
     with database.reading() as session:
         return [_comment(row) for row in session.exec(newest)] if session else []
 

@@ -1,4 +1,4 @@
-"""Gaps: questions without a good answer, counted, so that authors see what is missing. The texts come redacted."""
+"""Gaps: questions without a good answer, counted, so that authors see what is missing. Callers redact the texts."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from sqlmodel import Session, col, select
 from kb.errors import UsageError
 from kb.store import audit
 from kb.store.database import Database
-from kb.store.tables import GapRow, Moment, now
+from kb.store.tables import GapRow, UtcTime, now
 from kb.store.upsert import insert
 
-MOST = 10_000
+MAX_GAPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A question of a kind (`search`, `diagnose`), when and how often it came; `best` is the nearest entry."""
+    """A question of one kind (`search`, `diagnose`), with its frequency; `best` is the id of the nearest entry."""
 
     digest: str
     kind: str
     text: str
     count: int
-    first: Moment
-    last: Moment
+    first: UtcTime
+    last: UtcTime
     best: str
 
 
 def digest(kind: str, text: str) -> str:
-    """What tells one gap from another."""
+    """The identity of a gap."""
     return sha256(f"{kind}\n{text}".encode(errors="replace")).hexdigest()
 
 
 def add(database: Database, questions: Iterable[tuple[str, str, str]]) -> None:
-    """Count (kind, text, best). Beyond `MOST` gaps the rarest go, of those the oldest first."""
-    named = Counter((digest(kind, text), kind, text, best) for kind, text, best in questions)
-    if not named:
+    """Count questions (kind, text, best). Beyond `MAX_GAPS` gaps, the rarest are deleted, the oldest first."""
+    counts = Counter((digest(kind, text), kind, text, best) for kind, text, best in questions)
+    if not counts:
         return
     with database.writing() as session:
-        for question in sorted(named):  # in one order, lest two processes wait for each other
-            _count(session, *question, times=named[question])
-        _make_room(session)
+        for question in sorted(counts):  # in one order, so that two processes cannot deadlock
+            _count(session, *question, times=counts[question])
+        _delete_excess(session)
 
 
 def page(database: Database, limit: int = 50, after: str | None = None) -> list[Gap]:
-    """The most frequent gaps, of equals the latest; after a page, `after` is the last digest of it.
+    """The most frequent gaps, then the latest; for the next page, `after` is the last digest of this one.
 
     Raises `UsageError` when no gap has that digest (any more).
     """
     with database.reading() as session:
         if session is None:
             return []
-        asked = select(GapRow).order_by(*_most_frequent()).limit(limit)
+        query = select(GapRow).order_by(*_most_frequent()).limit(limit)
         if after is not None:
-            asked = asked.where(_comes_after(_row(session, after)))
-        return [_gap(row) for row in session.exec(asked)]
+            query = query.where(_comes_after(_row(session, after)))
+        return [_gap(row) for row in session.exec(query)]
 
 
 def forget(database: Database, name: str, *, actor: str = "", request_id: str = "") -> None:
-    """Delete the gap with this digest: it is closed. Raises `UsageError` when there is none."""
+    """Delete the closed gap with this digest. Raises `UsageError` when there is none."""
     with database.writing() as session:
         session.delete(_row(session, name))
         audit.add(session, actor, "gap.forget", f"gaps/{name}", request_id)
@@ -73,12 +73,12 @@ def forget(database: Database, name: str, *, actor: str = "", request_id: str = 
 def _count(session: Session, name: str, kind: str, text: str, best: str, *, times: int) -> None:
     at = now()
     row = insert(session, GapRow, digest=name, kind=kind, text=text, best=best, count=times, first_at=at, last_at=at)
-    again = {"count": GapRow.count + times, "best": best, "last_at": at}
-    session.execute(row.on_conflict_do_update(index_elements=["digest"], set_=again))
+    update = {"count": GapRow.count + times, "best": best, "last_at": at}
+    session.execute(row.on_conflict_do_update(index_elements=["digest"], set_=update))
 
 
-def _make_room(session: Session) -> None:
-    excess = session.exec(select(func.count()).select_from(GapRow)).one() - MOST
+def _delete_excess(session: Session) -> None:
+    excess = session.exec(select(func.count()).select_from(GapRow)).one() - MAX_GAPS
     if excess > 0:
         rarest = select(GapRow.digest).order_by(col(GapRow.count), col(GapRow.last_at), col(GapRow.digest).desc())
         session.execute(delete(GapRow).where(col(GapRow.digest).in_(rarest.limit(excess))))
@@ -95,10 +95,10 @@ def _comes_after(row: GapRow) -> ColumnElement[bool]:
 
 
 def _row(session: Session, name: str) -> GapRow:
-    found = session.get(GapRow, name)
-    if found is None:
+    row = session.get(GapRow, name)
+    if row is None:
         raise UsageError(f"no gap has the digest {name!r}", "GET /v1/gaps lists them from the beginning")
-    return found
+    return row
 
 
 def _gap(row: GapRow) -> Gap:

@@ -1,6 +1,6 @@
-"""API keys: `kb_<id>_<secret>`, shown once and kept as a hash.
+"""API keys: `kb_<id>_<secret>`, shown once and stored as a hash.
 
-A secret has 256 random bits, so a plain SHA-256 is enough: there is nothing to guess that a slow hash would slow down.
+A secret has 256 random bits, so a plain SHA-256 is enough: a slow hash protects only secrets that can be guessed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sqlmodel import col, select
 from kb.errors import UsageError
 from kb.store import audit
 from kb.store.database import Database
-from kb.store.tables import KeyRow, Moment, now
+from kb.store.tables import KeyRow, UtcTime, now
 
 FORM = re.compile(r"kb_([a-z0-9]{8})_[A-Za-z0-9_-]{43}")
 
 
 class Scope(StrEnum):
-    """What a key allows, each with all before it."""
+    """What a key allows; each scope includes those before it."""
 
     READ = "read"
     REPORT = "report"
@@ -38,26 +38,26 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key as people may see it. Times are UTC."""
+    """A key without its secret. Times are UTC."""
 
     id: str
     name: str
     scope: Scope
-    created_at: Moment
-    revoked_at: Moment | None = None
-    last_used_at: Moment | None = None
+    created_at: UtcTime
+    revoked_at: UtcTime | None = None
+    last_used_at: UtcTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key and the `fingerprint` of its text, for whoever checks requests."""
+    """A key and the `fingerprint` of its text, with which requests are checked."""
 
     key: Key
     secret_hash: str
 
 
 def new(database: Database, name: str, scope: Scope, *, actor: str = "", request_id: str = "") -> tuple[Key, str]:
-    """Make a key; its text is known now and never again. Raises `UsageError` for a name that is no line of text."""
+    """Create a key. Returns it and its text, which is not stored. Raises `UsageError` for an unprintable name."""
     if not name.strip() or not name.isprintable():
         raise UsageError(f"a key cannot be called {name!r}", "name who or what uses it: `ci`, `node 7`, `chatbot`")
     key = Key("".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)), name, scope, now())
@@ -70,18 +70,18 @@ def new(database: Database, name: str, scope: Scope, *, actor: str = "", request
 
 
 def parse(text: str) -> str | None:
-    """The id in the text of a key; None when it has not the form of one."""
-    found = FORM.fullmatch(text)
-    return found.group(1) if found else None
+    """The id in the text of a key; None for a text of another form."""
+    match = FORM.fullmatch(text)
+    return match.group(1) if match else None
 
 
 def fingerprint(text: str) -> str:
-    """What is kept of the text of a key."""
+    """The hash that is stored instead of the text of a key."""
     return sha256(text.encode(errors="replace")).hexdigest()
 
 
 def revoke(database: Database, key_id: str, *, actor: str = "", request_id: str = "") -> None:
-    """End a key for good; one that is revoked stays so. Raises `UsageError` when no key has this id."""
+    """Revoke a key for good. Raises `UsageError` when no key has this id."""
     with database.writing() as session:
         row = session.get(KeyRow, key_id)
         if row is None:
@@ -91,8 +91,8 @@ def revoke(database: Database, key_id: str, *, actor: str = "", request_id: str 
             audit.add(session, actor, "key.revoke", f"keys/{key_id}", request_id)
 
 
-def everything(database: Database) -> list[StoredKey]:
-    """All keys, also the revoked ones, in the order in which they were made."""
+def list_all(database: Database) -> list[StoredKey]:
+    """All keys, including revoked ones, in the order of their creation."""
     with database.reading() as session:
         if session is None:
             return []
@@ -100,12 +100,12 @@ def everything(database: Database) -> list[StoredKey]:
         return [StoredKey(_key(row), row.secret_hash) for row in rows]
 
 
-def touch(database: Database, uses: Mapping[str, Moment]) -> None:
-    """Write down when keys were used last, by id. A time before the known one changes nothing."""
+def record_uses(database: Database, uses: Mapping[str, UtcTime]) -> None:
+    """Record when keys were last used, by id. A time before the stored one changes nothing."""
     if not uses:
         return
     with database.writing() as session:
-        for key_id, at in sorted(uses.items()):  # in one order, lest two processes wait for each other
+        for key_id, at in sorted(uses.items()):  # in one order, so that two processes cannot deadlock
             is_later = or_(col(KeyRow.last_used_at).is_(None), col(KeyRow.last_used_at) < at)
             session.execute(update(KeyRow).where(col(KeyRow.id) == key_id, is_later).values(last_used_at=at))
 

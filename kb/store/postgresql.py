@@ -1,7 +1,7 @@
 """A store in a PostgreSQL database, which several hosts share.
 
-Connecting, each statement and a silent network have limits. A server that is stopped while its kernel still answers has
-none for a connection that is in use: libpq waits.
+Connecting, each statement and a silent network have limits. There is no limit for a connection in use to a server that
+is stopped while its kernel still answers: libpq waits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sqlalchemy import URL, Connection, Engine, column, create_engine, select, t
 from kb.errors import UsageError
 from kb.store.schema import TABLE
 
-LOCK = 0x6B625250  # key of the advisory lock under which one process at a time changes the schema
+LOCK = 0x6B625250  # key of the advisory lock: one process at a time changes the schema
 MIGRATION_MS = 600_000  # a migration may have to rewrite a large table
-CONNECTION: dict[str, Any] = {  # what the URL says itself overrules these
+CONNECTION: dict[str, Any] = {  # options in the URL take precedence
     "connect_timeout": 3,  # seconds, for each address of the host
-    "tcp_user_timeout": 5000,  # ms until a host that does not confirm what we send counts as gone
-    "keepalives_idle": 5,  # seconds; the same for a host that we wait for
+    "tcp_user_timeout": 5000,  # ms without acknowledgement until the host is considered gone
+    "keepalives_idle": 5,  # seconds; the same while waiting for the host
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "options": "-c statement_timeout=10s -c lock_timeout=5s -c idle_in_transaction_session_timeout=30s",
@@ -46,7 +46,7 @@ class PostgresqlDatabase:
     @classmethod
     def at(cls, url: URL) -> Self:
         """Raises `UsageError` when the driver is not installed."""
-        place = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
+        public_url = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
         arguments = {name: value for name, value in CONNECTION.items() if name not in url.query}
         try:
             engine = create_engine(url.set(drivername="postgresql+psycopg"), connect_args=arguments, **POOL)
@@ -54,31 +54,31 @@ class PostgresqlDatabase:
             raise UsageError(
                 "PostgreSQL needs psycopg, which is not installed here", "pip install 'gpu-kb[server]'"
             ) from None
-        return cls(place.render_as_string(), engine)
+        return cls(public_url.render_as_string(), engine)
 
     def exists(self) -> bool:
         return True
 
-    def make_room(self) -> None:
-        """Its administrator made the database."""
+    def prepare_storage(self) -> None:
+        """The administrator has created the database."""
 
     def begin(self, connection: Connection, *, is_writing: bool) -> int:
-        """The driver begins it."""
+        """The driver begins the transaction."""
         if not is_writing:
             connection.exec_driver_sql("SET TRANSACTION READ ONLY")
         return _schema(connection)
 
-    def hold(self, connection: Connection) -> int:
+    def lock_schema(self, connection: Connection) -> int:
         connection.exec_driver_sql(f"SET LOCAL lock_timeout={MIGRATION_MS}")
         connection.exec_driver_sql(f"SET LOCAL statement_timeout={MIGRATION_MS}")
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK})")
         return _schema(connection)
 
-    def mark(self, connection: Connection, schema: int) -> None:
-        """Alembic has it in its table."""
+    def stamp(self, connection: Connection, schema: int) -> None:
+        """Alembic records it in its table."""
 
-    def settle(self) -> None:
-        """Nothing is left to do."""
+    def after_commit(self) -> None:
+        """Nothing to do."""
 
     def hint(self, cause: BaseException) -> str:
         return HINTS.get(str(getattr(cause, "sqlstate", "")), UNREACHABLE)

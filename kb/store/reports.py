@@ -1,4 +1,4 @@
-"""Reports of verifications: those of this user, and those that others sent to a service."""
+"""Reports of verifications: the user's own, and the shared ones that a service received."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from sqlmodel import Session, col, select
 from kb.errors import KeyReused
 from kb.store import audit
 from kb.store.database import Database
-from kb.store.tables import KeyRow, Moment, ReportRow, bounded, now
+from kb.store.tables import KeyRow, ReportRow, UtcTime, clamp_id, now
 from kb.store.upsert import insert
 
-AS_THEY_ARE = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
+COPIED_COLUMNS = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """The number of a shared report; `is_new` unless it had been sent before."""
+class AddedReport:
+    """The id of a shared report; `is_new` is false for one that had been sent before."""
 
     id: int
     is_new: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A shared report as it came, and when, in UTC."""
+class StoredReport:
+    """A shared report as it was received, and when (UTC)."""
 
     id: int
-    received_at: Moment
+    received_at: UtcTime
     document: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How many shared reports said the same of an entry on the same kind of machine; `last` came last."""
+class VerdictCount:
+    """The shared reports with one verdict on one wording of an entry and one kind of machine; `last` is the newest."""
 
     entry_id: str
     gpu: str
@@ -49,18 +49,18 @@ class Standing:
     fidelity: str
     entry_digest: str
     count: int
-    last: Moment
+    last: UtcTime
 
 
 def save(database: Database, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Keep reports of this user (`Report.to_json()`): all of them, or on an error none. None at all proves it works."""
+    """Store reports of this user (`Report.to_json()`): all of them, or on an error none. With none, tests the store."""
     rows = [ReportRow(**_columns(document)) for document in documents]
     with database.writing() as session:
         session.add_all(rows)
 
 
 def history(database: Database, entry_id: str | None = None, limit: int = 20) -> list[dict[str, Any]]:
-    """The reports of this user that were made last, newest first, of one entry or of all."""
+    """The latest reports of this user, newest first, of one entry or of all."""
     newest = select(ReportRow).where(col(ReportRow.sender).is_(None)).limit(limit)
     newest = newest.order_by(col(ReportRow.started_at).desc(), col(ReportRow.id).desc())
     if entry_id is not None:
@@ -70,9 +70,9 @@ def history(database: Database, entry_id: str | None = None, limit: int = 20) ->
 
 
 def compare_wording(documents: Sequence[dict[str, Any]], digests: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The reports, each with `earlier_wording`: was another wording of the entry judged than the current one?
+    """The reports, each with `earlier_wording`: whether it is about another wording of the entry than the current one.
 
-    `digests` are those of the entries now, by id. None: the entry is not among them, nobody can tell.
+    `digests` are those of the current entries, by id. `earlier_wording` is None for an entry that is not among them.
     """
     return [
         {
@@ -85,32 +85,32 @@ def compare_wording(documents: Sequence[dict[str, Any]], digests: Mapping[str, s
     ]
 
 
-def admit(
+def add_shared(
     database: Database,
     report: Mapping[str, Any],
     sender: str,
     key: str,
     digest: str,
     request_id: str = "",
-) -> Admitted:
-    """Keep a report (`SharedReport` as JSON) that a sender marked with an idempotency key, once however often it comes.
+) -> AddedReport:
+    """Store a report (`SharedReport` as JSON) under the idempotency key of its sender, once however often it is sent.
 
-    `digest` is of what was sent. Raises `KeyReused` when the sender used the key for another digest. The same digest
-    under the same key from another API key is the same report: a node that got no answer may come again with a new
-    one. Who copies both gains nothing, since reports may be read by all; another digest is a report of its own, so
-    that nobody can take a key away from others.
+    `digest` is that of the request body. Raises `KeyReused` when the sender used the key for another digest. The same
+    key and digest under another API key are the same report: a node without an answer may try again with a new API
+    key. Copying both gains nothing, since everybody may read reports. Another digest is a new report, so that nobody
+    can occupy the idempotency key of others.
     """
     columns = {"sender": sender, "idempotency_key": key, "body_digest": digest, "received_at": now()}
     with database.writing() as session:
-        if (before := _of_another_key(session, sender, key, digest)) is not None:
-            return Admitted(before, False)
+        if (before := _id_under_another_key(session, sender, key, digest)) is not None:
+            return AddedReport(before, False)
         row = insert(session, ReportRow, **_columns(report), **_machine(report), **columns)
         once = row.on_conflict_do_nothing(index_elements=["sender", "idempotency_key"])
         new_id = session.execute(once.returning(col(ReportRow.id))).scalar()
         if new_id is None:
-            return _admitted_before(session, sender, key, digest)
+            return _added_before(session, sender, key, digest)
         audit.add(session, sender, "report.create", f"reports/{new_id}", request_id)
-        return Admitted(new_id, True)
+        return AddedReport(new_id, True)
 
 
 def page(
@@ -122,41 +122,41 @@ def page(
     verdict: str = "",
     limit: int = 20,
     before: int | None = None,
-) -> list[Kept]:
-    """Shared reports, the last to arrive first; after a page, `before` is the last id of it.
+) -> list[StoredReport]:
+    """Shared reports, newest first; for the next page, `before` is the last id of this one.
 
-    `gpu` is a part of the GPU's name in any case, `torch` the beginning of a version: 2.7 finds 2.7.1 and not 2.70.
+    `gpu` is a part of the GPU's name in any case, `torch` the beginning of a version: 2.7 selects 2.7.1, not 2.70.
     """
-    asked = select(ReportRow).where(_is_shared()).order_by(col(ReportRow.id).desc()).limit(limit)
+    query = select(ReportRow).where(_is_shared()).order_by(col(ReportRow.id).desc()).limit(limit)
     if entry:
-        asked = asked.where(ReportRow.entry_id == entry)
+        query = query.where(ReportRow.entry_id == entry)
     if verdict:
-        asked = asked.where(ReportRow.verdict == verdict)
+        query = query.where(ReportRow.verdict == verdict)
     if gpu:
-        asked = asked.where(col(ReportRow.gpu).icontains(gpu, autoescape=True))
+        query = query.where(col(ReportRow.gpu).icontains(gpu, autoescape=True))
     if torch:
-        asked = asked.where(_is_version(torch))
+        query = query.where(_is_version(torch))
     if before is not None:
-        asked = asked.where(col(ReportRow.id) < bounded(before))
+        query = query.where(col(ReportRow.id) < clamp_id(before))
     with database.reading() as session:
-        return [_kept(row) for row in session.exec(asked)] if session else []
+        return [_stored_report(row) for row in session.exec(query)] if session else []
 
 
 def count(database: Database) -> int:
-    """How many shared reports there are."""
+    """The number of shared reports."""
     with database.reading() as session:
-        asked = select(func.count()).select_from(ReportRow).where(_is_shared())
-        return session.exec(asked).one() if session else 0
+        query = select(func.count()).select_from(ReportRow).where(_is_shared())
+        return session.exec(query).one() if session else 0
 
 
-def standing(database: Database) -> list[Standing]:
-    """What all shared reports say, by entry, machine, verdict and wording."""
+def verdict_counts(database: Database) -> list[VerdictCount]:
+    """All shared reports, counted by entry, machine, verdict and wording."""
     names = ("entry_id", "gpu", "driver", "torch", "verdict", "fidelity", "entry_digest")
     group = [getattr(ReportRow, name) for name in names]
-    asked = sqlalchemy.select(*group, func.count(), func.max(ReportRow.received_at)).where(_is_shared())
+    query = sqlalchemy.select(*group, func.count(), func.max(ReportRow.received_at)).where(_is_shared())
     with database.reading() as session:
-        rows = session.execute(asked.group_by(*group).order_by(*group)) if session else ()
-        return [Standing(*row) for row in rows]
+        rows = session.execute(query.group_by(*group).order_by(*group)) if session else ()
+        return [VerdictCount(*row) for row in rows]
 
 
 def _is_shared() -> ColumnElement[bool]:
@@ -171,23 +171,23 @@ def _is_version(text: str) -> ColumnElement[bool]:
     )
 
 
-def _admitted_before(session: Session, sender: str, key: str, digest: str) -> Admitted:
+def _added_before(session: Session, sender: str, key: str, digest: str) -> AddedReport:
     row = session.exec(select(ReportRow).where(ReportRow.sender == sender, ReportRow.idempotency_key == key)).one()
     if row.body_digest != digest:
-        hint = "send a new report under a new key; the first one is kept"
+        hint = "send a new report under a new key; the first one is stored"
         raise KeyReused(f"the idempotency key {key!r} was used for another report", hint)
-    return Admitted(row.id or 0, False)
+    return AddedReport(row.id or 0, False)
 
 
-def _of_another_key(session: Session, sender: str, key: str, digest: str) -> int | None:
-    """The number of this report where another API key brought it. By each key: the index begins with the sender."""
-    asked = select(ReportRow.id).where(
+def _id_under_another_key(session: Session, sender: str, key: str, digest: str) -> int | None:
+    """The id of this report if another API key sent it. Queried by sender, since the index begins with the sender."""
+    query = select(ReportRow.id).where(
         col(ReportRow.sender).in_(select(KeyRow.id)),
         ReportRow.sender != sender,
         ReportRow.idempotency_key == key,
         ReportRow.body_digest == digest,
     )
-    return session.exec(asked.order_by(col(ReportRow.id)).limit(1)).first()
+    return session.exec(query.order_by(col(ReportRow.id)).limit(1)).first()
 
 
 def _columns(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _columns(document: Mapping[str, Any]) -> dict[str, Any]:
         "entry_id": document["id"],
         "started_at": started.replace(tzinfo=None),
         "document": dict(document),
-        **{name: document[name] for name in AS_THEY_ARE},
+        **{name: document[name] for name in COPIED_COLUMNS},
     }
 
 
@@ -204,10 +204,10 @@ def _machine(report: Mapping[str, Any]) -> dict[str, Any]:
     machine = report.get("machine") or {}
     gpus = machine.get("gpus") or [""]
     versions = {name: machine.get(name) or "" for name in ("driver", "torch")}
-    return {"gpu": gpus[0], "gpu_count": len(machine.get("gpus") or ()), **versions}
+    return {"gpu": gpus[0], **versions}
 
 
-def _kept(row: ReportRow) -> Kept:
+def _stored_report(row: ReportRow) -> StoredReport:
     assert row.id is not None
     assert row.received_at is not None
-    return Kept(row.id, row.received_at, row.document)
+    return StoredReport(row.id, row.received_at, row.document)

@@ -1,30 +1,30 @@
-"""Which schema a database has, and how it gets today's: Alembic's migrations, the newest being number `SCHEMA`.
+"""The schema of the store and its migrations by Alembic; `SCHEMA` is the number of the newest.
 
-A migration happens within the transaction of whoever needs it, so that a killed process leaves the old schema whole.
+A migration is part of the transaction that needs it, so that a killed process leaves the old schema intact.
 """
 
 from __future__ import annotations
 
 from sqlalchemy import Connection
 
-SCHEMA = 2
-TABLE = "kb_schema"  # of Alembic; not its usual name, which another program in the same database may use
+SCHEMA = 3
+TABLE = "kb_schema"  # Alembic's, not under its usual name: another program in the same database may use that one
 MIGRATIONS = "kb.store:migrations"
 
 
-def upgrade(connection: Connection, schema: int) -> None:
-    """Migrate from number `schema` (0: an empty database) to `SCHEMA`, in the transaction that has begun."""
-    # Importing Alembic takes longer than a search; it is needed once in the life of a database.
+def upgrade(connection: Connection, schema: int, to: int = SCHEMA) -> None:
+    """Migrate from number `schema` (0: an empty database) to number `to`, in the transaction that has begun."""
+    # Importing Alembic takes longer than a search, and few writes need a migration.
     from alembic import command
     from alembic.config import Config
 
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", MIGRATIONS)
-    if schema == 1:  # the first one was made without Alembic, which writes nothing down for a second time
+    if schema == 1:  # it was created without Alembic, which must not create it again
         command.stamp(config, revision(1))
-    command.upgrade(config, revision(SCHEMA))
+    command.upgrade(config, revision(to))
 
 
 def revision(schema: int) -> str:
-    """What Alembic calls a schema: `0002`."""
+    """Alembic's name for a schema: `0002`."""
     return f"{schema:04d}"

@@ -1,4 +1,4 @@
-"""The tables of the store. Times are in UTC without an offset: SQLite keeps none."""
+"""The tables of the store. Times are in UTC without an offset, which SQLite does not store."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from sqlalchemy import JSON, DateTime, Dialect, Index, String, TypeDecorator
 from sqlmodel import Field, SQLModel
 
-Moment = datetime.datetime
-LARGEST = 2**31 - 1  # of an INTEGER in PostgreSQL
+UtcTime = datetime.datetime
+MAX_INTEGER = 2**31 - 1  # of an INTEGER in PostgreSQL
 
 
-def now() -> Moment:
-    """The time as the tables have it."""
+def now() -> UtcTime:
+    """The current time in the form of the tables."""
     return datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
 
 
-def bounded(number: int) -> int:
-    """A number of a row as a database can take it: nearest to what somebody asked for."""
-    return max(0, min(number, LARGEST))
+def clamp_id(number: int) -> int:
+    """The valid id of a row that is nearest to a number."""
+    return max(0, min(number, MAX_INTEGER))
 
 
 class Text(TypeDecorator[str]):
-    """Text of anybody. What a database refuses to keep, NUL and half characters, becomes a question mark."""
+    """Any text. What a database cannot store, NUL and lone surrogates, becomes a question mark."""
 
     impl = String
     cache_ok = True
@@ -33,9 +33,9 @@ class Text(TypeDecorator[str]):
 
 
 class ReportRow(SQLModel, table=True):
-    """One report. The columns serve questions; `document` is the whole of it.
+    """One report. `document` is all of it, the other columns serve queries.
 
-    A report without a sender is the user's own, as `kb verify --json` printed it; the others came to a service.
+    A report without a sender is the user's own, as `kb verify --json` printed it; a shared report has a sender.
     """
 
     __tablename__ = "report"
@@ -45,7 +45,7 @@ class ReportRow(SQLModel, table=True):
     entry_id: str = Field(index=True, sa_type=Text)
     verdict: str = Field(sa_type=Text)
     fidelity: str = Field(sa_type=Text)
-    started_at: Moment = Field(sa_type=DateTime)
+    started_at: UtcTime = Field(sa_type=DateTime)
     duration_s: float
     entry_digest: str = Field(sa_type=Text)
     probe_digest: str = Field(sa_type=Text)
@@ -54,8 +54,7 @@ class ReportRow(SQLModel, table=True):
     gpu: str = Field(default="", sa_type=Text, sa_column_kwargs={"server_default": ""})
     driver: str = Field(default="", sa_type=Text, sa_column_kwargs={"server_default": ""})
     torch: str = Field(default="", sa_type=Text, sa_column_kwargs={"server_default": ""})
-    gpu_count: int | None = None
-    received_at: Moment | None = Field(default=None, sa_type=DateTime)
+    received_at: UtcTime | None = Field(default=None, sa_type=DateTime)
     sender: str | None = Field(default=None, sa_type=Text)
     idempotency_key: str | None = Field(default=None, sa_type=Text)
     body_digest: str | None = Field(default=None, sa_type=Text)
@@ -70,13 +69,13 @@ class KeyRow(SQLModel, table=True):
     name: str = Field(sa_type=Text)
     scope: str = Field(sa_type=Text)
     secret_hash: str = Field(sa_type=Text)
-    created_at: Moment = Field(sa_type=DateTime)
-    revoked_at: Moment | None = Field(default=None, sa_type=DateTime)
-    last_used_at: Moment | None = Field(default=None, sa_type=DateTime)
+    created_at: UtcTime = Field(sa_type=DateTime)
+    revoked_at: UtcTime | None = Field(default=None, sa_type=DateTime)
+    last_used_at: UtcTime | None = Field(default=None, sa_type=DateTime)
 
 
 class FeedbackRow(SQLModel, table=True):
-    """Whether an entry helped somebody."""
+    """Whether an entry helped, as one person reported."""
 
     __tablename__ = "feedback"
 
@@ -87,11 +86,11 @@ class FeedbackRow(SQLModel, table=True):
     torch: str = Field(sa_type=Text)
     comment: str = Field(sa_type=Text)
     sender: str = Field(sa_type=Text)
-    received_at: Moment = Field(sa_type=DateTime)
+    received_at: UtcTime = Field(sa_type=DateTime)
 
 
 class GapRow(SQLModel, table=True):
-    """A question without a good answer, and how often it was asked."""
+    """A question without a good answer, and how often it was query."""
 
     __tablename__ = "gap"
 
@@ -100,17 +99,17 @@ class GapRow(SQLModel, table=True):
     text: str = Field(sa_type=Text)
     best: str = Field(sa_type=Text)
     count: int
-    first_at: Moment = Field(sa_type=DateTime)
-    last_at: Moment = Field(sa_type=DateTime)
+    first_at: UtcTime = Field(sa_type=DateTime)
+    last_at: UtcTime = Field(sa_type=DateTime)
 
 
 class AuditRow(SQLModel, table=True):
-    """One write: who did what to what, in which request."""
+    """One write: actor, action, subject, request. `outcome` is always `ok`; GET /v1/admin/audit has it."""
 
     __tablename__ = "audit"
 
     id: int | None = Field(default=None, primary_key=True)
-    at: Moment = Field(sa_type=DateTime)
+    at: UtcTime = Field(sa_type=DateTime)
     actor: str = Field(sa_type=Text)
     action: str = Field(sa_type=Text)
     subject: str = Field(sa_type=Text)
@@ -119,7 +118,7 @@ class AuditRow(SQLModel, table=True):
 
 
 class StateRow(SQLModel, table=True):
-    """A number that all processes of a service share."""
+    """A number shared by all processes of a service."""
 
     __tablename__ = "state"
 

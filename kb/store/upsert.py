@@ -1,4 +1,4 @@
-"""INSERT ... ON CONFLICT, which SQLite and PostgreSQL spell alike and SQLAlchemy has apart."""
+"""INSERT ... ON CONFLICT: the same syntax in SQLite and PostgreSQL, but two classes in SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def insert(session: Session, table: type[SQLModel], **values: Any) -> sqlite.Ins
     """An INSERT of one row, in the dialect of the session."""
     if session.get_bind().dialect.name == "sqlite":
         return sqlite.insert(table).values(**values)
-    from sqlalchemy.dialects import postgresql  # 20 ms, which a `kb history` need not wait
+    from sqlalchemy.dialects import postgresql  # takes 20 ms, and `kb history` does not need it
 
     return postgresql.insert(table).values(**values)

@@ -88,7 +88,7 @@ def fill(database: Database) -> None:
     database.prepare()
     gpu = "<img src=x onerror=alert(30)>"
     document = report("f" * 64, [gpu], SCRIPT, TEMPLATE, "verified", SCRIPT, is_current=True)
-    reports.admit(database, {**document, "id": "hostile-thing"}, SCRIPT, SCRIPT, SCRIPT)
+    reports.add_shared(database, {**document, "id": "hostile-thing"}, SCRIPT, SCRIPT, SCRIPT)
     gaps.add(database, [("search", f"{BODY[:200]}", '"><script>alert(31)</script>'), ("diagnose", SCRIPT, "")])
     feedback.add(database, "hostile-thing", True, gpu, SCRIPT, SCRIPT, SCRIPT)
 

@@ -45,7 +45,7 @@ def fill(database: Database) -> None:
         for again in range(verdict[-1]):
             document = report(digest, *verdict[:-1])
             sent = hashlib.sha256(json.dumps(document).encode()).hexdigest()
-            reports.admit(database, document, "sample", f"sample-{number}-{again}", sent)
+            reports.add_shared(database, document, "sample", f"sample-{number}-{again}", sent)
     gaps.add(database, [(kind, text, best) for kind, text, best, count in GAPS for _ in range(count)])
     _set_times(database)
 

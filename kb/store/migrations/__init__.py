@@ -1,1 +1,1 @@
-"""How the schema became what it is. A released migration is never changed; the next number adds to it."""
+"""The migrations of the schema. A released one is never changed; a new one follows it."""

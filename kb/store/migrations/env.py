@@ -1,11 +1,11 @@
-"""Run by Alembic, on the connection and in the transaction that `kb.store.schema` hands over."""
+"""Alembic runs this, with the connection and in the transaction of `kb.store.schema.upgrade`."""
 
 from __future__ import annotations
 
 from alembic import context
 from sqlmodel import SQLModel
 
-from kb.store import tables  # noqa: F401 - declares them
+from kb.store import tables  # noqa: F401 - registers the tables
 from kb.store.schema import TABLE
 
 context.configure(

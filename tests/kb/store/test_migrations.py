@@ -6,10 +6,12 @@ import json
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
@@ -19,8 +21,8 @@ from sqlmodel import Session, SQLModel
 from kb.errors import StoreUnavailable
 from kb.store import sqlite
 from kb.store.database import Database
-from kb.store.reports import history, save
-from kb.store.schema import MIGRATIONS, SCHEMA, TABLE, revision
+from kb.store.reports import AddedReport, add_shared, history, page, save, verdict_counts
+from kb.store.schema import MIGRATIONS, SCHEMA, TABLE, revision, upgrade
 from tests.support.console import GENEROUS_S, end
 from tests.support.postgres_server import Server
 
@@ -35,17 +37,24 @@ CREATE TABLE report (
 );
 CREATE INDEX ix_report_entry_id ON report (entry_id);
 """
+SECOND_REPORT = """
+INSERT INTO report (entry_id, verdict, fidelity, started_at, duration_s, entry_digest, probe_digest, kb_version,
+    document, gpu, gpu_count, received_at, sender, idempotency_key, body_digest)
+VALUES (:name, 'x', 'x', '2026-03-01 00:00:00.000000', 1.5, 'x', 'x', 'x',
+    :document, 'H100', 8, '2026-03-02 00:00:00.000000', 'node', :name, 'digest')
+"""
 KILLED = """
-import json, os, signal, sys
+import json, os, signal, sys, tempfile
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlmodel import Session
 from kb.store.database import Database
 
 def prepare(left):
-    def count(*_):
+    def count(connection, cursor, statement, *_):
         nonlocal left
-        left -= 1
+        is_read = statement.lower().startswith(("select", "show")) or "PRAGMA" in statement and "=" not in statement
+        left -= not is_read  # a kill after it leaves the same as a kill before it
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
     event.listen(Engine, "after_cursor_execute", count)
@@ -53,17 +62,18 @@ def prepare(left):
     os._exit(0)
 
 def schema():
-    with Database.open(sys.argv[1]) as database, Session(database.place.engine) as session:
-        return database.place.begin(session.connection(), is_writing=False) if database.place.exists() else 0
+    with Database.open(sys.argv[1]) as database, Session(database.backend.engine) as session:
+        return database.backend.begin(session.connection(), is_writing=False) if database.backend.exists() else 0
 
-import alembic.command
-status, found = -1, []
+with tempfile.TemporaryDirectory() as directory:
+    Database.open(directory + "/any.db").prepare()  # imports and compiles what each child would
+status, schemas = -1, []
 while status:
-    found.append(schema())
-    child = os.fork() or prepare(len(found))
+    schemas.append(schema())
+    child = os.fork() or prepare(len(schemas))
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), status
-print(json.dumps(found))
+print(json.dumps(schemas))
 """
 PREPARE = """
 import sys
@@ -113,7 +123,7 @@ def make_first(path: Path) -> Path:
             " kb_version, document) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row,
         )
-    connection.execute(f"PRAGMA application_id={sqlite.APPLICATION}")
+    connection.execute(f"PRAGMA application_id={sqlite.APPLICATION_ID}")
     connection.execute("PRAGMA user_version=1")
     connection.commit()
     connection.close()
@@ -135,10 +145,28 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{make_first(path) if request.param == 'sqlite, first' else path}"
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def second(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """A store with schema 2 and three reports of a node, whose `gpu_count` is 8."""
+    is_file = request.param == "sqlite"
+    with Database.open(tmp_path / "reports.db" if is_file else request.getfixturevalue("empty_postgres_url")) as opened:
+        opened.backend.prepare_storage()
+        with Session(opened.backend.engine) as session:
+            connection = session.connection()
+            opened.backend.begin(connection, is_writing=True)
+            upgrade(connection, 0, to=2)
+            opened.backend.stamp(connection, 2)
+            for name in "abc":
+                row = {"name": name, "document": json.dumps(report(name))}
+                connection.execute(sqlalchemy.text(SECOND_REPORT), row)
+            session.commit()
+        yield opened
+
+
 def schema(database: Database) -> int:
     """The number of the schema, found without migrating."""
-    with Session(database.place.engine) as session:
-        return database.place.begin(session.connection(), is_writing=False)
+    with Session(database.backend.engine) as session:
+        return database.backend.begin(session.connection(), is_writing=False)
 
 
 def differences(database: Database) -> list[Any]:
@@ -169,13 +197,24 @@ def test_migrations_lead_to_the_tables_that_the_code_has(earlier: str) -> None:
 def test_a_store_of_the_first_kb_is_taken_over_with_its_reports(first: Path) -> None:
     with Database.open(first) as opened:
         save(opened, [report("d")])
-        assert [one["id"] for one in history(opened)] == ["d", "c", "b", "a"]
+        assert [item["id"] for item in history(opened)] == ["d", "c", "b", "a"]
         assert history(opened, "a") == [report("a")]
+
+
+def test_a_store_of_the_second_schema_loses_a_column_and_no_report(second: Database) -> None:
+    assert schema(second) == 2
+    reports = page(second)
+    assert [report.document["id"] for report in reports] == ["c", "b", "a"]
+    assert differences(second) == []
+    assert [(row.entry_id, row.gpu, row.count) for row in verdict_counts(second)] == [(n, "H100", 1) for n in "abc"]
+    again = add_shared(second, report("c"), "node", "c", "digest")
+    assert again == AddedReport(reports[0].id, is_new=False)
+    assert add_shared(second, report("d"), "node", "d", "digest").id > again.id
 
 
 def test_looking_at_a_store_of_the_first_kb_takes_it_over_too(first: Path) -> None:
     with Database.open(first) as opened:
-        assert [one["id"] for one in history(opened)] == ["c", "b", "a"]
+        assert [item["id"] for item in history(opened)] == ["c", "b", "a"]
         assert schema(opened) == SCHEMA
 
 
@@ -184,13 +223,13 @@ def test_alembic_is_loaded_only_when_a_migration_is_due(first: Path) -> None:
     run(QUIET, first)
 
 
-def test_a_migration_that_is_killed_after_any_statement_leaves_the_earlier_schema(earlier: str) -> None:
+def test_a_migration_that_is_killed_after_any_write_leaves_the_earlier_schema(earlier: str) -> None:
     with Database.open(earlier) as opened:
-        before = schema(opened) if opened.place.exists() else 0
-        found = json.loads(run(KILLED, earlier))  # the schema before each attempt, one statement later every time
-        assert found.count(before) > 10
-        assert found == sorted(found)
-        assert set(found) <= {before, SCHEMA}
+        before = schema(opened) if opened.backend.exists() else 0
+        schemas = json.loads(run(KILLED, earlier))  # before each attempt, which is killed one write later
+        assert schemas.count(before) > 10
+        assert schemas == sorted(schemas)
+        assert set(schemas) <= {before, SCHEMA}
         assert differences(opened) == []
         assert len(history(opened)) == (3 if before else 0)
 
@@ -199,26 +238,26 @@ def test_processes_that_find_an_earlier_schema_at_once_migrate_it_once(earlier: 
     command = [sys.executable, "-c", PREPARE, earlier]
     started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
     try:
-        for one in started:
-            assert one.stdout
-            assert one.stdout.readline() == b"ready\n"
-        for one in started:
-            one.communicate(b"\n", timeout=GENEROUS_S)
-        assert [one.returncode for one in started] == [0] * 4
+        for item in started:
+            assert item.stdout
+            assert item.stdout.readline() == b"ready\n"
+        for item in started:
+            item.communicate(b"\n", timeout=GENEROUS_S)
+        assert [item.returncode for item in started] == [0] * 4
     finally:
-        for one in started:
-            end(one)
+        for item in started:
+            end(item)
     with Database.open(earlier) as opened:
         assert differences(opened) == []
 
 
 def test_a_disk_that_fills_up_during_a_migration_leaves_the_earlier_schema(first: Path) -> None:
-    told = run(FULL, first)
-    assert "cannot be written" in told
-    assert "space" in told
+    result = run(FULL, first)
+    assert "cannot be written" in result
+    assert "space" in result
     with Database.open(first) as opened:
         assert schema(opened) == 1
-        assert [one["id"] for one in history(opened)] == ["c", "b", "a"]
+        assert [item["id"] for item in history(opened)] == ["c", "b", "a"]
 
 
 def test_a_server_that_dies_during_a_migration_leaves_the_earlier_schema(
@@ -231,7 +270,7 @@ def test_a_server_that_dies_during_a_migration_leaves_the_earlier_schema(
             if next(statements, -1) == 11:
                 postgres.kill()
 
-        event.listen(opened.place.engine, "after_cursor_execute", kill)
+        event.listen(opened.backend.engine, "after_cursor_execute", kill)
         with pytest.raises(StoreUnavailable, match="cannot be written"):
             opened.prepare()
         postgres.start()
@@ -244,16 +283,16 @@ def test_a_newer_schema_on_a_server_is_refused_and_left_alone(postgres_url: str)
     with Database.open(postgres_url) as opened:
         with opened.writing() as session:
             session.connection().exec_driver_sql(f"UPDATE {TABLE} SET version_num='{revision(SCHEMA + 1)}'")
-        for use in (lambda: save(opened, [report("a")]), lambda: history(opened), opened.prepare, opened.ping):
+        for use in (lambda: save(opened, [report("a")]), lambda: history(opened), opened.prepare):
             with pytest.raises(StoreUnavailable, match=f"its schema is {SCHEMA + 1}, this one knows {SCHEMA}"):
                 use()
-        with Session(opened.place.engine) as session:
+        with Session(opened.backend.engine) as session:
             assert session.connection().exec_driver_sql("SELECT count(*) FROM report").scalar() == 0
 
 
 def test_a_database_of_another_program_on_a_server_gets_no_tables_of_ours(empty_postgres_url: str) -> None:
     with Database.open(empty_postgres_url) as opened:
-        with opened.place.engine.begin() as connection:
+        with opened.backend.engine.begin() as connection:
             connection.exec_driver_sql("CREATE TABLE report (mine int)")
         with pytest.raises(StoreUnavailable, match="already exists") as caught:
             save(opened, [report("a")])

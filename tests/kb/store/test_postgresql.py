@@ -16,7 +16,7 @@ from sqlmodel import Session
 from kb.errors import StoreUnavailable, UsageError
 from kb.store import content_generation, postgresql
 from kb.store.database import Database
-from kb.store.reports import admit, history, page, save
+from kb.store.reports import add_shared, history, page, save
 from kb.store.tables import StateRow
 from tests.support.postgres_server import Server
 
@@ -32,8 +32,8 @@ REPORT: dict[str, Any] = {
 
 @pytest.fixture
 def opened(postgres_url: str) -> Iterator[Database]:
-    with Database.open(postgres_url) as found:
-        yield found
+    with Database.open(postgres_url) as result:
+        yield result
 
 
 @pytest.fixture
@@ -50,31 +50,30 @@ def test_a_store_that_cannot_be_reached_is_named_without_its_password(silent: in
     for port in (closed, silent):
         url = f"postgresql://kb:{SECRET}@127.0.0.1:{port}/kb?password={SECRET}"
         with Database.open(url) as opened, pytest.raises(StoreUnavailable) as caught:
-            opened.ping()
+            history(opened)
         assert f"postgresql://127.0.0.1:{port}/kb" in caught.value.message
         assert caught.value.hint
         assert SECRET not in caught.value.message + repr(opened) + opened.name
 
 
-@pytest.mark.parametrize("use", ["save", "history", "ping", "prepare", "advance", "page"])
+@pytest.mark.parametrize("use", ["save", "history", "prepare", "advance", "page"])
 def test_a_killed_server_is_unavailable_and_is_used_again_once_it_is_back(
     postgres: Server, opened: Database, use: str
 ) -> None:
     uses: dict[str, Callable[[], object]] = {
         "save": lambda: save(opened, [REPORT]),
         "history": lambda: history(opened),
-        "ping": opened.ping,
         "prepare": opened.prepare,
         "advance": lambda: content_generation.advance(opened),
         "page": lambda: page(opened),
     }
-    kept = admit(opened, REPORT, "node", "key", "digest")
+    kept = add_shared(opened, REPORT, "node", "key", "digest")
     postgres.kill()
     with pytest.raises(StoreUnavailable):
         uses[use]()
     postgres.start()
     uses[use]()
-    assert [one.id for one in page(opened)] == [kept.id]
+    assert [item.id for item in page(opened)] == [kept.id]
 
 
 def test_a_server_killed_in_the_middle_of_a_write_keeps_nothing_of_it(postgres: Server, opened: Database) -> None:
@@ -95,7 +94,7 @@ def test_reports_that_were_acknowledged_outlive_a_kill(postgres: Server, opened:
     def send(sender: int) -> None:
         try:
             for number in range(1000):
-                acknowledged.append(admit(opened, REPORT, f"node-{sender}", f"key-{number}", "digest").id)
+                acknowledged.append(add_shared(opened, REPORT, f"node-{sender}", f"key-{number}", "digest").id)
                 if sender == 0 and number == 10:
                     postgres.kill()
         except StoreUnavailable:
@@ -106,7 +105,7 @@ def test_reports_that_were_acknowledged_outlive_a_kill(postgres: Server, opened:
             done.result()
     postgres.start()
     assert len(acknowledged) > 10
-    assert set(acknowledged) <= {one.id for one in page(opened, limit=10_000)}
+    assert set(acknowledged) <= {item.id for item in page(opened, limit=10_000)}
 
 
 def test_a_statement_that_takes_too_long_is_ended(postgres_url: str) -> None:
@@ -155,7 +154,7 @@ def test_what_only_reads_cannot_write(kind: str, tmp_path: Path, request: pytest
 def test_an_empty_database_is_read_as_one_where_nothing_was_kept(empty_postgres_url: str) -> None:
     with Database.open(empty_postgres_url) as opened:
         assert not (history(opened) or page(opened))
-        with Session(opened.place.engine) as session:
+        with Session(opened.backend.engine) as session:
             assert (
                 session.connection()
                 .exec_driver_sql("SELECT count(*) FROM pg_tables WHERE schemaname='public'")

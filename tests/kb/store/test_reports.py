@@ -15,7 +15,7 @@ import pytest
 from kb.errors import KeyReused
 from kb.store import audit, keys, reports, tables
 from kb.store.database import Database
-from kb.store.reports import Admitted
+from kb.store.reports import AddedReport
 from tests.support.console import GENEROUS_S, end
 
 pytest_plugins = ["tests.support.postgres_fixtures"]
@@ -25,15 +25,15 @@ HOSTILE = ("'; DROP TABLE report; --", '" OR 1=1 --', "%", "_", "\\", "\0", "\ud
 SENDER = """
 import json, sys
 from kb.store.database import Database
-from kb.store.reports import admit
+from kb.store.reports import add_shared
 
 report = json.loads(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 database = Database.open(sys.argv[1])
 for number in range(10):
-    admitted = admit(database, report, "node", f"key-{number}", "digest")
-    print(json.dumps([admitted.id, admitted.is_new]), flush=True)
+    added = add_shared(database, report, "node", f"key-{number}", "digest")
+    print(json.dumps([added.id, added.is_new]), flush=True)
 """
 
 
@@ -52,7 +52,7 @@ def report(entry_id: str = "the-entry", gpu: str = H100, torch: str = "2.7.1+cu1
     }
 
 
-Admit = Callable[..., Admitted]
+Admit = Callable[..., AddedReport]
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def admit(database: Database) -> Admit:
     """Admit a report under a key of its own."""
     numbers = iter(range(1000))
 
-    def admitted(*words: str, **more: Any) -> Admitted:
+    def admitted(*words: str, **more: Any) -> AddedReport:
         number = next(numbers)
-        return reports.admit(database, report(*words, **more), "node", f"key-{number}", f"digest-{number}")
+        return reports.add_shared(database, report(*words, **more), "node", f"key-{number}", f"digest-{number}")
 
     return admitted
 
@@ -73,50 +73,50 @@ def entries(database: Database, **filters: Any) -> list[str]:
 
 def test_an_admitted_report_comes_back_as_it_was_sent(database: Database) -> None:
     before = tables.now()
-    admitted = reports.admit(database, report(), "node", "key", "digest")
+    admitted = reports.add_shared(database, report(), "node", "key", "digest")
     [kept] = reports.page(database)
     assert (kept.id, kept.document, admitted.is_new) == (admitted.id, report(), True)
     assert before <= kept.received_at <= tables.now()
 
 
 def test_a_report_that_comes_again_is_the_same_one(database: Database) -> None:
-    first = reports.admit(database, report(), "node", "key", "digest")
-    again = reports.admit(database, report(), "node", "key", "digest")
-    assert again == Admitted(first.id, is_new=False)
+    first = reports.add_shared(database, report(), "node", "key", "digest")
+    again = reports.add_shared(database, report(), "node", "key", "digest")
+    assert again == AddedReport(first.id, is_new=False)
     assert len(reports.page(database)) == 1
-    assert [one.subject for one in audit.page(database)] == [f"reports/{first.id}"]
+    assert [item.subject for item in audit.page(database)] == [f"reports/{first.id}"]
 
 
 def test_a_key_with_another_body_is_refused_and_the_first_report_stays(database: Database) -> None:
-    reports.admit(database, report(), "node", "key", "digest")
+    reports.add_shared(database, report(), "node", "key", "digest")
     with pytest.raises(KeyReused, match="'key' was used for another report"):
-        reports.admit(database, report("forged"), "node", "key", "another digest")
+        reports.add_shared(database, report("forged"), "node", "key", "another digest")
     assert entries(database) == ["the-entry"]
 
 
 def test_two_senders_may_choose_the_same_key(database: Database) -> None:
     for sender in ("one", "two"):
-        assert reports.admit(database, report(), sender, "key", f"digest of {sender}").is_new
+        assert reports.add_shared(database, report(), sender, "key", f"digest of {sender}").is_new
     assert len(reports.page(database)) == 2
 
 
 def test_a_report_that_comes_again_under_another_api_key_is_the_same_one(database: Database) -> None:
     old, new = (keys.new(database, "node", keys.Scope.REPORT)[0].id for _ in range(2))
-    first = reports.admit(database, report(), old, "key", "digest")
-    assert reports.admit(database, report(), new, "key", "digest") == Admitted(first.id, is_new=False)
-    assert reports.admit(database, report(), new, "key", "another digest").is_new
-    assert reports.admit(database, report(), old, "key", "digest") == Admitted(first.id, is_new=False)
+    first = reports.add_shared(database, report(), old, "key", "digest")
+    assert reports.add_shared(database, report(), new, "key", "digest") == AddedReport(first.id, is_new=False)
+    assert reports.add_shared(database, report(), new, "key", "another digest").is_new
+    assert reports.add_shared(database, report(), old, "key", "digest") == AddedReport(first.id, is_new=False)
     assert reports.count(database) == 2
 
 
 def test_threads_that_send_the_same_report_at_once_make_one(database: Database) -> None:
-    def send(_: int) -> Admitted:
-        return reports.admit(database, report(), "node", "key", "digest")
+    def send(_: int) -> AddedReport:
+        return reports.add_shared(database, report(), "node", "key", "digest")
 
     with ThreadPoolExecutor(8) as pool:
         admitted = list(pool.map(send, range(40)))
-    assert len({one.id for one in admitted}) == 1
-    assert sum(one.is_new for one in admitted) == 1
+    assert len({item.id for item in admitted}) == 1
+    assert sum(item.is_new for item in admitted) == 1
     assert reports.count(database) == len(audit.page(database)) == 1
 
 
@@ -124,23 +124,23 @@ def test_processes_that_send_the_same_reports_at_once_make_one_each(database: Da
     command = [sys.executable, "-c", SENDER, database_url, json.dumps(report())]
     started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)]
     try:
-        for one in started:
-            assert one.stdout
-            assert one.stdout.readline() == b"ready\n"
-        for one in started:
-            assert one.stdin
-            one.stdin.write(b"\n")
-            one.stdin.flush()
-        told = [
-            json.loads(f"[{','.join(one.communicate(timeout=GENEROUS_S)[0].decode().split(chr(10))[:-1])}]")
-            for one in started
+        for item in started:
+            assert item.stdout
+            assert item.stdout.readline() == b"ready\n"
+        for item in started:
+            assert item.stdin
+            item.stdin.write(b"\n")
+            item.stdin.flush()
+        message = [
+            json.loads(f"[{','.join(item.communicate(timeout=GENEROUS_S)[0].decode().split(chr(10))[:-1])}]")
+            for item in started
         ]
     finally:
-        for one in started:
-            end(one)
-    ids = {identity for answers in told for identity, _ in answers}
-    assert [len(answers) for answers in told] == [10, 10, 10]
-    assert sum(is_new for answers in told for _, is_new in answers) == len(ids) == 10
+        for item in started:
+            end(item)
+    ids = {identity for answers in message for identity, _ in answers}
+    assert [len(answers) for answers in message] == [10, 10, 10]
+    assert sum(is_new for answers in message for _, is_new in answers) == len(ids) == 10
     assert len(reports.page(database, limit=100)) == 10
 
 
@@ -203,11 +203,11 @@ def test_a_hostile_text_is_a_text_and_finds_nothing_else(database: Database, adm
     for name in ("entry", "gpu", "torch", "verdict"):
         assert entries(database, **{name: text}) == []
     assert reports.history(database, text) == []
-    sent = reports.admit(database, report(text, text, text, verdict=text), text, text, "digest", request_id=text)
-    assert reports.admit(database, report(text, text, text, verdict=text), text, text, "digest").id == sent.id
+    sent = reports.add_shared(database, report(text, text, text, verdict=text), text, text, "digest", request_id=text)
+    assert reports.add_shared(database, report(text, text, text, verdict=text), text, text, "digest").id == sent.id
     assert entries(database) == [text, "the-entry"]
     assert reports.page(database, gpu=text)[0].id == sent.id
-    assert len(reports.standing(database)) == 2
+    assert len(reports.verdict_counts(database)) == 2
 
 
 def test_the_standing_counts_what_reports_agree_in(database: Database, admit: Admit) -> None:
@@ -216,14 +216,17 @@ def test_the_standing_counts_what_reports_agree_in(database: Database, admit: Ad
     admit("a", verdict="not-reproduced")
     admit("a", entry_digest="edited")
     admit("b", "", "")
-    said = [(one.entry_id, one.gpu, one.verdict, one.entry_digest[:1], one.count) for one in reports.standing(database)]
-    assert sorted(said) == [
+    output = [
+        (item.entry_id, item.gpu, item.verdict, item.entry_digest[:1], item.count)
+        for item in reports.verdict_counts(database)
+    ]
+    assert sorted(output) == [
         ("a", H100, "not-reproduced", "e", 1),
         ("a", H100, "verified", "e", 1),
         ("a", H100, "verified", "e", 3),
         ("b", "", "verified", "e", 1),
     ]
-    standing = max(reports.standing(database), key=lambda one: one.count)
+    standing = max(reports.verdict_counts(database), key=lambda item: item.count)
     assert (standing.driver, standing.torch, standing.fidelity) == ("550.54", "2.7.1+cu126", "hardware")
     assert standing.last == reports.page(database, entry="a", before=4)[0].received_at
 
@@ -231,14 +234,14 @@ def test_the_standing_counts_what_reports_agree_in(database: Database, admit: Ad
 def test_own_and_shared_reports_do_not_mix(database: Database, admit: Admit) -> None:
     reports.save(database, [report("own")])
     admit("shared")
-    assert [one["id"] for one in reports.history(database)] == ["own"]
-    assert entries(database) == [one.entry_id for one in reports.standing(database)] == ["shared"]
+    assert [item["id"] for item in reports.history(database)] == ["own"]
+    assert entries(database) == [item.entry_id for item in reports.verdict_counts(database)] == ["shared"]
     assert reports.count(database) == 1
 
 
 def test_a_report_without_a_machine_is_kept(database: Database, admit: Admit) -> None:
     admit("a", machine={"gpus": None, "driver": None, "torch": None})
-    assert [(one.gpu, one.driver, one.torch) for one in reports.standing(database)] == [("", "", "")]
+    assert [(item.gpu, item.driver, item.torch) for item in reports.verdict_counts(database)] == [("", "", "")]
 
 
 def test_numbers_beyond_those_of_a_database_find_what_they_should(database: Database, admit: Admit) -> None:

@@ -21,13 +21,13 @@ EARLY, LATE = datetime.datetime(2026, 1, 1), datetime.datetime(2026, 1, 2)
 
 
 def test_an_empty_store_answers_everything_with_nothing(database: Database) -> None:
-    assert not (keys.everything(database) or feedback.counts(database) or gaps.page(database) or audit.page(database))
+    assert not (keys.list_all(database) or feedback.counts(database) or gaps.page(database) or audit.page(database))
     assert content_generation.generation(database) == 0
 
 
 def test_a_key_is_kept_as_a_hash_and_found_by_the_id_in_its_text(database: Database) -> None:
     key, text = keys.new(database, "ci", Scope.REPORT)
-    [stored] = keys.everything(database)
+    [stored] = keys.list_all(database)
     assert stored.key == key
     assert stored.secret_hash == keys.fingerprint(text)
     assert keys.parse(text) == key.id
@@ -53,11 +53,11 @@ def test_the_name_of_a_key_is_a_line_of_text(database: Database, name: str) -> N
     with pytest.raises(UsageError, match="a key cannot be called"):
         keys.new(database, name, Scope.READ)
     key, _ = keys.new(database, "'; DROP TABLE api_key; -- 标题", Scope.READ)
-    assert [stored.key for stored in keys.everything(database)] == [key]
+    assert [stored.key for stored in keys.list_all(database)] == [key]
 
 
 def test_a_scope_covers_those_before_it() -> None:
-    assert [[one.covers(other) for other in Scope] for one in Scope] == [
+    assert [[item.covers(other) for other in Scope] for item in Scope] == [
         [True, False, False],
         [True, True, False],
         [True, True, True],
@@ -67,11 +67,11 @@ def test_a_scope_covers_those_before_it() -> None:
 def test_a_revoked_key_stays_revoked_since_the_first_time(database: Database) -> None:
     key, _ = keys.new(database, "ci", Scope.READ)
     keys.revoke(database, key.id, actor="me")
-    [revoked] = keys.everything(database)
+    [revoked] = keys.list_all(database)
     assert revoked.key.revoked_at
     keys.revoke(database, key.id, actor="me")
-    assert keys.everything(database) == [revoked]
-    assert [one.action for one in audit.page(database)] == ["key.revoke"]
+    assert keys.list_all(database) == [revoked]
+    assert [item.action for item in audit.page(database)] == ["key.revoke"]
 
 
 @pytest.mark.parametrize("key_id", ["abcdefgh", *HOSTILE])
@@ -79,15 +79,15 @@ def test_revoking_an_unknown_key_is_an_error_and_revokes_none(database: Database
     keys.new(database, "ci", Scope.READ)
     with pytest.raises(UsageError, match="no key has the id"):
         keys.revoke(database, key_id)
-    assert keys.everything(database)[0].key.revoked_at is None
+    assert keys.list_all(database)[0].key.revoked_at is None
 
 
 def test_the_last_use_of_keys_never_goes_back(database: Database) -> None:
-    one, two = (keys.new(database, name, Scope.READ)[0].id for name in ("one", "two"))
-    keys.touch(database, {one: LATE, two: EARLY, "gone": LATE})
-    keys.touch(database, {one: EARLY, two: LATE})
-    keys.touch(database, {})
-    assert {stored.key.id: stored.key.last_used_at for stored in keys.everything(database)} == {one: LATE, two: LATE}
+    item, two = (keys.new(database, name, Scope.READ)[0].id for name in ("one", "two"))
+    keys.record_uses(database, {item: LATE, two: EARLY, "gone": LATE})
+    keys.record_uses(database, {item: EARLY, two: LATE})
+    keys.record_uses(database, {})
+    assert {stored.key.id: stored.key.last_used_at for stored in keys.list_all(database)} == {item: LATE, two: LATE}
 
 
 def test_feedback_is_counted_by_entry_and_gpu(database: Database) -> None:
@@ -137,7 +137,7 @@ def test_gaps_are_paged_by_frequency_then_by_time(database: Database, monkeypatc
 
 
 def test_beyond_their_bound_the_rarest_and_oldest_gaps_go(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gaps, "MOST", 3)
+    monkeypatch.setattr(gaps, "MAX_GAPS", 3)
     for day, text in enumerate("aabcd", 1):
         at = datetime.datetime(2026, 1, day)
         monkeypatch.setattr(gaps, "now", lambda at=at: at)
@@ -152,7 +152,7 @@ def test_a_forgotten_gap_is_gone_and_cannot_be_forgotten_again(database: Databas
     assert gone not in [gap.digest for gap in gaps.page(database)]
     with pytest.raises(UsageError, match="no gap has the digest"):
         gaps.forget(database, gone, actor="me")
-    assert [one.subject for one in audit.page(database)] == [f"gaps/{gone}"]
+    assert [item.subject for item in audit.page(database)] == [f"gaps/{gone}"]
 
 
 def test_gaps_that_many_count_at_once_are_all_counted(database: Database) -> None:
@@ -178,7 +178,7 @@ REPORT: dict[str, Any] = {
 WRITES: dict[str, Callable[[Database], Any]] = {
     "key.new": lambda database: keys.new(database, "n", Scope.READ, actor="me", request_id="r"),
     "feedback.create": lambda database: feedback.add(database, "a", True, "", "", "", "me", request_id="r"),
-    "report.create": lambda database: reports.admit(database, REPORT, "me", "k", "d", request_id="r"),
+    "report.create": lambda database: reports.add_shared(database, REPORT, "me", "k", "d", request_id="r"),
     "reindex": lambda database: content_generation.advance(database, actor="me", request_id="r"),
 }
 
@@ -199,7 +199,7 @@ def test_a_write_whose_line_cannot_be_kept_is_not_kept(database: Database, actio
         session.connection().exec_driver_sql("ALTER TABLE audit RENAME TO elsewhere")
     with pytest.raises(StoreUnavailable, match="audit"):
         WRITES[action](database)
-    assert not (keys.everything(database) or feedback.counts(database) or reports.page(database))
+    assert not (keys.list_all(database) or feedback.counts(database) or reports.page(database))
     assert content_generation.generation(database) == 0
 
 

@@ -103,14 +103,14 @@ def test_history_is_newest_first_by_time_then_by_arrival(path: Path) -> None:
     opened = Database.open(path)
     save(opened, [report("b", 30), report("c", 50)])
     save(opened, [report("a", 10), report("d", 50)])
-    assert [one["id"] for one in history(opened)] == ["d", "c", "b", "a"]
-    assert [one["id"] for one in history(opened, limit=2)] == ["d", "c"]
+    assert [item["id"] for item in history(opened)] == ["d", "c", "b", "a"]
+    assert [item["id"] for item in history(opened, limit=2)] == ["d", "c"]
 
 
 def test_history_of_one_entry_holds_no_other(path: Path) -> None:
     opened = Database.open(path)
     save(opened, [report("a", 1), report("b", 2), report("a", 3, Verdict.EXPOSED)])
-    assert [(one["id"], one["verdict"]) for one in history(opened, "a")] == [("a", "exposed"), ("a", "verified")]
+    assert [(item["id"], item["verdict"]) for item in history(opened, "a")] == [("a", "exposed"), ("a", "verified")]
     assert history(opened, "c") == []
 
 
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_used_is_named_and_left_alone(path: Path, make: An
         assert str(path) in caught.value.message
         assert caught.value.hint
     assert (path.read_bytes() if path.is_file() else None) == before
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert [item.name for item in path.parent.iterdir()] == [path.name]
 
 
 def test_an_empty_file_as_a_kill_leaves_it_is_taken_for_a_new_store(path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_place_that_cannot_be_written_says_what_to_set(tmp_path: Path, blocked
 def test_messages_hold_neither_sql_nor_values(path: Path) -> None:
     path.parent.mkdir()
     another_program(path)
-    query(path, f"PRAGMA application_id={sqlite.APPLICATION}")
+    query(path, f"PRAGMA application_id={sqlite.APPLICATION_ID}")
     query(path, f"PRAGMA user_version={SCHEMA}")
     with pytest.raises(StoreUnavailable) as caught:
         save(Database.open(path), [report()])
@@ -228,8 +228,8 @@ def test_messages_hold_neither_sql_nor_values(path: Path) -> None:
 
 
 def test_a_full_disk_loses_nothing_that_was_kept(path: Path, batch: Path) -> None:
-    told = subprocess.check_output([sys.executable, "-c", FILLER, str(path), str(batch)], timeout=GENEROUS_S)
-    kept, message, hint = json.loads(told)
+    output = subprocess.check_output([sys.executable, "-c", FILLER, str(path), str(batch)], timeout=GENEROUS_S)
+    kept, message, hint = json.loads(output)
     assert kept > 0
     assert "cannot be written" in message
     assert "space" in hint
@@ -250,13 +250,13 @@ def writers(path: Path, batch: Path, count: int, saves: int) -> list[subprocess.
         )
         for number in range(count)
     ]
-    for one in started:
-        assert one.stdout
-        assert one.stdout.readline() == "ready\n"
-    for one in started:
-        assert one.stdin
-        one.stdin.write("\n")
-        one.stdin.flush()
+    for item in started:
+        assert item.stdout
+        assert item.stdout.readline() == "ready\n"
+    for item in started:
+        assert item.stdin
+        item.stdin.write("\n")
+        item.stdin.flush()
     return started
 
 
@@ -268,16 +268,16 @@ def close(process: subprocess.Popen[Any]) -> None:
 
 
 def batches(path: Path) -> Counter[str]:
-    return Counter(one["batch"] for one in history(Database.open(path), limit=10**6))
+    return Counter(item["batch"] for item in history(Database.open(path), limit=10**6))
 
 
 def test_processes_that_save_their_first_report_at_once_all_succeed(path: Path, batch: Path) -> None:
     started = writers(path, batch, count=4, saves=5)
     try:
-        assert [one.wait(GENEROUS_S) for one in started] == [0] * 4
+        assert [item.wait(GENEROUS_S) for item in started] == [0] * 4
     finally:
-        for one in started:
-            close(one)
+        for item in started:
+            close(item)
     assert batches(path) == {f"writer{writer}-{number}": 3 for writer in range(4) for number in range(5)}
 
 
@@ -285,17 +285,17 @@ def test_killed_in_the_middle_of_a_save_it_leaves_an_intact_store(path: Path, ba
     started = writers(path, batch, count=4, saves=10**6)
     acknowledged = set()
     try:
-        for number, one in enumerate(started):
-            assert one.stdout
-            acknowledged |= {one.stdout.readline().strip() for _ in range(3 + 4 * number)}
-            one.kill()
-            acknowledged |= {line.strip() for line in one.stdout if line.endswith("\n")}
+        for number, item in enumerate(started):
+            assert item.stdout
+            acknowledged |= {item.stdout.readline().strip() for _ in range(3 + 4 * number)}
+            item.kill()
+            acknowledged |= {line.strip() for line in item.stdout if line.endswith("\n")}
     finally:
-        for one in started:
-            close(one)
-    found = batches(path)
-    assert acknowledged <= found.keys()
-    assert set(found.values()) == {3}, "a batch is there whole or not at all"
+        for item in started:
+            close(item)
+    result = batches(path)
+    assert acknowledged <= result.keys()
+    assert set(result.values()) == {3}, "a batch is there whole or not at all"
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
     save(Database.open(path), [report()])
 
@@ -324,7 +324,7 @@ def test_threads_may_share_one_store(path: Path) -> None:
 def test_an_edited_entry_marks_its_reports_and_an_absent_one_does_not() -> None:
     documents = [report("same"), report("edited"), report("gone")]
     marked = compare_wording(documents, {"same": "e" * 64, "edited": "f" * 64})
-    assert [one["earlier_wording"] for one in marked] == [False, True, None]
+    assert [item["earlier_wording"] for item in marked] == [False, True, None]
     assert "earlier_wording" not in documents[0]
 
 

@@ -1,4 +1,4 @@
-"""Reports, as `kb verify` keeps them."""
+"""Reports, as `kb verify` stores them."""
 
 from __future__ import annotations
 
