@@ -1,17 +1,22 @@
-"""Fixtures: a home of the test's own, the installed command, a content root to fill."""
+"""Fixtures: a home of the test's own, `kb` in this process or in one of its own, a content root to fill."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kb.content import parser, roots
 from tests.support.console import ContentRoot, Kb, run_kb
+from tests.support.in_process import run_kb_here
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,12 +26,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 settings.register_profile("kb", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kb")
 
+# An entry is immutable and depends on nothing but these arguments: ours are parsed once for all tests of a process.
+parser.parse_entry = cache(parser.parse_entry)
+
+REMOVED = (
+    "KB_ROOTS",
+    "KB_DEBUG",
+    "KB_REPORT_URL",
+    "KB_API_KEY",
+    "KB_DATABASE_URL",
+    "RANK",
+    "SLURM_PROCID",
+    "PYTHONPATH",
+    "FORCE_COLOR",
+)
+FEW = ("checkpoint-save-allgather-timeout", "oom-masked-as-nccl-timeout", "address-in-use")
+
 
 @pytest.fixture(scope="session")
 def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the index of the built-in entries: building it takes seconds, once for all tests."""
-    cache = tmp_path_factory.mktemp("cache")
-    assert run_kb("index", cwd=cache, XDG_CACHE_HOME=str(cache), KB_ROOTS="").code == 0
+    """A cache that holds the index of the built-in entries, for reading: it takes seconds, once for all processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    cache = folder / "built-in-index"
+    with (folder / "built-in-index.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not cache.is_dir():
+            building = folder / "building"
+            assert run_kb("index", cwd=folder, XDG_CACHE_HOME=str(building), KB_ROOTS="").code == 0
+            building.rename(cache)
     return cache
 
 
@@ -34,34 +63,55 @@ def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, built_in_index: Path
 ) -> Iterator[Path]:
-    """A home of this test's own: cache and data of the person who runs the tests stay untouched."""
-    path = tmp_path_factory.mktemp("home")
-    shutil.copytree(built_in_index, path / "cache")
-    for name in (
-        "KB_ROOTS",
-        "KB_DEBUG",
-        "KB_REPORT_URL",
-        "KB_API_KEY",
-        "KB_DATABASE_URL",
-        "RANK",
-        "SLURM_PROCID",
-        "PYTHONPATH",
-        "FORCE_COLOR",
-    ):
+    """A home of this test's own: cache and data of the person who runs the tests stay untouched.
+
+    Its index shares the files of the built-in one; a test that damages them uses `own_index`.
+    """
+    path = Path(tempfile.mkdtemp(prefix="home-", dir=tmp_path_factory.getbasetemp()))
+    shutil.copytree(built_in_index, path / "cache", copy_function=os.link)
+    for name in REMOVED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(path / "data"))
     monkeypatch.setenv("TMPDIR", str(path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     (path / "tmp").mkdir()
     monkeypatch.setenv("NO_COLOR", "1")
     yield path
-    shutil.rmtree(path / "cache", ignore_errors=True)  # 5 MB of each of thousands of tests
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def own_index(home: Path, built_in_index: Path) -> None:
+    """Files of the index that belong to this test alone."""
+    shutil.rmtree(home / "cache")
+    shutil.copytree(built_in_index, home / "cache")
+
+
+@pytest.fixture
+def few_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in root holds three entries in this process: what makes an index or lints takes no seconds."""
+    built_in = roots.builtin_root()
+    root = roots.Root(built_in.name, tmp_path / "few" / "entries", tmp_path / "few" / "probes", built_in.verified)
+    root.entries.mkdir(parents=True)
+    root.probes.mkdir()
+    for entry in FEW:
+        shutil.copy(built_in.entries / f"{entry}.md", root.entries)
+        probe = f"{entry.replace('-', '_')}.py"
+        shutil.copy(built_in.probes / probe, root.probes)
+    monkeypatch.setattr(roots, "builtin_root", lambda: root)
 
 
 @pytest.fixture
 def kb(tmp_path: Path) -> Kb:
-    """Run the installed `kb` from a directory that is not the checkout."""
+    """Run `kb` in this process, from a directory that is not the checkout."""
+    return partial(run_kb_here, cwd=tmp_path)
+
+
+@pytest.fixture
+def kb_process(tmp_path: Path) -> Kb:
+    """Run the installed `kb` in a process of its own: for what is about processes, streams and the interpreter."""
     return partial(run_kb, cwd=tmp_path)
 
 

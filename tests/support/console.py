@@ -1,24 +1,18 @@
-"""What tests build on: `kb` as a process and in this process, small content roots, and waiting for processes."""
+"""What tests build on: the real console script, small content roots, and waiting for processes."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import IO, Any
-from unittest.mock import patch
+from typing import Any
 
 KB = Path(sys.executable).with_name("kb")
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -53,93 +47,6 @@ def run_kb(*args: str | Path, cwd: Path, stdin: bytes = b"", timeout_s: float = 
         timeout=timeout_s,
     )
     return Ended(ended.returncode, ended.stdout.decode(errors="replace"), ended.stderr.decode(errors="replace"))
-
-
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def run_kb_here(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) -> Ended:
-    """Run `kb` in this process: everything but the start of an interpreter, in a hundredth of the time.
-
-    Its file descriptors 0, 1 and 2 are its own, so that child processes write where those of a real one do. What Python
-    reads only when it starts (PYTHON* variables) has no effect, nor does TZ.
-    """
-    assert not any(name.startswith("PYTHON") or name == "TZ" for name in env), "needs a process of its own"
-    claim_streams, run = (resolve_name(name) for name in ("kb.cli.terminal.output:claim_streams", "kb.cli.main:run"))
-    with ExitStack() as stack:
-        stack.callback(_restore_signals, [(number, signal.getsignal(number)) for number in HANDLED])
-        stack.enter_context(patch.dict(os.environ, env))
-        stack.enter_context(chdir(cwd))
-        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with _input(stdin) as pipe, _descriptors(pipe, out.fileno(), err.fileno()):
-            streams = {name: _text(number) for number, name in enumerate(("stdin", "stdout", "stderr"))}
-            with patch.multiple(sys, **streams):
-                claim_streams()
-                try:
-                    code = run([str(arg) for arg in args])
-                except SystemExit as ending:
-                    code = ending.code
-                for stream in streams.values():
-                    stream.close()
-        return Ended(code, _content(out), _content(err))
-
-
-def _restore_signals(handlers: list[tuple[signal.Signals, Any]]) -> None:
-    for number, handler in handlers:
-        signal.signal(number, handler)
-
-
-@contextmanager
-def _input(data: bytes) -> Iterator[int]:
-    """The end of a pipe from which this can be read."""
-    reading, writing = os.pipe()
-
-    def write() -> None:
-        with open(writing, "wb") as file:
-            try:
-                file.write(data)
-            except BrokenPipeError:
-                pass
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        yield reading
-    finally:
-        os.close(reading)
-        writer.join()
-
-
-@contextmanager
-def _descriptors(*given: int) -> Iterator[None]:
-    """These as file descriptors 0, 1 and 2."""
-    saved = [os.dup(number) for number in range(3)]
-    try:
-        for number, descriptor in enumerate(given):
-            os.dup2(descriptor, number)
-        yield
-    finally:
-        for number, descriptor in enumerate(saved):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-
-
-def _text(number: int) -> io.TextIOWrapper:
-    """A standard stream as Python makes it."""
-    return open(
-        number,
-        "r" if number == 0 else "w",
-        encoding="utf-8",
-        errors=["surrogateescape", "strict", "backslashreplace"][number],
-        closefd=False,
-    )
-
-
-def _content(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def wait_for(is_true: Callable[[], object], what: str, seconds: float = GENEROUS_S) -> None:

@@ -183,7 +183,7 @@ def test_a_report_that_cannot_be_kept_costs_a_warning_not_the_verdict(
     ended = kb("verify", "breaks", "--json", XDG_DATA_HOME=str(blocked / "data"))
     assert ended.json["verdict"] == "verified"
     assert ended.code == 0
-    assert "this report is not kept" in ended.err
+    assert "this report is not saved" in ended.err
 
 
 @pytest.mark.parametrize("arguments, code", [("list --json", 0), ("show stochastic-nonsense", 2), ("verify fails", 1)])
@@ -229,7 +229,7 @@ def test_a_variant_runs_besides_the_experiment(kb: Kb, content: ContentRoot) -> 
     with_variant(content, "expected_s=(1, 1)")
     report = kb("verify", "both", "--json").json
     assert (report["verdict"], report["experiment"]) == ("verified", "plain")
-    assert [(one["experiment"], one["verdict"]) for one in report["variants"]] == [("library", "verified")]
+    assert [(item["experiment"], item["verdict"]) for item in report["variants"]] == [("library", "verified")]
 
 
 def test_a_variant_whose_library_is_missing_says_so(kb: Kb, content: ContentRoot) -> None:

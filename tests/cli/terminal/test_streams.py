@@ -93,8 +93,8 @@ def test_an_interrupted_verification_ends_its_arms_and_is_one_document(
 def test_a_full_disk_is_an_internal_error(command: str, stderr: str) -> None:
     ended = shell(f"{command} > /dev/full {stderr}")
     assert ended.returncode == 5
-    said = "error: standard output cannot be written: No space left on device\nhint:  is the disk full?\n"
-    assert ended.stderr == ("" if stderr else said)
+    text = "error: standard output cannot be written: No space left on device\nhint:  is the disk full?\n"
+    assert ended.stderr == ("" if stderr else text)
 
 
 def test_a_document_that_has_begun_is_followed_by_no_other() -> None:
@@ -111,27 +111,27 @@ def test_a_document_that_has_begun_is_followed_by_no_other() -> None:
     assert b"interrupted" not in out
 
 
-def test_an_argument_that_is_no_text_is_asked_as_standard_input_is(kb: Kb) -> None:
+def test_an_argument_that_is_no_text_is_asked_as_standard_input_is(kb_process: Kb) -> None:
     for form in ("utf-8:strict", "utf-8:surrogateescape"):
-        typed = kb("search", os.fsdecode(b"\xff hang"), "--json", PYTHONIOENCODING=form)
+        typed = kb_process("search", os.fsdecode(b"\xff hang"), "--json", PYTHONIOENCODING=form)
         assert typed.code == 0, typed.out
-        assert typed.json == kb("search", "-", "--json", stdin=b"\xff hang").json
+        assert typed.json == kb_process("search", "-", "--json", stdin=b"\xff hang").json
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "gbk"])
-def test_a_document_is_the_same_where_stdout_is_not_utf_8(kb: Kb, encoding: str) -> None:
-    ended = kb("search", CHINESE, "--json", PYTHONIOENCODING=encoding)
+def test_a_document_is_the_same_where_stdout_is_not_utf_8(kb_process: Kb, encoding: str) -> None:
+    ended = kb_process("search", CHINESE, "--json", PYTHONIOENCODING=encoding)
     assert ended.code == 0, ended.out
     assert ended.out.isascii()
-    assert ended.json == kb("search", CHINESE, "--json", PYTHONIOENCODING="utf-8").json
+    assert ended.json == kb_process("search", CHINESE, "--json", PYTHONIOENCODING="utf-8").json
 
 
-def test_what_a_terminal_has_no_characters_for_is_replaced(kb: Kb) -> None:
+def test_what_a_terminal_has_no_characters_for_is_replaced(kb_process: Kb) -> None:
     for command in (("search", CHINESE), ("show", ENTRY), ("show", ENTRY, "--lang", "zh", "--markdown"), ("list",)):
-        ended = kb(*command, PYTHONIOENCODING="ascii")
+        ended = kb_process(*command, PYTHONIOENCODING="ascii")
         assert (ended.code, ended.err) == (0, "")
         assert ended.out.isascii()
-    assert f"kb verify {ENTRY}" in kb("search", CHINESE, PYTHONIOENCODING="ascii").out
+    assert f"kb verify {ENTRY}" in kb_process("search", CHINESE, PYTHONIOENCODING="ascii").out
 
 
 @pytest.mark.parametrize("command", ["search -", "diagnose -", "redact", "redact -", "mcp"])
