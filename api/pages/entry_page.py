@@ -12,10 +12,11 @@ from fastapi.responses import Response
 from kb.content import causes_svg
 from kb.content.causes import Graph
 from kb.content.entry import Entry
-from kb.content.html import rendered
+from kb.content.html import section_html
 from kb.search.document import chinese_cause
 
-from ..state.content import Content, Loaded
+from ..state.application import application
+from ..state.content import Content, ServedContent
 from .page import LANGUAGES, address, language, page
 from .verdicts import rows
 
@@ -28,7 +29,7 @@ router = APIRouter()
 
 
 @router.get("/entries/{entry_id}")
-async def entry_page(request: Request, content: Loaded, entry_id: str) -> Response:
+async def entry_page(request: Request, content: ServedContent, entry_id: str) -> Response:
     return render_entry(request, content, content.catalog.get(entry_id), language(request))
 
 
@@ -37,7 +38,8 @@ def render_entry(request: Request, content: Content, entry: Entry, lang: str) ->
     links = content.links
     known = frozenset(content.catalog.entries)
     above, below = sections(entry, lang, known)
-    verdicts = rows(entry.id, entry.digest, request.app.state.snapshot.standings, content.proofs.get(entry.id, ()))
+    counts = application(request).snapshot.verdict_counts
+    verdicts = rows(entry.id, entry.digest, counts, content.proofs.get(entry.id, ()))
     is_drawn = entry.id in links.titles
     return page(
         request,
@@ -84,7 +86,7 @@ def _part(anchor: str, heading: str, lang: str, text: str, known: frozenset[str]
 def section_html(text: str, known: frozenset[str], lang: str = "en") -> str:
     """Markdown as clean HTML, with links to the entries that are known."""
     lang = "" if lang == "en" else lang
-    return rendered(text, lambda one: address(f"/entries/{one}", lang=lang) if one in known else "")
+    return section_html(text, lambda one: address(f"/entries/{one}", lang=lang) if one in known else "")
 
 
 def _picture(links: Graph, entry_id: str) -> str:

@@ -1,6 +1,6 @@
 """Whether an incident can happen with the versions at hand: the ranges of an entry against what is installed.
 
-Pure: who asks an interpreter for its versions is `kb.machine.installed`.
+Pure: `kb.machine.installed` asks an interpreter for its versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 Ranges = Mapping[str, str]  # package to PEP 440 specifier
-Versions = Mapping[str, str | None]  # package to version; None for one that is there and cannot be read
+Versions = Mapping[str, str | None]  # package to version; None where it is installed but its version cannot be read
 
 
 class State(StrEnum):
@@ -34,37 +34,37 @@ class Applicability:
 def applicability(applies_to: Ranges, fixed_in: Ranges, installed: Versions) -> Applicability:
     """Judge an entry by all its ranges.
 
-    One version outside `applies_to`, or within `fixed_in`, excludes the incident. It applies when every package
-    that is named has a version that fits. All else is unknown.
+    One version outside `applies_to`, or within `fixed_in`, excludes the incident. It applies when the version of every
+    named package fits. Everything else is unknown.
     """
     versions = {_normal(name): version for name, version in installed.items()}
-    findings = [
-        *(_affected(name, wanted, versions.get(_normal(name), "")) for name, wanted in applies_to.items()),
-        *(_fixed(name, wanted, versions.get(_normal(name), "")) for name, wanted in fixed_in.items()),
+    judgements = [
+        *(_affected(name, specifier, versions.get(_normal(name), "")) for name, specifier in applies_to.items()),
+        *(_fixed(name, specifier, versions.get(_normal(name), "")) for name, specifier in fixed_in.items()),
     ]
     for state in (State.DOES_NOT_APPLY, State.UNKNOWN, State.APPLIES):
-        reasons = [finding.reason for finding in findings if finding.state is state]
+        reasons = [judgement.reason for judgement in judgements if judgement.state is state]
         if reasons:
             return Applicability(state, "; ".join(reasons))
-    return Applicability(State.UNKNOWN, "nothing here says: the entry names no versions")
+    return Applicability(State.UNKNOWN, "the entry names no versions")
 
 
-def _affected(name: str, wanted: str, version: str | None) -> Applicability:
-    within = _is_within(version, wanted)
+def _affected(name: str, specifier: str, version: str | None) -> Applicability:
+    within = _is_within(version, specifier)
     if within is None:
-        return Applicability(State.UNKNOWN, _doubt(name, wanted, version))
+        return Applicability(State.UNKNOWN, _doubt(name, specifier, version))
     if within:
-        return Applicability(State.APPLIES, f"{name} {version} is within {wanted or 'any version'}")
-    return Applicability(State.DOES_NOT_APPLY, f"it needs {name} {wanted}, here {version}")
+        return Applicability(State.APPLIES, f"{name} {version} is within {specifier or 'any version'}")
+    return Applicability(State.DOES_NOT_APPLY, f"it needs {name} {specifier}, here {version}")
 
 
-def _fixed(name: str, wanted: str, version: str | None) -> Applicability:
-    within = _is_within(version, wanted)
+def _fixed(name: str, specifier: str, version: str | None) -> Applicability:
+    within = _is_within(version, specifier)
     if within is None:
-        return Applicability(State.UNKNOWN, _doubt(name, wanted, version))
+        return Applicability(State.UNKNOWN, _doubt(name, specifier, version))
     if within:
-        return Applicability(State.DOES_NOT_APPLY, f"fixed in {name} {wanted}, here {version}")
-    return Applicability(State.APPLIES, f"{name} {version} is not {wanted}, where it is fixed")
+        return Applicability(State.DOES_NOT_APPLY, f"fixed in {name} {specifier}, here {version}")
+    return Applicability(State.APPLIES, f"{name} {version} is not {specifier}, where it is fixed")
 
 
 def _normal(package: str) -> str:
@@ -73,26 +73,26 @@ def _normal(package: str) -> str:
 
 
 @lru_cache(4096)
-def _is_within(version: str | None, wanted: str) -> bool | None:
-    """PEP 440, where a local version counts as what it extends; None when there is no telling.
+def _is_within(version: str | None, specifier: str) -> bool | None:
+    """PEP 440, where a local version counts as the version that it extends; None when undecidable.
 
-    A pre-release of the version that a range begins with, as nightly builds and vendors' containers have it
-    (`2.6.0a0+git` against `>=2.6`), may have the change or not.
+    A pre-release of the first version of a range (`2.6.0a0+git` against `>=2.6`), as in nightly builds and vendors'
+    containers, may or may not have the change.
     """
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # a search that does not ask starts without
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # loaded only by a search that needs it
     from packaging.version import InvalidVersion, Version
 
     try:
-        found, range_ = Version(version or ""), SpecifierSet(wanted)
+        parsed, versions = Version(version or ""), SpecifierSet(specifier)
     except (InvalidVersion, InvalidSpecifier):
         return None
-    within = range_.contains(found, prereleases=True)
-    return None if found.is_prerelease and within != range_.contains(found.base_version) else within
+    within = versions.contains(parsed, prereleases=True)
+    return None if parsed.is_prerelease and within != versions.contains(parsed.base_version) else within
 
 
-def _doubt(name: str, wanted: str, version: str | None) -> str:
+def _doubt(name: str, specifier: str, version: str | None) -> str:
     if version == "":
         return f"no version of {name} is known here"
     if version is None:
         return f"the version of {name} cannot be read here"
-    return f"whether {name} {version} is {wanted or 'any version'} cannot be told"
+    return f"cannot tell whether {name} {version} is {specifier or 'any version'}"

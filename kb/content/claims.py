@@ -1,6 +1,6 @@
-"""Entries to claims: what they say, piece by piece, each with how that is known and where it can be checked.
+"""Splits entries into claims, each with its grade and the addresses where it can be checked.
 
-A claim is a text of the entry up to the marks that end it (`kb.content.graded_text`). Nothing is added and none is cut.
+A claim is a text of the entry up to the marks that end it (`kb.content.graded_text`), neither extended nor cut.
 """
 
 from __future__ import annotations
@@ -10,21 +10,27 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kb.content.entry import Entry
-from kb.content.graded_text import Mark, marked
+from kb.content.graded_text import Mark, graded_texts
 from kb.content.grades import GRADES, Grade
 
-FIRST = ("Root cause", "Fix")  # what a reader came for
+FIRST = ("Root cause", "Fix")  # what a reader needs most
 AFTERWARDS = ("How to tell", "Why it works", "Environment", "Symptom", "Known cases")
 CHINESE = "中文"
 FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("症状", "环境")
 
 PROBE, STATED = "seen in the probe", "stated"
-STRENGTH = (Grade.INFERRED, Grade.CLAIMED, PROBE, Grade.SOURCE, Grade.THREAD)  # the first one found is the claim's
+STRENGTH = (
+    Grade.INFERRED,
+    Grade.CLAIMED,
+    PROBE,
+    Grade.SOURCE,
+    Grade.THREAD,
+)  # the first of them that a claim has is its grade
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one mark says: how something is known, and the address where that can be checked, or ""."""
+    """One mark: its grade, and the address where the claim can be checked, or ""."""
 
     grade: str
     url: str
@@ -32,10 +38,10 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing an entry says, in Markdown without its marks. `status` is that of the entry.
+    """One statement of an entry, in Markdown without its marks. `status` is that of the entry.
 
-    `grade` is `seen in the probe`, `read in source`, `read in thread`, `claimed`, `inferred`, or `stated` where there
-    is no mark. Of several marks `inferred` or `claimed` counts, as a part of the claim is no more than that; else the
+    `grade` is `seen in the probe`, `read in source`, `read in thread`, `claimed`, `inferred`, or `stated` without a
+    mark. Of several marks `inferred` or `claimed` decides, since a part of the claim is no better known; otherwise the
     strongest.
     """
 
@@ -47,32 +53,34 @@ class Claim:
 
     @property
     def grade(self) -> str:
-        grades = {one.grade for one in self.evidence}
+        grades = {evidence.grade for evidence in self.evidence}
         return str(next((grade for grade in STRENGTH if grade in grades), STATED))
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Where it can be checked."""
-        return tuple(dict.fromkeys(one.url for one in self.evidence if one.url))
+        """The addresses where it can be checked."""
+        return tuple(dict.fromkeys(evidence.url for evidence in self.evidence if evidence.url))
 
     @property
     def citation(self) -> str:
         """`[nan-loss § Fix, seen in the probe; read in thread: https://...]`"""
-        known: dict[str, list[str]] = {}
-        for one in self.evidence:
-            known.setdefault(one.grade, []).append(one.url)
-        told = [": ".join(filter(None, (grade, ", ".join(filter(None, urls))))) for grade, urls in known.items()]
-        return f"[{self.entry} § {self.section}, {'; '.join(told) or f'stated in a {self.status} entry'}]"
+        urls_by_grade: dict[str, list[str]] = {}
+        for evidence in self.evidence:
+            urls_by_grade.setdefault(evidence.grade, []).append(evidence.url)
+        grades = [
+            ": ".join(filter(None, (grade, ", ".join(filter(None, urls))))) for grade, urls in urls_by_grade.items()
+        ]
+        return f"[{self.entry} § {self.section}, {'; '.join(grades) or f'stated in a {self.status} entry'}]"
 
     @property
     def cited(self) -> str:
-        """The claim on one line that its citation ends; one with code has lines, and the citation is the last."""
+        """The claim and its citation on one line; after a claim with code the citation has its own line."""
         return f"{self.text}\n{self.citation}" if "\n" in self.text else f"{self.text} {self.citation}"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Claims in the order of use, and the block that they make. `truncated`: there were more than had room."""
+    """Claims in the order of use, and the text that they make. `truncated`: some claims did not fit."""
 
     claims: tuple[Claim, ...]
     text: str
@@ -80,49 +88,49 @@ class Context:
 
 
 def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) -> Context:
-    """The cited claims of some entries in at most `most` characters, whole ones.
+    """The cited claims of some entries, whole claims only, in at most `most` characters.
 
-    They stand in the order of the entries, cause and fix of all before anything else of any. Those that one needs first
-    are given room first: of each entry what the cause is, the fix, the rest of the cause; up to the first that has no
-    room, where the very first are passed over if they are too long for any.
+    They come in the order of the entries, causes and fixes of all entries before everything else. The most useful
+    claims get room first: of each entry the first claim of its cause, the fix, the rest of the cause. The choice ends at
+    the first claim that does not fit, once one has been chosen.
     """
     parts = (FIRST_ZH, AFTERWARDS_ZH) if in_chinese else (FIRST, AFTERWARDS)
     entries = tuple(entries)
-    found = list(chain.from_iterable(claims(entry, headings) for headings in parts for entry in entries))
-    kept: list[int] = []
-    room = most + 1  # a line more than there are line ends
-    for number in _needed_first(found, *parts[0]):
-        size = len(found[number].cited) + 1
+    candidates = list(chain.from_iterable(claims(entry, headings) for headings in parts for entry in entries))
+    numbers: list[int] = []
+    room = most + 1  # the last line has no line end
+    for number in _most_useful_first(candidates, *parts[0]):
+        size = len(candidates[number].cited) + 1
         if size <= room:
-            kept.append(number)
+            numbers.append(number)
             room -= size
-        elif kept:
+        elif numbers:
             break
-    chosen = tuple(found[number] for number in sorted(kept))
-    return Context(chosen, "\n".join(claim.cited for claim in chosen), len(kept) < len(found))
+    chosen = tuple(candidates[number] for number in sorted(numbers))
+    return Context(chosen, "\n".join(claim.cited for claim in chosen), len(chosen) < len(candidates))
 
 
-def _needed_first(found: list[Claim], cause: str, fix: str) -> list[int]:
-    """The numbers of claims that come entry by entry, causes and fixes before all others."""
-    causes: dict[str, int] = {}
+def _most_useful_first(candidates: list[Claim], cause: str, fix: str) -> list[int]:
+    """The numbers of the claims, entry by entry, causes and fixes before all others."""
+    first_causes: dict[str, int] = {}
     places: dict[str, int] = {}
 
-    def need(number: int) -> tuple[int, int]:
-        claim = found[number]
+    def rank(number: int) -> tuple[int, int]:
+        claim = candidates[number]
         place = places.setdefault(claim.entry, len(places))
         if claim.section == fix:
             return place, 1
         if claim.section != cause:
-            return len(found), 0
-        return place, 0 if causes.setdefault(claim.entry, number) == number else 2
+            return len(candidates), 0
+        return place, 0 if first_causes.setdefault(claim.entry, number) == number else 2
 
-    return sorted(range(len(found)), key=need)
+    return sorted(range(len(candidates)), key=rank)
 
 
 def claims(entry: Entry, headings: Iterable[str]) -> Iterator[Claim]:
     """The claims under some headings, or under some parts of the Chinese section, in the order of the headings."""
     for heading in headings:
-        for text, marks in marked(_text(entry, heading)):
+        for text, marks in graded_texts(_text(entry, heading)):
             evidence = tuple(dict.fromkeys(_evidence(entry, mark) for mark in marks))
             yield Claim(entry.id, heading, entry.meta.status.value, text, evidence)
 
@@ -139,5 +147,5 @@ def _evidence(entry: Entry, mark: Mark) -> Evidence:
         return Evidence(PROBE, "")
     if mark.word == "inferred":
         return Evidence(Grade.INFERRED, "")
-    references = entry.meta.references  # a number that none of them has is for the linter to find
+    references = entry.meta.references  # the linter reports a number that no reference has
     return Evidence(GRADES[mark.word], references[mark.number - 1].url if mark.number <= len(references) else "")

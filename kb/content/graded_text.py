@@ -1,8 +1,7 @@
-"""The Markdown of a section to texts with their marks: what `kb.content.claims` makes claims of.
+"""Splits the Markdown of a section into graded texts, from which `kb.content.claims` makes claims.
 
-A text reaches up to the marks that end it, as its author wrote it. What no mark ends is a text of its own where its
-paragraph or list item ends. A lead-in goes with the text that it leads to, a block of code with the text before it.
-Headings are left out.
+A text extends to the marks that end it, in its author's words. Without marks it ends with its paragraph or list item. A
+lead-in belongs to the text that follows it, a code block to the text before it. Headings are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from kb.content.grades import MARK
 from kb.content.parser import markdown_parser
 
 CODE_OR_MARKS = re.compile(rf"(?P<code>(`+)(?!`).*?(?<!`)\2(?!`))|(?P<marks>\s*{MARK.pattern}(?:\s*{MARK.pattern})*)")
-GOES_ON = re.compile(r"\s*[,;:.)、，；：。）]")
+CONTINUATION = re.compile(r"\s*[,;:.)、，；：。）]")
 SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
-LEADS_ON = (":", "：")
+LEAD_IN_ENDS = (":", "：")
 
 
 class Mark(NamedTuple):
@@ -31,65 +30,67 @@ class Mark(NamedTuple):
     number: int
 
 
-class Marked(NamedTuple):
-    """A text in Markdown, prose in one line and code in lines of its own, and the marks that stood in it."""
+class GradedText(NamedTuple):
+    """A text in Markdown, prose in one line and code in lines of its own, with the marks that it contained."""
 
     text: str
     marks: tuple[Mark, ...]
 
 
 class _Piece(NamedTuple):
-    """One block of a section. `is_new` where a paragraph outside of lists, a list item or a row of a table begins."""
+    """One block of a section. `is_new`: it begins a paragraph outside lists, a list item or a table row."""
 
     text: str
     is_code: bool
     is_new: bool
 
 
-def marked(markdown: str) -> list[Marked]:
+def graded_texts(markdown: str) -> list[GradedText]:
     """The texts of a section in order."""
-    found: list[Marked] = []
-    held = ""  # what waits for its mark, or for what it leads to
+    texts: list[GradedText] = []
+    pending = ""  # prose before its marks, or a lead-in
     for text, is_code, is_new in _pieces(markdown):
-        if is_new and held and not _leads_on(held):
-            found.append(Marked(held, ()))
-            held = ""
-        if is_code and not held and found:
-            last = found.pop()
-            found.append(last._replace(text=f"{last.text}\n{text}"))
+        if is_new and pending and not _is_lead_in(pending):
+            texts.append(GradedText(pending, ()))
+            pending = ""
+        if is_code and not pending and texts:
+            last = texts.pop()
+            texts.append(last._replace(text=f"{last.text}\n{text}"))
             continue
-        ended, rest = ([], text) if is_code else _split(text)
-        for one in ended:
-            found.append(one._replace(text=_joined(held, one.text)))
-            held = ""
-        held = _joined(held, rest, is_code=is_code)
-    return [*found, Marked(held, ())] if held else found
+        complete, rest = ([], text) if is_code else _split(text)
+        for graded in complete:
+            texts.append(graded._replace(text=_joined(pending, graded.text)))
+            pending = ""
+        pending = _joined(pending, rest, is_code=is_code)
+    return [*texts, GradedText(pending, ())] if pending else texts
 
 
-def _split(text: str) -> tuple[list[Marked], str]:
-    """The texts that end in marks, and what is left after the last of them."""
-    ended: list[Marked] = []
-    said, marks, at = "", [], 0
+def _split(text: str) -> tuple[list[GradedText], str]:
+    """The texts that end in marks, and the rest after the last of them."""
+    complete: list[GradedText] = []
+    prose, marks, at = "", [], 0
     for run in CODE_OR_MARKS.finditer(text):
         if run["code"]:
             continue
-        said += text[at : run.start()]
+        prose += text[at : run.start()]
         marks += [Mark(match[1] or match[2], int(match[3] or 0)) for match in MARK.finditer(run["marks"])]
         at = run.end()
-        if not _goes_on(said, text[at:]):
-            ended.append(Marked(said.strip(), tuple(marks)))
-            said, marks = "", []
-    said = (said + text[at:]).strip()
-    return ([*ended, Marked(said, tuple(marks))], "") if marks else (ended, said)
+        if not _is_mid_sentence(prose, text[at:]):
+            complete.append(GradedText(prose.strip(), tuple(marks)))
+            prose, marks = "", []
+    prose = (prose + text[at:]).strip()
+    return ([*complete, GradedText(prose, tuple(marks))], "") if marks else (complete, prose)
 
 
-def _goes_on(said: str, rest: str) -> bool:
-    """Whether marks stand in the middle of a sentence."""
-    return bool(GOES_ON.match(rest)) or (rest.lstrip()[:1].islower() and not said.rstrip().endswith(SENTENCE_ENDS))
+def _is_mid_sentence(before: str, after: str) -> bool:
+    """Whether marks between these texts are in the middle of a sentence."""
+    return bool(CONTINUATION.match(after)) or (
+        after.lstrip()[:1].islower() and not before.rstrip().endswith(SENTENCE_ENDS)
+    )
 
 
-def _leads_on(text: str) -> bool:
-    return text.rstrip("*_ ").endswith(LEADS_ON)
+def _is_lead_in(text: str) -> bool:
+    return text.rstrip("*_ ").endswith(LEAD_IN_ENDS)
 
 
 def _joined(before: str, text: str, *, is_code: bool = False) -> str:
@@ -126,5 +127,5 @@ def _pieces(markdown: str) -> Iterator[_Piece]:
 
 
 def _row(head: list[str], cells: list[str]) -> str:
-    """A row that is understood without its table: `connection: gloo pair; gone is: one rank on that ip`."""
+    """A row that makes sense without its table: `connection: gloo pair; gone is: one rank on that ip`."""
     return "; ".join(f"{name}: {cell}" for name, cell in zip_longest(head, cells, fillvalue="") if cell)

@@ -1,4 +1,4 @@
-"""How a claim of an entry is known, and the marks that say so in its text."""
+"""The grades of claims, and the marks that state them in the text of an entry."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ GRADES = {"source": Grade.SOURCE, "thread": Grade.THREAD, "claimed": Grade.CLAIM
 
 
 def without_marks(text: str) -> str:
-    """The text as a sentence for somebody who wants no grades."""
+    """The text for readers who want no grades."""
     return re.sub(f" ?{MARK.pattern}", "", text)

@@ -1,6 +1,6 @@
-"""The Markdown of an entry as HTML that can be shown to anybody: no raw HTML, no script, no address but http and https.
+"""The Markdown of an entry as safe HTML: no raw HTML, no script, no address but http and https.
 
-Marks of how a claim is known lead to the references of the page, ids of entries to their pages.
+Grade marks link to the references of the page, ids of entries to their pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kb.content.parser import markdown_parser
 Address = Callable[[str], str]
 
 MAYBE_ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)+")
-LOOK_ALIKE = "Not this incident: the log of another one"
+LOOK_ALIKE = "Not this incident: the log of a look-alike"
 
 TEXT = {"a", "br", "code", "em", "span", "strong"}
 BLOCKS = {"blockquote", "figcaption", "figure", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "ul"}
@@ -31,19 +31,19 @@ CLASSES = {"a": {"grade"}, "span": {"grade"}, "figure": {"look-alike"}}
 SCHEMES = {"http", "https"}
 
 
-def rendered(text: str, address: Address) -> str:
-    """One section. `address` gives the page of an entry by its id, "" for a word that is the id of none."""
+def section_html(text: str, address: Address) -> str:
+    """One section. `address` returns the page of an entry by its id, "" for a word that is not an id."""
     parser = _parser()
     env: dict[str, Any] = {}
-    tokens = list(_framed(parser.parse(text, env)))
+    tokens = list(_with_captions(parser.parse(text, env)))
     for token in tokens:
         if token.children:
-            token.children = [made for child in token.children for made in _linked(child, address)]
-    return cleaned(parser.renderer.render(tokens, parser.options, env))
+            token.children = [inline for child in token.children for inline in _with_links(child, address)]
+    return sanitized(parser.renderer.render(tokens, parser.options, env))
 
 
-def cleaned(html: str) -> str:
-    """What is left of some HTML: the elements that Markdown makes and the classes that are given here."""
+def sanitized(html: str) -> str:
+    """The HTML reduced to the elements of Markdown and the classes of this module."""
     return nh3.clean(
         html,
         tags=TEXT | BLOCKS | TABLE,
@@ -59,8 +59,8 @@ def _parser() -> MarkdownIt:
     return markdown_parser()
 
 
-def _framed(tokens: list[Token]) -> Iterator[Token]:
-    """With a caption around each log that is there to be told from this incident."""
+def _with_captions(tokens: list[Token]) -> Iterator[Token]:
+    """The tokens, each look-alike log within a figure that has a caption."""
     for token in tokens:
         if token.type == "fence" and "look-alike" in token.info.split():
             yield _html(f'<figure class="look-alike"><figcaption>{LOOK_ALIKE}</figcaption>', "html_block")
@@ -70,10 +70,10 @@ def _framed(tokens: list[Token]) -> Iterator[Token]:
             yield token
 
 
-def _linked(token: Token, address: Address) -> Iterator[Token]:
-    """A piece of a line, with marks and ids made links."""
+def _with_links(token: Token, address: Address) -> Iterator[Token]:
+    """A part of a line, its marks and ids as links."""
     if token.type == "text":
-        yield from _marked(token.content)
+        yield from _with_linked_marks(token.content)
     elif token.type == "code_inline" and MAYBE_ID.fullmatch(token.content) and (url := address(token.content)):
         yield _html(f'<a href="{escape(url)}">')
         yield token
@@ -82,7 +82,7 @@ def _linked(token: Token, address: Address) -> Iterator[Token]:
         yield token
 
 
-def _marked(text: str) -> Iterator[Token]:
+def _with_linked_marks(text: str) -> Iterator[Token]:
     end = 0
     for mark in MARK.finditer(text):
         yield _text(text[end : mark.start()])

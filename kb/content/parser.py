@@ -1,7 +1,7 @@
-"""Turns the bytes of an entry file into an `Entry`, or into one `ContentError` with file, line and rule.
+"""Parses the bytes of an entry file into an `Entry`, or into one `ContentError` with file, line and rule.
 
-markdown-it-py with the front-matter plugin finds the parts, PyYAML's safe loader reads the front matter,
-the pydantic model in `kb.content.entry` judges it. Nothing here decides whether an entry is *good*: `kb.lint` does.
+markdown-it-py with the front-matter plugin finds the parts, PyYAML's safe loader reads the front matter, the pydantic
+model in `kb.content.entry` validates it. Whether an entry is *good* is decided by `kb.lint`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from kb.content.entry import Entry, FrontMatter, Section
 from kb.errors import ContentError
 
-MAYBE_ANCHOR = re.compile(r"(?<![^\s\[\]{},:?-])[&*]\S")  # where none is, the slow and exact look can be spared
-LARGEST = 1 << 20  # bytes; the longest entry we have written is below 20 kB
+MAYBE_ANCHOR = re.compile(r"(?<![^\s\[\]{},:?-])[&*]\S")  # without a match the slow, exact check is not needed
+LARGEST = 1 << 20  # bytes
 Lines = dict[tuple[str | int, ...], int]
 
 
@@ -33,7 +33,7 @@ def read_entry(path: Path, origin: str) -> Entry:
     try:
         size = path.stat().st_size
         if size > LARGEST:
-            raise ContentError(path, 1, "too-large", f"{size} bytes; an entry has at most {LARGEST}")
+            raise ContentError(path, 1, "too-large", f"{size} bytes; the limit is {LARGEST}")
         data = path.read_bytes()
     except OSError as error:
         raise ContentError(path, 1, "unreadable", error.strerror or str(error)) from error
@@ -41,7 +41,7 @@ def read_entry(path: Path, origin: str) -> Entry:
 
 
 def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
-    """The entry in `data`; `path` serves messages and the check that the id is the file stem."""
+    """The entry in `data`; `path` is for messages and for the check that the id is the file stem."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -67,13 +67,13 @@ def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
 
 
 def markdown_parser() -> MarkdownIt:
-    """CommonMark plus tables and front matter; raw HTML is off, so that it stays text everywhere."""
+    """CommonMark with tables and front matter; raw HTML stays text."""
     return MarkdownIt("commonmark", {"html": False}).enable("table").use(front_matter_plugin)
 
 
 @cache
 def _blocks() -> MarkdownIt:
-    """The same, which leaves the text within blocks as it is: half of the time of reading an entry."""
+    """The same without inline parsing, which halves the time of reading an entry."""
     return markdown_parser().disable("inline")
 
 
@@ -82,7 +82,7 @@ def _line(token: Token) -> int:
 
 
 def _fenced(tokens: list[Token], info: str) -> tuple[Section, ...]:
-    """The fenced blocks that are opened with these words."""
+    """The fenced blocks with this info string."""
     fences = (token for token in tokens if token.type == "fence" and " ".join(token.info.split()) == info)
     return tuple(Section(token.content, _line(token) + 1) for token in fences)
 
@@ -115,9 +115,7 @@ def _validate(values: Any, lines: Lines, path: Path) -> FrontMatter:
         raise ContentError(path, line, "front-matter", f"{name}: {message}") from None
 
 
-_LOADER: Any = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # libyaml, ten times as fast, where PyYAML was built with it
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, where PyYAML has it
 
 
 def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
@@ -139,13 +137,15 @@ def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
 
 
 def _refuse_anchors(text: str) -> None:
-    """An alias bomb needs one, and duplicates of values are not used here."""
+    """Anchors make alias bombs possible, and no entry needs them."""
     if not MAYBE_ANCHOR.search(text):
         return
     events: Any = yaml.parse(text, Loader=_LOADER)
     for event in events:
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not used here", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not allowed here", problem_mark=event.start_mark
+            )
 
 
 def _positions(node: Any, at: tuple[str | int, ...], path: Path) -> Iterator[tuple[tuple[str | int, ...], int]]:
@@ -155,9 +155,9 @@ def _positions(node: Any, at: tuple[str | int, ...], path: Path) -> Iterator[tup
         for key, value in node.value:
             line = key.start_mark.line + 2
             if not isinstance(key, yaml.ScalarNode):
-                raise ContentError(path, line, "yaml", "a key is a word")
+                raise ContentError(path, line, "yaml", "a key must be a scalar")
             if key.value in seen:
-                raise ContentError(path, line, "duplicate-key", f"{key.value!r} stands twice")
+                raise ContentError(path, line, "duplicate-key", f"{key.value!r} appears twice")
             seen.add(key.value)
             yield (*at, key.value), line
             yield from _positions(value, (*at, key.value), path)

@@ -1,7 +1,7 @@
 """Content roots: directories with `entries/` and `probes/` side by side.
 
-The built-in root ships with kb; a team adds its own by `KB_ROOTS` (paths joined by `:`), by `--root`, or by
-a package that declares the entry-point group `kb.roots`. A content package is located, never imported.
+The built-in root ships with kb. A team adds its own with `KB_ROOTS` (paths joined by `:`), with `--root`, or with a
+package that declares the entry-point group `kb.roots`; such a package is located, never imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """One content root. `name` is the origin shown in every answer: `built-in`, a package or a path."""
+    """One content root. `name` is the origin that every answer shows: `built-in`, a package or a path."""
 
     name: str
     entries: Path
@@ -29,11 +29,11 @@ class Root:
     verified: Path
 
     def entry_files(self) -> list[Path]:
-        """The entry files, sorted, so that every run sees the same order."""
+        """The entry files, sorted: every run sees the same order."""
         return sorted(path for path in self.entries.glob("*.md") if path.is_file())
 
     def healthy_logs(self) -> list[Path]:
-        """Logs of jobs that ended well: no signature may match one."""
+        """Logs of jobs that ended well: no signature may match them."""
         return sorted((self.entries / "healthy").glob("*.log"))
 
     def verified_files(self) -> list[Path]:
@@ -73,15 +73,15 @@ def configured_roots(extra: tuple[Path, ...] = ()) -> tuple[Root, ...]:
 
 
 def _packages() -> list[Root]:
-    """Roots that installed packages declare. Metadata is only read when a file mentions the group: it is slow."""
+    """Roots that installed packages declare. Slow metadata is read only when a file mentions the group."""
     files = (path for part in sys.path if part for path in Path(part).glob("*-info/entry_points.txt"))
     if not any(GROUP.encode() in path.read_bytes() for path in files):
         return []
     from importlib.metadata import entry_points
 
-    found = []
+    roots = []
     for point in entry_points(group=GROUP):
         spec = importlib.util.find_spec(point.value)
         for location in (spec.submodule_search_locations or ()) if spec else ():
-            found.append(root_at(Path(location), point.name))
-    return found
+            roots.append(root_at(Path(location), point.name))
+    return roots

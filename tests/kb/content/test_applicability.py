@@ -22,15 +22,15 @@ HERE = {"torch": "2.4.1", "transformers": "5.2", "odd": None, "homemade": "from-
         ({"torch": "<2"}, {}, State.DOES_NOT_APPLY, "it needs torch <2, here 2.4.1"),
         ({}, {"transformers": ">=4.39"}, State.DOES_NOT_APPLY, "fixed in transformers >=4.39, here 5.2"),
         ({}, {"transformers": ">=6"}, State.APPLIES, "transformers 5.2 is not >=6, where it is fixed"),
-        ({}, {}, State.UNKNOWN, "nothing here says: the entry names no versions"),
+        ({}, {}, State.UNKNOWN, "the entry names no versions"),
         ({"deepspeed": ">=0.9"}, {}, State.UNKNOWN, "no version of deepspeed is known here"),
         ({"odd": ">=1"}, {}, State.UNKNOWN, "the version of odd cannot be read here"),
-        ({}, {"homemade": ">=1"}, State.UNKNOWN, "whether homemade from-git is >=1 cannot be told"),
+        ({}, {"homemade": ">=1"}, State.UNKNOWN, "cannot tell whether homemade from-git is >=1"),
     ],
 )
 def test_each_range_is_judged_with_its_reason(applies_to: Ranges, fixed_in: Ranges, state: State, reason: str) -> None:
-    found = applicability(applies_to, fixed_in, HERE)
-    assert (found.state, found.reason) == (state, reason)
+    result = applicability(applies_to, fixed_in, HERE)
+    assert (result.state, result.reason) == (state, reason)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_package_is_the_same_in_every_spelling(name: str) -> None:
 
 
 def test_an_interpreter_says_its_own_version_and_its_packages() -> None:
-    found = versions(Path(sys.executable))
-    assert found["python"] == sys.version.split()[0]
-    assert found["packaging"]
+    result = versions(Path(sys.executable))
+    assert result["python"] == sys.version.split()[0]
+    assert result["packaging"]
 
 
 def test_an_interpreter_that_is_none_is_the_callers_mistake(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def links(svg: str) -> list[str]:
 
 
 def test_the_neighbours_of_an_entry_are_links_and_itself_is_not() -> None:
-    svg = neighbourhood(CHAIN, "middle", lambda one: f"/{one}")
+    svg = neighbourhood(CHAIN, "middle", lambda item: f"/{item}")
     assert sorted(links(svg)) == ["/cause", "/consequence", "/mask"]
     ElementTree.fromstring(svg)
 

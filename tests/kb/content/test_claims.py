@@ -80,9 +80,9 @@ def test_code_stands_before_the_citation() -> None:
 
 def test_cause_and_fix_of_every_entry_come_before_the_rest_of_any() -> None:
     built = context([entry("One. [probe]", "one"), entry("Two. [probe]", "two")], 20_000)
-    told = [(claim.entry, claim.section) for claim in built.claims]
-    assert told[:4] == [("one", "Root cause"), ("one", "Fix"), ("two", "Root cause"), ("two", "Fix")]
-    assert {section for _, section in told[4:]} == set(AFTERWARDS)
+    message = [(claim.entry, claim.section) for claim in built.claims]
+    assert message[:4] == [("one", "Root cause"), ("one", "Fix"), ("two", "Root cause"), ("two", "Fix")]
+    assert {section for _, section in message[4:]} == set(AFTERWARDS)
     assert not built.truncated
 
 
@@ -97,22 +97,22 @@ def test_chinese_claims_are_the_parts_of_the_chinese_section() -> None:
 
 
 def test_a_block_holds_whole_claims_and_says_when_there_were_more() -> None:
-    one = entry("First. [probe] Second. [probe]")
-    whole = context([one], 20_000)
+    item = entry("First. [probe] Second. [probe]")
+    whole = context([item], 20_000)
     first, second, fix = (len(claim.cited) for claim in whole.claims[:3])
-    three = context([one], first + 1 + second + 1 + fix)
+    three = context([item], first + 1 + second + 1 + fix)
     assert [claim.text for claim in three.claims] == ["First.", "Second.", "Do not break it."]
     assert len(three.text) == first + 1 + second + 1 + fix
     assert three.truncated
-    assert len(context([one], first + second + 1 + fix).claims) == 2
-    assert context([one], len(whole.text)).truncated is False
+    assert len(context([item], first + second + 1 + fix).claims) == 2
+    assert context([item], len(whole.text)).truncated is False
 
 
 def test_where_there_is_little_room_the_fix_comes_before_the_rest_of_the_cause() -> None:
-    one = entry("First. [probe] Second. [probe] Third. [probe]")
-    first, _, _, fix = (len(claim.cited) for claim in context([one], 20_000).claims[:4])
-    assert [claim.text for claim in context([one], first + 1 + fix).claims] == ["First.", "Do not break it."]
-    assert [claim.text for claim in context([one], first + 1).claims] == ["First."]
+    item = entry("First. [probe] Second. [probe] Third. [probe]")
+    first, _, _, fix = (len(claim.cited) for claim in context([item], 20_000).claims[:4])
+    assert [claim.text for claim in context([item], first + 1 + fix).claims] == ["First.", "Do not break it."]
+    assert [claim.text for claim in context([item], first + 1).claims] == ["First."]
 
 
 def test_a_claim_that_is_too_long_for_any_block_leaves_room_for_the_next() -> None:

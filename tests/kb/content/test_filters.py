@@ -22,7 +22,7 @@ DOCUMENTS = [
 
 
 def listed(only: Filter) -> list[str]:
-    return [one["id"] for one in only.listed(iter(DOCUMENTS))]
+    return [item["id"] for item in only.listed(iter(DOCUMENTS))]
 
 
 def test_a_list_shows_withdrawn_entries_under_their_status_only() -> None:

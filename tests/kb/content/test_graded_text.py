@@ -9,7 +9,7 @@ import pytest
 
 from kb.content.catalog import load_catalog
 from kb.content.entry import CHINESE_PARTS, Entry
-from kb.content.graded_text import Mark, Marked, marked
+from kb.content.graded_text import GradedText, Mark, graded_texts
 from kb.content.grades import MARK
 from kb.content.roots import builtin_root
 
@@ -19,21 +19,21 @@ ENTRIES = list(load_catalog((builtin_root(),)))
 
 
 def texts(markdown: str) -> list[str]:
-    return [one.text for one in marked(dedent(markdown))]
+    return [item.text for item in graded_texts(dedent(markdown))]
 
 
 def test_a_text_reaches_up_to_its_marks_over_several_sentences_and_lines() -> None:
-    assert marked("It breaks. So does\nthat. [probe] [source 2]\nThat holds, too. [thread 3]") == [
-        Marked("It breaks. So does that.", (PROBE, SOURCE)),
-        Marked("That holds, too.", (THREAD,)),
+    assert graded_texts("It breaks. So does\nthat. [probe] [source 2]\nThat holds, too. [thread 3]") == [
+        GradedText("It breaks. So does that.", (PROBE, SOURCE)),
+        GradedText("That holds, too.", (THREAD,)),
     ]
 
 
 def test_what_no_mark_ends_is_a_text_of_its_own() -> None:
-    assert marked("Known. [probe] Only stated.\n\nAnother paragraph.") == [
-        Marked("Known.", (PROBE,)),
-        Marked("Only stated.", ()),
-        Marked("Another paragraph.", ()),
+    assert graded_texts("Known. [probe] Only stated.\n\nAnother paragraph.") == [
+        GradedText("Known.", (PROBE,)),
+        GradedText("Only stated.", ()),
+        GradedText("Another paragraph.", ()),
     ]
 
 
@@ -47,9 +47,9 @@ def test_what_no_mark_ends_is_a_text_of_its_own() -> None:
     ],
 )
 def test_marks_within_a_sentence_do_not_end_its_text(sentence: str) -> None:
-    (one,) = marked(sentence.format("it goes on. [source 2]"))
-    assert one.text == " ".join(sentence.replace(" [probe]", "").format("it goes on.").split())
-    assert one.marks == (PROBE, SOURCE)
+    (item,) = graded_texts(sentence.format("it goes on. [source 2]"))
+    assert item.text == " ".join(sentence.replace(" [probe]", "").format("it goes on.").split())
+    assert item.marks == (PROBE, SOURCE)
 
 
 def test_a_sentence_that_begins_with_a_small_name_is_a_sentence() -> None:
@@ -57,8 +57,8 @@ def test_a_sentence_that_begins_with_a_small_name_is_a_sentence() -> None:
 
 
 def test_what_looks_like_a_mark_in_code_is_code() -> None:
-    assert marked("The line `[probe] ok` and ``a ` [thread 3]`` are printed. [source 2]") == [
-        Marked("The line `[probe] ok` and ``a ` [thread 3]`` are printed.", (SOURCE,))
+    assert graded_texts("The line `[probe] ok` and ``a ` [thread 3]`` are printed. [source 2]") == [
+        GradedText("The line `[probe] ok` and ``a ` [thread 3]`` are printed.", (SOURCE,))
     ]
     assert texts("```log\nfound [probe] here\n```") == ["```log\nfound [probe] here\n```"]
 
@@ -84,18 +84,18 @@ def test_code_stays_whole_with_the_text_before_it() -> None:
         + "\n".join(f"   {line}" for line in code.splitlines())
         + "\n\n   And that. [source 2]"
     )
-    assert marked(item) == [Marked(f"1. Do this.\n{code}", (PROBE,)), Marked("And that.", (SOURCE,))]
+    assert graded_texts(item) == [GradedText(f"1. Do this.\n{code}", (PROBE,)), GradedText("And that.", (SOURCE,))]
     assert texts(f"Like this:\n\n{code}\n\nOr not. [probe]") == [f"Like this:\n{code}", "Or not."]
 
 
 def test_a_paragraph_of_an_item_has_the_marks_at_the_end_of_the_item() -> None:
-    assert marked("- First part.\n\n  Second part. [probe]") == [Marked("First part. Second part.", (PROBE,))]
+    assert graded_texts("- First part.\n\n  Second part. [probe]") == [GradedText("First part. Second part.", (PROBE,))]
 
 
 def test_a_row_is_understood_without_its_table() -> None:
-    assert marked("| trainer | fixed in |\n|---|---|\n| ORPO | 0.17 [source 2] |\n| SFT | |\n") == [
-        Marked("trainer: ORPO; fixed in: 0.17", (SOURCE,)),
-        Marked("trainer: SFT", ()),
+    assert graded_texts("| trainer | fixed in |\n|---|---|\n| ORPO | 0.17 [source 2] |\n| SFT | |\n") == [
+        GradedText("trainer: ORPO; fixed in: 0.17", (SOURCE,)),
+        GradedText("trainer: SFT", ()),
     ]
 
 
@@ -107,5 +107,5 @@ def words(markdown: str) -> list[str]:
 def test_nothing_of_an_entry_is_lost_or_added_but_its_marks(entry: Entry) -> None:
     for section in entry.sections.values():
         if not re.search(r"^ *\|", section.text, re.MULTILINE):  # rows repeat the head of their table
-            told = " ".join(one.text for one in marked(section.text))
-            assert words(told) == words(PART.sub("", MARK.sub("", section.text)))
+            message = " ".join(item.text for item in graded_texts(section.text))
+            assert words(message) == words(PART.sub("", MARK.sub("", section.text)))

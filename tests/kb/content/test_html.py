@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kb.content.html import rendered
+from kb.content.html import section_html
 
 
 class Elements(HTMLParser):
@@ -31,31 +31,31 @@ def no_entry(_: str) -> str:
 
 
 def test_marks_lead_to_the_references() -> None:
-    html = rendered("It waits. [probe] [thread 3]", no_entry)
+    html = section_html("It waits. [probe] [thread 3]", no_entry)
     assert '<span class="grade">[probe]</span>' in html
     assert '<a class="grade" href="#ref-3"' in html
 
 
 def test_a_mark_in_code_stays_code() -> None:
-    assert "<code>[thread 3]</code>" in rendered("`[thread 3]`", no_entry)
-    assert "grade" not in rendered("```\n[thread 3]\n```", no_entry)
+    assert "<code>[thread 3]</code>" in section_html("`[thread 3]`", no_entry)
+    assert "grade" not in section_html("```\n[thread 3]\n```", no_entry)
 
 
 def test_the_id_of_an_entry_leads_to_it_and_other_code_does_not() -> None:
     pages = {"slow-rank": "/entries/slow-rank"}
-    html = rendered("See `slow-rank`, not `all-reduce`.", lambda one: pages.get(one, ""))
+    html = section_html("See `slow-rank`, not `all-reduce`.", lambda item: pages.get(item, ""))
     assert '<a href="/entries/slow-rank"' in html
     assert html.count("<a ") == 1
 
 
 def test_the_log_of_another_incident_says_so() -> None:
-    html = rendered("```log look-alike\nkilled\n```\n\n```log\nhung\n```", no_entry)
+    html = section_html("```log look-alike\nkilled\n```\n\n```log\nhung\n```", no_entry)
     assert html.count("<figure") == 1
     assert "Not this incident" in html.partition("killed")[0]
 
 
 def test_tables_and_nested_lists_are_rendered() -> None:
-    html = rendered("| a | b |\n| --- | --- |\n| 1 | 2 |\n\n1. one\n\n   - two\n", no_entry)
+    html = section_html("| a | b |\n| --- | --- |\n| 1 | 2 |\n\n1. one\n\n   - two\n", no_entry)
     assert "<td>2</td>" in html
     assert "<ol>" in html and "<ul>" in html
 
@@ -82,7 +82,7 @@ def test_tables_and_nested_lists_are_rendered() -> None:
     ],
 )
 def test_nothing_hostile_comes_through(hostile: str) -> None:
-    found = Elements(rendered(hostile, no_entry))
-    assert found.names <= {"p", "a", "pre", "code"}
-    assert found.attributes <= {"href", "title", "rel"}
-    assert all(urlsplit(address).scheme in ("", "http", "https") for address in found.addresses)
+    result = Elements(section_html(hostile, no_entry))
+    assert result.names <= {"p", "a", "pre", "code"}
+    assert result.attributes <= {"href", "title", "rel"}
+    assert all(urlsplit(address).scheme in ("", "http", "https") for address in result.addresses)
