@@ -1,4 +1,4 @@
-"""Where kb keeps what it makes: the directories of the XDG Base Directory Specification, on every system."""
+"""The directories of a user by the XDG Base Directory Specification, on every system (docs/decisions/0023)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """For what can be made again: the search index."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kb"
+    """The directory for what can be rebuilt: the search index."""
+    return _base("XDG_CACHE_HOME", ".cache") / "kb"
 
 
 def data_home() -> Path:
-    """For what cannot: the store of reports."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kb"
+    """The directory for what cannot be rebuilt: reports, the outbox, unexplained excerpts."""
+    return _base("XDG_DATA_HOME", ".local/share") / "kb"
+
+
+def _base(variable: str, default: str) -> Path:
+    """A relative value is ignored, as the specification demands: it would name another directory in each folder."""
+    value = Path(os.environ.get(variable, ""))
+    return value if value.is_absolute() else Path.home() / default
