@@ -1,4 +1,4 @@
-"""`kb lint`: entries and probes against the rules, one finding a line."""
+"""`kb lint`: checks entries and probes against the rules and prints one violation per line."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kb.errors import UsageError
 
 from ..terminal.output import JsonFlag, RootOption, emit, notice, print_json, shown, style
 
-if TYPE_CHECKING:  # the rules pull in pydantic and YAML, and every command would pay for it
+if TYPE_CHECKING:  # the rules import pydantic and YAML, which slows the start of every command
     from kb.lint.linter import Result
 
 
 def lint(
     paths: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PATH]...", help="Entry files; without any, everything.")
+        list[Path] | None, typer.Argument(metavar="[PATH]...", help="Entry files; all content without any.")
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the front matter.")] = False,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Check entries and probes: their form, and that nothing in them claims more than it shows.
+    """Check the form of entries and probes, and that every claim is backed.
 
     Exit code 0 when clean, 1 with findings.
     """
@@ -43,19 +43,19 @@ def lint(
         "entries": result.entries,
         "probes": result.probes,
         "rules": len(rules()),
-        "findings": len(result.findings),
+        "findings": len(result.violations),
     }
     if sys.platform != "linux":
-        notice("probes are read, but not loaded: that needs Linux")
+        notice("probes are checked without loading them, which requires Linux")
     if as_json:
-        emit("lint", findings=[finding.to_json() for finding in result.findings], counts=counts)
+        emit("lint", findings=[violation.to_json() for violation in result.violations], counts=counts)
     else:
         _print(result, counts)
-    return 1 if result.findings else 0
+    return 1 if result.violations else 0
 
 
 def _entry_file(path: Path) -> Path:
-    """The file, absolute. Raises `UsageError` when it cannot be an entry."""
+    """The absolute path of an entry file. Raises `UsageError` for any other path."""
     path = path.expanduser()
     path = path.parent.resolve() / path.name
     if not path.is_file() or path.suffix != ".md" or path.parent.name != "entries":
@@ -67,11 +67,11 @@ def _entry_file(path: Path) -> Path:
 
 
 def _print(result: Result, counts: dict[str, int]) -> None:
-    for finding in result.findings:
-        print(f"{shown(finding.path)}:{finding.line}: {style(finding.rule, 'cyan')}: {finding.message}")
+    for violation in result.violations:
+        print(f"{shown(violation.path)}:{violation.line}: {style(violation.rule, 'cyan')}: {violation.message}")
     checked = f"{_count(result.entries, 'entry', 'entries')}, {_count(result.probes, 'probe')}, {counts['rules']} rules"
-    print(f"{checked}: {_count(len(result.findings), 'finding') if result.findings else 'clean'}")
+    print(f"{checked}: {_count(len(result.violations), 'finding') if result.violations else 'clean'}")
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

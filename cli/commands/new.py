@@ -1,4 +1,4 @@
-"""`kb new`: the two files of a new incident."""
+"""`kb new`: writes the two files of a new incident."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def new(
-    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Says what is wrong: lower-case words with hyphens.")],
+    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Names the problem: lower-case words with hyphens.")],
     home: Annotated[
-        Path | None, typer.Option("--root", metavar="DIR", help="The content root to write into; made when missing.")
+        Path | None, typer.Option("--root", metavar="DIR", help="The content root to write to; created if missing.")
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="FILE|QUEUE-ID", help="A log, or an id of the queue of unexplained logs."),
+        typer.Option("--from", metavar="FILE|QUEUE-ID", help="A log, or an id from the queue of unexplained logs."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Write an entry and a probe to fill in; `kb lint` then names what is left to do.
+    """Write an entry and a probe to fill in; `kb lint` lists what is left to do.
 
-    With --from the entry begins with that log, redacted, and with signatures to choose from.
+    With --from the entry starts with the redacted log and signatures to choose from.
     """
     from kb.authoring.log_excerpt import NO_DRAFT
     from kb.authoring.scaffold import scaffold
@@ -43,28 +43,28 @@ def new(
     else:
         print(f"{shown(entry)}\n{shown(probe)}")
         if draft is not NO_DRAFT:
-            print("read its log before you share it: redaction knows forms, not what is confidential to you")
-        print(f"next: kb lint {shown(entry)}, until it is clean; then kb verify {entry_id} --root {shown(home)}")
+            print("review the log before you share it: redaction recognises patterns, not what is confidential to you")
+        print(f"next: run kb lint {shown(entry)} until it is clean, then kb verify {entry_id} --root {shown(home)}")
     return 0
 
 
 def _draft(source: str) -> Draft:
-    """From the queue if it is an id of it, else from a file. Raises `UsageError`."""
+    """A draft from the queue for one of its ids, else from a file. Raises `UsageError`."""
     from kb.authoring import unexplained_queue
     from kb.authoring.log_excerpt import draft
 
     if unexplained_queue.ID.fullmatch(source):
-        one = unexplained_queue.load(source)
-        return draft(one.excerpt.splitlines(), one.seen)
+        item = unexplained_queue.load(source)
+        return draft(item.excerpt.splitlines(), item.seen)
     try:
         with Path(source).expanduser().open(encoding="utf-8", errors="replace") as file:
             return draft(file)
     except OSError as error:
-        raise UsageError(f"{source}: {error.strerror}", "name a log, or an id of the queue") from error
+        raise UsageError(f"{source}: {error.strerror}", "name a log, or an id from the queue") from error
 
 
 def _home(given: Path | None) -> Path:
-    """The root that was named, or the only one of the team. Raises `UsageError` when that is not clear."""
+    """The named root, or the only private root. Raises `UsageError` when that is ambiguous."""
     if given is not None:
         return given.expanduser().absolute()
     roots = [configured_root for configured_root in configured_roots() if configured_root.name != BUILT_IN]
@@ -72,4 +72,6 @@ def _home(given: Path | None) -> Path:
         return roots[0].entries.parent
     if (Path.cwd() / "entries").is_dir():
         return Path.cwd()
-    raise UsageError("into which content root?", "name it with --root DIR, or set KB_ROOTS to your team's")
+    raise UsageError(
+        "the content root to write to is ambiguous", "name it with --root DIR, or set KB_ROOTS to your team's root"
+    )

@@ -1,4 +1,4 @@
-"""`kb test`: the signatures of all entries against the logs that they must match and those that they must not."""
+"""`kb test`: runs the signatures of all entries on the logs that they must match and must not match."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from ..terminal.output import JsonFlag, RootOption, emit, notice, shown, style
 
 
 def test(as_json: JsonFlag = False, roots: RootOption = None) -> int:
-    """Test the signatures: every log of an entry must match, no look-alike, and no log of a healthy job.
+    """Test signatures: they must match all logs of their entry, no look-alike and no log of a healthy job.
 
-    Exit code 0 when they hold, 1 with findings.
+    Exit code 0 when all tests pass, 1 with findings.
     """
     from kb.authoring import signature_tests
     from kb.content.catalog import load_catalog
 
     chosen = configured_roots(tuple(roots or ()))
-    found = load_catalog(chosen)
+    catalog = load_catalog(chosen)
     healthy = signature_tests.healthy_logs(chosen)
-    findings = sorted(signature_tests.mismatches(found, healthy))
-    for problem in found.problems:
+    violations = sorted(signature_tests.mismatches(catalog, healthy))
+    for problem in catalog.problems:
         notice(f"left out: {problem.message}")
     counts = {
-        "entries": len(found),
-        "logs": sum(len(entry.logs) for entry in found),
-        "look_alikes": sum(len(entry.look_alikes) for entry in found),
+        "entries": len(catalog),
+        "logs": sum(len(entry.logs) for entry in catalog),
+        "look_alikes": sum(len(entry.look_alikes) for entry in catalog),
         "healthy": len(healthy),
-        "findings": len(findings),
+        "findings": len(violations),
     }
     if as_json:
-        emit("test", findings=[finding.to_json() for finding in findings], counts=counts)
+        emit("test", findings=[violation.to_json() for violation in violations], counts=counts)
     else:
-        for one in findings:
-            print(f"{shown(one.path)}:{one.line}: {style(one.rule, 'cyan')}: {one.message}")
-        told = "{entries} entries: {logs} logs, {look_alikes} look-alikes, {healthy} healthy logs".format(**counts)
-        print(f"{told}: {f'{len(findings)} findings' if findings else 'clean'}")
-    return 1 if findings or found.problems else 0
+        for violation in violations:
+            print(f"{shown(violation.path)}:{violation.line}: {style(violation.rule, 'cyan')}: {violation.message}")
+        summary = "{entries} entries: {logs} logs, {look_alikes} look-alikes, {healthy} healthy logs".format(**counts)
+        print(f"{summary}: {f'{len(violations)} findings' if violations else 'clean'}")
+    return 1 if violations or catalog.problems else 0

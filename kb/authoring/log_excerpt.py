@@ -1,4 +1,4 @@
-"""A log that no entry explains to what `kb new` can take from it: a redacted excerpt and patterns to choose from."""
+"""What `kb new` takes from a log that no entry explains: a redacted excerpt and patterns to choose from."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kb.patterns.redos import backtracking_risk
 from kb.redaction.redactor import COLOUR, PLACEHOLDER, redact
 from kb.search.query import VOLATILE
 
-BEFORE, AFTER = 30, 50  # lines of a long log that are kept before and from the first one that looks like an error
+BEFORE, AFTER = 30, 50  # lines of a long log before the first line that looks like an error, and from it on
 LONGEST_LINE = 2000  # characters of a line of the excerpt
 LONGEST_SAMPLE = 240
-MOST = 3  # patterns: a person shall choose, not sift
+MOST_CANDIDATES = 3  # few enough to choose from
 RAISED = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w{0,60}\.){0,8}\w{0,60}(?:Error|Exception|Interrupt|Failure)\b: ")
 TROUBLE = re.compile(
     r"(?i)error|exception|\bfatal\b|fail(?:ed|ure)|abort|assert|timed? ?out|killed|\bWARN\b|cannot|unable to"
 )
-# What launchers and loggers print before a message: brackets, ranks, dates, levels.
+# The text before a message that launchers and loggers print: brackets, ranks, dates, levels.
 PREFIX = re.compile(
     r"(?:\s|\[[^\]\n]{0,80}\]:?|<[a-z]+-\d+>:(?:\d{1,8}:\d{1,8})?|\d{1,5}:\s|\d{4}-\d\d-\d\d[T ]"
     r"|\d\d:\d\d:\d\d[.,\d]{0,12}Z?|[EWIFV]\d{4} \d\d:\d\d:\d\d\.\d{1,9} \d{1,8} [\w/.]{1,120}:\d{1,6}\]"
@@ -32,7 +32,7 @@ CHANGES = re.compile(f"(?P<token>{PLACEHOLDER.pattern}|{VOLATILE.removeprefix('(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pattern, and the line it was made from, which it matches."""
+    """A pattern and the line that it was made from and matches."""
 
     pattern: str
     sample: str
@@ -40,11 +40,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a log gives to a new entry. `seen` are sentences about it, one line each."""
+    """The parts of a new entry that come from a log. `observations` are sentences about it, one line each."""
 
     log: str
     candidates: tuple[Candidate, ...]
-    seen: tuple[str, ...] = ()
+    observations: tuple[str, ...] = ()
     is_real: bool = True
 
     @property
@@ -56,46 +56,46 @@ NOTHING = "TODO a regular expression over one line of the log"
 NO_DRAFT = Draft("TODO a log of it: realistic, with your own numbers", (Candidate(NOTHING, NOTHING),), is_real=False)
 
 
-def draft(lines: Iterable[str], seen: Iterable[str] = ()) -> Draft:
-    """What is worth keeping of a log, read line by line and redacted; memory for an excerpt."""
+def draft(lines: Iterable[str], observations: Iterable[str] = ()) -> Draft:
+    """Read a log line by line and redact its excerpt. Uses memory for the excerpt only."""
     log = redact("\n".join(_excerpt(map(_printable, lines))).strip("\n"))
-    candidates = tuple(islice(_candidates(log), MOST)) or NO_DRAFT.candidates
-    return Draft(log or NO_DRAFT.log, candidates, tuple(" ".join(one.split()) for one in seen))
+    candidates = tuple(islice(_candidates(log), MOST_CANDIDATES)) or NO_DRAFT.candidates
+    return Draft(log or NO_DRAFT.log, candidates, tuple(" ".join(sentence.split()) for sentence in observations))
 
 
 def _printable(line: str) -> str:
-    """A line that YAML and Markdown can hold: without colours and control characters."""
-    plain = COLOUR.sub("", line.rstrip("\r\n")[-LONGEST_LINE:].rpartition("\r")[2])
-    return "".join(c if c.isprintable() or c == "\t" else " " for c in plain)
+    """A line without colours and control characters, which YAML and Markdown do not allow."""
+    text = COLOUR.sub("", line.rstrip("\r\n")[-LONGEST_LINE:].rpartition("\r")[2])
+    return "".join(c if c.isprintable() or c == "\t" else " " for c in text)
 
 
 def _excerpt(lines: Iterable[str]) -> list[str]:
-    """A short log whole; of a longer one what surrounds the first line that looks like an error, or else its end."""
+    """All of a short log; of a longer one the lines around the first that looks like an error, else its end."""
     last: deque[str] = deque(maxlen=BEFORE + AFTER)
-    left = iter(lines)
-    for line in left:
+    remaining = iter(lines)
+    for line in remaining:
         last.append(line)
         if TROUBLE.search(line):
-            kept = list(last)
-            kept += islice(left, BEFORE + AFTER - min(len(kept), BEFORE))
-            return kept[-(BEFORE + AFTER) :]
+            excerpt = list(last)
+            excerpt += islice(remaining, BEFORE + AFTER - min(len(excerpt), BEFORE))
+            return excerpt[-(BEFORE + AFTER) :]
     return list(last)
 
 
 def _candidates(log: str) -> Iterator[Candidate]:
-    """Patterns of the lines that look like errors, what was raised first; each is fit for `kb lint`."""
+    """Patterns of the lines that look like errors, exceptions first; `kb lint` accepts each of them."""
     lines = [line.strip()[:LONGEST_SAMPLE] for line in log.splitlines()]
-    found = [line for line in lines if RAISED.search(line)] + [line for line in lines if TROUBLE.search(line)]
-    known: set[str] = set()
-    for line in found:
+    errors = [line for line in lines if RAISED.search(line)] + [line for line in lines if TROUBLE.search(line)]
+    patterns: set[str] = set()
+    for line in errors:
         pattern = _pattern(line)
-        if len(pattern) > 10 and pattern not in known and not backtracking_risk(pattern) and find(pattern, line):
-            known.add(pattern)
+        if len(pattern) > 10 and pattern not in patterns and not backtracking_risk(pattern) and find(pattern, line):
+            patterns.add(pattern)
             yield Candidate(pattern, line)
 
 
 def _pattern(line: str) -> str:
-    """A line as a pattern: what changes from run to run is left open, the rest is as it stands."""
+    """A pattern for a line: open where runs differ, literal elsewhere."""
     prefix = PREFIX.match(line)
     message = line[prefix.end() if prefix else 0 :].rstrip()
     parts, at = [], 0
@@ -106,5 +106,5 @@ def _pattern(line: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escaped for `re`, but for what needs it in no pattern without re.VERBOSE."""
+    """`re.escape` without the escapes that only re.VERBOSE requires."""
     return re.sub(r"\\([ #&~-])", r"\1", re.escape(text))

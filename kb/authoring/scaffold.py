@@ -1,4 +1,4 @@
-"""The two files of a new incident, with `TODO` wherever something is to be said: `kb lint` names each of them."""
+"""The two files of a new incident, with a `TODO` in every gap; `kb lint` lists them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.errors import UsageError
 ENTRY = """\
 ---
 id: {id}
-title: "TODO the symptom in one line, as one would say it"
+title: "TODO the symptom in one line, as an engineer would say it"
 title_zh: "TODO 一句话说明症状"
 status: reported
 severity: high
@@ -27,7 +27,7 @@ signatures:
 not_signatures: []
 references:
   - url: https://example.org/TODO
-    shows: TODO what is to be seen there, in your words
+    shows: TODO what this page shows, in your words
     grade: claimed
 probe: {probe}
 reviewed: {today}
@@ -35,8 +35,8 @@ reviewed: {today}
 
 ## Symptom
 
-TODO what one sees first, and what does not happen.
-{seen}
+TODO what you see first, and what does not happen.
+{observations}
 {fence}log
 {log}
 {fence}
@@ -47,15 +47,15 @@ TODO another one: another framework, version or rank layout
 
 ## Environment
 
-TODO versions, number of ranks, what it takes.
+TODO versions, number of ranks, other conditions.
 
 ## Root cause
 
-TODO one sentence that stands alone: a search result shows it. [claimed 1]
+TODO one self-contained sentence: search results show it. [claimed 1]
 
 ## How to tell
 
-TODO the observation that separates it from what looks alike, for instance this log:
+TODO the observation that separates it from a look-alike, for instance this log:
 
 ```log look-alike
 TODO a log of another incident: no pattern above may match it
@@ -97,7 +97,7 @@ TODO 修复
 """
 
 PROBE = '''\
-"""TODO the incident in one sentence: who does what, and why it fails."""
+"""TODO the incident in one sentence: what the job does, and why it fails."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ from kb.probe import Arm, Context, Experiment, Probe, completed, raised
 def train(ctx: Context, *, is_fixed: bool) -> None:
     """TODO the job of both arms; the keyword is the fix, and the only difference."""
     dist = ctx.init_process_group(timeout_s=5)
-    ctx.reached()  # set-up is done: what follows is the incident, or its fix
+    ctx.reached()  # setup is complete; next comes the incident, or its fix
     dist.barrier()
     if not is_fixed:
         raise RuntimeError("TODO")
@@ -142,15 +142,16 @@ SIGNATURE = """\
 
 
 def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_DRAFT) -> tuple[Path, Path]:
-    """Write entry and probe into the content root `home`, made when it is not there; (entry, probe).
+    """Write entry and probe into the content root `home`, which is created if missing; returns their paths.
 
-    A draft gives the entry its log and signatures to choose from.
+    The log of the entry and the signatures to choose from come from the draft.
 
-    Raises `UsageError` for an id that is none, and for files that exist: nothing is overwritten.
+    Raises `UsageError` for an invalid id, and for files that exist: nothing is overwritten.
     """
     if not ID.fullmatch(entry_id):
         raise UsageError(
-            f"{entry_id!r} is no id: lower-case words joined by single hyphens", "for instance: loader-stalls-on-nfs"
+            f"{entry_id!r} is not an id: use lower-case words joined by single hyphens",
+            "for instance: loader-stalls-on-nfs",
         )
     stem = entry_id.replace("-", "_")
     files = {
@@ -159,13 +160,13 @@ def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_
     }
     for path in files:
         if path.exists():
-            raise UsageError(f"{path} exists already", "choose another id, or edit what is there")
+            raise UsageError(f"{path} already exists", "choose another id, or edit the file")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "name a folder that can be written with --root") from error
+        raise UsageError(f"{path}: {error.strerror}", "name a writable folder with --root") from error
     entry, probe = files
     return entry, probe
 
@@ -188,12 +189,12 @@ def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
             )
             for candidate in draft.candidates
         ),
-        seen="".join(f"\nTODO kb saw: {sentence}\n" for sentence in draft.seen),
+        observations="".join(f"\nTODO kb observed: {sentence}\n" for sentence in draft.observations),
         fence=ticks,
         log=draft.log,
     )
 
 
 def _quoted(text: str) -> str:
-    """For between the single quotes of YAML."""
+    """Escaped for a single-quoted YAML string."""
     return text.replace("'", "''")

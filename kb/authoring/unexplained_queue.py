@@ -1,7 +1,7 @@
-"""Excerpts of logs that no entry explained, kept on this machine until somebody writes the entry: one JSON file each.
+"""The queue of logs that no entry explains: excerpts on this machine, one JSON file each, until an entry is written.
 
-Everything is redacted before it is written. Files are named by day and digest: an excerpt that comes again counts up
-and keeps its file. Two processes that save the same excerpt at once may count one time too few; neither loses it.
+All text is redacted before it is written. Files are named by day and digest: saving an excerpt again raises the count
+in its file. Two processes that save the same excerpt at the same time may count it once; neither loses it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kb.redaction.redactor import local_redactor
 SCHEMA = "kb.unexplained.v1"
 ID = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{12}")
 LONGEST = 64 * 1024  # bytes of an excerpt
-MOST = 500  # files; the ones that were seen longest ago go
+MOST_FILES = 500  # the least recently saved are deleted
 
 
 @dataclass(frozen=True, slots=True)
 class Unexplained:
-    """One excerpt. `first` and `last` are UTC times in ISO form; `seen` are sentences about what was recognised."""
+    """A queued excerpt. `first` and `last` are UTC times in ISO format; `seen` are observations, one sentence each."""
 
     id: str
     first: str
@@ -41,28 +41,28 @@ class Unexplained:
 
 
 def folder() -> Path:
-    """Where the queue of this user lies."""
+    """The folder of this user's queue."""
     return data_home() / "unexplained"
 
 
 def save(excerpt: str, sources: Sequence[str], seen: Sequence[str]) -> Path:
-    """Redact an excerpt and keep it; the file. Of one that is longer than `LONGEST` the first lines are kept.
+    """Redact an excerpt and save its first `LONGEST` bytes; returns the file.
 
     Raises `StoreUnavailable`.
     """
     redactor = local_redactor()
-    text = _cut(redactor.text(_cut(_clean(excerpt))))
+    redacted = _cut(redactor.text(_cut(_clean(excerpt))))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    places, sentences = (tuple(redactor.text(_clean(one)) for one in many) for many in (sources, seen))
+    digest = hashlib.sha256(redacted.encode()).hexdigest()[:12]
+    places, sentences = (tuple(redactor.text(_clean(text)) for text in texts) for texts in (sources, seen))
     try:
         _make_folder()
-        known = next((one for path in folder().glob(f"*-{digest}.json") if (one := _read(path))), None)
+        known = next((saved for path in folder().glob(f"*-{digest}.json") if (saved := _load_file(path))), None)
         if known:
-            kept = replace(known, last=now, count=known.count + 1, sources=places, seen=sentences)
+            item = replace(known, last=now, count=known.count + 1, sources=places, seen=sentences)
         else:
-            kept = Unexplained(f"{now[:10]}-{digest}", now, now, 1, places, sentences, text)
-        path = _write(kept)
+            item = Unexplained(f"{now[:10]}-{digest}", now, now, 1, places, sentences, redacted)
+        path = _write(item)
         _drop_oldest(keep=path)
     except OSError as error:
         message = f"the queue of unexplained logs {folder()} cannot be written: {error.strerror or error}"
@@ -71,28 +71,29 @@ def save(excerpt: str, sources: Sequence[str], seen: Sequence[str]) -> Path:
 
 
 def queued() -> list[Unexplained]:
-    """The queue, last seen first. Files that are damaged or not ours are left out."""
-    found = (one for path in folder().glob("*.json") if ID.fullmatch(path.stem) and (one := _read(path)))
-    return sorted(found, key=lambda one: (one.last, one.id), reverse=True)
+    """The queue, most recently saved first, without files that are damaged or of another kind."""
+    paths = (path for path in folder().glob("*.json") if ID.fullmatch(path.stem))
+    items = (item for path in paths if (item := _load_file(path)))
+    return sorted(items, key=lambda item: (item.last, item.id), reverse=True)
 
 
 def load(entry_id: str) -> Unexplained:
-    """One of the queue by its id. Raises `UsageError` when there is none."""
-    found = _read(folder() / f"{entry_id}.json") if ID.fullmatch(entry_id) else None
-    if found is None:
-        newest = ", ".join(one.id for one in queued()[:3])
+    """The excerpt with an id. Raises `UsageError` when the queue does not have it."""
+    item = _load_file(folder() / f"{entry_id}.json") if ID.fullmatch(entry_id) else None
+    if item is None:
+        newest = ", ".join(queued_item.id for queued_item in queued()[:3])
         hint = f"the newest: {newest}" if newest else "`kb diagnose --save-unexplained` fills it"
         raise UsageError(f"the queue of unexplained logs has no {entry_id!r}", hint)
-    return found
+    return item
 
 
 def _clean(text: str) -> str:
-    """Without the surrogates that stand for bytes that were no UTF-8: JSON has no place for them."""
+    """Replace the surrogates of invalid UTF-8, which JSON cannot hold."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _cut(text: str) -> str:
-    """At most `LONGEST` bytes, whole lines, else whole words: half a secret would not be known as one."""
+    """At most `LONGEST` bytes in whole lines, else whole words: redaction would miss half a secret."""
     data = text.encode()
     if len(data) <= LONGEST:
         return text
@@ -103,12 +104,12 @@ def _cut(text: str) -> str:
 
 def _make_folder() -> None:
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    for one in (folder().parent, folder()):
-        one.chmod(0o700)
+    for path in (folder().parent, folder()):
+        path.chmod(0o700)
 
 
-def _read(path: Path) -> Unexplained | None:
-    """What a file holds, None when it cannot be used."""
+def _load_file(path: Path) -> Unexplained | None:
+    """The excerpt in a file, None if the file is unusable."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document.pop("schema") != SCHEMA:
@@ -119,13 +120,13 @@ def _read(path: Path) -> Unexplained | None:
         return None
 
 
-def _write(one: Unexplained) -> Path:
-    """Into a file of its own first (mkstemp makes it 0600), so that a reader sees all of it or nothing."""
-    path = folder() / f"{one.id}.json"
+def _write(item: Unexplained) -> Path:
+    """Write a temporary file (mode 0600) and rename it, so that a reader sees the whole file or none."""
+    path = folder() / f"{item.id}.json"
     handle, name = tempfile.mkstemp(prefix=".", dir=folder())
     try:
         with open(handle, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, **asdict(one)}, file, ensure_ascii=False, indent=1)
+            json.dump({"schema": SCHEMA, **asdict(item)}, file, ensure_ascii=False, indent=1)
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -136,7 +137,7 @@ def _write(one: Unexplained) -> Path:
 
 def _drop_oldest(keep: Path) -> None:
     paths = [path for path in folder().glob("*.json") if ID.fullmatch(path.stem) and path != keep]
-    for path in sorted(paths, key=_age, reverse=True)[MOST - 1 :]:
+    for path in sorted(paths, key=_age, reverse=True)[MOST_FILES - 1 :]:
         path.unlink(missing_ok=True)
 
 

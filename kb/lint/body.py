@@ -1,4 +1,4 @@
-"""The body of an entry as a flat list of blocks, each with its section and its line: what the rules of lint read."""
+"""The body of an entry as a flat list of blocks, each with its section and line, for the rules of lint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One heading, paragraph, table cell or code block.
+    """A heading, paragraph, table cell or code block.
 
-    `tag` is h1 to h6 of a heading, the language of a code block; `line` of code is the one before its first.
-    `section` and `part` are the level-two and
-    level-three headings above it, `item` the line of the outermost list item that it lies in, 0 outside lists.
-    `text` of prose has a blank for every code span; those are in `spans`, each with its line.
+    `tag` is h1 to h6 for a heading, the language for a code block. `line` of a code block is the line before its code.
+    `section` and `part` are the level-two and level-three headings above the block, `item` is the line of its outermost
+    list item, 0 outside lists. In the `text` of prose a blank replaces each code span; `spans` has them, with lines.
     """
 
     kind: Kind
@@ -39,7 +38,7 @@ class Block:
 
 
 def blocks(text: str) -> tuple[Block, ...]:
-    """The blocks of an entry file, front matter left out."""
+    """The blocks of an entry file, without the front matter."""
     return tuple(_blocks(markdown_parser().parse(text)))
 
 
@@ -59,21 +58,21 @@ def _blocks(tokens: list[Token]) -> Iterator[Block]:
             yield Block(Kind.CODE, language, section, part, items[0] if items else 0, fence, token.content)
         elif token.type == "inline":
             prose, spans = _prose(token, line)
-            section, part = _under(tag, prose.strip(), section, part)
+            section, part = _section_and_part(tag, prose.strip(), section, part)
             yield Block(kind, tag, section, part, items[0] if items else 0, line, prose, spans)
         elif token.nesting == 1:
-            kind, tag = _opened(token)
+            kind, tag = _kind_and_tag(token)
 
 
-def _opened(token: Token) -> tuple[Kind, str]:
+def _kind_and_tag(token: Token) -> tuple[Kind, str]:
     """Kind and tag of the text that follows an opening token."""
     if token.type == "heading_open":
         return Kind.HEADING, token.tag
     return (Kind.CELL if token.tag in ("th", "td") else Kind.PROSE), ""
 
 
-def _under(tag: str, title: str, section: str, part: str) -> tuple[str, str]:
-    """Section and part after a heading (or after anything else: the same)."""
+def _section_and_part(tag: str, title: str, section: str, part: str) -> tuple[str, str]:
+    """Section and part after a block with this tag: only headings change them."""
     if tag == "h2":
         return title, ""
     return (section, title) if tag == "h3" else (section, part)

@@ -1,4 +1,4 @@
-"""Rules of claims: every one carries a mark, every mark a reference of its grade, every reference is used."""
+"""Rules for claims: each has a mark, each mark a reference of the same grade, and each reference is cited."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from kb.content.grades import GRADES, LIKE_A_MARK, MARK, Grade
 from kb.lint.body import Kind
-from kb.lint.rule import Draft, EntryRule, Remark
+from kb.lint.rule import EntryFile, EntryRule, Remark
 
 CLAIMING = ("Root cause", "Fix", "Why it works", "Known cases")
 
 
-def unmarked_claim(draft: Draft) -> Iterator[Remark]:
-    """Every paragraph and list item of Root cause, Fix, Why it works and Known cases has a mark, lead-ins apart."""
+def unmarked_claim(file: EntryFile) -> Iterator[Remark]:
+    """Every paragraph and list item of Root cause, Fix, Why it works and Known cases has a mark, except lead-ins."""
     texts: dict[int, str] = {}
-    for block in draft.blocks(Kind.PROSE, *CLAIMING):
+    for block in file.blocks(Kind.PROSE, *CLAIMING):
         is_lead_in = not block.item and block.text.rstrip().endswith((":", "："))
         if not is_lead_in:
             start = block.item or block.line
@@ -24,68 +24,68 @@ def unmarked_claim(draft: Draft) -> Iterator[Remark]:
             yield line, f"no mark says how this is known: {' '.join(text.split())[:60]!r}"
 
 
-def unknown_mark(draft: Draft) -> Iterator[Remark]:
+def unknown_mark(file: EntryFile) -> Iterator[Remark]:
     """Marks are `[probe]`, `[source N]`, `[thread N]`, `[claimed N]` and `[inferred]`."""
-    for line, text in _in_brackets(draft):
+    for line, text in _in_brackets(file):
         if not MARK.fullmatch(text):
-            yield line, f"{text} is no mark; words of a log or of code stand between backticks"
+            yield line, f"{text} is not a mark; put words of a log or of code between backticks"
 
 
-def dangling_mark(draft: Draft) -> Iterator[Remark]:
-    """The number of a mark is that of a reference, counted from one."""
-    for line, word, number in _numbered(draft):
-        if number > len(draft.meta.references):
-            yield line, f"[{word} {number}]: there are {len(draft.meta.references)} references"
+def dangling_mark(file: EntryFile) -> Iterator[Remark]:
+    """The number of a mark is the number of a reference, counted from one."""
+    for line, word, number in _numbered(file):
+        if number > len(file.meta.references):
+            yield line, f"[{word} {number}]: the entry has only {len(file.meta.references)} references"
 
 
-def wrong_grade(draft: Draft) -> Iterator[Remark]:
+def wrong_grade(file: EntryFile) -> Iterator[Remark]:
     """The word of a mark is the grade of its reference."""
-    for line, word, number in _numbered(draft):
-        if number <= len(draft.meta.references):
-            grade = draft.meta.references[number - 1].grade
+    for line, word, number in _numbered(file):
+        if number <= len(file.meta.references):
+            grade = file.meta.references[number - 1].grade
             if grade is not GRADES[word]:
                 yield line, f"[{word} {number}]: reference {number} has the grade {grade.value!r}"
 
 
-def probe_mark_without_probe(draft: Draft) -> Iterator[Remark]:
-    """`[probe]` stands only where there is a probe."""
-    for line, text in _in_brackets(draft):
-        if text == "[probe]" and not draft.meta.probe:
-            yield line, "the entry has no probe that could show this"
+def probe_mark_without_probe(file: EntryFile) -> Iterator[Remark]:
+    """`[probe]` is used only in an entry with a probe."""
+    for line, text in _in_brackets(file):
+        if text == "[probe]" and not file.meta.probe:
+            yield line, "the entry has no probe to show this"
 
 
-def no_reference(draft: Draft) -> Iterator[Remark]:
+def no_reference(file: EntryFile) -> Iterator[Remark]:
     """An entry has at least one reference."""
-    if not draft.meta.references:
-        yield draft.line("references"), "nothing to check the entry against: add a reference"
+    if not file.meta.references:
+        yield file.line("references"), "the entry cannot be checked: add a reference"
 
 
-def duplicate_reference(draft: Draft) -> Iterator[Remark]:
-    """No address stands twice with one grade; a thread may show one thing and claim another."""
+def duplicate_reference(file: EntryFile) -> Iterator[Remark]:
+    """No URL is listed twice with the same grade; a thread may show one thing and claim another."""
     seen: dict[tuple[str, Grade], int] = {}
-    for number, reference in enumerate(draft.meta.references):
+    for number, reference in enumerate(file.meta.references):
         first = seen.setdefault((reference.url, reference.grade), number)
         if first != number:
-            yield draft.line("references", number), f"this is reference {first + 1} again"
+            yield file.line("references", number), f"this repeats reference {first + 1}"
 
 
-def unused_reference(draft: Draft) -> Iterator[Remark]:
-    """Every reference is marked somewhere in the body; an inferred one has no mark with a number."""
-    used = {number for _, _, number in _numbered(draft)}
-    for number, reference in enumerate(draft.meta.references, 1):
+def unused_reference(file: EntryFile) -> Iterator[Remark]:
+    """Every reference is cited by a mark in the body, except inferred ones, whose marks have no number."""
+    used = {number for _, _, number in _numbered(file)}
+    for number, reference in enumerate(file.meta.references, 1):
         if number not in used and reference.grade is not Grade.INFERRED:
-            yield draft.line("references", number - 1), f"reference {number} is never marked in the body"
+            yield file.line("references", number - 1), f"no mark in the body cites reference {number}"
 
 
-def _in_brackets(draft: Draft) -> Iterator[tuple[int, str]]:
-    """Line and text of every mark, and of what looks like one."""
-    for block in draft.texts():
-        for found in LIKE_A_MARK.finditer(block.text):
-            yield block.line + block.text[: found.start()].count("\n"), found.group()
+def _in_brackets(file: EntryFile) -> Iterator[tuple[int, str]]:
+    """Line and text of every mark, and of everything that looks like a mark."""
+    for block in file.texts():
+        for match in LIKE_A_MARK.finditer(block.text):
+            yield block.line + block.text.count("\n", 0, match.start()), match.group()
 
 
-def _numbered(draft: Draft) -> Iterator[tuple[int, str, int]]:
-    for line, text in _in_brackets(draft):
+def _numbered(file: EntryFile) -> Iterator[tuple[int, str, int]]:
+    for line, text in _in_brackets(file):
         mark = MARK.fullmatch(text)
         if mark and mark[2]:
             yield line, mark[2], int(mark[3])

@@ -1,4 +1,4 @@
-"""Rules of the glossary: words of the field, few and short, each in one group."""
+"""Rules for the glossary: few and short words of the field, each in one group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READING_RULES = {UNREADABLE: "The glossary is TOML with one key, groups, a list 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word of the glossary: where it stands, and the terms it is looked up by."""
+    """A word of the glossary: its line, and the terms that it is looked up by."""
 
     text: str
     group: int
@@ -29,8 +29,8 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class GlossaryDraft:
-    """A glossary under review. The line of a group is that of its first word."""
+class GlossaryFile:
+    """A glossary to check. The line of a group is that of its first word."""
 
     groups: tuple[tuple[Word, ...], ...]
 
@@ -38,24 +38,24 @@ class GlossaryDraft:
         return (word for group in self.groups for word in group)
 
 
-GlossaryRule = Callable[[GlossaryDraft], Iterator[Remark]]
+GlossaryRule = Callable[[GlossaryFile], Iterator[Remark]]
 
 
-def draft(source: str) -> GlossaryDraft:
-    """The glossary of a text. Raises `ValueError` when it is none."""
-    found = tomllib.loads(source)
-    groups: Any = found.get("groups")
-    if set(found) != {"groups"} or not _are_words(groups):
-        raise ValueError("it holds something else than groups, a list of lists of words")
+def parse_glossary(source: str) -> GlossaryFile:
+    """Parse the text of a glossary. Raises `ValueError` when it is not a glossary."""
+    document = tomllib.loads(source)
+    groups: Any = document.get("groups")
+    if set(document) != {"groups"} or not _are_words(groups):
+        raise ValueError("the only key must be groups, a list of lists of words")
     at = 0
     result = []
     for number, group in enumerate(groups):
         words = []
         for text in group:
-            at = max(at, source.find(json.dumps(text, ensure_ascii=False), at))  # words stand in the text in this order
+            at = max(at, source.find(json.dumps(text, ensure_ascii=False), at))  # in the order of the text
             words.append(Word(text, number, source.count("\n", 0, at) + 1, key_of(text)))
         result.append(tuple(words))
-    return GlossaryDraft(tuple(result))
+    return GlossaryFile(tuple(result))
 
 
 def _are_words(groups: Any) -> bool:
@@ -64,41 +64,41 @@ def _are_words(groups: Any) -> bool:
     )
 
 
-def glossary_word_twice(draft: GlossaryDraft) -> Iterator[Remark]:
-    """No word of the glossary stands twice, nor two that the index takes for one, as save and saved."""
+def glossary_word_twice(file: GlossaryFile) -> Iterator[Remark]:
+    """No word of the glossary is listed twice, nor two that the index treats as one, such as save and saved."""
     seen: dict[Key, Word] = {}
-    for word in draft.words():
+    for word in file.words():
         first = seen.setdefault(word.key, word)
         if first is not word and word.key:
-            yield word.line, f"{word.text!r} is {first.text!r} of line {first.line}, once analysed"
+            yield word.line, f"{word.text!r} has the same terms as {first.text!r} in line {first.line}"
 
 
-def glossary_language(draft: GlossaryDraft) -> Iterator[Remark]:
+def glossary_language(file: GlossaryFile) -> Iterator[Remark]:
     """Every group of the glossary has an English word."""
-    for group in draft.groups:
+    for group in file.groups:
         if all(CHINESE.search(word.text) for word in group):
-            yield group[0].line, f"{group[0].text!r} and the words beside it have no English one"
+            yield group[0].line, f"the group of {group[0].text!r} has no English word"
 
 
-def glossary_group_size(draft: GlossaryDraft) -> Iterator[Remark]:
-    """A group of the glossary has two words at least and sixteen at most."""
-    for group in draft.groups:
+def glossary_group_size(file: GlossaryFile) -> Iterator[Remark]:
+    """A group of the glossary has two to sixteen words."""
+    for group in file.groups:
         if not 1 < len(group) <= MOST_IN_GROUP:
-            yield group[0].line, f"{group[0].text!r} is in a group of {len(group)}, 2 to {MOST_IN_GROUP} are useful"
+            yield group[0].line, f"the group of {group[0].text!r} has {len(group)} words, not 2 to {MOST_IN_GROUP}"
 
 
-def glossary_stop_word(draft: GlossaryDraft) -> Iterator[Remark]:
-    """No word of the glossary consists of stop words alone, which no question is searched for."""
-    for word in draft.words():
+def glossary_stop_word(file: GlossaryFile) -> Iterator[Remark]:
+    """No word of the glossary consists only of stop words, which a search ignores."""
+    for word in file.words():
         if not word.key:
-            yield word.line, f"{word.text!r} leaves nothing to search for"
+            yield word.line, f"{word.text!r} consists only of stop words"
 
 
-def glossary_long_word(draft: GlossaryDraft) -> Iterator[Remark]:
-    """A word of the glossary has at most four English words or eight Chinese characters: it is no sentence."""
-    for word in draft.words():
+def glossary_long_word(file: GlossaryFile) -> Iterator[Remark]:
+    """A word of the glossary has at most four English words or eight Chinese characters: it is not a sentence."""
+    for word in file.words():
         if len(word.text.split()) > MOST_WORDS or len(CHINESE.findall(word.text)) > MOST_IDEOGRAPHS:
-            yield word.line, f"{word.text!r} is a sentence, and nobody asks in the same one"
+            yield word.line, f"{word.text!r} is too long: nobody searches for the same sentence"
 
 
 RULES: tuple[GlossaryRule, ...] = (

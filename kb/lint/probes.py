@@ -1,4 +1,4 @@
-"""Rules of probe files."""
+"""Rules for probe files."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from kb.content.gpu_records import GPU_ARMS
 from kb.lint.rule import ProbeFile, ProbeRule, Remark
 
 ALLOWED = frozenset(sys.stdlib_module_names)
-OURS = ("kb.probe", "kb.checkpoint", "kb.namespaces", "kb.training_config")  # these run in the reader's interpreter
+PROBE_API = (  # they run in the training interpreter
+    "kb.probe",
+    "kb.checkpoint",
+    "kb.cpu_arms",
+    "kb.namespaces",
+    "kb.training_config",
+)
 
 
 def broken_probe(file: ProbeFile) -> Iterator[Remark]:
-    """A probe file loads and keeps the contract of kb.probe."""
+    """A probe file loads and satisfies the contract of kb.probe."""
     for fault in file.faults:
         yield 1, fault
 
 
 def orphan_probe(file: ProbeFile) -> Iterator[Remark]:
-    """Every probe file is named by an entry."""
+    """Every probe file belongs to an entry."""
     if not file.owner:
         yield 1, f"no entry has `probe: {file.path.stem}`"
 
 
 def probe_import(file: ProbeFile) -> Iterator[Remark]:
-    """At module level a probe imports the standard library, and of kb the modules made for it, only."""
+    """At module level a probe imports only the standard library and the modules of kb made for probes."""
     try:
         tree = ast.parse(file.source)
     except (SyntaxError, ValueError):
-        return  # it does not load either, and that is said
+        return  # `broken_probe` reports it
     for line, module in _imports(tree):
-        if module not in OURS and module.partition(".")[0] not in ALLOWED:
+        if module not in PROBE_API and module.partition(".")[0] not in ALLOWED:
             yield line, f"{module} is imported at module level: import it in the function that needs it"
 
 
 def unseen_gpu_arms(file: ProbeFile) -> Iterator[Remark]:
-    """Whether a probe has GPU arms is seen in its text: `on_gpus(` or `gpus=N`, which kb list reads."""
+    """A probe has GPU arms exactly when its text has `on_gpus(` or `gpus=N`, which kb list looks for."""
     if file.needs_gpus is not None and file.needs_gpus != bool(GPU_ARMS.search(file.source)):
         yield 1, "write `.on_gpus(` or `Needs(gpus=N` where an experiment needs GPUs, and nowhere else"
 
@@ -46,11 +52,11 @@ def unfinished_probe(file: ProbeFile) -> Iterator[Remark]:
     """No TODO is left in a probe."""
     for number, line in enumerate(file.source.splitlines(), 1):
         if "TODO" in line:
-            yield number, f"to be written: {line.strip()}"
+            yield number, f"to do: {line.strip()}"
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and module of the imports that run when the file is loaded."""
+    """Line and module of every import that runs when the file is loaded."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((child.lineno, alias.name) for alias in child.names)

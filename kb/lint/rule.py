@@ -1,9 +1,8 @@
-"""What a rule of `kb lint` is given, and what it answers.
+"""The input and output of a rule of `kb lint`.
 
-A rule is a function: its name with hyphens is the rule's name, its docstring the requirement, in one
-sentence. It yields a line and a message for every place that breaks it. Rules of entries get a `Draft`, rules of
-probes a `ProbeFile`, those of the glossary a `GlossaryDraft` (in kb.lint.glossary): plain data, read beforehand, so
-that a rule does nothing but judge.
+A rule is a function: its name with hyphens is the rule's name, its docstring the requirement, in one sentence. It
+yields a line and a message for every violation. Rules for entries get an `EntryFile`, rules for probes a `ProbeFile`,
+rules for the glossary a `GlossaryFile` (in kb.lint.glossary): data that is read before, so that rules are pure.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Remark = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Finding:
-    """One place where an entry or a probe breaks a rule. `line` counts from 1."""
+class Violation:
+    """A place where an entry or a probe breaks a rule. `line` counts from 1."""
 
     path: Path
     line: int
@@ -37,10 +36,10 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """An entry under review, with what its rules compare it to.
+class EntryFile:
+    """An entry to check, and the data that rules compare it with.
 
-    `ids` are those of all roots, `slow` the patterns that must not be run in this process: one may take for ever.
+    `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end.
     """
 
     entry: Entry
@@ -56,23 +55,23 @@ class Draft:
         return self.entry.meta
 
     def line(self, *at: str | int) -> int:
-        """Line of a front-matter path such as `("signatures", 0, "pattern")`, or of the nearest thing around it."""
+        """Line of a front-matter path such as `("signatures", 0, "pattern")`, or of its nearest ancestor."""
         return next((self.entry.lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in self.entry.lines), 1)
 
     def blocks(self, kind: Kind, *sections: str) -> Iterator[Block]:
-        """Blocks of one kind, of all sections when none is named."""
-        return (one for one in self.body if one.kind is kind and (one.section in sections or not sections))
+        """Blocks of a kind in these sections, or in all."""
+        return (block for block in self.body if block.kind is kind and (block.section in sections or not sections))
 
     def texts(self) -> Iterator[Block]:
-        """Everything that is read as prose: paragraphs, list items, table cells."""
-        return (one for one in self.body if one.kind in (Kind.PROSE, Kind.CELL))
+        """All prose: paragraphs, list items, table cells."""
+        return (block for block in self.body if block.kind in (Kind.PROSE, Kind.CELL))
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFile:
-    """A probe file under review. `owner` is the entry that names it, `faults` what its interpreter said of it.
+    """A probe file to check. `owner` is the entry that names it, `faults` are errors from loading it.
 
-    `needs_gpus` is whether an experiment of its declaration does, None when the declaration could not be read.
+    `needs_gpus` is whether an experiment of its declaration needs GPUs, None when the declaration could not be loaded.
     """
 
     path: Path
@@ -82,7 +81,7 @@ class ProbeFile:
     needs_gpus: bool | None = None
 
 
-EntryRule = Callable[[Draft], Iterator[Remark]]
+EntryRule = Callable[[EntryFile], Iterator[Remark]]
 ProbeRule = Callable[[ProbeFile], Iterator[Remark]]
 
 

@@ -120,10 +120,7 @@ def folklore(file: EntryFile) -> Iterator[Remark]:
                 if words in text and "transport" not in file.meta.tags:
                     yield block.line + number, f"{words} is not a fix here: the entry does not have the tag transport"
             if CACHE_FOLKLORE.search(text):
-                yield (
-                    block.line + number,
-                    "this deletes every downloaded model and data set: name the one directory to delete",
-                )
+                yield block.line + number, "this deletes every downloaded model and data set: delete one directory only"
 
 
 def _order(present: Sequence[tuple[str, int]], expected: Sequence[str], fallback: int) -> Iterator[Remark]:
@@ -136,11 +133,10 @@ def _order(present: Sequence[tuple[str, int]], expected: Sequence[str], fallback
         if name not in expected:
             yield line, f"{name!r} is not one of {', '.join(expected)}"
     known = [(name, line) for name, line in present if name in expected]
-    for (name, line), should_be in zip(
-        known, sorted(known, key=lambda heading: expected.index(heading[0])), strict=True
-    ):
-        if name != should_be[0]:
-            yield line, f"{should_be[0]!r} must come before {name!r}"
+    ordered = [name for name in expected for other, _ in known if other == name]
+    for (name, line), expected_name in zip(known, ordered, strict=True):
+        if name != expected_name:
+            yield line, f"{expected_name!r} must come before {name!r}"
             return
 
 

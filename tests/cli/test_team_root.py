@@ -10,6 +10,8 @@ import pytest
 from kb.content.roots import BUILT_IN
 from tests.support.console import BREAKS, ContentRoot, Kb
 
+pytestmark = pytest.mark.usefixtures("few_entries")
+
 REPLACED = "checkpoint-save-allgather-timeout"
 
 
@@ -42,7 +44,7 @@ def test_a_finished_incident_answers_everywhere_with_its_origin(team: ContentRoo
     (hit, *_) = kb("search", "the thing broke: code 99", "--json").json["hits"]
     assert (hit["id"], hit["origin"]) == ("loader-stalls-on-nfs", origin)
     assert kb("show", "loader-stalls-on-nfs", "--json").json["origin"] == origin
-    assert "loader-stalls-on-nfs" in [one["id"] for one in kb("list", "--json").json["entries"]]
+    assert "loader-stalls-on-nfs" in [item["id"] for item in kb("list", "--json").json["entries"]]
     assert kb("verify", "loader-stalls-on-nfs", "--json").json["verdict"] == "verified"
     assert kb("graph", "loader-stalls-on-nfs").code == 0
 
@@ -55,20 +57,20 @@ def test_a_built_in_entry_is_replaced_in_every_answer(team: ContentRoot, kb: Kb)
     assert (shown["title"], shown["origin"]) == ("How we save here", str(team.path))
     ended = kb("verify", REPLACED, "--json")
     assert ended.json["arms"]["control"]["because"] == "it is broken", "the team's probe runs, not the built-in one"
-    listed = [one for one in kb("list", "--json").json["entries"] if one["id"] == REPLACED]
-    assert [one["origin"] for one in listed] == [str(team.path)]
+    listed = [item for item in kb("list", "--json").json["entries"] if item["id"] == REPLACED]
+    assert [item["origin"] for item in listed] == [str(team.path)]
 
 
 def test_the_same_id_without_replaces_is_a_finding_and_the_built_in_entry_stays(team: ContentRoot, kb: Kb) -> None:
     team.incident(REPLACED)
     assert kb("show", REPLACED, "--json").json["origin"] == BUILT_IN
-    rules = {one["rule"] for one in kb("lint", "--json").json["findings"] if str(team.path) in one["file"]}
+    rules = {item["rule"] for item in kb("lint", "--json").json["findings"] if str(team.path) in item["file"]}
     assert "duplicate-id" in rules
 
 
 def test_new_overwrites_nothing_and_refuses_what_is_no_id(team: ContentRoot, kb: Kb) -> None:
     again = kb("new", "loader-stalls-on-nfs", "--json")
-    assert (again.code, "exists already" in again.json["error"]["message"]) == (2, True)
+    assert (again.code, "already exists" in again.json["error"]["message"]) == (2, True)
     for wrong in ("Loader", "../outside", "a_b", "-x-", ""):
         assert kb("new", "--root", team.path, "--", wrong).code == 2
     assert sorted(path.name for path in team.path.rglob("*.*")) == [
@@ -88,9 +90,9 @@ def test_the_graph_shows_both_directions_and_ends_in_a_circle(team: ContentRoot,
     team.entry("second", extra="causes: [first]\n")
     team.entry("loud")
     around = kb("graph", "first", "--json").json
-    named = {key: [one["id"] for one in around[key]] for key in ("causes", "caused_by", "masked_by", "masks")}
+    named = {key: [item["id"] for item in around[key]] for key in ("causes", "caused_by", "masked_by", "masks")}
     assert named == {"causes": ["second"], "caused_by": ["second"], "masked_by": ["loud"], "masks": []}
-    assert [one["id"] for one in kb("graph", "loud", "--json").json["masks"]] == ["first"]
+    assert [item["id"] for item in kb("graph", "loud", "--json").json["masks"]] == ["first"]
     tree = kb("graph", "first").out
     assert len(re.findall("second", tree)) == 4, tree
     assert kb("graph", "frist").code == 2

@@ -1,4 +1,4 @@
-"""For every rule that judges the text of an entry: edits that break it, and the nearest ones that do not."""
+"""For every rule about the text of an entry: edits that break it, and similar edits that do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Edits = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Example:
-    """`bad` and `good` replace texts of the sound entry; `bad` breaks the rule, and no other, in the line with `at`."""
+    """`bad` and `good` replace texts of the sound entry. `bad` breaks this rule only, in the line with `at`."""
 
     rule: str
     bad: Edits
@@ -23,7 +23,7 @@ class Example:
 
 
 def edited(edits: Edits) -> str:
-    """The sound entry after the edits, each of which must find its text."""
+    """The sound entry with the edits, each of which must match its text."""
     text = SOUND
     for old, new in edits.items():
         assert old in text, old
@@ -171,7 +171,7 @@ READING = (
 
 EXAMPLES = (*SIGNATURES, *LINKS, *CLAIMS, *FORM, *READING)
 
-# Glossaries: rule to (one that breaks it, the line that is named, one that nearly breaks it).
+# Glossaries: rule to (one that breaks it, the line of the violation, a similar one that does not).
 GLOSSARIES = {
     "unreadable-glossary": ('groups = ["save", "保存"]\n', 1, 'groups = [["save", "保存"]]\n'),
     "glossary-word-twice": (

@@ -47,14 +47,14 @@ def test_nothing_is_finished_before_a_person_chose(kb: Kb, tmp_path: Path) -> No
     (tmp_path / "train.log").write_text(LOG)
     linted = kb("lint", draft(kb, tmp_path / "team", "train.log"), "--json")
     assert linted.code == 1
-    assert {one["rule"] for one in linted.json["findings"]} <= {"unfinished", "unfinished-probe"}
-    assert any("only this incident prints it" in one["message"] for one in linted.json["findings"])
+    assert {item["rule"] for item in linted.json["findings"]} <= {"unfinished", "unfinished-probe"}
+    assert any("only this incident prints it" in item["message"] for item in linted.json["findings"])
 
 
 def test_an_id_of_the_queue_is_a_source(kb: Kb, tmp_path: Path) -> None:
     path = unexplained_queue.save(LOG, ["train.log"], ["rank 3 raised acme.sharding.ShardError"])
     text = draft(kb, tmp_path / "team", path.stem).read_text()
-    assert "kb saw: rank 3 raised acme.sharding.ShardError" in text
+    assert "kb observed: rank 3 raised acme.sharding.ShardError" in text
     assert "ShardError: shard 17 of 32" in text
 
 

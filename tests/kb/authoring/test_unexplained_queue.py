@@ -17,13 +17,13 @@ LOG = "meichen@gpu-01:~$ torchrun\n[rank3]: acme.ShardError: shard 17 of 32, pas
 
 def test_what_is_saved_is_redacted_and_can_be_loaded() -> None:
     path = unexplained_queue.save(LOG, ["/home/meichen/job.log"], ["rank 3 of gpu-01 raised acme.ShardError"])
-    (one,) = unexplained_queue.queued()
-    assert unexplained_queue.load(path.stem) == one
+    (item,) = unexplained_queue.queued()
+    assert unexplained_queue.load(path.stem) == item
     assert (
-        one.excerpt == "<user-1>@<host-1>:~$ torchrun\n[rank3]: acme.ShardError: shard 17 of 32, password=<secret-1>\n"
+        item.excerpt == "<user-1>@<host-1>:~$ torchrun\n[rank3]: acme.ShardError: shard 17 of 32, password=<secret-1>\n"
     )
-    assert one.sources == ("/home/<user-1>/job.log",)
-    assert one.seen == ("rank 3 of <host-1> raised acme.ShardError",)
+    assert item.sources == ("/home/<user-1>/job.log",)
+    assert item.seen == ("rank 3 of <host-1> raised acme.ShardError",)
     assert "hunter2" not in path.read_text()
     assert "meichen" not in path.read_text()
 
@@ -43,17 +43,17 @@ def test_the_same_excerpt_is_kept_once_with_a_count() -> None:
     unexplained_queue.save("something else\n", [], [])
     assert again == first
     assert len(unexplained_queue.queued()) == 2
-    one = unexplained_queue.load(first.stem)
-    assert (one.count, one.sources) == (2, ("b.log",))
-    assert one.first <= one.last
+    item = unexplained_queue.load(first.stem)
+    assert (item.count, item.sources) == (2, ("b.log",))
+    assert item.first <= item.last
 
 
 def test_a_long_excerpt_is_cut_at_a_line_end() -> None:
     line = "[rank3]: step 17 of 32 中文\n"
-    one = unexplained_queue.load(unexplained_queue.save(line * 10_000, [], []).stem)
-    assert len(one.excerpt.encode()) <= unexplained_queue.LONGEST
-    assert one.excerpt == line * one.excerpt.count("\n")
-    assert one.excerpt.count("\n") > 2000
+    item = unexplained_queue.load(unexplained_queue.save(line * 10_000, [], []).stem)
+    assert len(item.excerpt.encode()) <= unexplained_queue.LONGEST
+    assert item.excerpt == line * item.excerpt.count("\n")
+    assert item.excerpt.count("\n") > 2000
 
 
 def test_a_secret_that_the_cut_would_halve_is_dropped() -> None:
@@ -62,12 +62,12 @@ def test_a_secret_that_the_cut_would_halve_is_dropped() -> None:
 
 
 def test_bytes_that_are_no_text_do_not_stop_it() -> None:
-    one = unexplained_queue.load(unexplained_queue.save("bad \udcff\udcfe bytes\n", ["\udcff.log"], ["\udcff"]).stem)
-    assert one.excerpt == "bad ?? bytes\n"
+    item = unexplained_queue.load(unexplained_queue.save("bad \udcff\udcfe bytes\n", ["\udcff.log"], ["\udcff"]).stem)
+    assert item.excerpt == "bad ?? bytes\n"
 
 
 def test_the_queue_keeps_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unexplained_queue, "MOST", 3)
+    monkeypatch.setattr(unexplained_queue, "MOST_FILES", 3)
     paths = []
     for number in range(5):
         paths.append(unexplained_queue.save(f"excerpt {number}\n", [], []))
@@ -82,7 +82,7 @@ def test_damaged_and_foreign_files_are_left_out_and_left_alone() -> None:
     (folder / "2026-01-02-0123456789ab.json").write_text(json.dumps({"schema": "other"}))
     (folder / "2026-01-03-0123456789ab.json").write_text("[" * 100_000)
     (folder / "notes.json").write_text("{}")
-    assert [one.id for one in unexplained_queue.queued()] == [path.stem]
+    assert [item.id for item in unexplained_queue.queued()] == [path.stem]
     assert len(list(folder.iterdir())) == 5
 
 

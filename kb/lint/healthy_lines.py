@@ -1,8 +1,8 @@
-"""Lines that a healthy job prints, and failures that say nothing: no root or cascade signature may match one."""
+"""Lines of healthy jobs, and failure lines without information: no root or cascade signature may match them."""
 
 from __future__ import annotations
 
-HEALTHY = (
+HEALTHY_LINES = (
     "ERROR",
     "RuntimeError:",
     "ValueError:",
