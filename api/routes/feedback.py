@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from kb.sharing.shared_report import LINE, SHOWN, WORD, gpu_name, one_line
+from kb.sharing.shared_report import MAX_LINE, MAX_WORD, PRINTABLE, redact_gpu_name, redact_line
 from kb.store import feedback
 
 from ..requests import paging
@@ -14,7 +14,7 @@ from ..requests.access import Admin, Reader
 from ..requests.paging import Cursor
 from ..requests.problems import documented
 from ..schemas.feedback import CommentDocument, CommentPage, FeedbackCount, FeedbackDocument, FeedbackPage
-from ..state.content import Kept, Loaded
+from ..state.content import ServedContent, StoreDatabase
 
 LISTING, COMMENTS = "feedback", "comments"
 
@@ -30,11 +30,15 @@ router = APIRouter(prefix="/v1/feedback", tags=["feedback"])
     responses=documented(404, 413, 422, 503),
 )
 def post_feedback(
-    request: Request, content: Loaded, database: Kept, caller: Reader, given: FeedbackDocument
+    request: Request, content: ServedContent, database: StoreDatabase, caller: Reader, given: FeedbackDocument
 ) -> FeedbackDocument:
     """Counted for the authors of the entry. What is written is kept as it is answered: without names and secrets."""
     entry = content.catalog.get(given.entry)
-    clean = {"gpu": gpu_name(given.gpu), "torch": one_line(given.torch, WORD), "comment": one_line(given.comment, LINE)}
+    clean = {
+        "gpu": redact_gpu_name(given.gpu),
+        "torch": redact_line(given.torch, MAX_WORD),
+        "comment": redact_line(given.comment, MAX_LINE),
+    }
     feedback.add(database, entry.id, given.helped, **clean, sender=caller.id, request_id=request.state.id)
     return given.model_copy(update=clean)
 
@@ -47,8 +51,8 @@ def post_feedback(
     responses=documented(422, 503),
 )
 def list_feedback(
-    database: Kept,
-    entry: Annotated[str, Query(max_length=100, pattern=SHOWN, description="Only of this entry.")] = "",
+    database: StoreDatabase,
+    entry: Annotated[str, Query(max_length=100, pattern=PRINTABLE, description="Only of this entry.")] = "",
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many counts.")] = 100,
     cursor: Cursor = None,
 ) -> FeedbackPage:
@@ -68,7 +72,7 @@ def list_feedback(
     responses=documented(422, 503),
 )
 def list_comments(
-    database: Kept,
+    database: StoreDatabase,
     _: Admin,
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many comments.")] = 100,
     cursor: Cursor = None,

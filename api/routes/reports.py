@@ -12,19 +12,20 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from kb.errors import UsageError
-from kb.sharing.shared_report import MOST_BYTES, SHOWN, WORD, SharedReport, shared
+from kb.sharing.shared_report import MAX_BYTES, MAX_WORD, PRINTABLE, SharedReport, to_shared_report
 from kb.store import reports
-from kb.store.reports import Kept as KeptReport
+from kb.store.reports import StoredReport
 from kb.verify.verdict import Verdict
 
+from ..log import log
 from ..requests import paging
 from ..requests.access import Reporter
-from ..requests.body import arriving
 from ..requests.paging import Cursor
-from ..requests.problems import documented, log
+from ..requests.problems import documented
+from ..requests.report_body import parse_report
 from ..schemas.content import ID
 from ..schemas.reports import SHARED, Receipt, ReportDocument, ReportList, ReportPage
-from ..state.content import Content, Kept, Loaded
+from ..state.content import Content, ServedContent, StoreDatabase
 
 LISTING = "reports"
 MOST_AT_ONCE = 100
@@ -43,14 +44,18 @@ IdempotencyKey = Annotated[
         examples=["4f1c2f0e-9d0b-4d43-8a5c-0b7d4f6f2a11"],
     ),
 ]
-EntryFilter = Annotated[str, Query(max_length=100, pattern=SHOWN, description="Only reports of this entry.")]
+EntryFilter = Annotated[str, Query(max_length=100, pattern=PRINTABLE, description="Only reports of this entry.")]
 GpuFilter = Annotated[
     str,
-    Query(max_length=WORD, pattern=SHOWN, description="Only from GPUs with this in their name.", examples=["H100"]),
+    Query(
+        max_length=MAX_WORD, pattern=PRINTABLE, description="Only from GPUs with this in their name.", examples=["H100"]
+    ),
 ]
 TorchFilter = Annotated[
     str,
-    Query(max_length=WORD, pattern=SHOWN, description="Only under this torch: 2.7 is any 2.7.x.", examples=["2.7"]),
+    Query(
+        max_length=MAX_WORD, pattern=PRINTABLE, description="Only under this torch: 2.7 is any 2.7.x.", examples=["2.7"]
+    ),
 ]
 VerdictFilter = Annotated[Verdict | None, Query(description="Only with this verdict.")]
 Limit = Annotated[int, Query(ge=1, le=MOST_AT_ONCE, description="At most this many reports.")]
@@ -75,23 +80,23 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="The number of
     openapi_extra={
         "requestBody": {
             "required": True,
-            "description": f"What `kb verify --report` sends; at most {MOST_BYTES >> 10} kB.",
+            "description": f"What `kb verify --report` sends; at most {MAX_BYTES >> 10} kB.",
             "content": {
                 "application/json": {"schema": {"$ref": "#/components/schemas/SharedReport"}, "example": SHARED}
             },
         }
     },
 )
-async def post_report(request: Request, database: Kept, caller: Reporter, key: IdempotencyKey) -> JSONResponse:
+async def post_report(request: Request, database: StoreDatabase, caller: Reporter, key: IdempotencyKey) -> JSONResponse:
     """Kept once, however often it is sent. The report is data: it is validated, redacted again and never run.
 
     Without an answer, or with 503, send it again with the same key: `kb verify --report` does that by itself.
     """
-    report = await arriving(request)
+    report = await parse_report(request)
     sent = report.model_dump_json(exclude_unset=True)  # a default that a later version adds is nobody's change
     digest = hashlib.sha256(sent.encode()).hexdigest()
-    clean = shared(report.model_dump(mode="json")).model_dump(mode="json")
-    admitted = await run_in_threadpool(reports.admit, database, clean, caller.id, key, digest, request.state.id)
+    clean = to_shared_report(report.model_dump(mode="json")).model_dump(mode="json")
+    admitted = await run_in_threadpool(reports.add_shared, database, clean, caller.id, key, digest, request.state.id)
     receipt = Receipt(number=admitted.id, id=report.id, verdict=report.verdict)
     headers = {"Location": f"/v1/reports/{admitted.id}"} if admitted.is_new else {"Idempotent-Replayed": "true"}
     return JSONResponse(receipt.model_dump(mode="json"), 201 if admitted.is_new else 200, headers)
@@ -105,8 +110,8 @@ async def post_report(request: Request, database: Kept, caller: Reporter, key: I
     responses=documented(422, 503),
 )
 def list_reports(
-    content: Loaded,
-    database: Kept,
+    content: ServedContent,
+    database: StoreDatabase,
     entry: EntryFilter = "",
     gpu: GpuFilter = "",
     torch: TorchFilter = "",
@@ -130,7 +135,7 @@ def list_reports(
     response_model=ReportDocument,
     responses=documented(404, 422, 503),
 )
-def get_report(content: Loaded, database: Kept, number: Number) -> ReportDocument:
+def get_report(content: ServedContent, database: StoreDatabase, number: Number) -> ReportDocument:
     """What was shared of one verification."""
     found = [kept for kept in reports.page(database, limit=1, before=number + 1) if kept.id == number]
     for document in _sent(found, content):
@@ -146,10 +151,10 @@ def get_report(content: Loaded, database: Kept, number: Number) -> ReportDocumen
     responses=documented(404, 422, 503),
 )
 def list_reports_of_entry(
-    content: Loaded,
-    database: Kept,
+    content: ServedContent,
+    database: StoreDatabase,
     entry_id: Annotated[
-        str, Path(alias="id", max_length=100, pattern=SHOWN, description="The id of an entry.", examples=[ID])
+        str, Path(alias="id", max_length=100, pattern=PRINTABLE, description="The id of an entry.", examples=[ID])
     ],
     limit: Limit = 20,
 ) -> ReportList:
@@ -167,7 +172,7 @@ def list_reports_of_entry(
     return ReportList(id=entry_id, reports=tuple(newest[:limit]))
 
 
-def _sent(found: Iterable[KeptReport], content: Content) -> Iterable[ReportDocument]:
+def _sent(found: Iterable[StoredReport], content: Content) -> Iterable[ReportDocument]:
     """Reports of others. One that another version of kb kept in another form is logged and left out."""
     digests = content.digests
     for kept in found:
@@ -184,6 +189,6 @@ def _own(documents: Iterable[dict[str, object]], content: Content) -> Iterable[R
     digests = content.digests
     for document in documents:
         try:
-            yield ReportDocument.of(shared(document), digests, content.probe_digests)
+            yield ReportDocument.of(to_shared_report(document), digests, content.probe_digests)
         except UsageError as error:
             log.warning("a report of %s is not shown: %s", document.get("id"), error)

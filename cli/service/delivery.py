@@ -81,10 +81,10 @@ class Recipient:
         """Returns the problems: a report that cannot be queued is lost and affects nothing else."""
         if not reports:
             return []
-        from kb.sharing.shared_report import shared
+        from kb.sharing.shared_report import to_shared_report
 
         try:
-            documents = [shared(report.to_json()).model_dump(mode="json") for report in reports]
+            documents = [to_shared_report(report.to_json()).model_dump(mode="json") for report in reports]
             dropped = self.outbox.add(self.service.url, documents)
         except KbError as error:
             return [f"not queued: {error.message}: {error.hint}"]

@@ -1,4 +1,4 @@
-"""A kb service as one sees it who reports to it: its address, its key, and one POST that may go through a proxy."""
+"""The client of a kb service: its URL, an API key, and one POST, possibly through a proxy."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from urllib.parse import urlsplit
 
 from kb import __version__
 from kb.errors import UsageError
-from kb.sharing.response import Ending, Response, printable, understand
+from kb.sharing.response import DeliveryStatus, Response, interpret, sanitize
 
-PATH = "/v1/reports"
-LARGEST = 64 << 10  # bytes; a receipt or a problem document has some hundred
+REPORTS_PATH = "/v1/reports"
+MAX_RESPONSE_BYTES = 64 << 10  # a receipt or a problem document has some hundred
 EXAMPLE = "for instance: --report https://kb.example.org"
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A kb service at `url`, without a slash at its end; an `api_key` of "" sends none."""
+    """A kb service at `url`, without a final slash; with "" no API key is sent."""
 
     url: str
     api_key: str = field(default="", repr=False)
 
     @classmethod
     def at(cls, url: str, api_key: str = "") -> Self:
-        """Raises `UsageError` for what is no address of a service, or no key."""
-        if any(char in url for char in "@?#"):  # not repeated: it may hold a secret
-            raise UsageError("the address of a kb service has no user, query or fragment", "a key goes into KB_API_KEY")
-        if not _is_address(url):
-            raise UsageError(f"{url!r} is no address of a kb service", EXAMPLE)
+        """Raises `UsageError` for an invalid URL or API key."""
+        if any(char in url for char in "@?#"):  # the message does not repeat it: it may contain a secret
+            raise UsageError(
+                "the URL of a kb service has no user, query or fragment", "the API key goes into KB_API_KEY"
+            )
+        if not _is_http_url(url):
+            raise UsageError(f"{url!r} is not the URL of a kb service", EXAMPLE)
         if re.search(r"[^!-~]", api_key):
-            raise UsageError("KB_API_KEY holds what no key has: blanks or special characters", "paste it again")
+            raise UsageError("KB_API_KEY contains blanks or special characters, which no API key has", "paste it again")
         return cls(url.rstrip("/"), api_key)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine."""
+        """Whether the service is on this machine."""
         host = urlsplit(self.url).hostname or ""
         try:
             return ip_address(host).is_loopback
@@ -49,20 +51,20 @@ class Service:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether key and reports can be read on the way."""
+        """Whether API key and reports travel unencrypted over a network."""
         return urlsplit(self.url).scheme == "http" and not self.is_loopback
 
     def post(self, key: str, body: bytes, timeout_s: float) -> Response:
-        """One try. `timeout_s` bounds connecting and each wait for the answer, not their sum. Raises nothing."""
-        request = urllib.request.Request(self.url + PATH, body, self._headers(key))  # noqa: S310 - `at` admits http(s)
+        """Send once. `timeout_s` limits connecting and each wait for the response, not their sum. Raises nothing."""
+        request = urllib.request.Request(self.url + REPORTS_PATH, body, self._headers(key))  # noqa: S310 - `at` allows only http(s)
         try:
-            with _opened(request, timeout_s, is_loopback=self.is_loopback) as response:
+            with _open(request, timeout_s, is_loopback=self.is_loopback) as response:
                 headers = {name.lower(): value for name, value in response.headers.items()}
-                return understand(self.url, response.status, headers, response.read(LARGEST))
-        except urllib.error.URLError as error:  # nothing was answered because nothing could be asked
-            return Response(Ending.CLOSED, f"{self.url} cannot be reached: {_reason(error.reason)}")
+                return interpret(self.url, response.status, headers, response.read(MAX_RESPONSE_BYTES))
+        except urllib.error.URLError as error:  # the request could not be sent
+            return Response(DeliveryStatus.UNAVAILABLE, f"{self.url} cannot be reached: {_reason(error.reason)}")
         except (OSError, http.client.HTTPException, ValueError) as error:
-            return Response(Ending.FAILED, f"{self.url} gave no answer: {_reason(error)}")
+            return Response(DeliveryStatus.FAILED, f"{self.url} sent no response: {_reason(error)}")
 
     def _headers(self, key: str) -> dict[str, str]:
         headers = {
@@ -75,14 +77,14 @@ class Service:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A key is for the service that was named, and for no other."""
+    """An API key is sent only to the service that was named."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def _opened(request: urllib.request.Request, timeout_s: float, *, is_loopback: bool) -> Any:
-    """The response of any status. Through the proxy that the environment names, except to this machine itself."""
+def _open(request: urllib.request.Request, timeout_s: float, *, is_loopback: bool) -> Any:
+    """The response, whatever its status. A proxy from the environment is used, except for this machine itself."""
     proxies = urllib.request.ProxyHandler({} if is_loopback else None)
     try:
         return urllib.request.build_opener(_NoRedirects, proxies).open(request, timeout=timeout_s)
@@ -90,16 +92,16 @@ def _opened(request: urllib.request.Request, timeout_s: float, *, is_loopback: b
         return response
 
 
-def _is_address(url: str) -> bool:
+def _is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        has_place = bool(parts.hostname) and parts.port != 0
+        has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-    return has_place and parts.scheme in ("http", "https") and not re.search(r"[^!-~]", url)
+    return has_host and parts.scheme in ("http", "https") and not re.search(r"[^!-~]", url)
 
 
 def _reason(error: object) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
-    return printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    return sanitize(getattr(error, "strerror", None) or str(error) or type(error).__name__)

@@ -1,7 +1,7 @@
-"""Hits with those first whose fix was verified on hardware like the reader's. Pure: reports in, an order out.
+"""Hits whose fix was verified on hardware like the reader's come first. Pure: verdict counts in, an order out.
 
-Hardware is like the reader's when it is the same model of GPU, and more so with the same release of torch. Who names no
-GPU is compared by torch alone. What counts is the fix in its present wording, tried on the GPUs themselves.
+Hardware is like the reader's when it has the same GPU model, and more so with the same torch release. Without a GPU model
+only torch is compared. What counts is the fix in its current wording, run on GPUs.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from kb.search.ranking import RELEVANT
+from kb.search.ranking import RELEVANT, Preference
 from kb.search.results import Hit, VerifiedOn
-from kb.store.reports import Standing
+from kb.store.reports import VerdictCount
 from kb.verify.verdict import Verdict
 
 CONTRADICTS = frozenset({Verdict.FIX_INEFFECTIVE, Verdict.INVERTED})
-MOST_ALIKE = 2
+MAX_LIKENESS = 2
 COUNT = re.compile(r"^\s*\d+\s*[xX×*]")  # `8 x H100`
 WORD = re.compile(r"[A-Za-z0-9]+")
 NO_MODEL = re.compile(r"\d+\s*g[bi]*|hbm\d\w*|gddr\d\w*|sxm\d*|pcie\d*|nvl\d*", re.IGNORECASE)
@@ -25,7 +26,7 @@ RELEASE = re.compile(r"\s*v?(\d+\.\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a reader has: the name of their GPUs as they say it, the version of their torch; "" for unknown."""
+    """The hardware of a reader: the name of the GPUs in their words, the version of torch; "" for unknown."""
 
     gpu: str = ""
     torch: str = ""
@@ -33,62 +34,67 @@ class Hardware:
     def __bool__(self) -> bool:
         return bool(gpu_model(self.gpu) or release(self.torch))
 
-    def likeness(self, one: Standing) -> int:
-        """0 for other hardware, up to `MOST_ALIKE`."""
-        is_same_torch = bool(release(self.torch)) and release(one.torch) == release(self.torch)
+    def likeness(self, row: VerdictCount) -> int:
+        """0 for other hardware, up to `MAX_LIKENESS`."""
+        is_same_torch = bool(release(self.torch)) and release(row.torch) == release(self.torch)
         if not gpu_model(self.gpu):
             return int(is_same_torch)
-        return 1 + is_same_torch if gpu_model(one.gpu) == gpu_model(self.gpu) else 0
+        return 1 + is_same_torch if gpu_model(row.gpu) == gpu_model(self.gpu) else 0
+
+
+def preference(verdict_counts: Iterable[VerdictCount], digests: Mapping[str, str], here: Hardware) -> Preference | None:
+    """The `Preference` of a search for answers verified on such hardware; None for unknown hardware."""
+    return partial(prefer, verdict_counts=verdict_counts, digests=digests, here=here) if here else None
 
 
 def prefer(
-    hits: Sequence[Hit], standings: Iterable[Standing], digests: Mapping[str, str], here: Hardware
+    hits: Sequence[Hit], verdict_counts: Iterable[VerdictCount], digests: Mapping[str, str], here: Hardware
 ) -> tuple[Hit, ...]:
-    """The hits in the order of preference, with `verified_on` where that is why.
+    """The hits in order of preference, with `verified_on` where it is the reason.
 
-    Only hits that score at least half as much as the best change places: that a fix works does not make it an answer.
-    `digests` are those of the entries now, by id.
+    Only hits with at least half the best score are reordered: that a fix works does not make it an answer.
+    `digests` are those of the current entries, by id.
     """
-    tried: dict[str, list[Standing]] = {}
-    for standing in standings:
-        if standing.fidelity == "hardware" and standing.entry_digest == digests.get(standing.entry_id):
-            tried.setdefault(standing.entry_id, []).append(standing)
-    least = RELEVANT * max((hit.score for hit in hits), default=0.0)
-    judged = [_judged(tried.get(hit.id, ()), here) if hit.score >= least else (0, None) for hit in hits]
-    places = sorted(range(len(hits)), key=lambda number: -judged[number][0])
-    return tuple(replace(hits[number], verified_on=judged[number][1]) for number in places)
+    rows: dict[str, list[VerdictCount]] = {}
+    for row in verdict_counts:
+        if row.fidelity == "hardware" and row.entry_digest == digests.get(row.entry_id):
+            rows.setdefault(row.entry_id, []).append(row)
+    threshold = RELEVANT * max((hit.score for hit in hits), default=0.0)
+    judged = [_judge(rows.get(hit.id, ()), here) if hit.score >= threshold else (0, None) for hit in hits]
+    order = sorted(range(len(hits)), key=lambda number: -judged[number][0])
+    return tuple(replace(hits[number], verified_on=judged[number][1]) for number in order)
 
 
-def _judged(tried: Iterable[Standing], here: Hardware) -> tuple[int, VerifiedOn | None]:
-    """How alike the hardware is that verified the fix; not when as many reports from such hardware contradict."""
-    alike = [(here.likeness(one), one) for one in tried]
-    for level in range(MOST_ALIKE, 0, -1):
-        some = [one for likeness, one in alike if likeness >= level]
-        good = [one for one in some if one.verdict == Verdict.VERIFIED]
-        count = sum(one.count for one in good)
-        if count > sum(one.count for one in some if one.verdict in CONTRADICTS):
-            last = max(good, key=lambda one: one.last)
+def _judge(rows: Iterable[VerdictCount], here: Hardware) -> tuple[int, VerifiedOn | None]:
+    """The likeness of the hardware that verified a fix; 0 when as many reports from such hardware contradict it."""
+    alike = [(here.likeness(row), row) for row in rows]
+    for level in range(MAX_LIKENESS, 0, -1):
+        similar = [row for likeness, row in alike if likeness >= level]
+        verified = [row for row in similar if row.verdict == Verdict.VERIFIED]
+        count = sum(row.count for row in verified)
+        if count > sum(row.count for row in similar if row.verdict in CONTRADICTS):
+            last = max(verified, key=lambda row: row.last)
             return level, VerifiedOn(last.gpu, last.torch, count, _reason(last, here))
     return 0, None
 
 
-def _reason(one: Standing, here: Hardware) -> str:
+def _reason(row: VerdictCount, here: Hardware) -> str:
     same = []
     if gpu_model(here.gpu):
-        same.append(f"the same GPU model, {gpu_model(one.gpu)}")
-    if release(here.torch) and release(one.torch) == release(here.torch):
-        same.append(f"the same torch release, {release(one.torch)}")
+        same.append(f"the same GPU model, {gpu_model(row.gpu)}")
+    if release(here.torch) and release(row.torch) == release(here.torch):
+        same.append(f"the same torch release, {release(row.torch)}")
     return f"its fix was verified on hardware like yours: {', and '.join(same)}"
 
 
 def gpu_model(name: str) -> str:
-    """`NVIDIA H100 80GB HBM3`, `8 x h100` and `H100-SXM5` are `H100`; "" when no word of it is a model."""
+    """`NVIDIA H100 80GB HBM3`, `8 x h100` and `H100-SXM5` are `H100`; "" when no word is a model."""
     words = WORD.findall(COUNT.sub("", name))
     models = (word.upper() for word in words if re.search(r"\d", word) and not NO_MODEL.fullmatch(word))
     return next(models, "")
 
 
 def release(version: str) -> str:
-    """`2.7.1+cu126` is of the release `2.7`; "" when it is no version."""
-    found = RELEASE.match(version)
-    return found[1] if found else ""
+    """The release of `2.7.1+cu126` is `2.7`; "" for anything but a version."""
+    match = RELEASE.match(version)
+    return match[1] if match else ""

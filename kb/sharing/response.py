@@ -10,69 +10,69 @@ from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any
 
-LONGEST_PROBLEM = 300  # characters shown of what a service says
+MAX_PROBLEM_LENGTH = 300  # characters of a service's message that are shown
 NO_SERVICE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)
 
 
-class Ending(Enum):
-    """What one try came to."""
+class DeliveryStatus(Enum):
+    """The result of sending one report once."""
 
-    TAKEN = auto()  # the service has the report
-    REFUSED = auto()  # it has read it and will never take it
-    BUSY = auto()  # it asks to come again after a while
-    FAILED = auto()  # this report could not be delivered now; another may
-    CLOSED = auto()  # none can be delivered now
+    ACCEPTED = auto()  # the service has the report
+    REFUSED = auto()  # the service read the report and will never accept it
+    BUSY = auto()  # the service asks to try again after a while
+    FAILED = auto()  # this report could not be delivered now; another one may be
+    UNAVAILABLE = auto()  # no report can be delivered now
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """How a try ended, what was wrong ("" when it was taken), and how many seconds a busy service asks for."""
+    """The result, the problem ("" when accepted), and for how many seconds a busy service asks to wait."""
 
-    ending: Ending
+    status: DeliveryStatus
     problem: str = ""
     wait_s: float = 0.0
 
 
-def understand(url: str, status: int, headers: Mapping[str, str], body: bytes) -> Response:
-    """The meaning of an HTTP response. Only a problem document of a service refuses: a proxy knows nothing of reports.
+def interpret(url: str, code: int, headers: Mapping[str, str], body: bytes) -> Response:
+    """Interpret an HTTP response; `headers` have lower-case names.
 
-    `headers` by their lower-case names.
+    Only a problem document can refuse a report: other bodies are from a proxy, which knows nothing about reports.
     """
-    if status in (HTTPStatus.OK, HTTPStatus.CREATED) and "id" in _document(body):
-        return Response(Ending.TAKEN)
-    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        return Response(Ending.BUSY, _said(url, status, body), _seconds(headers.get("retry-after", "")))
-    closed = _closed(url, status, headers)
-    if closed:
-        return Response(Ending.CLOSED, closed)
+    if code in (HTTPStatus.OK, HTTPStatus.CREATED) and "id" in _json_object(body):
+        return Response(DeliveryStatus.ACCEPTED)
+    if code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        return Response(DeliveryStatus.BUSY, _problem(url, code, body), _wait_s(headers.get("retry-after", "")))
+    unavailable = _why_unavailable(url, code, headers)
+    if unavailable:
+        return Response(DeliveryStatus.UNAVAILABLE, unavailable)
     is_problem = headers.get("content-type", "").startswith("application/problem+json")
-    is_refused = is_problem and 400 <= status < 500 and status != HTTPStatus.REQUEST_TIMEOUT
-    return Response(Ending.REFUSED if is_refused else Ending.FAILED, _said(url, status, body))
+    is_refused = is_problem and 400 <= code < 500 and code != HTTPStatus.REQUEST_TIMEOUT
+    return Response(DeliveryStatus.REFUSED if is_refused else DeliveryStatus.FAILED, _problem(url, code, body))
 
 
-def printable(text: str) -> str:
-    """For a terminal: a service must not colour or move it."""
-    return "".join(char if char.isprintable() else " " for char in text[:LONGEST_PROBLEM])
+def sanitize(text: str) -> str:
+    """A text for the terminal, which a service must not be able to control."""
+    return "".join(char if char.isprintable() else " " for char in text[:MAX_PROBLEM_LENGTH])
 
 
-def _closed(url: str, status: int, headers: Mapping[str, str]) -> str:
+def _why_unavailable(url: str, code: int, headers: Mapping[str, str]) -> str:
     """Why no report can be delivered; "" when one can."""
-    if status == HTTPStatus.UNAUTHORIZED:
-        return f"{url} wants a key that it knows: set KB_API_KEY"
-    if status == HTTPStatus.FORBIDDEN:
-        return f"{url} wants a key that may report: the one in KB_API_KEY may not"
-    if 300 <= status < 400:
-        return f"{url} redirects to {printable(headers.get('location', 'elsewhere'))}: name the address behind it"
-    return f"no kb service takes reports at {url}: {_name(status)}" if status in NO_SERVICE else ""
+    if code == HTTPStatus.UNAUTHORIZED:
+        return f"{url} requires a valid API key: set KB_API_KEY"
+    if code == HTTPStatus.FORBIDDEN:
+        return f"{url} requires an API key that may report: the one in KB_API_KEY may not"
+    if 300 <= code < 400:
+        return f"{url} redirects to {sanitize(headers.get('location', 'elsewhere'))}: use that address"
+    return f"no kb service accepts reports at {url}: {_status_line(code)}" if code in NO_SERVICE else ""
 
 
-def _said(url: str, status: int, body: bytes) -> str:
-    document = _document(body)
-    detail = document.get("detail") or document.get("title") or "no kb service speaks so"
-    return f"{url} answered {_name(status)}: {printable(str(detail))}"
+def _problem(url: str, code: int, body: bytes) -> str:
+    document = _json_object(body)
+    detail = document.get("detail") or document.get("title") or "not the response of a kb service"
+    return f"{url} answered {_status_line(code)}: {sanitize(str(detail))}"
 
 
-def _document(body: bytes) -> dict[str, Any]:
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
@@ -80,13 +80,13 @@ def _document(body: bytes) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _seconds(retry_after: str) -> float:
-    """Services of kb give whole seconds; one second where a proxy gives a date or nothing."""
+def _wait_s(retry_after: str) -> float:
+    """Services of kb send whole seconds; one second where a proxy sends a date or nothing."""
     return float(retry_after) if re.fullmatch(r"[0-9]{1,6}", retry_after) else 1.0
 
 
-def _name(status: int) -> str:
+def _status_line(code: int) -> str:
     try:
-        return f"{status} {HTTPStatus(status).phrase}"
+        return f"{code} {HTTPStatus(code).phrase}"
     except ValueError:
-        return str(status)
+        return str(code)

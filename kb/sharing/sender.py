@@ -1,4 +1,4 @@
-"""From the outbox to a service: each report once, within a few seconds, and what could not be sent stays queued."""
+"""Sends the reports of an outbox to a service within a few seconds. What cannot be sent stays queued."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from threading import Thread
 
 from kb.errors import KbError
 from kb.sharing.client import Service
-from kb.sharing.outbox import Outbox, Queued
-from kb.sharing.response import Ending, Response
+from kb.sharing.outbox import Outbox, QueuedReport
+from kb.sharing.response import DeliveryStatus, Response
 
-BUDGET_S = 20.0  # for all of a sending: a verification must not wait for a service
-TRY_S = 10.0  # for a connection and for each wait on an answer: a busy store takes seconds
-GRACE_S = 1.0  # for the last try to end by itself
-MOST_PROBLEMS = 5  # that a delivery tells of, the last ones: a thousand reports may have as many
-TRIES = 3  # of one report while the service asks to come again
+BUDGET_S = 20.0  # for all reports: a verification must not wait for a service
+TIMEOUT_S = 10.0  # for connecting and for each wait for a response: a busy store takes seconds
+GRACE_S = 1.0  # for the last attempt to end by itself
+MAX_PROBLEMS = 5  # only the last ones are reported: a thousand reports may have as many
+MAX_ATTEMPTS = 3  # for one report while the service is busy
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a sending came to: reports `sent` and `refused` in it, those still `queued`, and what was wrong."""
+    """The result of `send`: how many reports were sent and refused, how many are still queued, and the problems."""
 
     sent: int = 0
     queued: int = 0
@@ -29,8 +29,8 @@ class Delivery:
     problems: tuple[str, ...] = ()
 
 
-class _Courier:
-    """One sending under way. Counts as it goes, so that one that is given up has still said what it did."""
+class _Sender:
+    """One `send` in progress. It counts as it goes, so that its counts are right when it is given up."""
 
     def __init__(self, outbox: Outbox, service: Service, end: float) -> None:
         self._outbox = outbox
@@ -43,79 +43,79 @@ class _Courier:
     def run(self) -> None:
         for queued in self._outbox.waiting(self._service.url):
             if time.monotonic() >= self._end:
-                self.problems["there was no time left to send all reports"] = None
+                self.problems["no time was left to send all reports"] = None
                 return
             if not self._deliver(queued):
                 return
 
-    def _deliver(self, queued: Queued) -> bool:
-        """Whether it makes sense to go on with the next one."""
+    def _deliver(self, queued: QueuedReport) -> bool:
+        """Whether to continue with the next report."""
         with self._outbox.claim(queued) as is_ours:
             if not is_ours:
                 return True
-            response = self._response(queued)
-            self._settle(queued, response)
-        return response.ending not in (Ending.BUSY, Ending.CLOSED)
+            response = self._post_until_ready(queued)
+            self._record(queued, response)
+        return response.status not in (DeliveryStatus.BUSY, DeliveryStatus.UNAVAILABLE)
 
-    def _response(self, queued: Queued) -> Response:
-        response = self._try(queued)
-        for _ in range(TRIES - 1):
-            if response.ending is not Ending.BUSY or time.monotonic() + response.wait_s >= self._end:
+    def _post_until_ready(self, queued: QueuedReport) -> Response:
+        response = self._post(queued)
+        for _ in range(MAX_ATTEMPTS - 1):
+            if response.status is not DeliveryStatus.BUSY or time.monotonic() + response.wait_s >= self._end:
                 break
             time.sleep(response.wait_s)
-            response = self._try(queued)
+            response = self._post(queued)
         return response
 
-    def _try(self, queued: Queued) -> Response:
-        left = max(0.1, self._end - time.monotonic())
-        return self._service.post(queued.key, queued.body, min(TRY_S, left))
+    def _post(self, queued: QueuedReport) -> Response:
+        remaining_s = max(0.1, self._end - time.monotonic())
+        return self._service.post(queued.key, queued.body, min(TIMEOUT_S, remaining_s))
 
-    def _settle(self, queued: Queued, response: Response) -> None:
-        if response.ending is Ending.TAKEN:
+    def _record(self, queued: QueuedReport, response: Response) -> None:
+        if response.status is DeliveryStatus.ACCEPTED:
             self.sent += 1
             self._outbox.remove(queued)
-        elif response.ending is Ending.REFUSED:
+        elif response.status is DeliveryStatus.REFUSED:
             self.refused += 1
             path = self._outbox.refuse(queued, response.problem)
-            self.problems[f"{response.problem} (the report is kept in {path.parent})"] = None
+            self.problems[f"{response.problem} (the report is in {path.parent})"] = None
         else:
             self.problems[response.problem] = None
 
 
 def send(outbox: Outbox, service: Service, budget_s: float = BUDGET_S) -> Delivery:
-    """Send what waits for this service. What goes wrong is part of the delivery, never raised; nor is Ctrl-C.
+    """Send the reports that wait for a service. Problems are part of the result; nothing is raised, not even Ctrl-C.
 
-    A thread does it, because no timeout bounds the resolver or a server that sends one byte a second.
+    It runs in a thread, because no timeout limits the resolver or a server that sends one byte per second.
     """
-    courier = _Courier(outbox, service, time.monotonic() + budget_s)
+    sender = _Sender(outbox, service, time.monotonic() + budget_s)
     problems: tuple[str, ...] = ()
     queued = 0
     try:
-        problems = _wait(courier, budget_s + GRACE_S)
+        problems = _wait(sender, budget_s + GRACE_S)
         queued = len(outbox.waiting(service.url))
     except KbError as error:
         problems = (error.message,)
-    return Delivery(courier.sent, queued, courier.refused, (*courier.problems, *problems)[-MOST_PROBLEMS:])
+    return Delivery(sender.sent, queued, sender.refused, (*sender.problems, *problems)[-MAX_PROBLEMS:])
 
 
-def _begin(courier: _Courier) -> Future[None]:
-    done: Future[None] = Future()
+def _begin(sender: _Sender) -> Future[None]:
+    result: Future[None] = Future()
 
     def run() -> None:
         try:
-            courier.run()
+            sender.run()
         except BaseException as error:
-            done.set_exception(error)
+            result.set_exception(error)
         else:
-            done.set_result(None)
+            result.set_result(None)
 
     Thread(target=run, name="kb-sending", daemon=True).start()
-    return done
+    return result
 
 
-def _wait(courier: _Courier, seconds: float) -> tuple[str, ...]:
+def _wait(sender: _Sender, seconds: float) -> tuple[str, ...]:
     try:
-        _begin(courier).result(seconds)  # in here: Ctrl-C may come as soon as the thread has begun
+        _begin(sender).result(seconds)  # inside `try`: Ctrl-C may come as soon as the thread has started
     except TimeoutError:
         return (f"given up after {seconds:g} s",)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""What of a report may leave a node: the verdict, what it stands on, the kind of machine; nothing that names anybody.
+"""The part of a report that may leave a node: the verdict, its evidence, the kind of machine; nothing that identifies.
 
-No logs, tracebacks, variables, hosts, users or files of the reader. The model is strict and every length is bounded,
-so that a report is at most `MOST_BYTES` of JSON: who receives one takes it for data, and refuses what is none of it.
+No logs, tracebacks, variables, hosts, users or files of the reader. The model is strict and every length is bounded, so
+that a report is at most `MAX_BYTES` of JSON. A service treats what it receives as data and refuses what does not fit.
 """
 
 from __future__ import annotations
@@ -17,81 +17,81 @@ from kb.errors import UsageError
 from kb.redaction.redactor import Redactor, local_redactor
 from kb.verify.verdict import Verdict
 
-MOST_BYTES = 64 << 10  # of any report as JSON in UTF-8; tests/kb/test_shared_report.py holds the lengths below to it
-LINE, WORD = 500, 64  # characters
-MOST_VARIANTS, MOST_EVIDENCE, MOST_GPUS = 8, 6, 64
+MAX_BYTES = 64 << 10  # of any report as JSON in UTF-8; a test checks that the lengths below respect it
+MAX_LINE, MAX_WORD = 500, 64  # characters
+MAX_VARIANTS, MAX_EVIDENCE, MAX_GPUS = 8, 6, 64
 
-# Beside control characters: what breaks a line or turns the direction of what follows.
-UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+")
-PART = r"(?:[\w.+@%=,~-]|<[a-z]+-\d+>)+"
-FILE = re.compile(rf"(?<![\w.:/~>-])~?/(?!(?:dev|proc|sys|etc)/){PART}(?:/{PART})+/?")
+# Control characters, and what breaks a line or changes the direction of text.
+INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+")
+PATH_PART = r"(?:[\w.+@%=,~-]|<[a-z]+-\d+>)+"
+FILE_PATH = re.compile(rf"(?<![\w.:/~>-])~?/(?!(?:dev|proc|sys|etc)/){PATH_PART}(?:/{PATH_PART})+/?")
 LIBRARY_SOURCE = re.compile(r"[^/]+\.(?:cc|cpp|cu|h|hpp)$")  # as the errors of torch, gloo and NCCL name them
 
-SHOWN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*$"
-Line = Annotated[str, Field(max_length=LINE, pattern=SHOWN)]
-Word = Annotated[str, Field(max_length=WORD, pattern=SHOWN)]
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*$"
+Line = Annotated[str, Field(max_length=MAX_LINE, pattern=PRINTABLE)]
+Word = Annotated[str, Field(max_length=MAX_WORD, pattern=PRINTABLE)]
 EntryId = Annotated[str, Field(max_length=100, pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$", description="sha256; empty when there is no such file.")]
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 Fidelity = Literal["hardware", "cpu", "stand-in", "model", "check"]
-Ending = Literal[
+Outcome = Literal[
     "completed", "raised", "symptom", "hung", "killed", "exited", "stopped", "unavailable", "harness-failure"
 ]
 
 
-def _utc(moment: datetime.datetime) -> datetime.datetime:
+def _to_utc(time: datetime.datetime) -> datetime.datetime:
     try:
-        return moment.astimezone(datetime.UTC)
+        return time.astimezone(datetime.UTC)
     except OverflowError:
-        raise ValueError("no such moment in UTC") from None
+        raise ValueError("this time does not exist in UTC") from None
 
 
-Moment = Annotated[AwareDatetime, AfterValidator(_utc)]
+UtcTime = Annotated[AwareDatetime, AfterValidator(_to_utc)]
 
 
-class Shape(BaseModel):
-    """A part of a shared report: no other members, no conversions."""
+class StrictModel(BaseModel):
+    """The base of the models below: no other members, no conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class SharedFinding(Shape):
-    """What the check said of the machine or of the file that it was given."""
+class SharedFinding(StrictModel):
+    """The result of a check of the machine or of a file."""
 
     state: Literal["exposed", "clear", "unknown"]
-    evidence: Annotated[tuple[Line, ...], Field(max_length=MOST_EVIDENCE)] = ()
+    evidence: Annotated[tuple[Line, ...], Field(max_length=MAX_EVIDENCE)] = ()
     advice: Line | None = None
 
 
-class SharedArm(Shape):
-    """How one arm ended, and how it was expected to."""
+class SharedArm(StrictModel):
+    """How one arm ended, and how it was expected to end."""
 
-    outcome: Ending
+    outcome: Outcome
     expected: Word
     because: Line = ""
     first_failing_rank: Annotated[int, Field(ge=0, le=10**7)] | None = None
     duration_s: Seconds = 0.0
 
 
-class SharedArms(Shape):
-    """The last pair."""
+class SharedArms(StrictModel):
+    """The last pair of arms."""
 
     control: SharedArm
     treatment: SharedArm
 
 
-class SharedVariant(Shape):
-    """The incident in another form, run besides."""
+class SharedVariant(StrictModel):
+    """The incident in another form, run in addition."""
 
     experiment: Word | None
     verdict: Verdict
     reason: Line = ""
 
 
-class Machine(Shape):
-    """The kind of machine and of the training environment: versions as they are printed; null is unknown."""
+class Machine(StrictModel):
+    """The kind of machine and training environment: versions as they are printed; null for unknown."""
 
-    gpus: Annotated[tuple[Word, ...], Field(max_length=MOST_GPUS, description="One name for each GPU.")] = ()
+    gpus: Annotated[tuple[Word, ...], Field(max_length=MAX_GPUS, description="One name for each GPU.")] = ()
     driver: Word | None = None
     torch: Word | None = None
     cuda: Word | None = None
@@ -101,53 +101,53 @@ class Machine(Shape):
     python: Word | None = None
 
 
-class SharedReport(Shape):
-    """One verification. `fidelity` belongs to the verdict: one from a CPU says nothing of NCCL."""
+class SharedReport(StrictModel):
+    """One verification. `fidelity` belongs to the verdict: a verdict from a CPU says nothing about NCCL."""
 
     id: EntryId
     title: Line = ""
     verdict: Verdict
     reason: Line = ""
-    evidence: Line = Field("", description="The line that the verdict stands on.")
+    evidence: Line = Field("", description="The line that the verdict is based on.")
     experiment: Word | None = None
     fidelity: Fidelity
     entry_digest: Digest
     probe_digest: Digest = ""
-    started_at: Moment
+    started_at: UtcTime
     duration_s: Seconds
     kb_version: Annotated[str, Field(max_length=40, pattern=r"^[0-9A-Za-z.+!-]+$")]
     check: SharedFinding | None = None
     arms: SharedArms | None = None
-    variants: Annotated[tuple[SharedVariant, ...], Field(max_length=MOST_VARIANTS)] = ()
+    variants: Annotated[tuple[SharedVariant, ...], Field(max_length=MAX_VARIANTS)] = ()
     machine: Machine = Machine()
     next_step: Line = ""
 
 
-def shared(document: Mapping[str, Any]) -> SharedReport:
-    """What may leave of a report (`Report.to_json()`), or of a shared one: that stays as it is when it is clean.
+def to_shared_report(document: Mapping[str, Any]) -> SharedReport:
+    """The shareable part of a report (`Report.to_json()`). A shared report without anything to redact is unchanged.
 
-    Raises `UsageError` for what is no report.
+    Raises `UsageError` for an invalid report.
     """
-    told = _Told(local_redactor())
+    redaction = _Redaction(local_redactor())
     try:
-        told.report(document)  # a name that the end gives away is to be hidden at the beginning too
-        return SharedReport.model_validate(told.report(document))
+        redaction.report(document)  # first pass: a name that the end reveals is then redacted at the beginning too
+        return SharedReport.model_validate(redaction.report(document))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"this is no report of kb: {error}", "`kb verify ID --json` prints one") from error
+        raise UsageError(f"this is not a report of kb: {error}", "`kb verify ID --json` prints one") from error
 
 
-def one_line(text: str, most: int = LINE) -> str:
-    """What anybody wrote as one line that may be shown: without names, secrets, files and unseen characters."""
-    return _Told(local_redactor()).line(text, most)
+def redact_line(text: str, length: int = MAX_LINE) -> str:
+    """Any text as one printable line without names, secrets and file paths."""
+    return _Redaction(local_redactor()).line(text, length)
 
 
-def gpu_name(text: str) -> str:
-    """The name of a GPU likewise: a machine that is called h100 does not hide that its GPUs are, too."""
-    return _Told(Redactor()).line(text, WORD)
+def redact_gpu_name(text: str) -> str:
+    """The name of a GPU, redacted likewise, but kept on a machine that is itself called h100."""
+    return _Redaction(Redactor()).line(text, MAX_WORD)
 
 
-def kind_of_machine(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine of a report from what `kb env` says of it: kinds and versions, nothing that names it."""
+def machine_kind(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The `machine` of a shared report from a machine snapshot: kinds and versions, nothing that identifies it."""
     host, python = environment.get("host") or {}, environment.get("python") or {}
     torch, packages = python.get("torch") or {}, python.get("packages") or {}
     gpus: Sequence[Mapping[str, Any]] = environment.get("gpus") or ()
@@ -163,8 +163,8 @@ def kind_of_machine(environment: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Told:
-    """Makes the parts of a report: one redactor, so that equal names are equal placeholders in all of them."""
+class _Redaction:
+    """Redacts the parts of a report with one redactor, so that equal names get equal placeholders in all of them."""
 
     def __init__(self, redactor: Redactor) -> None:
         self._redactor = redactor
@@ -186,29 +186,29 @@ class _Told:
             "check": self.check(document.get("check")),
             "arms": self.arms(document.get("arms")),
             "variants": self.variants(document.get("variants") or ()),
-            "machine": self.machine(document.get("machine") or kind_of_machine(document.get("environment") or {})),
+            "machine": self.machine(document.get("machine") or machine_kind(document.get("environment") or {})),
             "next_step": self.line(document.get("next_step")),
         }
 
-    def line(self, text: object, most: int = LINE) -> str:
-        """One line without names, files and unseen characters. Cut at last: half a secret would not be known as one."""
-        plain = " ".join(UNSEEN.sub(" ", str(text or "")[: 8 * most]).split())
-        clean = FILE.sub(_hide, self._redactor.text(plain))
-        return clean if len(clean) <= most else f"{clean[: most - 1]}…"
+    def line(self, text: object, length: int = MAX_LINE) -> str:
+        """One redacted line. It is cut last: the redactor would not recognize half a secret."""
+        printable = " ".join(INVISIBLE.sub(" ", str(text or "")[: 8 * length]).split())
+        redacted = FILE_PATH.sub(_path_placeholder, self._redactor.text(printable))
+        return redacted if len(redacted) <= length else f"{redacted[: length - 1]}…"
 
     def word(self, text: object) -> str | None:
-        return self.line(text, WORD) or None
+        return self.line(text, MAX_WORD) or None
 
-    def check(self, found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if not found:
+    def check(self, check: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if not check:
             return None
-        evidence = tuple(map(self.line, found.get("evidence") or ()))[:MOST_EVIDENCE]
-        return {"state": found["state"], "evidence": evidence, "advice": self.line(found.get("advice")) or None}
+        evidence = tuple(map(self.line, check.get("evidence") or ()))[:MAX_EVIDENCE]
+        return {"state": check["state"], "evidence": evidence, "advice": self.line(check.get("advice")) or None}
 
-    def arms(self, found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if not found or not all("outcome" in found.get(name, {}) for name in ("control", "treatment")):
+    def arms(self, arms: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if not arms or not all("outcome" in arms.get(name, {}) for name in ("control", "treatment")):
             return None
-        return {name: self.arm(found[name]) for name in ("control", "treatment")}
+        return {name: self.arm(arms[name]) for name in ("control", "treatment")}
 
     def arm(self, arm: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -219,22 +219,22 @@ class _Told:
             "duration_s": float(arm.get("duration_s") or 0.0),
         }
 
-    def variants(self, found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    def variants(self, variants: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
         return tuple(
             {
-                "experiment": self.word(one.get("experiment")),
-                "verdict": Verdict(one["verdict"]),
-                "reason": self.line(one.get("reason")),
+                "experiment": self.word(variant.get("experiment")),
+                "verdict": Verdict(variant["verdict"]),
+                "reason": self.line(variant.get("reason")),
             }
-            for one in found[:MOST_VARIANTS]
+            for variant in variants[:MAX_VARIANTS]
         )
 
-    def machine(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = {name: self.word(found.get(name)) for name in Machine.model_fields if name != "gpus"}
-        return {**kinds, "gpus": tuple(map(gpu_name, found.get("gpus") or ()))[:MOST_GPUS]}
+    def machine(self, machine: Mapping[str, Any]) -> dict[str, Any]:
+        versions = {name: self.word(machine.get(name)) for name in Machine.model_fields if name != "gpus"}
+        return {**versions, "gpus": tuple(map(redact_gpu_name, machine.get("gpus") or ()))[:MAX_GPUS]}
 
 
-def _hide(match: re.Match[str]) -> str:
-    """A file of the reader; the name of a library's own source stays, since errors are known by it."""
+def _path_placeholder(match: re.Match[str]) -> str:
+    """The placeholder of a path. The file name of a library's source stays, since errors are identified by it."""
     source = LIBRARY_SOURCE.search(match.group())
     return f"<path>/{source.group()}" if source else "<path>"

@@ -25,9 +25,9 @@ NODE = """
 import json, os, re, signal, sys
 from dataclasses import asdict
 from pathlib import Path
-from kb.outbox import Outbox
-from kb.sending import send
-from kb.service import Service
+from kb.sharing.outbox import Outbox
+from kb.sharing.sender import send
+from kb.sharing.client import Service
 
 directory, url, reports = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 last, count = int(os.environ.get("KILL_AT", "0")), 0
@@ -79,8 +79,8 @@ def delivery_of(node: subprocess.Popen[bytes]) -> dict[str, Any]:
     if node.returncode == -signal.SIGKILL:
         return {}
     assert node.returncode == 0, err.decode()
-    said: dict[str, Any] = json.loads(out)
-    return said
+    document: dict[str, Any] = json.loads(out)
+    return document
 
 
 class Peer(ThreadingHTTPServer):

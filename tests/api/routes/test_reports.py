@@ -12,7 +12,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from kb.sharing.shared_report import shared
+from kb.sharing.shared_report import to_shared_report
 from kb.store import audit, keys
 from kb.store.database import Database
 from kb.store.keys import Scope
@@ -45,9 +45,9 @@ def report(**members: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def database(store_path: Path) -> Database:
-    found = Database.open(store_path)
-    found.prepare()
-    return found
+    result = Database.open(store_path)
+    result.prepare()
+    return result
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def test_a_report_is_kept_and_is_where_its_receipt_says(client: httpx.Client, po
     response = post(report())
     assert response.status_code == 201
     assert response.json() == {"number": 1, "id": "slow-disk", "verdict": "verified"}
-    found = client.get(response.headers["location"]).json()
-    assert found["number"] == 1
-    assert found["received_at"].endswith("Z")
-    assert found["machine"]["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2
-    assert {name: found[name] for name in report() if name != "machine"} == {
+    document = client.get(response.headers["location"]).json()
+    assert document["number"] == 1
+    assert document["received_at"].endswith("Z")
+    assert document["machine"]["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert {name: document[name] for name in report() if name != "machine"} == {
         name: value for name, value in report().items() if name != "machine"
     }
 
@@ -159,7 +159,7 @@ def test_who_may_only_read_may_not_report(client: httpx.Client, bearers: dict[st
         (json.dumps(report(started_at="2026-03-01")).encode(), "started_at"),
         (json.dumps(report(duration_s=float("nan"))).encode(), "duration_s"),
     ],
-    ids=lambda one: one[:20] if isinstance(one, bytes) else one,
+    ids=lambda item: item[:20] if isinstance(item, bytes) else item,
 )
 def test_what_is_no_report_is_refused_by_the_name_of_the_part(
     client: httpx.Client, post: Post, body: bytes, named: str
@@ -184,9 +184,9 @@ def test_a_body_of_more_than_the_largest_report_is_refused(client: httpx.Client,
 
 def test_names_that_a_node_did_not_hide_are_hidden_here(client: httpx.Client, post: Post) -> None:
     post(report(reason="user bob@example.com read /scratch/secret/plan"))
-    (found,) = client.get("/v1/reports").json()["reports"]
-    assert "bob" not in found["reason"]
-    assert "secret" not in found["reason"]
+    (result,) = client.get("/v1/reports").json()["reports"]
+    assert "bob" not in result["reason"]
+    assert "secret" not in result["reason"]
 
 
 def test_markup_is_data(client: httpx.Client, post: Post) -> None:
@@ -222,8 +222,8 @@ def test_filters_narrow_the_list(client: httpx.Client, post: Post, filters: dict
     post(report(verdict="inverted", machine={"gpus": ["NVIDIA A100"], "torch": "2.6.0"}), "key-number-2")
     post(report(machine={}), "key-number-3")
     post(report(id="gone-thing"), "key-number-4")
-    found = client.get("/v1/reports", params=filters).json()["reports"]
-    assert [one["number"] for one in found] == numbers
+    document = client.get("/v1/reports", params=filters).json()["reports"]
+    assert [item["number"] for item in document] == numbers
 
 
 def test_a_list_comes_in_pages_and_a_new_report_moves_none(client: httpx.Client, post: Post) -> None:
@@ -233,7 +233,7 @@ def test_a_list_comes_in_pages_and_a_new_report_moves_none(client: httpx.Client,
     post(report(), "key-number-5")
     second = client.get("/v1/reports", params={"limit": 2, "cursor": first["next"]}).json()
     third = client.get("/v1/reports", params={"limit": 2, "cursor": second["next"]}).json()
-    pages = [[one["number"] for one in found["reports"]] for found in (first, second, third)]
+    pages = [[item["number"] for item in result["reports"]] for result in (first, second, third)]
     assert pages == [[5, 4], [3, 2], [1]]
     assert third["next"] is None
 
@@ -261,8 +261,8 @@ def test_reports_say_whether_entry_and_probe_have_changed_since(client: httpx.Cl
     post(report(), "key-number-1")
     post(report(id="gone-thing"), "key-number-2")
     post(report(entry_digest=digest, probe_digest=""), "key-number-3")  # these entries have no probe
-    found = client.get("/v1/reports").json()["reports"]
-    assert {one["number"]: (one["earlier_wording"], one["earlier_probe"]) for one in found} == {
+    document = client.get("/v1/reports").json()["reports"]
+    assert {item["number"]: (item["earlier_wording"], item["earlier_probe"]) for item in document} == {
         1: (True, True),
         2: (None, None),
         3: (False, False),
@@ -278,10 +278,10 @@ def test_the_report_of_a_node_stays_the_same_on_its_way(
     kb("verify", "breaks-here", "--json", XDG_DATA_HOME=str(data))
     (whole,) = history(Database.open(data / "kb" / "reports.db"), "breaks-here")
     assert whole["arms"]["control"]["ranks"]
-    sent = shared(whole).model_dump(mode="json")
+    sent = to_shared_report(whole).model_dump(mode="json")
     number = post(sent).json()["number"]
-    found = client.get(f"/v1/reports/{number}").json()
-    assert {name: found[name] for name in sent} == sent
+    document = client.get(f"/v1/reports/{number}").json()
+    assert {name: document[name] for name in sent} == sent
 
 
 def local(entry_id: str, started_at: str, **members: Any) -> dict[str, Any]:
@@ -294,9 +294,9 @@ def local(entry_id: str, started_at: str, **members: Any) -> dict[str, Any]:
 def test_reports_of_this_machine_are_shown_without_what_names_it(client: httpx.Client, database: Database) -> None:
     save(database, [local("slow-disk", "2026-03-01T00:00:00+00:00", reason="in /home/alice/x")])
     response = client.get("/v1/entries/slow-disk/reports")
-    (found,) = response.json()["reports"]
-    assert (found["number"], found["received_at"]) == (None, None)
-    assert found["machine"]["kernel"] == "6.8"
+    (result,) = response.json()["reports"]
+    assert (result["number"], result["received_at"]) == (None, None)
+    assert result["machine"]["kernel"] == "6.8"
     for secret in ("5bce98f73f3e", "NCCL_DEBUG", "alice", "environment"):
         assert secret not in response.text
     assert client.get("/v1/reports").json()["reports"] == []
@@ -308,19 +308,19 @@ def test_reports_of_an_entry_come_newest_first_from_wherever_they_are(
     save(database, [local("slow-disk", f"2026-03-0{day}T00:00:00+00:00") for day in (1, 3)])
     post(report(started_at="2026-03-02T00:00:00Z"))
     post(report(id="broken-thing"), "another-key")
-    found = client.get("/v1/entries/slow-disk/reports").json()
-    assert found["id"] == "slow-disk"
-    assert [one["started_at"][8:10] for one in found["reports"]] == ["03", "02", "01"]
+    document = client.get("/v1/entries/slow-disk/reports").json()
+    assert document["id"] == "slow-disk"
+    assert [item["started_at"][8:10] for item in document["reports"]] == ["03", "02", "01"]
     limited = client.get("/v1/entries/slow-disk/reports", params={"limit": 1}).json()["reports"]
-    assert [one["started_at"][8:10] for one in limited] == ["03"]
+    assert [item["started_at"][8:10] for item in limited] == ["03"]
 
 
 def test_what_a_machine_sent_to_itself_is_one_report(client: httpx.Client, post: Post, database: Database) -> None:
     """The store of `kb serve` is by default that of the user, where `kb verify --report` keeps the report as well."""
     save(database, [local("slow-disk", "2026-03-02T00:00:00.123456+00:00")])
     post(report(id="slow-disk", started_at="2026-03-02T00:00:00.123456Z"))
-    (found,) = client.get("/v1/entries/slow-disk/reports").json()["reports"]
-    assert found["number"]
+    (result,) = client.get("/v1/entries/slow-disk/reports").json()["reports"]
+    assert result["number"]
 
 
 def test_an_entry_never_verified_has_no_reports(client: httpx.Client) -> None:
@@ -329,8 +329,8 @@ def test_an_entry_never_verified_has_no_reports(client: httpx.Client) -> None:
 
 def test_reports_outlive_their_entry(client: httpx.Client, database: Database) -> None:
     save(database, [local("gone", "2026-03-01T00:00:00+00:00")])
-    (found,) = client.get("/v1/entries/gone/reports").json()["reports"]
-    assert found["earlier_wording"] is None
+    (result,) = client.get("/v1/entries/gone/reports").json()["reports"]
+    assert result["earlier_wording"] is None
 
 
 def test_reports_of_an_unknown_entry_are_not_found(client: httpx.Client) -> None:
@@ -353,7 +353,7 @@ def test_a_report_that_cannot_be_shown_is_logged_and_left_out(
 def test_a_write_is_in_the_audit_log_under_the_number_of_its_request(post: Post, database: Database) -> None:
     number = post(report(), **{"X-Request-ID": "request-of-a-test"}).json()["number"]
     post(report())
-    (written,) = [one for one in audit.page(database, 100, None) if one.action == "report.create"]
+    (written,) = [item for item in audit.page(database, 100, None) if item.action == "report.create"]
     assert (written.subject, written.request_id) == (f"reports/{number}", "request-of-a-test")
     assert len(page(database)) == 1
 

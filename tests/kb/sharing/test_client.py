@@ -10,7 +10,7 @@ import pytest
 
 from kb.errors import UsageError
 from kb.sharing.client import Service
-from kb.sharing.response import Ending, Response
+from kb.sharing.response import DeliveryStatus, Response
 from tests.support.fake_service import Behaviour, Peer, drop, drop_unread, garbage, hang, listening, says, take, torn
 
 
@@ -31,7 +31,7 @@ def post(peer: Peer, *behaviours: Behaviour, api_key: str = "", timeout_s: float
      "https://kb.example.org:0", "https://kb example.org", "https://kb.example.org/\r\nX: y", "https://[::1"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_before_anything_is_sent(url: str) -> None:
-    with pytest.raises(UsageError, match="is no address of a kb service"):
+    with pytest.raises(UsageError, match="is not the URL of a kb service"):
         Service.at(url)
 
 
@@ -69,7 +69,7 @@ def test_plain_http_beyond_this_machine_is_exposed(url: str, is_exposed: bool) -
 
 
 def test_a_try_carries_key_body_and_a_path_below_the_address(peer: Peer) -> None:
-    assert Service.at(f"{peer.url}/team/", "kb_secret").post("key-1", b"{}", 60).ending is Ending.TAKEN
+    assert Service.at(f"{peer.url}/team/", "kb_secret").post("key-1", b"{}", 60).status is DeliveryStatus.ACCEPTED
     (request,) = peer.requests
     assert (request.path, request.body, request.key) == ("/team/v1/reports", b"{}", "key-1")
     assert request.headers["Authorization"] == "Bearer kb_secret"
@@ -82,37 +82,52 @@ def test_without_a_key_none_is_sent(peer: Peer) -> None:
 
 
 def test_a_new_report_and_a_repeated_one_are_taken(peer: Peer) -> None:
-    assert post(peer) == post(peer) == Response(Ending.TAKEN)
+    assert post(peer) == post(peer) == Response(DeliveryStatus.ACCEPTED)
     assert len(peer.kept) == 1
 
 
 ANSWERS = {
-    "a report of the wrong shape": (says(422, "no verdict"), Ending.REFUSED, "422 Unprocessable", "no verdict"),
-    "a report that is too large": (says(413, "too long"), Ending.REFUSED, "413", "too long"),
-    "a problem of the service": (says(500, "oops"), Ending.FAILED, "500", "oops"),
-    "a proxy without a service": (says(502, "<h1>Bad</h1>", "text/html"), Ending.FAILED, "502", "no kb service"),
-    "a proxy that finds it too large": (says(413, "<h1>", "text/html"), Ending.FAILED, "413", "no kb service"),
-    "a request that took too long": (says(408, "slow"), Ending.FAILED, "408", "slow"),
-    "a page that asks to log in": (says(200, "<h1>Welcome</h1>", "text/html"), Ending.FAILED, "200", "no kb service"),
-    "a list": (says(201, "[1]", "text/plain"), Ending.FAILED, "201", "no kb service"),
-    "nested brackets": (says(201, "[" * 60_000, "text/plain"), Ending.FAILED, "201", "no kb service"),
-    "an unknown status": (says(299, "?"), Ending.FAILED, "299", "?"),
-    "another service": (says(404, "<h1>", "text/html"), Ending.CLOSED, "takes reports", "404 Not Found"),
-    "an older service": (says(405, "GET only"), Ending.CLOSED, "takes reports", "405"),
-    "a proxy that wants a password": (says(407), Ending.CLOSED, "takes reports", "407"),
-    "a missing key": (says(401), Ending.CLOSED, "wants a key that it knows", "set KB_API_KEY"),
-    "nothing at all": (drop_unread, Ending.FAILED, "gave no answer", ""),
-    "a lost answer": (drop, Ending.FAILED, "gave no answer", ""),
-    "half an answer": (torn, Ending.FAILED, "201 Created", "no kb service"),
-    "no http": (garbage, Ending.FAILED, "gave no answer", "SSH"),
+    "a report of the wrong shape": (says(422, "no verdict"), DeliveryStatus.REFUSED, "422 Unprocessable", "no verdict"),
+    "a report that is too large": (says(413, "too long"), DeliveryStatus.REFUSED, "413", "too long"),
+    "a problem of the service": (says(500, "oops"), DeliveryStatus.FAILED, "500", "oops"),
+    "a proxy without a service": (
+        says(502, "<h1>Bad</h1>", "text/html"),
+        DeliveryStatus.FAILED,
+        "502",
+        "not the response",
+    ),
+    "a proxy that finds it too large": (
+        says(413, "<h1>", "text/html"),
+        DeliveryStatus.FAILED,
+        "413",
+        "not the response",
+    ),
+    "a request that took too long": (says(408, "slow"), DeliveryStatus.FAILED, "408", "slow"),
+    "a page that asks to log in": (
+        says(200, "<h1>Welcome</h1>", "text/html"),
+        DeliveryStatus.FAILED,
+        "200",
+        "not the response",
+    ),
+    "a list": (says(201, "[1]", "text/plain"), DeliveryStatus.FAILED, "201", "not the response"),
+    "nested brackets": (says(201, "[" * 60_000, "text/plain"), DeliveryStatus.FAILED, "201", "not the response"),
+    "an unknown status": (says(299, "?"), DeliveryStatus.FAILED, "299", "?"),
+    "another service": (says(404, "<h1>", "text/html"), DeliveryStatus.UNAVAILABLE, "accepts reports", "404 Not Found"),
+    "an older service": (says(405, "GET only"), DeliveryStatus.UNAVAILABLE, "accepts reports", "405"),
+    "a proxy that wants a password": (says(407), DeliveryStatus.UNAVAILABLE, "accepts reports", "407"),
+    "a missing key": (says(401), DeliveryStatus.UNAVAILABLE, "requires a valid API key", "set KB_API_KEY"),
+    "nothing at all": (drop_unread, DeliveryStatus.FAILED, "sent no response", ""),
+    "a lost answer": (drop, DeliveryStatus.FAILED, "sent no response", ""),
+    "half an answer": (torn, DeliveryStatus.FAILED, "201 Created", "not the response"),
+    "no http": (garbage, DeliveryStatus.FAILED, "sent no response", "SSH"),
 }
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_each_answer_has_its_meaning(peer: Peer, name: str) -> None:
-    behaviour, ending, *words = ANSWERS[name]
+    behaviour, status, *words = ANSWERS[name]
     answer = post(peer, behaviour)
-    assert answer.ending is ending
+    assert answer.status is status
     assert all(word in answer.problem for word in words), answer.problem
     assert peer.url in answer.problem
 
@@ -120,7 +135,7 @@ def test_each_answer_has_its_meaning(peer: Peer, name: str) -> None:
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_key_that_is_not_accepted_is_named_by_its_variable_only(peer: Peer, status: int) -> None:
     answer = post(peer, says(status), api_key="kb_secret")
-    assert answer.ending is Ending.CLOSED
+    assert answer.status is DeliveryStatus.UNAVAILABLE
     assert "KB_API_KEY" in answer.problem
     assert "kb_secret" not in answer.problem
 
@@ -129,7 +144,7 @@ def test_a_key_that_is_not_accepted_is_named_by_its_variable_only(peer: Peer, st
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_service_is_given_the_time_it_asks_for(peer: Peer, status: int, given: str, seconds: int) -> None:
     answer = post(peer, says(status, "later", Retry_After=given))
-    assert (answer.ending, answer.wait_s) == (Ending.BUSY, seconds)
+    assert (answer.status, answer.wait_s) == (DeliveryStatus.BUSY, seconds)
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -137,7 +152,7 @@ def test_a_key_follows_no_redirect(peer: Peer, status: int) -> None:
     with listening() as elsewhere:
         answer = post(peer, says(status, Location=f"{elsewhere.url}/v1/reports"), api_key="kb_secret")
         assert not elsewhere.requests
-    assert answer.ending is Ending.CLOSED
+    assert answer.status is DeliveryStatus.UNAVAILABLE
     assert elsewhere.url in answer.problem
 
 
@@ -145,19 +160,19 @@ def test_a_service_that_is_away_is_closed() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         answer = Service.at(f"http://127.0.0.1:{unused.getsockname()[1]}").post("key-1", b"{}", 60)
-    assert answer.ending is Ending.CLOSED
+    assert answer.status is DeliveryStatus.UNAVAILABLE
     assert answer.problem.endswith("cannot be reached: Connection refused")
 
 
 def test_a_name_that_nobody_knows_is_closed() -> None:
     answer = Service.at("https://nowhere.invalid").post("key-1", b"{}", 60)
-    assert answer.ending is Ending.CLOSED
+    assert answer.status is DeliveryStatus.UNAVAILABLE
     assert "https://nowhere.invalid cannot be reached" in answer.problem
 
 
 def test_an_answer_that_never_comes_times_out(peer: Peer) -> None:
     answer = post(peer, hang, timeout_s=0.2)
-    assert answer == Response(Ending.FAILED, f"{peer.url} gave no answer: timed out")
+    assert answer == Response(DeliveryStatus.FAILED, f"{peer.url} sent no response: timed out")
 
 
 def test_what_a_service_says_cannot_move_the_terminal(peer: Peer) -> None:
@@ -173,15 +188,15 @@ def test_an_environments_proxy_is_asked_for_others_and_not_for_this_machine(
         monkeypatch.delenv(name)
     with listening() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
-        assert post(peer).ending is Ending.TAKEN
+        assert post(peer).status is DeliveryStatus.ACCEPTED
         assert not proxy.requests
-        assert Service.at("http://kb.example.org").post("key-2", b"{}", 60).ending is Ending.TAKEN
+        assert Service.at("http://kb.example.org").post("key-2", b"{}", 60).status is DeliveryStatus.ACCEPTED
         assert [request.path for request in proxy.requests] == ["http://kb.example.org/v1/reports"]
 
 
 def test_take_is_what_a_service_does(peer: Peer) -> None:
     """The same key with the same body is one report."""
     peer.behaviours += [drop, take]
-    assert post(peer).ending is Ending.FAILED
-    assert post(peer).ending is Ending.TAKEN
+    assert post(peer).status is DeliveryStatus.FAILED
+    assert post(peer).status is DeliveryStatus.ACCEPTED
     assert len(peer.kept) == 1

@@ -9,14 +9,14 @@ import pytest
 
 from kb.search.results import Hit
 from kb.sharing.hardware_boost import Hardware, gpu_model, prefer, release
-from kb.store.reports import Standing
+from kb.store.reports import VerdictCount
 
 DIGESTS = {"first": "d1", "second": "d2", "third": "d3"}
 
 
 def hit(entry_id: str, score: float) -> Hit:
     words: dict[str, Any] = dict.fromkeys(
-        ("title", "title_zh", "cause", "cause_zh", "status", "severity", "origin", "signature", "snippet"), ""
+        ("title", "title_zh", "cause", "cause_zh", "area", "status", "severity", "origin", "signature", "snippet"), ""
     )
     return Hit(id=entry_id, score=score, tags=(), frameworks=(), probe=None, matched=(), **words)
 
@@ -24,7 +24,7 @@ def hit(entry_id: str, score: float) -> Hit:
 HITS = (hit("first", 10.0), hit("second", 8.0), hit("third", 4.9))
 
 
-def standing(entry_id: str, **members: Any) -> Standing:
+def standing(entry_id: str, **members: Any) -> VerdictCount:
     given = {
         "gpu": "NVIDIA H100 80GB HBM3",
         "driver": "570",
@@ -35,11 +35,11 @@ def standing(entry_id: str, **members: Any) -> Standing:
         "count": 1,
         "last": datetime.datetime(2026, 3, 1),
     }
-    return Standing(entry_id=entry_id, **{**given, **members})
+    return VerdictCount(entry_id=entry_id, **{**given, **members})
 
 
-def ids(standings: list[Standing], gpu: str = "", torch: str = "") -> list[str]:
-    return [one.id for one in prefer(HITS, standings, DIGESTS, Hardware(gpu, torch))]
+def ids(verdict_counts: list[VerdictCount], gpu: str = "", torch: str = "") -> list[str]:
+    return [item.id for item in prefer(HITS, verdict_counts, DIGESTS, Hardware(gpu, torch))]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_a_release_is_the_first_two_numbers_of_a_version(version: str, found: st
 
 
 def test_a_fix_verified_on_the_same_gpu_comes_first_and_says_so() -> None:
-    found = prefer(HITS, [standing("second", count=3)], DIGESTS, Hardware("h100"))
-    assert [one.id for one in found] == ["second", "first", "third"]
-    told = found[0].verified_on
-    assert told is not None
-    assert (told.gpu, told.torch, told.reports) == ("NVIDIA H100 80GB HBM3", "2.7.1+cu126", 3)
-    assert "H100" in told.reason
-    assert "torch" not in told.reason
-    assert [one.verified_on for one in found[1:]] == [None, None]
+    hits = prefer(HITS, [standing("second", count=3)], DIGESTS, Hardware("h100"))
+    assert [item.id for item in hits] == ["second", "first", "third"]
+    message = hits[0].verified_on
+    assert message is not None
+    assert (message.gpu, message.torch, message.reports) == ("NVIDIA H100 80GB HBM3", "2.7.1+cu126", 3)
+    assert "H100" in message.reason
+    assert "torch" not in message.reason
+    assert [item.verified_on for item in hits[1:]] == [None, None]
 
 
 def test_of_the_same_gpu_the_same_release_of_torch_comes_first() -> None:
@@ -111,8 +111,8 @@ def test_what_was_not_verified_like_here_changes_nothing(other: dict[str, Any]) 
 
 
 def test_a_hit_that_is_no_good_answer_stays_where_it_is() -> None:
-    found = prefer(HITS, [standing("third")], DIGESTS, Hardware("H100"))
-    assert found == HITS
+    hits = prefer(HITS, [standing("third")], DIGESTS, Hardware("H100"))
+    assert hits == HITS
 
 
 def test_as_many_reports_that_contradict_speak_against_it() -> None:

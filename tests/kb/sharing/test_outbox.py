@@ -14,7 +14,7 @@ import pytest
 
 from kb.errors import StoreUnavailable
 from kb.sharing import outbox as module
-from kb.sharing.outbox import Outbox, Queued
+from kb.sharing.outbox import Outbox, QueuedReport
 from tests.support.fake_service import report
 
 URL = "https://kb.example.org"
@@ -22,7 +22,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from kb.errors import StoreUnavailable
-from kb.outbox import Outbox
+from kb.sharing.outbox import Outbox
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, 8 << 10))
 small, large = {"id": "small"}, {"id": "large", "reason": "x" * (16 << 10)}
@@ -34,7 +34,7 @@ except StoreUnavailable as error:
 HOLD = """
 import sys, time
 from pathlib import Path
-from kb.outbox import Outbox
+from kb.sharing.outbox import Outbox
 
 outbox = Outbox(Path(sys.argv[1]))
 (queued,) = outbox.waiting("https://kb.example.org")
@@ -49,7 +49,7 @@ def outbox(tmp_path: Path) -> Outbox:
     return Outbox(tmp_path / "data" / "outbox")
 
 
-def only(outbox: Outbox) -> Queued:
+def only(outbox: Outbox) -> QueuedReport:
     (queued,) = outbox.waiting(URL)
     return queued
 
@@ -81,7 +81,7 @@ def test_the_oldest_is_first(outbox: Outbox) -> None:
 
 
 def test_beyond_the_bound_the_oldest_goes_and_that_is_said(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST", 3)
+    monkeypatch.setattr(module, "MAX_REPORTS", 3)
     assert outbox.add(URL, [report(f"old-{number}") for number in range(3)]) == 0
     for path in outbox.directory.iterdir():
         os.utime(path, (1, 1))

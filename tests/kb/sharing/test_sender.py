@@ -109,7 +109,7 @@ def test_a_service_that_stays_busy_is_left_alone(filled: Outbox, peer: Peer) -> 
     peer.behaviours = [says(503, "the store is away", Retry_After="0")] * 9
     delivery = send(filled, Service.at(peer.url))
     assert (delivery.sent, delivery.queued) == (0, 3)
-    assert len(peer.requests) == sender.TRIES
+    assert len(peer.requests) == sender.MAX_ATTEMPTS
     assert "the store is away" in delivery.problems[0]
 
 

@@ -14,14 +14,14 @@ from pydantic import ValidationError
 
 from kb.errors import UsageError
 from kb.sharing.shared_report import (
-    LINE,
-    MOST_BYTES,
-    MOST_EVIDENCE,
-    MOST_GPUS,
-    MOST_VARIANTS,
-    WORD,
+    MAX_BYTES,
+    MAX_EVIDENCE,
+    MAX_GPUS,
+    MAX_LINE,
+    MAX_VARIANTS,
+    MAX_WORD,
     SharedReport,
-    shared,
+    to_shared_report,
 )
 from tests.support.console import ContentRoot, Kb
 
@@ -67,11 +67,11 @@ def document(**members: Any) -> dict[str, Any]:
 
 
 def text_of(**members: Any) -> str:
-    return shared(document(**members)).model_dump_json()
+    return to_shared_report(document(**members)).model_dump_json()
 
 
 def test_the_kind_of_machine_is_told() -> None:
-    machine = shared(document()).machine
+    machine = to_shared_report(document()).machine
     assert machine.model_dump() == {
         "gpus": ("NVIDIA H100 80GB HBM3",) * 2,
         "driver": "570.86.15",
@@ -85,46 +85,46 @@ def test_the_kind_of_machine_is_told() -> None:
 
 
 def test_logs_variables_files_and_ids_of_hosts_stay() -> None:
-    told = text_of()
+    text = text_of()
     for secret in ("alice", "gpu-node-17", "5bce98f73f3e", "GPU-1", "secret.json", "IFNAME", "venv"):
-        assert secret not in told
+        assert secret not in text
 
 
 @pytest.mark.parametrize("part", ["title", "reason", "evidence", "next_step"])
 def test_names_secrets_and_files_go_from_every_sentence(part: str) -> None:
-    said = "hf_abcdefghijklmnopqrstuvwxyz0123 of /scratch/projectx/step_10 from 10.1.2.3 of bob@example.com"
-    told = text_of(**{part: said})
+    output = "hf_abcdefghijklmnopqrstuvwxyz0123 of /scratch/projectx/step_10 from 10.1.2.3 of bob@example.com"
+    text = text_of(**{part: output})
     for secret in ("hf_abc", "projectx", "step_10", "10.1.2.3", "bob"):
-        assert secret not in told
+        assert secret not in text
 
 
 def test_nested_sentences_are_redacted_too() -> None:
-    said = "see /scratch/projectx/x and 10.1.2.3"
-    arm = {"outcome": "raised", "expected": "raised", "because": said}
-    told = text_of(
-        check={"state": "exposed", "evidence": [said], "advice": said},
+    output = "see /scratch/projectx/x and 10.1.2.3"
+    arm = {"outcome": "raised", "expected": "raised", "because": output}
+    text = text_of(
+        check={"state": "exposed", "evidence": [output], "advice": output},
         arms={"control": arm, "treatment": arm},
-        variants=[{"experiment": "x", "verdict": "verified", "reason": said}],
-        environment={"host": {"os": said}, "gpus": [{"name": said, "driver_version": said}]},
+        variants=[{"experiment": "x", "verdict": "verified", "reason": output}],
+        environment={"host": {"os": output}, "gpus": [{"name": output, "driver_version": output}]},
     )
-    assert "projectx" not in told
-    assert "10.1.2.3" not in told
-    assert told.count("<path>") == 8
+    assert "projectx" not in text
+    assert "10.1.2.3" not in text
+    assert text.count("<path>") == 8
 
 
 def test_this_user_and_this_host_are_hidden_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getpass, "getuser", lambda: "carol")
     monkeypatch.setattr(socket, "gethostname", lambda: "login07.cluster")
-    told = text_of(reason="the run of carol on login07.cluster failed")
-    assert "carol" not in told
-    assert "login07" not in told
+    text = text_of(reason="the run of carol on login07.cluster failed")
+    assert "carol" not in text
+    assert "login07" not in text
 
 
 def test_a_machine_that_is_called_like_its_gpus_hides_them_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "h100")
-    told = shared(document(reason="it ran on h100"))
-    assert told.reason == "it ran on <host-1>"
-    assert told.machine.gpus == ("NVIDIA H100 80GB HBM3",) * 2
+    shared_report = to_shared_report(document(reason="it ran on h100"))
+    assert shared_report.reason == "it ran on <host-1>"
+    assert shared_report.machine.gpus == ("NVIDIA H100 80GB HBM3",) * 2
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_machine_that_is_called_like_its_gpus_hides_them_not(monkeypatch: pyte
 )
 def test_names_of_gpus_are_no_names_of_machines(name: str) -> None:
     gpus = [{"name": name, "driver_version": "535.183.06"}]
-    machine = shared(document(environment={"gpus": gpus, "python": {"version": "3.12.3"}})).machine
+    machine = to_shared_report(document(environment={"gpus": gpus, "python": {"version": "3.12.3"}})).machine
     assert (machine.gpus, machine.driver, machine.python) == ((name,), "535.183.06", "3.12.3")
 
 
@@ -148,24 +148,24 @@ def test_a_name_that_the_end_gives_away_is_hidden_at_the_beginning() -> None:
 
 
 def test_what_an_error_is_known_by_stays() -> None:
-    said = "[/__w/pytorch/third_party/gloo/unbound_buffer.cc:129] Timed out waiting 1800000ms, /dev/shm is 64 MiB"
-    assert shared(document(evidence=said)).evidence == (
+    text = "[/__w/pytorch/third_party/gloo/unbound_buffer.cc:129] Timed out waiting 1800000ms, /dev/shm is 64 MiB"
+    assert to_shared_report(document(evidence=text)).evidence == (
         "[<path>/unbound_buffer.cc:129] Timed out waiting 1800000ms, /dev/shm is 64 MiB"
     )
 
 
 def test_addresses_of_the_web_are_no_files() -> None:
-    said = "see https://github.com/pytorch/pytorch/issues/1 and/or read it"
-    assert shared(document(reason=said)).reason == said
+    text = "see https://github.com/pytorch/pytorch/issues/1 and/or read it"
+    assert to_shared_report(document(reason=text)).reason == text
 
 
 def test_control_characters_and_turned_text_become_blanks() -> None:
-    assert shared(document(reason="a\x1b[31m\u202eb\nc\x00")).reason == "a [31m b c"
+    assert to_shared_report(document(reason="a\x1b[31m\u202eb\nc\x00")).reason == "a [31m b c"
 
 
 def test_long_sentences_are_cut_and_long_lists_end() -> None:
     variant = {"experiment": "x" * 1000, "verdict": "verified", "reason": "r"}
-    told = shared(
+    shared_report = to_shared_report(
         document(
             reason="word " * 1000,
             check={"state": "unknown", "evidence": ["e"] * 100, "advice": None},
@@ -173,12 +173,12 @@ def test_long_sentences_are_cut_and_long_lists_end() -> None:
             environment={"gpus": [{"name": "H100", "driver_version": "1"}] * 1000},
         )
     )
-    assert len(told.reason) == LINE
-    assert told.reason.endswith("…")
-    assert told.check
-    assert len(told.check.evidence) == MOST_EVIDENCE
-    assert len(told.variants) == MOST_VARIANTS
-    assert len(told.machine.gpus) == MOST_GPUS
+    assert len(shared_report.reason) == MAX_LINE
+    assert shared_report.reason.endswith("…")
+    assert shared_report.check
+    assert len(shared_report.check.evidence) == MAX_EVIDENCE
+    assert len(shared_report.variants) == MAX_VARIANTS
+    assert len(shared_report.machine.gpus) == MAX_GPUS
 
 
 def test_times_are_told_in_utc() -> None:
@@ -186,23 +186,23 @@ def test_times_are_told_in_utc() -> None:
 
 
 def test_a_shared_report_is_shared_as_it_is() -> None:
-    once = shared(document(reason="bob@example.com in /scratch/a/b"))
-    assert shared(once.model_dump(mode="json")) == once
+    once = to_shared_report(document(reason="bob@example.com in /scratch/a/b"))
+    assert to_shared_report(once.model_dump(mode="json")) == once
     assert SharedReport.model_validate_json(once.model_dump_json()) == once
 
 
 def test_the_report_of_the_command_can_be_shared(content: ContentRoot, kb: Kb) -> None:
     content.incident("breaks-here")
-    told = shared(kb("verify", "breaks-here", "--json").json)
-    assert (told.id, told.verdict, told.fidelity) == ("breaks-here", "verified", "cpu")
-    assert told.arms
-    assert (told.arms.control.outcome, told.arms.treatment.outcome) == ("raised", "completed")
-    assert told.machine.python
-    assert str(content.path) not in told.model_dump_json()
+    shared_report = to_shared_report(kb("verify", "breaks-here", "--json").json)
+    assert (shared_report.id, shared_report.verdict, shared_report.fidelity) == ("breaks-here", "verified", "cpu")
+    assert shared_report.arms
+    assert (shared_report.arms.control.outcome, shared_report.arms.treatment.outcome) == ("raised", "completed")
+    assert shared_report.machine.python
+    assert str(content.path) not in shared_report.model_dump_json()
 
 
 def test_the_largest_report_stays_below_the_limit() -> None:
-    line, word = LONGEST * LINE, LONGEST * WORD
+    line, word = LONGEST * MAX_LINE, LONGEST * MAX_WORD
     arm = {"outcome": "harness-failure", "expected": word, "because": line}
     largest = SharedReport.model_validate_json(
         json.dumps(
@@ -216,24 +216,26 @@ def test_the_largest_report_stays_below_the_limit() -> None:
                 "started_at": "2026-03-01T08:30:00.123456+00:00",
                 "duration_s": 1234567.1234567,
                 "kb_version": "0" * 40,
-                "check": {"state": "exposed", "evidence": [line] * MOST_EVIDENCE, "advice": line},
+                "check": {"state": "exposed", "evidence": [line] * MAX_EVIDENCE, "advice": line},
                 "arms": {"control": arm, "treatment": arm},
-                "variants": [{"experiment": word, "verdict": "not-applicable", "reason": line}] * MOST_VARIANTS,
+                "variants": [{"experiment": word, "verdict": "not-applicable", "reason": line}] * MAX_VARIANTS,
                 "machine": {
-                    "gpus": [word] * MOST_GPUS,
+                    "gpus": [word] * MAX_GPUS,
                     **dict.fromkeys(("driver", "torch", "cuda", "nccl", "kernel", "os", "python"), word),
                 },
             }
         )
     )
-    assert len(largest.model_dump_json().encode()) < MOST_BYTES
+    assert len(largest.model_dump_json().encode()) < MAX_BYTES
 
 
 @given(said=st.text(max_size=700))
 @settings(max_examples=60)
 def test_any_sentence_can_be_shared(said: str) -> None:
-    told = shared(document(reason=said, check={"state": "unknown", "evidence": [said], "advice": said}))
-    assert SharedReport.model_validate_json(told.model_dump_json()) == told
+    shared_report = to_shared_report(
+        document(reason=said, check={"state": "unknown", "evidence": [said], "advice": said})
+    )
+    assert SharedReport.model_validate_json(shared_report.model_dump_json()) == shared_report
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_any_sentence_can_be_shared(said: str) -> None:
         ("entry_digest", "Z" * 64),
         ("verdict", "confirmed"),
         ("fidelity", "gpu"),
-        ("reason", "x" * (LINE + 1)),
+        ("reason", "x" * (MAX_LINE + 1)),
         ("reason", "a\nb"),
         ("reason", "a\u202eb"),
         ("started_at", "2026-03-01T08:30:00"),
@@ -257,7 +259,7 @@ def test_any_sentence_can_be_shared(said: str) -> None:
     ],
 )
 def test_what_may_not_be_in_a_shared_report_is_refused(member: str, value: object) -> None:
-    sound = shared(document()).model_dump(mode="json")
+    sound = to_shared_report(document()).model_dump(mode="json")
     with pytest.raises(ValidationError):
         SharedReport.model_validate_json(json.dumps({**sound, member: value}))
 
@@ -266,11 +268,11 @@ def test_what_may_not_be_in_a_shared_report_is_refused(member: str, value: objec
 def test_what_is_no_report_is_refused_with_a_hint(missing: str) -> None:
     broken = document()
     del broken[missing]
-    with pytest.raises(UsageError, match="no report of kb"):
-        shared(broken)
+    with pytest.raises(UsageError, match="not a report of kb"):
+        to_shared_report(broken)
 
 
 def test_a_lone_surrogate_is_no_text() -> None:
-    sound = shared(document()).model_dump_json().replace("because", "\\ud800")
+    sound = to_shared_report(document()).model_dump_json().replace("because", "\\ud800")
     with pytest.raises(ValidationError):
         SharedReport.model_validate_json(sound)
