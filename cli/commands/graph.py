@@ -1,4 +1,4 @@
-"""`kb graph`: what leads to an incident, what it leads to, and what hides it, as a tree."""
+"""`kb graph`: the causes and consequences of an incident, and what masks it, as a tree."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from kb.content.causes import Graph
 
-DEPTH = 3  # further than that nobody acts on
-WIDE = 200  # columns of a pipe: nothing is cut
+DEPTH = 3  # farther entries help nobody to act
+WIDE = 200  # columns in a pipe, so that nothing is cut
 
 
 def graph(
@@ -25,13 +25,13 @@ def graph(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Show the neighbourhood of an entry in the graph of causes."""
+    """Show the neighbours of an entry in the graph of causes."""
     from kb.content.catalog import load_catalog
     from kb.content.causes import graph as graph_of
 
-    found = load_catalog(configured_roots(tuple(roots or ())))
-    entry_id = found.get(entry_id).id
-    whole = graph_of(found.current())
+    catalog = load_catalog(configured_roots(tuple(roots or ())))
+    entry_id = catalog.get(entry_id).id
+    whole = graph_of(catalog.current())
     if as_json:
         emit("graph", **whole.around(entry_id))
     else:
@@ -53,18 +53,18 @@ def _print(whole: Graph, entry_id: str) -> None:
         if follow(entry_id):
             _grow(tree.add(f"[dim]{heading}[/dim]"), whole, follow, entry_id, (entry_id,))
     if not tree.children:
-        tree.add("[dim]nothing is linked to it[/dim]")
+        tree.add("[dim]no links to other entries[/dim]")
     console = Console()
     console.width = console.width if console.is_terminal else WIDE
     console.print(tree)
 
 
 def _grow(tree: Tree, whole: Graph, follow: Callable[[str], tuple[str, ...]], at: str, path: tuple[str, ...]) -> None:
-    """The branches below `at`; an entry that is its own ancestor ends its branch."""
-    for one in follow(at):
-        branch = tree.add(_label(whole, one))
-        if one not in path and len(path) < DEPTH:
-            _grow(branch, whole, follow, one, (*path, one))
+    """Adds the branches below `at`; an entry that is its own ancestor ends its branch."""
+    for entry_id in follow(at):
+        branch = tree.add(_label(whole, entry_id))
+        if entry_id not in path and len(path) < DEPTH:
+            _grow(branch, whole, follow, entry_id, (*path, entry_id))
 
 
 def _label(whole: Graph, entry_id: str) -> str:

@@ -10,9 +10,9 @@ import typer
 
 from kb.content.area import Area
 from kb.content.filters import Filter
-from kb.content.gpu_records import add_standing
+from kb.content.gpu_records import add_gpu_summaries
 from kb.content.roots import configured_roots
-from kb.search.index import open_index
+from kb.search.index_cache import open_index
 
 from ..terminal.output import JsonFlag, RootOption, emit, notice, style
 
@@ -54,7 +54,7 @@ def list_(
     with open_index(chosen, notice) as index:
         documents = Filter.of(tag, framework, status, area).listed(document for _, document in index.documents())
     documents.sort(key=lambda document: str(document["id"]))
-    add_standing(documents, chosen)
+    add_gpu_summaries(documents, chosen)
     if as_json:
         emit("list", entries=[{key: document[key] for key in KEYS} for document in documents])
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kb.content.gpu_records import proofs, standing
+from kb.content.gpu_records import gpu_summary, proofs
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 
@@ -36,7 +36,7 @@ def show(
     catalog = load_catalog(chosen)
     entry = catalog.get(entry_id)
     probe = catalog.probe_file(entry)
-    hardware = standing(probe, proofs(chosen).get(entry.id, ()), entry.digest)
+    hardware = gpu_summary(probe, proofs(chosen).get(entry.id, ()), entry.digest)
     if as_json:
         emit("show", **entry.to_json(), probe_file=str(probe) if probe else None, hardware=hardware or None)
     elif markdown:

@@ -1,25 +1,27 @@
-"""MkDocs hooks: a page per entry, their index and the graph of causes, made from the entries at every build.
+"""MkDocs hooks: a page per entry, an index by area and the graph of causes, generated at every build.
 
-Entries are CommonMark and rendered by kb's own parser; MkDocs gets the headings as Markdown, for its table of
-contents and its search, and what stands under them as HTML.
+kb's own parser renders the entries, which are CommonMark. MkDocs gets the headings as Markdown, for its table of
+contents and its search, and the text under them as HTML.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from html import escape
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from kb.content import causes_svg, gpu_records
+from kb.content.area import Area
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.causes import Graph, graph
 from kb.content.entry import SECTIONS, Entry
-from kb.content.html import rendered
+from kb.content.html import section_html
 from kb.content.roots import builtin_root
 
 WIDE = "---\nhide: [navigation, toc]\n---\n"
+Proofs = Mapping[str, tuple[gpu_records.Proof, ...]]  # by entry
 
 STYLE = """\
 .graph { overflow-x: auto; }
@@ -37,16 +39,17 @@ STYLE = """\
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages. Raises `ContentError` for an entry that cannot be read."""
+    """Adds the generated pages. Raises `ContentError` for an entry that cannot be read."""
     roots = (builtin_root(),)
-    found = load_catalog(roots)
-    if found.problems:
-        raise found.problems[0]
-    known, links = gpu_records.proofs(roots), graph(found.current())
+    catalog = load_catalog(roots)
+    if catalog.problems:
+        raise catalog.problems[0]
+    proofs, links = gpu_records.proofs(roots), graph(catalog.current())
     pages = {
-        f"entries/{entry.id}.md": entry_page(entry, found, links, known.get(entry.id, ())) for entry in found.current()
+        f"entries/{entry.id}.md": entry_page(entry, catalog, links, proofs.get(entry.id, ()))
+        for entry in catalog.current()
     }
-    pages["entries/index.md"] = index_page(found, known)
+    pages["entries/index.md"] = index_page(catalog, proofs)
     pages["graph.md"] = graph_page(links)
     pages["index.md"] = home_page(len(pages) - 2)
     for path, text in pages.items():
@@ -55,12 +58,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[gpu_records.Proof, ...]) -> str:
-    def address(one: str) -> str:
-        return f"../{one}/" if one in found.entries else ""
+def entry_page(entry: Entry, catalog: Catalog, links: Graph, proofs: tuple[gpu_records.Proof, ...]) -> str:
+    def address(entry_id: str) -> str:
+        return f"../{entry_id}/" if entry_id in catalog.entries else ""
 
     meta = entry.meta
     facts = [f"`{entry.id}`", meta.status.value, meta.severity.value, *(f"#{tag}" for tag in meta.tags)]
+    if meta.area:
+        facts.insert(3, f"[{meta.area}](index.md#{meta.area})")
     parts = [
         f"---\ntitle: {_yaml(meta.title)}\nhide: [navigation]\n---\n",
         f"# {meta.title}\n\n{' · '.join(facts)}\n",
@@ -69,20 +74,20 @@ def entry_page(entry: Entry, found: Catalog, links: Graph, known: tuple[gpu_reco
     ]
     for heading in SECTIONS:
         if heading == "中文":
-            parts += ["## Verdicts\n", verdicts(entry, found, known)]
-        parts += [f"## {heading}\n", html(rendered(entry.section(heading), address))]
+            parts += ["## Verdicts\n", verdicts(entry, catalog, proofs)]
+        parts += [f"## {heading}\n", html(section_html(entry.section(heading), address))]
     parts += ["## References\n", html(references(entry))]
     return "\n".join(parts)
 
 
-def verdicts(entry: Entry, found: Catalog, known: tuple[gpu_records.Proof, ...]) -> str:
-    """What this site knows of proofs, and how the reader gets one."""
-    told = f"On your machine: `kb verify {entry.id}`.\n"
-    standing = gpu_records.standing(found.probe_file(entry), known, entry.digest)
-    if not known:
-        return f"{told}\n{standing}\n" if standing else told
-    rows = [f"| {one.machine} | {one.verdict} | {one.day} |" for one in known]
-    return f"{told}\n| machine | verdict | day |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+def verdicts(entry: Entry, catalog: Catalog, proofs: tuple[gpu_records.Proof, ...]) -> str:
+    """The verdicts in the hardware records, and the command for a verdict on the reader's machine."""
+    command = f"On your machine: `kb verify {entry.id}`.\n"
+    if not proofs:
+        summary = gpu_records.gpu_summary(catalog.probe_file(entry), proofs, entry.digest)
+        return f"{command}\n{summary}\n" if summary else command
+    rows = [f"| {proof.machine} | {proof.verdict} | {proof.day} |" for proof in proofs]
+    return f"{command}\n| machine | verdict | day |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
 def references(entry: Entry) -> str:
@@ -93,32 +98,40 @@ def references(entry: Entry) -> str:
     return f"<ol>{''.join(items)}</ol>"
 
 
-def index_page(found: Catalog, known: dict[str, Any]) -> str:
-    rows = []
-    for entry in found.current():
-        standing = gpu_records.standing(found.probe_file(entry), known.get(entry.id, ()))
+def index_page(catalog: Catalog, proofs: Proofs) -> str:
+    entries = catalog.current()
+    text = f"{len(entries)} incidents. Status `confirmed`: the probe reproduces the mechanism.\n"
+    return f"{WIDE}# Entries\n\n{text}\n" + "\n".join(
+        part for area in Area for part in _area_section(area, entries, catalog, proofs)
+    )
+
+
+def _area_section(area: Area, entries: list[Entry], catalog: Catalog, proofs: Proofs) -> Iterator[str]:
+    yield f"## {area}\n\n{area.meaning[0].upper()}{area.meaning[1:]}.\n"
+    yield "| incident | status | severity | GPU arms |\n| --- | --- | --- | --- |"
+    for entry in entries:
         meta = entry.meta
-        title = meta.title.replace("|", "\\|")
-        rows.append(f"| [{title}]({entry.id}.md) | {meta.status} | {meta.severity} | {standing.partition(': ')[2]} |")
-    head = f"{len(rows)} incidents. Status `confirmed`: the probe reproduces the mechanism.\n\n"
-    head += "| incident | status | severity | GPU arms |\n| --- | --- | --- | --- |\n"
-    return f"{WIDE}# Entries\n\n{head}" + "\n".join(rows)
+        if meta.area is area:
+            summary = gpu_records.gpu_summary(catalog.probe_file(entry), proofs.get(entry.id, ()))
+            title = meta.title.replace("|", "\\|")
+            yield f"| [{title}]({entry.id}.md) | {meta.status} | {meta.severity} | {summary.partition(': ')[2]} |"
+    yield ""
 
 
 def graph_page(links: Graph) -> str:
-    linked = {one for edge in links.causes for one in edge}
-    alone = sorted(set(links.titles) - linked)
-    told = "An arrow leads from a cause to what it brings about. A timeout is nearly always a consequence."
-    rest = ", ".join(f"[{one}](entries/{one}.md)" for one in alone)
-    drawn = html(causes_svg.whole(links, lambda link: f"../entries/{link}/"))
-    return f"{WIDE}# Graph of causes\n\n{told}\n\n{drawn}\n\nNot linked to another incident: {rest or 'none'}.\n"
+    linked = {entry_id for edge in links.causes for entry_id in edge}
+    unlinked = sorted(set(links.titles) - linked)
+    legend = "An arrow leads from a cause to its consequence. A timeout is nearly always a consequence."
+    rest = ", ".join(f"[{entry_id}](entries/{entry_id}.md)" for entry_id in unlinked)
+    picture = html(causes_svg.whole(links, lambda link: f"../entries/{link}/"))
+    return f"{WIDE}# Graph of causes\n\n{legend}\n\n{picture}\n\nNot linked to another incident: {rest or 'none'}.\n"
 
 
 def home_page(entries: int) -> str:
     return f"""# kb
 
-What an engineer reaches for when a distributed GPU training job hangs, times out or dies: {entries} incidents, each
-with a probe that shows the incident without its fix, and gone with it, on your own machine.
+For engineers whose distributed GPU training job hangs, times out or crashes: {entries} incidents, each with a probe
+that reproduces the incident without its fix, and shows that the fix removes it, on your own machine.
 
 ```bash
 kb search "ALLGATHER timeout save"            # paste an error, in English or Chinese
@@ -126,12 +139,12 @@ kb verify checkpoint-save-allgather-timeout   # control must fail, treatment mus
 kb check --config ds_config.json              # what is this machine exposed to?
 ```
 
-[All entries](entries/index.md) · [Graph of causes](graph.md) · [What ran on hardware](verified/README.md)
+[Entries by area](entries/index.md) · [Graph of causes](graph.md) · [What ran on hardware](verified/README.md)
 """
 
 
 def html(text: str) -> str:
-    """One block of HTML, which Python-Markdown passes on as it is."""
+    """One block of HTML, which Python-Markdown leaves unchanged."""
     return f"<div>\n{text}\n</div>\n" if text else ""
 
 

@@ -91,8 +91,8 @@ def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) ->
     """The cited claims of some entries, whole claims only, in at most `most` characters.
 
     They come in the order of the entries, causes and fixes of all entries before everything else. The most useful
-    claims get room first: of each entry the first claim of its cause, the fix, the rest of the cause. The choice ends at
-    the first claim that does not fit, once one has been chosen.
+    claims get room first: of each entry the first claim of its cause, the fix, the rest of the cause. The choice ends
+    at the first claim that does not fit, once one has been chosen.
     """
     parts = (FIRST_ZH, AFTERWARDS_ZH) if in_chinese else (FIRST, AFTERWARDS)
     entries = tuple(entries)

@@ -1,7 +1,7 @@
-"""What an entry is: one incident class, as its front matter and its sections say.
+"""The model of an entry, which describes one class of incidents: front matter and sections.
 
-`FrontMatter` is strict (unknown keys and implicit conversions are errors) and its JSON Schema is
-published by `kb lint --schema`. `Entry` joins it with the body. Reading files is `kb.content.parser`'s job.
+`FrontMatter` is strict: unknown keys and implicit conversions are errors. `kb lint --schema` prints its JSON Schema.
+`Entry` adds the body. `kb.content.parser` reads the files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kb.content.area import Area
-from kb.content.grades import Grade
+from kb.content.grades import Grade, without_marks
 from kb.patterns.reserved_sets import may_change
 
 ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
@@ -27,16 +27,16 @@ CHINESE_PARTS = ("症状", "环境", "原因", "修复")
 
 
 class Status(StrEnum):
-    """How far the entry as a whole is established."""
+    """How well the entry as a whole is established."""
 
     CONFIRMED = "confirmed"  # its probe reproduces the mechanism
     REPORTED = "reported"  # only threads say so
     DISPUTED = "disputed"
-    WITHDRAWN = "withdrawn"  # never a search hit; kept because ids are never reused
+    WITHDRAWN = "withdrawn"  # never a search hit; stays because ids are never reused
 
 
 class Severity(StrEnum):
-    """What the incident costs when it is met."""
+    """What the incident costs."""
 
     CRITICAL = "critical"  # silently wrong results, or a checkpoint is lost
     HIGH = "high"  # a running job hangs or dies
@@ -45,7 +45,7 @@ class Severity(StrEnum):
 
 
 class Role(StrEnum):
-    """What a matching line says about the cause."""
+    """What a matching line shows about the cause."""
 
     ROOT = "root"  # the line names the cause
     CASCADE = "cascade"  # a consequence, often printed by a healthy rank
@@ -60,7 +60,7 @@ def _entry_id(value: str) -> str:
 
 def _regex(value: str) -> str:
     if may_change(value):
-        raise ValueError("not a regular expression: it has a set that will mean something else, as `[[` or `&&`")
+        raise ValueError("not a regular expression: it has a set such as `[[` or `&&`, which will change its meaning")
     try:
         re.compile(value)
     except (re.error, RecursionError, OverflowError) as error:
@@ -96,7 +96,7 @@ class Signature(_Strict):
 
 
 class Reference(_Strict):
-    """Where a claim can be checked, what is to be seen there, and how we know."""
+    """Where a claim can be checked, what is seen there, and how it was checked."""
 
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     shows: Text
@@ -130,7 +130,7 @@ class FrontMatter(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One `##` section of the body: its Markdown source and the line its text starts at."""
+    """One `##` section of the body: its Markdown source and the first line of its text."""
 
     text: str
     line: int
@@ -138,11 +138,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One incident class.
+    """One class of incidents.
 
-    `origin` names the content root it came from; `digest` (sha256 of the file's bytes) ties a report to
-    the wording that it judged; `logs` are the fixtures that its signatures must match, `look_alikes` those
-    that they must not; `lines` maps a front-matter path such as `("signatures", 0)` to its line.
+    `origin` names its content root. `digest` (sha256 of the file) ties a report to the wording that it verified. The
+    signatures must match every text of `logs` and none of `look_alikes`. `lines` maps a front-matter path such as
+    `("signatures", 0)` to its line.
     """
 
     meta: FrontMatter
@@ -159,12 +159,17 @@ class Entry:
         return self.meta.id
 
     @property
+    def id_line(self) -> int:
+        """The line that says which id the entry replaces; else the line of its own."""
+        return self.lines.get(("replaces",), self.lines.get(("id",), 1))
+
+    @property
     def cause(self) -> str:
-        """The root cause in one line: the first sentence of that section, without its grade marks."""
+        """The root cause in one line: the first sentence of its section, without grade marks."""
         return first_sentence(self.section("Root cause"))
 
     def summary(self) -> dict[str, Any]:
-        """The entry in a list. `frameworks` are the packages of which it names a version."""
+        """The entry in a list. `frameworks` are the packages whose versions it names."""
         meta = self.meta
         return {
             "id": self.id,
@@ -181,11 +186,11 @@ class Entry:
         }
 
     def section(self, heading: str) -> str:
-        found = self.sections.get(heading)
-        return found.text if found else ""
+        section = self.sections.get(heading)
+        return section.text if section else ""
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as `kb show --json` and the API give it."""
+        """The entry as `kb show --json` and the API return it."""
         body = {heading: section.text for heading, section in self.sections.items()}
         return {
             **self.meta.model_dump(mode="json"),
@@ -199,6 +204,5 @@ class Entry:
 def first_sentence(markdown: str) -> str:
     """First sentence of a Markdown text as plain text, English or Chinese."""
     paragraph = markdown.strip().split("\n\n", 1)[0]
-    plain = re.sub(r"\s*\[(?:probe|(?:source|thread|claimed) \d+|inferred)\]", "", " ".join(paragraph.split()))
-    plain = re.sub(r"[`*]", "", plain)
-    return re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", plain, maxsplit=1)[0]
+    text = re.sub(r"[`*]", "", without_marks(" ".join(paragraph.split())))
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", text, maxsplit=1)[0]

@@ -63,22 +63,23 @@ def entries(content: ContentRoot) -> ContentRoot:
     withdrawn = content.entry("old-thing", title="The thing that was never true")
     withdrawn.write_text(withdrawn.read_text().replace("status: confirmed", "status: withdrawn"))
     other = content.entry("slow-disk", title="The disk is slow", extra='applies_to: {torch: ">=2.0"}\n')
-    other.write_text(other.read_text().replace("tags: [test]", "tags: [test, storage]"))
+    text = other.read_text().replace("tags: [test]", "tags: [test, storage]").replace("area: data", "area: hardware")
+    other.write_text(text)
     return content
 
 
 @pytest.fixture
 def written() -> Iterator[list[str]]:
     """Files that Python opens for writing during the test. SQLite opens its own by itself."""
-    found: list[str] = []
+    result: list[str] = []
     is_watching = True
 
     def hear(event: str, args: tuple[Any, ...]) -> None:  # for the rest of the process: a hook cannot be taken away
         if is_watching and event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and ".pyc" not in str(args[0]):
-            found.append(str(args[0]))
+            result.append(str(args[0]))
 
     sys.addaudithook(hear)
-    yield found
+    yield result
     is_watching = False
 
 

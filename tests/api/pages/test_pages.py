@@ -41,6 +41,20 @@ def test_a_tag_filters_and_can_be_taken_off_again(client: httpx.Client) -> None:
     assert 'name="tag" value="storage" checked' in html
 
 
+def test_the_front_page_groups_the_entries_by_area_and_filters_by_it(client: httpx.Client) -> None:
+    assert re.findall(r"/\?area=([a-z]+)", get(client, "/")) == ["hardware", "data"]
+    filtered = get(client, "/?area=hardware")
+    assert "1 entry about hardware" in text_of(filtered)
+    assert "<option selected>hardware" in filtered
+    assert re.findall(r'href="/entries/([a-z-]+)"', filtered) == ["slow-disk"]
+
+
+def test_a_search_is_filtered_by_area_and_a_hit_leads_to_its_area(client: httpx.Client) -> None:
+    assert re.findall(r'href="/entries/([a-z-]+)', get(client, "/?q=the+thing+broke&area=data")) == ["broken-thing"]
+    assert "/?area=hardware" in get(client, "/?q=the+disk+is+slow")
+    assert "one of checkpoint" in get(client, "/?q=disk&area=disks", 422)
+
+
 def test_a_filter_that_nothing_passes_names_the_nearest(client: httpx.Client) -> None:
     assert "nearest: storage" in get(client, "/?q=disk&tag=storag", 422)
 
@@ -59,7 +73,7 @@ def test_a_question_without_a_good_answer_says_so_and_is_counted(client: httpx.C
 
 def test_a_question_that_is_still_being_typed_is_not_counted(client: httpx.Client, app: FastAPI) -> None:
     get(client, "/?q=zebr", **{"Sec-Fetch-Dest": "empty"})
-    app.state.unanswered.write()
+    app.state.gaps.write()
     assert gaps.page(app.state.database) == []
 
 
@@ -126,7 +140,7 @@ def test_while_the_index_is_being_opened_entries_are_listed_and_a_question_asks_
 
 
 def test_an_address_that_leads_nowhere_is_a_page_for_a_browser_and_a_problem_for_others(client: httpx.Client) -> None:
-    assert "nothing is at /nowhere" in get(client, "/nowhere", 404)
+    assert "there is nothing at /nowhere" in get(client, "/nowhere", 404)
     assert client.get("/nowhere").headers["content-type"] == "application/problem+json"
     assert client.get("/v1/nowhere", headers=PAGE).headers["content-type"] == "application/problem+json"
 
@@ -165,10 +179,10 @@ def test_reports_make_the_table_of_an_entry(app: FastAPI, entries: ContentRoot, 
     for number, is_current in enumerate((True, True, False)):
         given = {**report("f" * 64, ["NVIDIA H100"], "570.1", "2.7.1", "verified", "hardware", is_current)}
         given |= {"id": "broken-thing"}
-        reports.admit(database, given, "node", f"key-{number}", f"{number}")
+        reports.add_shared(database, given, "node", f"key-{number}", f"{number}")
     with serve(app) as client:
         wait_until_ready(app)
-        wait_for(lambda: app.state.snapshot.standings, "the reports to be counted")
+        wait_for(lambda: app.state.snapshot.verdict_counts, "the reports to be counted")
         html = get(client, "/entries/broken-thing")
     rows = [text_of(row) for row in re.findall(r"<tr.*?</tr>", html, re.DOTALL)[1:]]
     assert len(rows) == 2

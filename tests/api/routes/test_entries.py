@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from kb.content.area import Area
 from tests.support.console import ContentRoot, Kb, wait_until_ready
 
 pytest_plugins = ["tests.support.app_fixtures"]
@@ -18,11 +19,11 @@ Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
 
 
 def ids(client: httpx.Client, **filters: Any) -> list[str]:
-    return [one["id"] for one in client.get("/v1/entries", params=filters).json()["entries"]]
+    return [item["id"] for item in client.get("/v1/entries", params=filters).json()["entries"]]
 
 
 def test_the_list_is_that_of_the_command(client: httpx.Client, kb: Kb) -> None:
-    printed = [one for one in kb("list", "--json").json["entries"] if one["origin"] != "built-in"]
+    printed = [item for item in kb("list", "--json").json["entries"] if item["origin"] != "built-in"]
     assert client.get("/v1/entries").json()["entries"] == printed
     assert len(printed) == 2
 
@@ -35,12 +36,21 @@ def test_filters_narrow_the_list(client: httpx.Client) -> None:
     assert ids(client, framework="TORCH") == ["slow-disk"]
     assert ids(client, status="withdrawn") == ["old-thing"]
     assert ids(client, status="reported") == []
+    assert ids(client, area="hardware") == ["slow-disk"]
+    assert ids(client, area=["data", "hardware"]) == ["broken-thing", "slow-disk"]
+    assert ids(client, area="memory") == []
 
 
 def test_a_filter_that_nothing_can_pass_names_the_nearest(client: httpx.Client) -> None:
     answer = client.get("/v1/entries", params={"tag": ["test", "storag"]})
     assert answer.status_code == 422
     assert "storage" in answer.json()["hint"]
+
+
+def test_an_area_that_does_not_exist_is_refused_with_the_list_of_areas(client: httpx.Client) -> None:
+    answer = client.get("/v1/entries", params={"area": "disks"})
+    assert answer.status_code == 422
+    assert all(repr(area.value) in answer.text for area in Area)
 
 
 def test_an_entry_is_that_of_the_command_but_for_files_of_this_machine(client: httpx.Client, kb: Kb) -> None:
@@ -125,13 +135,13 @@ def test_the_tag_changes_with_the_entry(app: FastAPI, serve: Serve, entries: Con
 def test_a_list_comes_in_pages_that_join_to_the_whole(client: httpx.Client, entries: ContentRoot) -> None:
     first = client.get("/v1/entries", params={"limit": 1}).json()
     second = client.get("/v1/entries", params={"limit": 1, "cursor": first["next"]}).json()
-    assert [one["id"] for one in first["entries"] + second["entries"]] == ["broken-thing", "slow-disk"]
+    assert [item["id"] for item in first["entries"] + second["entries"]] == ["broken-thing", "slow-disk"]
     assert second["next"] is None
 
 
 def test_pages_keep_to_the_filters(client: httpx.Client) -> None:
     first = client.get("/v1/entries", params={"limit": 1, "tag": "storage"}).json()
-    assert ([one["id"] for one in first["entries"]], first["next"]) == (["slow-disk"], None)
+    assert ([item["id"] for item in first["entries"]], first["next"]) == (["slow-disk"], None)
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "not a cursor", "AAAAAAAAc2xvdw", "é", "a" * 401, "%00"])

@@ -24,6 +24,7 @@ def test_filters_take_hits_away(client: httpx.Client) -> None:
     assert ids(client, tag=["test", "storage"]) == {"slow-disk"}
     assert ids(client, framework=["storage", "torch"], status=["confirmed", "reported"]) == {"slow-disk"}
     assert ids(client, status="reported") == set()
+    assert ids(client, area=["memory", "hardware"]) == {"slow-disk"}
 
 
 def test_a_hit_keeps_its_score_under_a_filter(client: httpx.Client) -> None:
@@ -39,6 +40,7 @@ def test_a_hit_keeps_its_score_under_a_filter(client: httpx.Client) -> None:
         ("framework", "pytorch", "nearest: torch"),
         ("status", "sure", "confirmed, disputed, reported"),
         ("status", "withdrawn", "kb list --status withdrawn"),
+        ("area", "disks", "one of checkpoint, collectives, data"),
     ],
 )
 def test_what_no_entry_has_is_a_problem_with_the_nearest(
@@ -58,7 +60,7 @@ def test_why_is_what_the_command_says(client: httpx.Client, entries: ContentRoot
     hit = client.get("/v1/search", params={"q": QUESTION, "why": "true", "limit": 1}).json()["hits"][0]
     assert hit.keys() == printed.keys()
     assert hit["why"].keys() == printed["why"].keys()
-    words = sum(one["score"] for one in hit["why"]["concepts"])
+    words = sum(item["score"] for item in hit["why"]["concepts"])
     assert words * hit["why"]["coverage"] + hit["why"]["signature"] == pytest.approx(hit["score"], abs=0.001)
 
 
@@ -69,7 +71,7 @@ def test_without_asking_a_hit_has_neither_reason_nor_judgement(client: httpx.Cli
 
 def test_the_server_does_not_judge_by_its_own_versions(client: httpx.Client) -> None:
     description = client.get("/openapi.json").json()
-    names = {one["name"] for one in description["paths"]["/v1/search"]["get"]["parameters"]}
+    names = {item["name"] for item in description["paths"]["/v1/search"]["get"]["parameters"]}
     assert names == {"q", "limit", "tag", "framework", "status", "area", "why", "gpu", "torch"}
     assert all(
         "applicability" not in hit

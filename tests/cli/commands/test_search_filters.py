@@ -14,7 +14,7 @@ QUESTION = "zirconium broke"
 
 
 @pytest.fixture
-def ranges(content: ContentRoot) -> None:
+def ranges(content: ContentRoot, few_entries: None) -> None:
     """Three entries that answer: one for this Python, one that it fixed, one that says nothing."""
     content.entry("for-this", has_probe=False, symptom=QUESTION, extra='applies_to: {python: ">=3.9"}\n')
     content.entry("long-fixed", has_probe=False, symptom=QUESTION, extra='fixed_in: {python: ">=3.9"}\n')
@@ -29,7 +29,7 @@ def test_what_fits_this_environment_comes_first_with_the_reason(kb: Kb) -> None:
     assert judged == [("for-this", "applies"), ("says-nothing", "unknown"), ("long-fixed", "does-not-apply")]
     printed = kb("search", QUESTION, "--tag", "test", "--applies-here").out
     assert f"here     applies: python {here} is within >=3.9" in printed
-    assert "here     unknown: nothing here says" in printed
+    assert "here     unknown: the entry names no versions" in printed
     assert f"here     does not apply: fixed in python >=3.9, here {here}" in printed
 
 
@@ -49,6 +49,7 @@ def test_filters_repeat(kb: Kb) -> None:
         (["--tag", "checkpont"], "checkpoint"),
         (["--framework", "transfomers"], "transformers"),
         (["--status", "confirm"], "confirmed, disputed, reported"),
+        (["--area", "disks"], "one of checkpoint, collectives, data"),
         (["--python", sys.executable], "--applies-here"),
         (["--python", "/no/such/python", "--applies-here"], "--python takes the path"),
     ],
@@ -72,7 +73,7 @@ def test_why_shows_a_sum_that_is_the_score(kb: Kb) -> None:
     )
     (hit,) = kb("search", line, "--why", "--json", "--limit", "1").json["hits"]
     why = hit["why"]
-    words = sum(one["score"] for one in why["concepts"])
+    words = sum(item["score"] for item in why["concepts"])
     assert words * why["coverage"] + why["signature"] == pytest.approx(hit["score"], abs=0.001)
     assert why["signature"] > 0
     assert {"word", "term", "idf", "weight", "bm25", "score"} == why["concepts"][0].keys()
@@ -91,6 +92,6 @@ def test_without_asking_nothing_is_explained(kb: Kb) -> None:
 
 
 def test_standard_input_is_filtered_too(kb: Kb, tmp_path: Path) -> None:
-    found = kb("search", "-", "--tag", "checkpoint", "--json", stdin=b"NCCL timeout").json["hits"]
-    assert found
-    assert all("checkpoint" in hit["tags"] for hit in found)
+    result = kb("search", "-", "--tag", "checkpoint", "--json", stdin=b"NCCL timeout").json["hits"]
+    assert result
+    assert all("checkpoint" in hit["tags"] for hit in result)

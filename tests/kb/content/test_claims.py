@@ -125,14 +125,14 @@ def test_without_entries_there_are_no_claims() -> None:
     assert (built.claims, built.text, built.truncated) == ((), "", False)
 
 
-@pytest.mark.parametrize("one", ENTRIES, ids=lambda one: one.id)
-def test_every_entry_makes_a_block_of_any_length(one: Entry) -> None:
-    whole = context([one], 1 << 20)
+@pytest.mark.parametrize("built_in", ENTRIES, ids=lambda entry: entry.id)
+def test_every_entry_makes_a_block_of_any_length(built_in: Entry) -> None:
+    whole = context([built_in], 1 << 20)
     assert not whole.truncated
     for most in (500, 999, 2000, 4000, 7500):
-        built = context([one], most)
+        built = context([built_in], most)
         assert len(built.text) <= most
         assert built.claims == tuple(claim for claim in whole.claims if claim in built.claims)
         assert built.truncated == (len(built.claims) < len(whole.claims))
-    assert {claim.section for claim in context([one], 1500).claims} >= set(FIRST)
-    assert context([one], 4000, in_chinese=True).claims
+    assert {claim.section for claim in context([built_in], 1500).claims} >= set(FIRST)
+    assert context([built_in], 4000, in_chinese=True).claims

@@ -13,6 +13,8 @@ from kb.content.roots import builtin_root
 from kb.errors import UsageError
 from tests.support.console import ContentRoot, Kb
 
+pytestmark = pytest.mark.usefixtures("few_entries")
+
 GPU_PROBE = 'make(raised("the thing broke"), needs=Needs(gpus=2), backend="nccl")'
 MACHINE = {
     "python": {"torch": {"version": "2.13.0+cu130", "cuda": "13.0"}, "packages": {"nvidia-nccl-cu13": "2.29.3"}},
@@ -44,7 +46,7 @@ def keep(content: ContentRoot, *reports: dict[str, Any]) -> None:
 def test_gpu_arms_that_never_ran_say_so_everywhere(kb: Kb, content: ContentRoot) -> None:
     content.incident("on-gpus", probe=GPU_PROBE)
     content.incident("on-cpu")
-    listed = {one["id"]: one["hardware"] for one in kb("list", "--json").json["entries"]}
+    listed = {item["id"]: item["hardware"] for item in kb("list", "--json").json["entries"]}
     assert (listed["on-gpus"], listed["on-cpu"]) == (gpu_records.NEVER, None)
     assert gpu_records.NEVER in kb("list").out
     assert gpu_records.NEVER in kb("show", "on-gpus").out
@@ -55,8 +57,8 @@ def test_a_record_of_a_machine_changes_what_is_said(kb: Kb, content: ContentRoot
     content.incident("on-gpus", probe=GPU_PROBE)
     digest = kb("show", "on-gpus", "--json").json["digest"]
     keep(content, report("on-gpus", digest=digest))
-    told = "GPU arms: verified on 2 x NVIDIA H100 80GB HBM3, driver 580.65.06, torch 2.13.0+cu130 (2026-11-20)"
-    assert kb("show", "on-gpus", "--json").json["hardware"] == told
+    text = "GPU arms: verified on 2 x NVIDIA H100 80GB HBM3, driver 580.65.06, torch 2.13.0+cu130 (2026-11-20)"
+    assert kb("show", "on-gpus", "--json").json["hardware"] == text
     with (content.path / "entries" / "on-gpus.md").open("a") as entry:
         entry.write("\n")
     assert "in an earlier wording" in kb("show", "on-gpus", "--json").json["hardware"]
@@ -64,7 +66,7 @@ def test_a_record_of_a_machine_changes_what_is_said(kb: Kb, content: ContentRoot
 
 def test_a_record_holds_hardware_only_and_names_no_host(content: ContentRoot) -> None:
     document = gpu_records.record([report("a"), report("b", fidelity="cpu")])
-    assert [one["id"] for one in document["reports"]] == ["a"]
+    assert [item["id"] for item in document["reports"]] == ["a"]
     assert document["machine"]["nccl"] == "2.29.3"
     assert "abcdef" not in json.dumps(document)
     with pytest.raises(UsageError, match="no GPU arm ran here"):
@@ -75,7 +77,7 @@ def test_a_broken_record_is_one_clear_error(kb: Kb, content: ContentRoot) -> Non
     (content.path / "verified").mkdir()
     (content.path / "verified" / "x.json").write_text("{}")
     ended = kb("list", "--json")
-    assert (ended.code, "x.json is no record of a machine" in ended.json["error"]["message"]) == (2, True)
+    assert (ended.code, "x.json is not a valid hardware record" in ended.json["error"]["message"]) == (2, True)
 
 
 def test_records_of_the_built_in_entries_are_sound() -> None:
