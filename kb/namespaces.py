@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
+import signal
 import socket
 import struct
+import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator  # Python 3.9 reads these
+from typing import Any, Callable, Iterator, List, Optional  # Python 3.9 reads these
 
-from kb.probe import Unavailable
+from kb.probe import Context, Symptom, Unavailable
 
 NEW_MOUNTS, NEW_UTS, NEW_USER, NEW_NET = 0x00020000, 0x04000000, 0x10000000, 0x40000000  # of unshare(2)
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # of mount(2)
@@ -25,6 +28,7 @@ UP_AND_RUNNING = 0x41
 NEW_LINK, CREATE_AND_ACKNOWLEDGE = 16, 0x605  # of rtnetlink(7): RTM_NEWLINK, and fail if there is one
 LINK_NAME, LINK_INFO, LINK_NET_OF_PID = 3, 18, 19  # attributes of a link
 INFO_KIND, INFO_DATA, VETH_PEER = 1, 2, 1  # attributes within LINK_INFO
+EXPECTED_FAILURES = {"Symptom": Symptom, "Unavailable": Unavailable}
 LINK = b"\0" * 16  # struct ifinfomsg: the attributes alone describe the request
 
 
@@ -94,6 +98,64 @@ def bring_up(interface: str, address: str = "") -> None:
             setting = name + struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text))
             fcntl.ioctl(any_socket, request, setting.ljust(40, b"\0"))
         fcntl.ioctl(any_socket, SET_FLAGS, (name + struct.pack("=H", UP_AND_RUNNING)).ljust(40, b"\0"))
+
+
+def run_two_nodes(ctx: Context, live: Callable[[Context], None], nodes_s: float = 15.0) -> None:
+    """Run `live` as two nodes of one host, in processes that may take networks of their own, and kill both when one
+    fails or both return. `live` gets the context of a job with two ranks and calls its `reached()`.
+
+    Raises what a node raised: `Unavailable`, `Symptom`, or `RuntimeError` for anything else.
+    """
+    own_user()
+    nodes = [Context(rank, 2, ctx.backend, ctx.dir, ctx.params) for rank in range(2)]
+    pids = [_start_node(node, live) for node in nodes]
+    paths = [ctx.dir / ("node%d.json" % node.rank) for node in nodes]
+    results: List[Any] = []
+    end = time.monotonic() + nodes_s  # a node that waits for a failed one would wait longer
+    while len(results) < 2 and not any(results) and time.monotonic() < end:
+        time.sleep(0.01)
+        results = [json.loads(path.read_text()) for path in paths if path.exists()]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    failures = [failure for failure in results if failure]
+    for kind, _, message in failures:
+        if kind in EXPECTED_FAILURES:
+            raise EXPECTED_FAILURES[kind](message)
+    if failures:
+        raise RuntimeError("; ".join("node %d: %s" % (rank, message) for _, rank, message in failures))
+    if len(results) < 2:
+        raise RuntimeError("a node did not end within %g s" % nodes_s)
+
+
+def join_nodes(node: Context, interface: str) -> None:
+    """Lay the cable between the networks of both nodes, and bring its end up under this name on either."""
+    (node.dir / ("pid%d" % node.rank)).write_text(str(os.getpid()))
+    if not node.meet("networks made"):
+        raise TimeoutError("the other node made no network")
+    if node.rank == 0:
+        lay_cable(interface, interface, int((node.dir / "pid1").read_text()))
+        (node.dir / "cable").touch()
+    while not (node.dir / "cable").exists():
+        time.sleep(0.005)
+    bring_up(interface, "10.83.0.%d" % (node.rank + 1))
+
+
+def _start_node(node: Context, live: Callable[[Context], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    failure: Optional[List[Any]] = None
+    try:
+        live(node)
+    except BaseException as error:
+        failure = [type(error).__name__, node.rank, str(error)]
+    try:
+        part = node.dir / ("node%d.part" % node.rank)
+        part.write_text(json.dumps(failure))
+        part.rename(node.dir / ("node%d.json" % node.rank))
+    finally:
+        os._exit(0)
 
 
 def _own_mounts() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import resource
 import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
@@ -58,14 +57,6 @@ def sharded(ctx: Context) -> Any:
         for number, parameter in enumerate(model.parameters()):
             parameter.to_local().fill_(number)
     return model
-
-
-def limit_address_space(room: int) -> None:
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: the fragments of glibc's heap play no part
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: nor the address space that a new thread's heap reserves
-    with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + room
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def check(params: Mapping[str, Any]) -> Finding:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import socket
 import subprocess
-import time
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, NoReturn
+from typing import Any, List, Mapping
 
-from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user
+from kb.namespaces import bind_over, bring_up, join_nodes, own_network, run_two_nodes
 from kb.probe import (
     Arm,
     Context,
@@ -21,7 +19,6 @@ from kb.probe import (
     Finding,
     Param,
     Probe,
-    Unavailable,
     clear,
     completed,
     exposed,
@@ -34,56 +31,25 @@ NIC = "kb0"  # the cable's end on either node
 
 def train_on_two_nodes(ctx: Context, *, interface: str) -> None:
     """Each node has its own network, name and /etc/hosts; `interface` is what GLOO_SOCKET_IFNAME says, if anything."""
-    own_user()
-    peers = [Context(number, 2, "gloo", ctx.dir, ctx.params) for number in range(2)]
-    pids: List[int] = []
-    for node in peers:
-        pid = os.fork()
-        if pid == 0:
-            live_as(node, interface)
-        pids.append(pid)
-    output = [ctx.dir / f"node{number}.said" for number in range(2)]
-    end = time.monotonic() + 15  # the node that only waits is not waited for: it does so for five times the timeout
-    texts: List[str] = []
-    while len(texts) < 2 and not any(texts) and time.monotonic() < end:
-        time.sleep(0.01)
-        texts = [path.read_text() for path in output if path.exists()]
-    if all((ctx.dir / f"meet-both up-{number}").exists() for number in range(2)):
-        ctx.reached()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    lacking = [text for text in texts if text.startswith("Unavailable: ")]
-    if lacking:
-        raise Unavailable(lacking[0].split(": ", 1)[1])
-    if any(texts) or len(texts) < 2:
-        raise RuntimeError("; ".join(filter(None, texts)) or "a node said nothing in 15 s")
+    run_two_nodes(ctx, partial(train_as_node, interface=interface))
 
 
-def live_as(node: Context, interface: str) -> NoReturn:
-    text = ""
-    try:
-        plug_in(node)
-        os.environ.pop("GLOO_SOCKET_IFNAME")  # the harness has set it to lo
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-        import torch
+def train_as_node(node: Context, *, interface: str) -> None:
+    set_up_network(node)
+    os.environ.pop("GLOO_SOCKET_IFNAME")  # the harness has set it to lo
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    import torch
 
-        assert node.meet("both up")
-        dist = node.init_process_group(timeout_s=3)
-        total = torch.full((1,), node.rank + 1.0)
-        dist.all_reduce(total)
-        assert total.item() == 3, total
-        node.meet("reduced")
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}" if isinstance(error, Unavailable) else f"node {node.rank}: {error}"
-    part = node.dir / f"node{node.rank}.part"
-    part.write_text(text)
-    part.rename(node.dir / f"node{node.rank}.said")
-    os._exit(0)
+    node.reached()
+    dist = node.init_process_group(timeout_s=3)
+    total = torch.full((1,), node.rank + 1.0)
+    dist.all_reduce(total)
+    assert total.item() == 3, total
+    node.meet("reduced")
 
 
-def plug_in(node: Context) -> None:
+def set_up_network(node: Context) -> None:
     """A host name that /etc/hosts puts at 127.0.1.1, as Debian and Ubuntu install it, and a cable to the other node."""
     name = f"kb-node-{node.rank}"
     hosts = node.dir / f"hosts{node.rank}"
@@ -91,14 +57,7 @@ def plug_in(node: Context) -> None:
     own_network(name)
     bind_over(str(hosts), "/etc/hosts")
     bring_up("lo")
-    (node.dir / f"pid{node.rank}").write_text(str(os.getpid()))
-    assert node.meet("networks made")
-    if node.rank == 0:
-        lay_cable(NIC, NIC, int((node.dir / "pid1").read_text()))
-        (node.dir / "cable").touch()
-    while not (node.dir / "cable").exists():
-        time.sleep(0.005)
-    bring_up(NIC, f"10.83.0.{node.rank + 1}")
+    join_nodes(node, NIC)
 
 
 def name_an_interface(ctx: Context, *, interface: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import time
 from functools import partial
 from typing import Any, List, Mapping, Tuple
 
+from kb.cpu_arms import import_deepspeed
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 
@@ -31,12 +30,9 @@ def sharded(ctx: Context, *, dummy_image: bool) -> None:
 
 def zero3(ctx: Context, *, dummy_image: bool) -> None:
     """DeepSpeed itself, on CPU and gloo, without its compiled operators."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    deepspeed: Any = importlib.import_module("deepspeed")
-    for operator in list(deepspeed.ops.__compatible_ops__):
-        deepspeed.ops.__compatible_ops__[operator] = False  # none is built here, that takes a minute
+    deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=2)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model, batch = model_and_batch(ctx, dummy_image)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Mapping, Tuple
 
+from kb.cpu_arms import import_deepspeed
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
@@ -37,12 +37,9 @@ def sharded(ctx: Context, *, every_expert: bool) -> None:
 
 def zero3(ctx: Context, *, leaf: bool) -> None:
     """DeepSpeed itself, on CPU and gloo, without its compiled operators."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    deepspeed: Any = importlib.import_module("deepspeed")
-    for operator in list(deepspeed.ops.__compatible_ops__):
-        deepspeed.ops.__compatible_ops__[operator] = False  # none is built here, that takes a minute
+    deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=2)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model, x = model_and_tokens(ctx, every_expert=False)

@@ -7,12 +7,11 @@ kernel enforces: a caching pool, as torch has one, and a library that asks the s
 import mmap
 import os
 import re
-import resource
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import (
     Arm,
     Context,
@@ -68,9 +67,7 @@ class Pool:
 def train(ctx: Context, *, capped: bool) -> None:
     """Steps of growing length fill the pool; then a second process group is used for the first time."""
     limit, buffers = ctx.params["limit_mib"], ctx.params["buffers_mib"]
-    text = Path("/proc/self/status").read_text()
-    size = int(re.search(r"VmSize:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
-    resource.setrlimit(resource.RLIMIT_AS, (size + limit * MIB, resource.RLIM_INFINITY))
+    limit_address_space(limit * MIB)
     pool = Pool(limit - 2 * buffers if capped else None)
     weights = pool.take(limit // 8)
     for eighths in (1, 2, 3):  # longer and longer sequences: what was cached is too small each time

@@ -7,15 +7,14 @@ import fcntl
 import importlib.util
 import os
 import re
-import signal
 import socket
 import struct
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, NoReturn, Tuple
+from typing import Any, List, Mapping, Tuple
 
-from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user
+from kb.namespaces import bind_over, bring_up, join_nodes, lay_cable, own_network, run_two_nodes
 from kb.probe import (
     Arm,
     Context,
@@ -25,7 +24,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    Unavailable,
     clear,
     completed,
     exposed,
@@ -40,68 +38,36 @@ BRIDGES_ADDRESS = "172.31.83.1"  # the same on every node, as such bridges have 
 
 def meet_over_nccl(ctx: Context, *, interface: str) -> None:
     """Rank 0 makes NCCL's unique id, which holds its address; rank 1, on the other node, connects to it."""
-    own_user()
-    nodes = [Context(number, 2, "nccl", ctx.dir, ctx.params) for number in range(2)]
-    pids: List[int] = []
-    for node in nodes:
-        pid = os.fork()
-        if pid == 0:
-            live_as(node, interface)
-        pids.append(pid)
-    output = [ctx.dir / f"node{number}.said" for number in range(2)]
-    end = time.monotonic() + 15
-    texts: List[str] = []
-    while len(texts) < 2 and not any(texts) and time.monotonic() < end:
-        time.sleep(0.01)
-        texts = [path.read_text() for path in output if path.exists()]
-    if all((ctx.dir / f"meet-both up-{number}").exists() for number in range(2)):
-        ctx.reached()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if (ctx.dir / "id").exists():
-        ctx.note(unique_id=(ctx.dir / "id").read_text())
-    for text in texts:
-        kind, _, what = text.partition(": ")
-        if text:
-            raise {"Unavailable": Unavailable, "Symptom": Symptom}.get(kind, RuntimeError)(what)
-    if len(texts) < 2:
-        raise RuntimeError("a node said nothing in 15 s")
-
-
-def live_as(node: Context, interface: str) -> NoReturn:
-    text = ""
     try:
-        plug_in(node)
-        os.environ["NCCL_CONF_FILE"] = os.devnull
-        if interface:
-            os.environ["NCCL_SOCKET_IFNAME"] = interface
-        assert node.meet("both up")
-        if node.rank == 0:
-            held, address, port, by = unique_id()
-            (node.dir / "id.part").write_text(f"{address} {port} {by}")
-            (node.dir / "id.part").rename(node.dir / "id")
-            assert node.meet("connected")
-            del held
-        else:
-            while not (node.dir / "id").exists():
-                time.sleep(0.005)
-            address, its_port = (node.dir / "id").read_text().split()[:2]
-            try:
-                socket.create_connection((address, int(its_port)), timeout=3).close()
-            except OSError as error:
-                reason = os.strerror(error.errno) if error.errno else str(error)
-                where = " (this node's own)" if address in dict(interfaces()).values() else ""
-                raise Symptom(
-                    f"rank 1: connect to {address}{where}, the address in the id, failed: {reason}"
-                ) from error
-            node.meet("connected")
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-    part = node.dir / f"node{node.rank}.part"
-    part.write_text(text)
-    part.rename(node.dir / f"node{node.rank}.said")
-    os._exit(0)
+        run_two_nodes(ctx, partial(connect_as_node, interface=interface))
+    finally:
+        if (ctx.dir / "id").exists():
+            ctx.note(unique_id=(ctx.dir / "id").read_text())
+
+
+def connect_as_node(node: Context, *, interface: str) -> None:
+    set_up_network(node)
+    os.environ["NCCL_CONF_FILE"] = os.devnull
+    if interface:
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
+    node.reached()
+    if node.rank == 0:
+        listener, address, port, by = unique_id()
+        (node.dir / "id.part").write_text(f"{address} {port} {by}")
+        (node.dir / "id.part").rename(node.dir / "id")
+        assert node.meet("connected")
+        del listener
+        return
+    while not (node.dir / "id").exists():
+        time.sleep(0.005)
+    address, its_port = (node.dir / "id").read_text().split()[:2]
+    try:
+        socket.create_connection((address, int(its_port)), timeout=3).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        where = " (this node's own)" if address in dict(interfaces()).values() else ""
+        raise Symptom(f"rank 1: connect to {address}{where}, the address in the id, failed: {reason}") from error
+    node.meet("connected")
 
 
 def unique_id() -> Tuple[Any, str, int, str]:
@@ -229,23 +195,16 @@ def spans_nodes(nodes: int) -> bool | None:
 # --- two nodes of one host -----------------------------------------------------------------------------------------
 
 
-def plug_in(node: Context) -> None:
+def set_up_network(node: Context) -> None:
     """First the bridge, then the cable: the order in which NCCL sees them."""
     own_network()
-    if Path("/etc/nccl.conf").exists():  # what it says about this host's interfaces is no part of the job
+    if Path("/etc/nccl.conf").exists():  # its settings for this host's interfaces are no part of the job
         bind_over("/dev/null", "/etc/nccl.conf")
     bring_up("lo")
     lay_cable(BRIDGE, "kbbr1", os.getpid())
     bring_up("kbbr1")
     bring_up(BRIDGE, BRIDGES_ADDRESS)
-    (node.dir / f"pid{node.rank}").write_text(str(os.getpid()))
-    assert node.meet("networks made")
-    if node.rank == 0:
-        lay_cable(NIC, NIC, int((node.dir / "pid1").read_text()))
-        (node.dir / "cable").touch()
-    while not (node.dir / "cable").exists():
-        time.sleep(0.005)
-    bring_up(NIC, f"10.83.0.{node.rank + 1}")
+    join_nodes(node, NIC)
 
 
 def start_nccl(ctx: Context) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
 import traceback
 from functools import partial
 from typing import Any, Dict, Mapping
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
@@ -84,13 +83,6 @@ def train_llama(ctx: Context, *, checkpointed: bool) -> None:
     limit_address_space(CPU_ROOM)
     ctx.reached()
     model(input_ids=torch.ones(1, CPU_TOKENS, dtype=torch.long), use_cache=False).last_hidden_state.sum().backward()
-
-
-def limit_address_space(room: int) -> None:
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: else the fragments of glibc's heap decide
-    with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + room
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")

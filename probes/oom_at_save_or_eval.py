@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
 import subprocess
 from functools import partial
 from typing import Any, Mapping, Optional, Tuple
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
@@ -91,13 +90,6 @@ def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
     limit_address_space(CPU_ROOM)
     ctx.reached()
     assert trainer.evaluate()["eval_predictions"] == 16 * BATCHES
-
-
-def limit_address_space(room: int) -> None:
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: else the fragments of glibc's heap decide
-    with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + room
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def check(params: Mapping[str, Any]) -> Finding:

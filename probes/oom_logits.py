@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import traceback
 from functools import partial
 from typing import Any, Dict, Mapping
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
@@ -38,8 +38,7 @@ def step(ctx: Context, *, slices: int, fused: bool = False) -> None:
         ctx.note(peak_over_fp32_logits=round((memory(on_gpu, peak=True) - before) / (few * VOCAB * 4), 2))
     gradient, head.grad = head.grad, None
     if not on_gpu:
-        limit = memory(on_gpu) + CPU_ROOM
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        limit_address_space(CPU_ROOM)
     ctx.reached()
     try:
         loss_of(hidden, head, labels, slices, fused).backward()

@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from typing import Any, List, Mapping, Tuple
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 CARD_MIB = 1024  # what one rank may use: the cap of the caching allocator, or of the address space on the CPU
@@ -18,7 +19,7 @@ def train_one_step(ctx: Context, *, longest_batch_mib: int) -> None:
     gradient = torch.zeros(1, device=ctx.device)
     dist.all_reduce(gradient)
     if ctx.device.type == "cpu":
-        cap_address_space(CARD_MIB)
+        limit_address_space(CARD_MIB << 20)
     ctx.reached()
     batch_mib = longest_batch_mib if ctx.rank == 1 else 16
     try:
@@ -33,15 +34,6 @@ def train_one_step(ctx: Context, *, longest_batch_mib: int) -> None:
         dist.all_reduce(gradient)
         assert gradient.item() == 16 + longest_batch_mib
     ctx.meet("step", timeout_s=20)  # the rank that skipped is alive and elsewhere, as in training
-
-
-def cap_address_space(mib: int) -> None:
-    import os
-    import resource
-
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20), resource.RLIM_INFINITY))
 
 
 def check(_: Mapping[str, Any]) -> Finding:

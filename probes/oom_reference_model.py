@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import resource
 import subprocess
 import traceback
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, List, Mapping, Optional, Tuple
 
+from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 GIB = 1 << 30
@@ -33,8 +33,7 @@ def start(ctx: Context, *, adapter: bool) -> None:
     with torch.no_grad():
         at_start = policy(x)
     if not on_gpu:
-        limit = _address_space() + CPU_ROOM
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        limit_address_space(CPU_ROOM)
     ctx.reached()
     try:
         reference = policy if adapter else create_reference_model(policy)
@@ -64,11 +63,6 @@ def create_reference_model(model: Any) -> Any:
 
     ref_model = deepcopy(model)
     return ref_model.requires_grad_(False).eval()
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 WEIGHT_BYTES = {

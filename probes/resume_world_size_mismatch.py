@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Set
 
+from kb.cpu_arms import import_deepspeed
 from kb.probe import (
     Arm,
     Context,
@@ -87,17 +88,11 @@ def resume(ctx: Context, *, resharding_format: bool) -> None:
 
 def resume_deepspeed(ctx: Context, *, universal: bool) -> None:
     """ZeRO-3 on CPU. The old job is two children of this process, so that DeepSpeed starts from nothing twice."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        import torch
-        import torch.distributed as dist
+    import torch
+    import torch.distributed as dist
 
-        deepspeed: Any = importlib.import_module("deepspeed")
-        to_universal: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
-        comm: Any = sys.modules["deepspeed.comm.torch"]
-        comm.build_shm_op = lambda: None  # it would compile C++ for a minute, for speed that is not needed
-    except Exception as error:  # it looks for compilers and CUDA while it is imported
-        raise Unavailable("deepspeed cannot be imported for CPU here: %s" % error) from error
+    deepspeed = import_deepspeed()
+    to_universal: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
 
     def start(rank: int, ranks: int) -> Any:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, List, Mapping, Optional
 
 from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
+from kb.cpu_arms import import_deepspeed
 from kb.probe import (
     Arm,
     Context,
@@ -19,7 +18,6 @@ from kb.probe import (
     Needs,
     Param,
     Probe,
-    Unavailable,
     clear,
     completed,
     exposed,
@@ -62,15 +60,9 @@ def save(ctx: Context, *, gathered: bool) -> None:
 
 def save_deepspeed(ctx: Context, *, gathered: bool) -> None:
     """ZeRO-3 on CPU: the module's own state dict, or save_16bit_model with gathering switched on."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    try:
-        deepspeed: Any = importlib.import_module("deepspeed")
-        comm: Any = sys.modules["deepspeed.comm.torch"]
-        comm.build_shm_op = lambda: None  # it would compile C++ for a minute, for speed that is not needed
-    except Exception as error:  # it looks for compilers and CUDA while it is imported
-        raise Unavailable("deepspeed cannot be imported for CPU here: %s" % error) from error
+    deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=30)
     deepspeed.init_distributed(dist_backend="gloo")
     zero = {

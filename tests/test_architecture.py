@@ -18,21 +18,21 @@ SHELLS = ("api", "cli")
 HEAVY = ("torch", "fastapi", "sqlmodel", "sqlalchemy", "yaml", "markdown_it", "pydantic", "rich")
 IN_THE_READERS_INTERPRETER = sorted(
     [*(CORE / "runtime").glob("*.py")]
-    + [CORE / f"{name}.py" for name in ("checkpoint", "context", "namespaces", "probe", "training_config")]
+    + [CORE / f"{name}.py" for name in ("checkpoint", "context", "cpu_arms", "namespaces", "probe", "training_config")]
 )
 
 
 def imports(path: Path) -> set[str]:
     """Full names of what a file imports at any depth; a relative import as `.name`."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            found.add(base)
-            found.update(f"{base}.{alias.name}".replace("..", ".") for alias in node.names)
-    return found
+            names.add(base)
+            names.update(f"{base}.{alias.name}".replace("..", ".") for alias in node.names)
+    return names
 
 
 @pytest.mark.parametrize("folder", ["kb", *SHELLS, "probes"])

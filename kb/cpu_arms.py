@@ -1,0 +1,43 @@
+"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, and DeepSpeed without compiled operators.
+
+Runs in the reader's training interpreter: standard library and Python 3.9, DeepSpeed when a job asks for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import resource
+from typing import Any
+
+from kb.probe import Unavailable
+
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
+OWN_MAPPING = 1 << 20  # bytes: larger blocks are mapped one by one
+
+
+def limit_address_space(room: int) -> None:
+    """Let this process allocate `room` more bytes, then fail. Neither the fragments of glibc's heap nor the address
+    space that a new thread's heap reserves count: large blocks are mapped one by one, and all threads share a heap."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING)
+    libc.mallopt(M_ARENA_MAX, 1)
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed for CPU and gloo, without its compiled operators: building one takes a minute.
+
+    Raises `Unavailable`: while it is imported, it looks for compilers and CUDA.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+        for operator in list(deepspeed.ops.__compatible_ops__):
+            deepspeed.ops.__compatible_ops__[operator] = False
+    except Exception as error:
+        raise Unavailable("deepspeed cannot be imported for CPU here: %s" % error) from error
+    return deepspeed
