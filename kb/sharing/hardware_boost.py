@@ -1,6 +1,6 @@
 """Hits whose fix was verified on hardware like the reader's come first. Pure: verdict counts in, an order out.
 
-Hardware is like the reader's when it has the same GPU model, and more so with the same torch release. Without a GPU model
+Hardware is like the reader's when it has the same GPU model, and more so with the same torch release. Without a model
 only torch is compared. What counts is the fix in its current wording, run on GPUs.
 """
 
