@@ -1,4 +1,5 @@
-"""A training configuration as plain values, for the checks of probes: DeepSpeed JSON, accelerate YAML, arguments.
+"""A training configuration as plain values, for the checks of probes: DeepSpeed JSON, accelerate YAML, arguments, and
+the launcher's variables.
 
 Runs in the reader's training interpreter: standard library and Python 3.9. Reading YAML needs PyYAML, which
 accelerate and transformers install.
@@ -7,8 +8,9 @@ accelerate and transformers install.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 LARGEST = 1 << 20  # bytes
 DEEPSPEED = {
@@ -21,6 +23,9 @@ DEEPSPEED = {
     "zero_allow_untested_optimizer",
     "elasticity",
 }
+LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")
+BATCHES = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
+NODE_VARIABLES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("SLURM_JOB_NUM_NODES", ""), ("SLURM_NNODES", ""))
 ACCELERATE = {"compute_environment", "distributed_type", "num_processes", "deepspeed_config", "fsdp_config"}
 
 
@@ -49,6 +54,25 @@ def read_config(path: Path) -> Config:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UnreadableConfig("%s holds no mapping of names to values" % path)
     return Config(_kind(values), values)
+
+
+def micro_batch_tokens(values: Mapping[str, Any]) -> Optional[int]:
+    """Tokens of a micro batch, by the first keys of length and batch size; None when one of them is missing."""
+    lengths = [values[name] for name in LENGTHS if isinstance(values.get(name), int)]
+    batches = [values[name] for name in BATCHES if isinstance(values.get(name), int)]
+    return lengths[0] * batches[0] if lengths and batches else None
+
+
+def spans_nodes(nodes: int) -> Optional[bool]:
+    """Whether a job runs on several nodes: by their number, or for 0 by the launcher's variables; None if unknown."""
+    if nodes:
+        return nodes > 1
+    for total, local in NODE_VARIABLES:
+        try:
+            return int(os.environ[total]) > int(os.environ[local] if local else 1)
+        except (KeyError, ValueError):
+            continue
+    return None
 
 
 def _values(path: Path, text: str) -> Any:

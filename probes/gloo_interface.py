@@ -25,6 +25,7 @@ from kb.probe import (
     raised,
     unknown,
 )
+from kb.training_config import spans_nodes
 
 NIC = "kb0"  # the cable's end on either node
 
@@ -114,18 +115,6 @@ def judge(seen: str, loopback: bool, several: bool | None) -> Finding:
     if loopback:
         return clear(seen, "the job stays on this node")
     return clear(seen, "not a loopback address; whether the other nodes can reach it cannot be seen from here")
-
-
-def spans_nodes(nodes: int) -> bool | None:
-    """As it was said, else by the variables of the launchers; None when nothing tells."""
-    if nodes:
-        return nodes > 1
-    for total, here in (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("SLURM_JOB_NUM_NODES", ""), ("SLURM_NNODES", "")):
-        try:
-            return int(os.environ[total]) > int(os.environ[here] if here else 1)
-        except (KeyError, ValueError):
-            continue
-    return None
 
 
 def addresses_of(interface: str) -> List[str]:

@@ -31,6 +31,7 @@ from kb.probe import (
     symptom,
     unknown,
 )
+from kb.training_config import spans_nodes
 
 BRIDGE, NIC = "br-kb0", "kb0"  # what a container runtime makes on every node, and the cable between the nodes
 BRIDGES_ADDRESS = "172.31.83.1"  # the same on every node, as such bridges have it
@@ -178,18 +179,6 @@ def setting() -> Tuple[str, str]:
             if key.strip() == "NCCL_SOCKET_IFNAME":
                 return value.strip(), path
     return "", ""
-
-
-def spans_nodes(nodes: int) -> bool | None:
-    """As it was said, else by the variables of the launchers; None when nothing tells."""
-    if nodes:
-        return nodes > 1
-    for total, here in (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("SLURM_JOB_NUM_NODES", ""), ("SLURM_NNODES", "")):
-        try:
-            return int(os.environ[total]) > int(os.environ[here] if here else 1)
-        except (KeyError, ValueError):
-            continue
-    return None
 
 
 # --- two nodes of one host -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Dict, Mapping
 
 from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
-from kb.training_config import UnreadableConfig, read_config
+from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
 FIXES = ("checkpoint", "split")
@@ -85,8 +85,6 @@ def train_llama(ctx: Context, *, checkpointed: bool) -> None:
     model(input_ids=torch.ones(1, CPU_TOKENS, dtype=torch.long), use_cache=False).last_hidden_state.sum().backward()
 
 
-LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")
-BATCHES = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
 SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "use_unsloth_gc")
 
 
@@ -98,9 +96,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             values = read_config(params["config"]).values
         except UnreadableConfig as error:
             return unknown(str(error))
-    lengths = [values[name] for name in LENGTHS if isinstance(values.get(name), int)]
-    batches = [values[name] for name in BATCHES if isinstance(values.get(name), int)]
-    tokens = params["tokens"] or (lengths[0] * batches[0] if lengths and batches else None)
+    tokens = params["tokens"] or micro_batch_tokens(values)
     numbers = (tokens, params["hidden"], params["layers"], params["gpu_memory"])
     if any(number is None or number <= 0 for number in numbers) or params["trains"] not in PER_HIDDEN:
         return unknown(

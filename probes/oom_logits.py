@@ -9,7 +9,7 @@ from typing import Any, Dict, Mapping
 
 from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
-from kb.training_config import UnreadableConfig, read_config
+from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
 HIDDEN, VOCAB, SLICES = 64, 16384, 8
@@ -86,10 +86,6 @@ def memory(on_gpu: bool, peak: bool = False) -> int:
     return int(table["VmPeak" if peak else "VmSize"].split()[0]) << 10
 
 
-LENGTHS = ("max_length", "cutoff_len", "max_seq_length", "sequence_len", "model_max_length")
-BATCHES = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
-
-
 def check(params: Mapping[str, Any]) -> Finding:
     """Tokens of a micro batch x vocabulary, against the allocation that failed or the memory of a GPU."""
     values: Dict[str, Any] = {}
@@ -98,9 +94,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             values = read_config(params["config"]).values
         except UnreadableConfig as error:
             return unknown(str(error))
-    lengths = [values[name] for name in LENGTHS if isinstance(values.get(name), int)]
-    batches = [values[name] for name in BATCHES if isinstance(values.get(name), int)]
-    tokens = params["tokens"] or (lengths[0] * batches[0] if lengths and batches else None)
+    tokens = params["tokens"] or micro_batch_tokens(values)
     vocab, tried, card = params["vocab"], params["tried"], params["gpu_memory"]
     if not tokens or not vocab or tokens < 1 or vocab < 1 or not (tried or card):
         return unknown(

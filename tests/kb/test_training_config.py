@@ -1,4 +1,4 @@
-"""Training configurations are told apart by their keys, and what is none is one clear error."""
+"""Training configurations are distinguished by their keys, and an invalid one is one clear error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kb.training_config import UnreadableConfig, read_config
+from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config, spans_nodes
 
 KINDS = {
     '{"train_batch_size": 32, "zero_optimization": {"stage": 3}}': "deepspeed",
@@ -42,3 +42,28 @@ def test_what_is_no_configuration_is_one_error(tmp_path: Path, text: str, told: 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(UnreadableConfig, match="is not a file"):
         read_config(tmp_path / "none.json")
+
+
+def test_tokens_of_a_micro_batch_need_length_and_batch_size() -> None:
+    assert micro_batch_tokens({"cutoff_len": 4096, "per_device_train_batch_size": 2}) == 8192
+    assert micro_batch_tokens({"cutoff_len": 4096, "train_micro_batch_size_per_gpu": "auto"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, False),
+        ({"SLURM_NNODES": "2"}, True),
+    ],
+)
+def test_the_launcher_says_whether_a_job_spans_nodes(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool | None
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert spans_nodes(0) is expected
+    assert spans_nodes(3) is True
