@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
-from kb.search.index import Index, open_index
+from kb.search.index import Index
+from kb.search.index_cache import open_index
 from kb.search.ranking import search
 
 CATALOG = load_catalog((builtin_root(),))
@@ -27,12 +29,11 @@ FOUNDING = {
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    with open_index((builtin_root(),)) as opened:
-        yield opened
-    patch.undo()
+def index(built_in_index: Path) -> Iterator[Index]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(built_in_index))
+        with open_index((builtin_root(),)) as opened:
+            yield opened
 
 
 def test_no_entry_was_left_out() -> None:

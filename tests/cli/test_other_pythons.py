@@ -14,12 +14,12 @@ VERSIONS = ("3.9", "3.10", "3.12", "3.13")
 
 def interpreters() -> list[Path]:
     """What this machine has of them: on PATH, or side by side as pyenv keeps them."""
-    found = []
+    result = []
     for version in VERSIONS:
         homes = [Path("/usr/bin"), Path("/usr/local/bin")]
         homes += sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin"))
-        found += [home / f"python{version}" for home in homes if (home / f"python{version}").is_file()]
-    return found
+        result += [home / f"python{version}" for home in homes if (home / f"python{version}").is_file()]
+    return result
 
 
 INTERPRETERS = interpreters()

@@ -14,6 +14,8 @@ import pytest
 from kb.content.parser import read_entry
 from tests.support.console import BREAKS, ContentRoot, Kb
 
+pytestmark = pytest.mark.usefixtures("few_entries")
+
 
 def broken_yaml(path: Path) -> None:
     path.write_text(path.read_text().replace("tags: [test]", "tags: [test"))
@@ -105,7 +107,7 @@ def test_a_signature_that_could_hang_is_a_finding_and_hangs_neither_search_nor_v
     path = content.path / "entries" / "evil.md"
     evil = "signatures:\n  - pattern: '(a+)+b'\n    role: root\n    source: a test\n    sample: 'aaab'\n"
     path.write_text(path.read_text().replace("signatures:\n", evil))
-    assert any(one["rule"] == "ambiguous-repeat" for one in kb("lint", "--json").json["findings"])
+    assert any(item["rule"] == "ambiguous-repeat" for item in kb("lint", "--json").json["findings"])
     assert kb("search", "the thing broke: code 7 " + "a" * 60 + "!", "--json").json["hits"][0]["id"] == "evil"
     assert kb("verify", "evil", "--json").json["verdict"] == "verified"
 
@@ -114,10 +116,10 @@ def test_an_entry_that_a_service_reads_changes_no_warnings_of_its_other_threads(
     content: ContentRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FastAPI prepares a route with a warning silenced; made an error meanwhile, it would end the request with 500."""
-    compiled, found = re.compile, list[Any]()
+    compiled, result = re.compile, list[Any]()
 
     def observed(*args: Any) -> re.Pattern[str]:
-        found.append(list(warnings.filters))
+        result.append(list(warnings.filters))
         return compiled(*args)
 
     path = content.entry("read-there")
@@ -125,5 +127,5 @@ def test_an_entry_that_a_service_reads_changes_no_warnings_of_its_other_threads(
     before = list(warnings.filters)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(read_entry, path, "somewhere").result()
-    assert found
-    assert all(one == before for one in found)
+    assert result
+    assert all(item == before for item in result)

@@ -37,11 +37,12 @@ def test_a_probe_file_that_cannot_be_used_is_inconclusive_and_says_why(
     assert not arm_directories()
 
 
-def test_a_probe_file_that_never_returns_is_cut(kb: Kb, content: ContentRoot) -> None:
+def test_a_probe_file_that_never_returns_is_cut(kb: Kb, content: ContentRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kb.verify.plan.DESCRIBE_S", 3.0)
     content.raw_probe("endless", "while True: pass")
     ended = kb("verify", "endless", "--json")
     assert ended.code == 3
-    assert "not done in time" in ended.json["reason"]
+    assert "did not end in time" in ended.json["reason"]
 
 
 def test_a_missing_probe_file_is_named(kb: Kb, content: ContentRoot) -> None:

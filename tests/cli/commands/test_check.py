@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.console import ContentRoot, Kb
 
+pytestmark = pytest.mark.usefixtures("few_entries")
+
 READS_CONFIG = """
 import json
 from kb.probe import Param, Probe, clear, exposed, unknown
@@ -31,8 +33,8 @@ def always(answer: str) -> str:
 
 
 def answer_of(document: Any, entry_id: str) -> Any:
-    (found,) = [one for one in document["answers"] if one["id"] == entry_id]
-    return found
+    (result,) = [item for item in document["answers"] if item["id"] == entry_id]
+    return result
 
 
 @pytest.mark.parametrize("stage, state, code", [("3", "exposed", 1), ("1", "clear", 0), ("null", "unknown", 3)])
@@ -46,7 +48,7 @@ def test_a_configuration_is_handed_to_the_checks_that_read_one(
     assert (answer["state"], answer["takes_given_file"]) == (state, True)
     if state == "exposed":
         assert ended.code == code
-    others = {one["state"] for one in ended.json["answers"] if one["takes_given_file"]}
+    others = {item["state"] for item in ended.json["answers"] if item["takes_given_file"]}
     assert ended.code == (1 if ended.json["counts"]["exposed"] else 0 if "clear" in others else 3)
 
 
@@ -63,15 +65,18 @@ def test_nagios_gets_one_line_and_its_own_exit_codes(kb: Kb, content: ContentRoo
     ended = kb("check", "--format", "nagios")
     (line,) = ended.out.splitlines()
     assert ended.code == (2 if "CRITICAL" in line else 1)
-    told, _, data = line.partition(" | ")
-    assert "bare (a / b)" in told
+    message, _, data = line.partition(" | ")
+    assert "bare (a / b)" in message
     assert data.startswith("exposed=")
 
 
 @pytest.mark.parametrize(
     "answer", ["1 / 0", "__import__('time').sleep(60)", "__import__('os').kill(0, 9)", "None", "exposed(1) if 0 else 3"]
 )
-def test_a_broken_check_is_an_answer_and_the_others_go_on(kb: Kb, content: ContentRoot, answer: str) -> None:
+def test_a_broken_check_is_an_answer_and_the_others_go_on(
+    kb: Kb, content: ContentRoot, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr("kb.verify.checks.CHECK_S", 3.0)
     content.raw_probe("broken", always(answer))
     content.raw_probe("whole", always('clear("fine")'))
     document = kb("check", "--json").json
@@ -91,7 +96,7 @@ def test_no_arm_runs(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_every_built_in_check_answers_about_this_machine(kb: Kb) -> None:
-    answers = kb("check", "--json").json["answers"]
+def test_every_built_in_check_answers_about_this_machine(kb_process: Kb) -> None:
+    answers = kb_process("check", "--json").json["answers"]
     assert len(answers) >= 14
     assert not [answer for answer in answers if "the check failed" in " ".join(answer["evidence"])], json.dumps(answers)

@@ -300,6 +300,7 @@ def test_the_limit_holds_for_text_and_document(kb: Kb, tmp_path: Path) -> None:
     assert "2. " not in kb("diagnose", "job.log", "--limit", "1").out
 
 
+@pytest.mark.usefixtures("few_entries")
 def test_a_team_entry_explains_and_its_probe_is_run(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
     content.incident("broken-thing")
     (tmp_path / "train.log").write_text("[rank5]: RuntimeError: the thing broke: code 7\n")

@@ -57,8 +57,8 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert process.stderr.read() == b""
 
 
-def test_ten_megabytes_without_a_line_end_come_through() -> None:
-    quiet = b"step 17 is fine, " * 200_000
+def test_megabytes_without_a_line_end_come_through() -> None:
+    quiet = b"step 17 is fine, " * 50_000
     line = (
         b"hf_Zq7abcdefghijklmnopqrstuvwxyz0123 " + quiet + b"at 10.1.2.3 " + quiet + b"at 10.1.2.3 " + quiet + b"gpu-03"
     )

@@ -33,12 +33,12 @@ def private(tmp_path: Path) -> Path:
 def test_it_serves_a_private_root_and_the_built_in_entries(private: Path) -> None:
     with serving("--root", private) as server:
         assert server.lines == [f"kb: serving on http://127.0.0.1:{server.port} (Ctrl-C ends it)"]
-        status, found = server.get(f"/v1/search?q={quote('only our team')}")
+        status, result = server.get(f"/v1/search?q={quote('only our team')}")
         assert status == 200
-        assert found["hits"][0]["id"] == "only-ours"
-        assert found["hits"][0]["origin"] == str(private)
-        _, found = server.get(f"/v1/search?q={quote('ALLGATHER timeout save')}&limit=1")
-        assert found["hits"][0]["id"] == "checkpoint-save-allgather-timeout"
+        assert result["hits"][0]["id"] == "only-ours"
+        assert result["hits"][0]["origin"] == str(private)
+        _, result = server.get(f"/v1/search?q={quote('ALLGATHER timeout save')}&limit=1")
+        assert result["hits"][0]["id"] == "checkpoint-save-allgather-timeout"
         assert server.get("/v1/entries/only-our")[1]["nearest"] == ["only-ours"]
 
 
@@ -46,9 +46,9 @@ def test_it_serves_the_reports_of_this_user(kb: Kb, content: ContentRoot) -> Non
     content.incident("breaks")
     assert kb("verify", "breaks").code == 0
     with serving() as server:
-        status, found = server.get("/v1/entries/breaks/reports")
+        status, result = server.get("/v1/entries/breaks/reports")
     assert status == 200
-    assert [one["verdict"] for one in found["reports"]] == ["verified"]
+    assert [item["verdict"] for item in result["reports"]] == ["verified"]
 
 
 def test_the_longest_query_passes_in_chinese_and_a_longer_one_is_a_problem() -> None:
@@ -148,8 +148,8 @@ def test_a_server_takes_as_many_connections_as_the_machine_allows() -> None:
 
 def children(pid: int) -> set[int]:
     """Workers: what multiprocessing starts beside them, the resource tracker, is none."""
-    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return {one for one in found if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()}
+    result = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {item for item in result if b"spawn_main" in Path(f"/proc/{item}/cmdline").read_bytes()}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
