@@ -48,7 +48,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if dual == "EADDRINUSE":
         half = f"port {port} is taken for IPv6 only: a store starts on IPv4 without an error, and clients may miss it"
         return exposed(half, *sockets(port), advice=f"find the holder ({find}) or give this job another port")
-    low, high = (int(bound) for bound in read("/proc/sys/net/ipv4/ip_local_port_range").split() or (32768, 60999))
+    low, high = (int(bound) for bound in read_file("/proc/sys/net/ipv4/ip_local_port_range").split() or (32768, 60999))
     if low <= port <= high:
         why = f"port {port} is free now, but in the range {low}-{high} that the kernel gives to outgoing connections"
         return exposed(why, advice=f"choose a MASTER_PORT below {low}")
@@ -75,7 +75,7 @@ STATES = {"01": "ESTABLISHED", "06": "TIME_WAIT", "0A": "LISTEN"}
 
 def sockets(port: int) -> List[str]:
     """One line for each socket whose local end is this port, with its owner as far as we may see it."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in read(f"/proc/net/{name}").splitlines()[1:]]
+    rows = [line.split() for name in ("tcp", "tcp6") for line in read_file(f"/proc/net/{name}").splitlines()[1:]]
     result = [
         (STATES.get(row[3], f"state {row[3]}"), row[7], f"socket:[{row[9]}]")
         for row in rows
@@ -86,7 +86,7 @@ def sockets(port: int) -> List[str]:
     return lines[:5] or ["no table lists the holder: a socket that is bound and does not listen is in none"]
 
 
-def holders(wanted: Set[str]) -> Mapping[str, str]:
+def holders(sockets: Set[str]) -> Mapping[str, str]:
     """Socket name to `pid N: command`, for the processes whose descriptors we may read."""
     result = {}
     for descriptor in glob("/proc/[0-9]*/fd/*"):
@@ -94,14 +94,14 @@ def holders(wanted: Set[str]) -> Mapping[str, str]:
             name = os.readlink(descriptor)
         except OSError:
             continue
-        if name in wanted:
+        if name in sockets:
             pid = descriptor.split("/")[2]
-            command = read(f"/proc/{pid}/cmdline").split("\0")[:3]  # what runs, and no more of its arguments
+            command = read_file(f"/proc/{pid}/cmdline").split("\0")[:3]  # what runs, and no more of its arguments
             result[name] = f"pid {pid}: {' '.join(command)[:100].strip()}"
     return result
 
 
-def read(path: str) -> str:
+def read_file(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError):

@@ -45,16 +45,16 @@ def captured(directory: str, act: Callable[[], object]) -> str:
     """What C++ and Python wrote to stderr while `act` ran; afterwards it goes to our own stderr."""
     path = os.path.join(directory, "stderr.txt")
     sys.stderr.flush()
-    kept = os.dup(2)
+    own_stderr = os.dup(2)
     taken = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     os.dup2(taken, 2)
     try:
         act()
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
+        os.dup2(own_stderr, 2)
         os.close(taken)
-        os.close(kept)
+        os.close(own_stderr)
         with open(path, errors="replace") as file:
             text = file.read()
         sys.stderr.write(text)

@@ -159,10 +159,10 @@ def _merge_config(path: Any, given: Mapping[str, Optional[int]]) -> Any:
         elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             return unknown("%s is no whole number: %s" % (key, json.dumps(value)[:80]))
         elif value is not None:
-            asked = given[name]
-            if asked is not None and asked != value:
+            argument = given[name]
+            if argument is not None and argument != value:
                 return exposed(
-                    "the configuration and the arguments disagree: ds %s=%d vs %s=%d" % (key, value, name, asked),
+                    "the configuration and the arguments disagree: ds %s=%d vs %s=%d" % (key, value, name, argument),
                     advice='write "auto" into the JSON and keep the number in the arguments only',
                 )
             values[name] = value
@@ -194,10 +194,10 @@ def _without_world(given: Triple) -> Finding:
     if train % unit:
         return exposed("%d is no multiple of %d: it fits on no number of ranks" % (train, unit))
     fits = [world for world in range(1, MOST_RANKS) if not violation(given, world)]
-    shown = ", ".join(map(str, fits[:24])) + (", ..." if len(fits) > 24 else "")
+    listed = ", ".join(map(str, fits[:24])) + (", ..." if len(fits) > 24 else "")
     return unknown(
         "the number of ranks was not given",
-        "these numbers fit on %s data-parallel ranks" % (shown or "more than %d" % MOST_RANKS),
+        "these numbers fit on %s data-parallel ranks" % (listed or "more than %d" % MOST_RANKS),
         advice="--set world_size=N (data-parallel ranks)",
     )
 
@@ -229,7 +229,7 @@ NO_MULTIPLE = (
 )
 MULTIPLE = "train_batch_size is the nearest multiple of micro batch times ranks"
 ASSERTION = r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size ?[\d.]+ != "
-TOLD = "seven started ranks: the real DeepSpeedConfig runs, and is told their number"
+REAL_RULE = "seven started ranks: the real DeepSpeedConfig runs, and is told their number"
 REWRITTEN = "deepspeed.runtime.config.DeepSpeedConfig, whose rule is rewritten here because deepspeed is not installed"
 
 probe = Probe(
@@ -251,7 +251,7 @@ probe = Probe(
                 expect=raised(ASSERTION + r"2 \* 18 \* 7"),
                 because=NO_MULTIPLE,
                 fidelity="stand-in",
-                stands_for=TOLD,
+                stands_for=REAL_RULE,
                 env={"DS_ACCELERATOR": "cpu"},
             ),
             treatment=Arm(
@@ -259,7 +259,7 @@ probe = Probe(
                 expect=completed(),
                 because=MULTIPLE,
                 fidelity="stand-in",
-                stands_for=TOLD,
+                stands_for=REAL_RULE,
                 env={"DS_ACCELERATOR": "cpu"},
             ),
             world_size=1,

@@ -66,15 +66,18 @@ def check(params: Mapping[str, Any]) -> Finding:
     return weigh(checkpoint) if checkpoint.tensors else unknown("no tensor was found in %s" % params["checkpoint"])
 
 
-def weigh(found: Checkpoint) -> Finding:
+def weigh(checkpoint: Checkpoint) -> Finding:
     """Compare what every storage holds with what the tensors in it use. Storages of unknown objects count as used."""
     by_storage: Dict[str, List[Tensor]] = {}
-    for tensor in found.tensors:
+    for tensor in checkpoint.tensors:
         by_storage.setdefault(tensor.storage, []).append(tensor)
-    unused = [(found.storages[key] - _used(inside), found.storages[key], inside) for key, inside in by_storage.items()]
+    unused = [
+        (checkpoint.storages[key] - _used(inside), checkpoint.storages[key], inside)
+        for key, inside in by_storage.items()
+    ]
     unused.sort(key=lambda item: -item[0])
-    total, waste = sum(found.storages.values()), sum(max(0, item[0]) for item in unused)
-    counts = (total - waste, total, len(found.tensors), len(found.storages))
+    total, waste = sum(checkpoint.storages.values()), sum(max(0, item[0]) for item in unused)
+    counts = (total - waste, total, len(checkpoint.tensors), len(checkpoint.storages))
     message = "tensors use %d of %d bytes (tensors: %d, storages: %d)" % counts
     if waste <= WASTE * total:
         return clear(message)

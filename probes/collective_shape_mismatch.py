@@ -59,7 +59,7 @@ class Release(NamedTuple):
     last: tuple[int, ...]
     file: str
     code: str
-    who: str
+    trainer: str
 
 
 # Read tag by tag in the TRL repository; the fix is in the release after `last`.
@@ -107,7 +107,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     if not suspects:
         return clear(how, "none of the known gathers of unequal tensors is in its trainers; your own code was not read")
     fixed = ".".join(map(str, max(suspect.last for suspect in suspects)))
-    lines = [f"{suspect.who}: {suspect.code} in trl/trainer/{suspect.file}" for suspect in suspects]
+    lines = [f"{suspect.trainer}: {suspect.code} in trl/trainer/{suspect.file}" for suspect in suspects]
     if any(suspect.file == "orpo_trainer.py" for suspect in suspects) and _axolotl_overrides():
         lines.append("axolotl 0.8.0 or newer is installed and overrides ORPOTrainer's method: only its ORPO is safe")
     return exposed(how, *lines, advice=f"pip install 'trl>{fixed}'")

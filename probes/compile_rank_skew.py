@@ -47,7 +47,9 @@ def train(ctx: Context, *, warm_up: bool) -> None:
     ctx.meet("trained", timeout_s=15)
 
 
-STANDS = "inductor, Triton autotuning or an extension's build; the compile is torch.compile with the backend aot_eager"
+STANDS_FOR = (
+    "inductor, Triton autotuning or an extension's build; the compile is torch.compile with the backend aot_eager"
+)
 LATE = "rank 0 compiles inside the first step for longer than the timeout, and rank 1 waits in the next all-reduce"
 EARLY = "every rank runs the layers once before the first collective, and the wait for the slowest has its own timeout"
 
@@ -58,10 +60,10 @@ gloo = Experiment(
         expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
         because=LATE,
         fidelity="stand-in",
-        stands_for=STANDS,
+        stands_for=STANDS_FOR,
     ),
     treatment=Arm(
-        partial(train, warm_up=True), expect=completed(), because=EARLY, fidelity="stand-in", stands_for=STANDS
+        partial(train, warm_up=True), expect=completed(), because=EARLY, fidelity="stand-in", stands_for=STANDS_FOR
     ),
     needs=Needs(packages={"torch": ">=2.1"}),
     deadline_s=40,

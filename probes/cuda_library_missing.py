@@ -18,7 +18,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"  # LD_LIBRARY_PATH is read once, when a process starts
 
 
-def load(ctx: Context, *, own_is_found: bool) -> None:
+def load(ctx: Context, *, finds_own: bool) -> None:
     """Two libraries laid out as in site-packages/nvidia: cusparse needs nvjitlink and looks beside itself for it."""
     wheel, system = Path(ctx.path("nvidia/nvjitlink/lib")), Path(ctx.path("cuda-12.1/lib64"))
     Path(ctx.path("versions")).write_text("libnvJitLink.so.12 { global: *; };")
@@ -33,9 +33,9 @@ def load(ctx: Context, *, own_is_found: bool) -> None:
     ]
     compile_library(ctx, needs, cusparse, *options)
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    if not own_is_found and ctx.params["why"] == "shadowed":
+    if not finds_own and ctx.params["why"] == "shadowed":
         environment["LD_LIBRARY_PATH"] = str(system)
-    elif not own_is_found:
+    elif not finds_own:
         shutil.rmtree(wheel.parent)
     ctx.reached()
     command = [sys.executable, "-c", LOAD, str(cusparse)]
@@ -52,13 +52,13 @@ def compile_library(ctx: Context, code: str, target: Path, *options: str) -> Non
     subprocess.run(["cc", "-shared", "-fPIC", str(source), *options, *named, "-o", str(target)], check=True)
 
 
-def preload(ctx: Context, *, own_is_found: bool) -> None:
+def preload(ctx: Context, *, finds_own: bool) -> None:
     """torch's own search for its CUDA libraries, in a site-packages that has no cublas, or any file of that name."""
     import torch
 
     folder = Path(ctx.path("site-packages/nvidia/cublas/lib"))
     folder.mkdir(parents=True)
-    if own_is_found:
+    if finds_own:
         shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", folder / "libcublas.so.12")
     sys.path[:] = [ctx.path("site-packages")]
     search = getattr(torch, "_preload_cuda_lib", None) or torch._preload_cuda_deps  # the latter until 2.8 or so
@@ -70,20 +70,20 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Are the CUDA packages that torch asks for installed, and does LD_LIBRARY_PATH put others before them?"""
     if params["library"]:
         return linked(params["library"])
-    wanted = required()
-    if not wanted:
+    pinned = required()
+    if not pinned:
         return unknown(
             "torch is not installed here, or brings no CUDA libraries as packages (CPU, conda or system build)",
             advice="--set library=path/to/a.so",
         )
     lacking = [
         f"{name} {version} is not installed, and torch needs it"
-        for name, version in wanted.items()
+        for name, version in pinned.items()
         if not version_of(name)
     ]
     others = [
         f"{name} is {version_of(name)}, torch was built for {version}"
-        for name, version in wanted.items()
+        for name, version in pinned.items()
         if version and version_of(name) not in ("", version)
     ]
     if lacking:
@@ -97,7 +97,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             *others[:4],
             "this torch loads its own libraries first; whether that is enough shows only when it runs",
         )
-    return clear(f"all {len(wanted)} CUDA packages of torch are there, and LD_LIBRARY_PATH has none of their libraries")
+    return clear(f"all {len(pinned)} CUDA packages of torch are there, and LD_LIBRARY_PATH has none of their libraries")
 
 
 def linked(library: Path) -> Finding:
@@ -164,14 +164,14 @@ probe = Probe(
         Experiment(
             name="linker",
             control=Arm(
-                partial(load, own_is_found=False),
+                partial(load, finds_own=False),
                 expect=raised(r"libnvJitLink\.so\.12: cannot open shared object file|undefined symbol: __nvJitLink"),
                 because="the library is not there, or with why=shadowed an older one is found first",
                 fidelity="stand-in",
                 stands_for=HOW,
             ),
             treatment=Arm(
-                partial(load, own_is_found=True),
+                partial(load, finds_own=True),
                 expect=completed(),
                 because="the library of the same release is there and nothing comes before it",
                 fidelity="stand-in",
@@ -185,14 +185,14 @@ probe = Probe(
         Experiment(
             name="preload",
             control=Arm(
-                partial(preload, own_is_found=False),
+                partial(preload, finds_own=False),
                 expect=raised(r"libcublas\.so\.\*\[0-9\] not found in the system path"),
                 because="site-packages/nvidia has no cublas",
                 fidelity="stand-in",
                 stands_for="an installation of torch for CUDA without one of its packages; the search is torch's own",
             ),
             treatment=Arm(
-                partial(preload, own_is_found=True),
+                partial(preload, finds_own=True),
                 expect=completed(),
                 because="there is a library of that name, which can be loaded",
                 fidelity="stand-in",

@@ -52,16 +52,16 @@ def check(_: Mapping[str, Any]) -> Finding:
         return unknown("torch is not installed in this interpreter, or its version file cannot be read")
     if not built_with:
         return unknown("this torch was built without CUDA: it builds no CUDA extensions")
-    home, found_by = cuda_home()
+    home, source = cuda_home()
     if not home:
         return unknown(
             f"torch was built with CUDA {built_with}; no toolkit was found (CUDA_HOME, nvcc on PATH, /usr/local/cuda)",
             advice="only what is compiled needs one: an image with `devel` in its name, or a conda cuda-toolkit",
         )
     release = release_of(home)
-    evidence = [f"torch was built with CUDA {built_with}", f"{found_by} leads to {home}, nvcc {release or 'not there'}"]
-    if not release and found_by.startswith("CUDA"):
-        return exposed(*evidence, advice=f"unset {found_by}, or point it at a toolkit {built_with} that has bin/nvcc")
+    evidence = [f"torch was built with CUDA {built_with}", f"{source} leads to {home}, nvcc {release or 'not there'}"]
+    if not release and source.startswith("CUDA"):
+        return exposed(*evidence, advice=f"unset {source}, or point it at a toolkit {built_with} that has bin/nvcc")
     if not release:
         return unknown(*evidence, advice="a runtime without compiler: enough to train, not to build extensions")
     if release.split(".")[0] != built_with.split(".")[0]:
@@ -104,9 +104,9 @@ def cuda_home() -> Tuple[Optional[Path], str]:
 
 
 def release_of(home: Path) -> str:
-    asked = [str(home / "bin" / "nvcc"), "--version"]
+    command = [str(home / "bin" / "nvcc"), "--version"]
     try:
-        message = subprocess.run(asked, capture_output=True, text=True, timeout=3, check=False).stdout
+        message = subprocess.run(command, capture_output=True, text=True, timeout=3, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     match = re.search(r"release (\d+\.\d+)", message)

@@ -72,12 +72,12 @@ def train(ctx: Context, *, fixed: bool) -> None:
 
 MESSAGE = r"Expected to have finished reduction in the prior iteration before starting a new one"
 WAITS = "DDP waits for the gradient of a parameter that gets none"
-TOLD = "DDP knows that no gradient is coming (--set fix=find_unused_parameters, freeze or static_graph)"
+DECLARED = "DDP knows that no gradient is coming (--set fix=find_unused_parameters, freeze or static_graph)"
 
 gloo = Experiment(
     name="gloo",
     control=Arm(partial(train, fixed=False), expect=raised(MESSAGE), because=WAITS, fidelity="cpu"),
-    treatment=Arm(partial(train, fixed=True), expect=completed(), because=TOLD, fidelity="cpu"),
+    treatment=Arm(partial(train, fixed=True), expect=completed(), because=DECLARED, fidelity="cpu"),
     expected_s=(0.3, 0.3),
 )
 

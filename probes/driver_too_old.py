@@ -163,25 +163,25 @@ def user_libraries() -> List[str]:
     return sorted({os.path.realpath(path) for folder in folders for path in glob(f"{folder}/libcuda.so.1")})
 
 
-STANDS = "the NVIDIA driver: the stub reports a CUDA version and no device; everything above it is the real one"
+STANDS_FOR = "the NVIDIA driver: the stub reports a CUDA version and no device; everything above it is the real one"
 
 
-def under_stub(name: str, package: str, job: Any, said: str, expected_s: float) -> Experiment:
+def under_stub(name: str, package: str, job: Any, pattern: str, expected_s: float) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(
             partial(job, package=package, old=True),
-            expect=raised(said),
+            expect=raised(pattern),
             because="the driver is of the major release before the one that the runtime belongs to",
             fidelity="stand-in",
-            stands_for=STANDS,
+            stands_for=STANDS_FOR,
         ),
         treatment=Arm(
             partial(job, package=package, old=False),
             expect=completed(),
             because="the driver is of the runtime's own major release, its oldest one",
             fidelity="stand-in",
-            stands_for=STANDS,
+            stands_for=STANDS_FOR,
         ),
         world_size=1,
         needs=Needs(

@@ -161,7 +161,7 @@ def visible_entries() -> int:
 
 REFUSED = raised(r"Duplicate GPU detected : rank \d+ and rank \d+|Multiple [Rr]anks (are|detected) using the same GPU")
 BOTH_ON_0 = "both ranks set device 0 and make one communicator"
-STANDS = (
+STANDS_FOR = (
     "NCCL, which compares host and GPU of all ranks; here host and LOCAL_RANK of real torchrun processes are compared"
 )
 
@@ -206,14 +206,14 @@ probe = Probe(
                 expect=symptom(r"on one host rank \d+ and rank \d+ both take GPU \d+"),
                 because="two launchers run on one host, and each counts its ranks from LOCAL_RANK 0",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(launch, launchers=1),
                 expect=completed(),
                 because="one launcher starts all four ranks of the host",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             world_size=1,
             deadline_s=40,

@@ -50,16 +50,16 @@ def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
     import torch
 
     content = (Path(torch.__file__).parent / "lib" / "libshm.so").read_bytes()
-    wanted = re.search(rb"\0(_ZN3c10[^\0]+)\0", content)
-    assert wanted, "libshm.so of this torch uses nothing of c10"
+    symbol_match = re.search(rb"\0(_ZN3c10[^\0]+)\0", content)
+    assert symbol_match, "libshm.so of this torch uses nothing of c10"
     if not abi_of_torch:
-        content = content.replace(wanted.group(1), wanted.group(1)[:-1] + b"Z", 1)
+        content = content.replace(symbol_match.group(1), symbol_match.group(1)[:-1] + b"Z", 1)
     Path(ctx.path("extension.so")).write_bytes(content)
     ctx.reached()
     ctypes.CDLL(ctx.path("extension.so"), mode=os.RTLD_NOW)
 
 
-WANTED = re.compile(r"_ZNK?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
+ABI_SYMBOLS = re.compile(r"_ZNK?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -79,7 +79,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     for file in files:
         if time.monotonic() > end:
             break
-        wants = [symbol for symbol, defined in symbols(file) if not defined and WANTED.match(symbol)]
+        wants = [symbol for symbol, defined in symbols(file) if not defined and ABI_SYMBOLS.match(symbol)]
         if not wants:
             continue
         read.append(file.name)

@@ -106,11 +106,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     options = options if isinstance(options, dict) else {}
     if not (options or values.get("fsdp") or str(values.get("distributed_type", "")).upper() == "FSDP"):
         return clear(f"{params['config']} does not ask for FSDP")
-    asked = {str(key)[len("fsdp_") :] if str(key).startswith("fsdp_") else str(key): options[key] for key in options}
-    version = asked.get("version", values.get("fsdp_version", os.environ.get("FSDP_VERSION")))
+    fsdp_options = {
+        str(key)[len("fsdp_") :] if str(key).startswith("fsdp_") else str(key): options[key] for key in options
+    }
+    version = fsdp_options.get("version", values.get("fsdp_version", os.environ.get("FSDP_VERSION")))
     if str(version) == "2":
         return clear("fsdp_version is 2: FSDP2 keeps every parameter as it is")
-    orig = str(asked.get("use_orig_params", os.environ.get("FSDP_USE_ORIG_PARAMS", "not given"))).lower()
+    orig = str(fsdp_options.get("use_orig_params", os.environ.get("FSDP_USE_ORIG_PARAMS", "not given"))).lower()
     if orig in ("true", "1", "yes"):
         return clear("use_orig_params is on: a unit may mix frozen and trainable parameters")
     adapter = [key for key in ("adapter", "peft_type", "use_peft", "lora_r", "finetuning_type") if values.get(key)]

@@ -35,8 +35,8 @@ def save(ctx: Context, *, rank0_only: bool) -> None:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
         raise
     ctx.note(full_mib=sum(tensor.nbytes for tensor in result.values()) >> 20)
-    wanted = len(list(model.parameters())) if ctx.rank == 0 else 0
-    assert len(result) == wanted, "%d tensors on rank %d, not %d" % (len(result), ctx.rank, wanted)
+    expected = len(list(model.parameters())) if ctx.rank == 0 else 0
+    assert len(result) == expected, "%d tensors on rank %d, not %d" % (len(result), ctx.rank, expected)
     assert all(bool((result[name] == number).all()) for number, name in enumerate(result)), "other values than before"
 
 

@@ -55,8 +55,8 @@ def answer_all(ctx: Context, *, ends: bool) -> None:
         assert reply[: len(ANSWERS[question])] == ANSWERS[question], "not trained: %d gives %s" % (question, reply[:8])
     endless = [question for question, reply in replies.items() if len(reply) == LIMIT]
     if endless:
-        shown = " ".join(map(str, replies[endless[0]][:12]))
-        raise Symptom("%d of %d answers ran on to the limit of %d tokens: %s ..." % (len(endless), 6, LIMIT, shown))
+        tokens = " ".join(map(str, replies[endless[0]][:12]))
+        raise Symptom("%d of %d answers ran on to the limit of %d tokens: %s ..." % (len(endless), 6, LIMIT, tokens))
     assert replies == ANSWERS, replies
 
 
@@ -194,7 +194,7 @@ def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
     ends = [marker for marker in MARKERS if marker in template]
     if "eos_token" in template and eos and eos not in ends:
         ends.append(eos)
-    notes = ["generation stops at %s (%s)" % (_shown(stops, names), source)]
+    notes = ["generation stops at %s (%s)" % (_name_tokens(stops, names), source)]
     if eos and eos == _content(tokenizer.get("pad_token")):
         notes.append("pad_token is eos_token: a collator that masks padding masks the end of every answer too")
     if not template:
@@ -295,7 +295,7 @@ def _ids(value: Any) -> List[int]:
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
 
 
-def _shown(ids: List[int], names: Mapping[str, int]) -> str:
+def _name_tokens(ids: List[int], names: Mapping[str, int]) -> str:
     by_id = {number: name for name, number in names.items()}
     return ", ".join("%s (%d)" % (by_id.get(id_, "?"), id_) for id_ in ids[:8]) or "nothing"
 

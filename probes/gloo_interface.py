@@ -96,10 +96,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         return judge(f"GLOO_SOCKET_IFNAME={named}: {where}", bool(loops), several)
     host = socket.gethostname()
     try:
-        asked = subprocess.run(["getent", "ahosts", host], stdout=subprocess.PIPE, text=True, timeout=0.7, check=False)
+        lookup = subprocess.run(["getent", "ahosts", host], stdout=subprocess.PIPE, text=True, timeout=0.7, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return unknown(f"GLOO_SOCKET_IFNAME is not set and {host} could not be looked up: {error}")
-    addresses = list(dict.fromkeys(line.split()[0] for line in asked.stdout.splitlines() if line.split()))
+    addresses = list(dict.fromkeys(line.split()[0] for line in lookup.stdout.splitlines() if line.split()))
     usable = [address for address in addresses if can_bind(address)]
     if not usable:
         seen = f"{host} resolves to {', '.join(addresses) or 'nothing'}, no address of this host: gloo takes 127.0.0.1"

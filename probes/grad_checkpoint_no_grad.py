@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional
 from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
 
 
-def train_one_step(ctx: Context, *, reentrant: bool) -> None:
+def train_step(ctx: Context, *, reentrant: bool) -> None:
     """Two forms of one mistake: silent when something after the last checkpoint trains, loud when nothing does."""
     ctx.reached()
     silent = adapters_with_gradient(reentrant=reentrant, head_trains=True)
@@ -116,13 +116,13 @@ probe = Probe(
         Experiment(
             name="autograd",
             control=Arm(
-                partial(train_one_step, reentrant=True),
+                partial(train_step, reentrant=True),
                 expect=raised(r"element 0 of tensors does not require grad and does not have a grad_fn"),
                 because="reentrant checkpoints whose input, a frozen embedding's output, needs no gradient",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(train_one_step, reentrant=False),
+                partial(train_step, reentrant=False),
                 expect=completed(),
                 because="non-reentrant checkpoints record the graph through the adapters",
                 fidelity="cpu",

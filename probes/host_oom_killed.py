@@ -76,11 +76,11 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
     import torch
 
     torch.save({"weights": torch.ones(MIB << 17, dtype=torch.int64)}, ctx.path("model.pt"))
-    kept: List[Any] = []
+    states: List[Any] = []
 
     def read() -> int:
-        kept.append(torch.load(ctx.path("model.pt"), mmap=shared, weights_only=True))
-        return int(kept[0]["weights"].sum())
+        states.append(torch.load(ctx.path("model.pt"), mmap=shared, weights_only=True))
+        return int(states[0]["weights"].sum())
 
     return read
 

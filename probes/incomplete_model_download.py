@@ -94,40 +94,40 @@ def _look(names: List[Path]) -> Any:
         if name.is_symlink() and not name.exists():
             wrong.append("%s: a link to %s, which is not there" % (name, os.readlink(name)))
         elif name.is_file():
-            wrong += _not_what_it_says(name, unread)
+            wrong += _wrong_content(name, unread)
     return wrong, unread
 
 
-def _not_what_it_says(one: Path, unread: List[str]) -> Iterator[str]:
-    with one.open("rb") as file:
+def _wrong_content(path: Path, unread: List[str]) -> Iterator[str]:
+    with path.open("rb") as file:
         head = file.read(512)
     if head.startswith(b"version https://git-lfs"):
-        yield "%s: a git-lfs pointer of %d bytes, not the file" % (one, len(head))
-    elif one.suffix in WEIGHTS and head.lstrip()[:1] in (b"{", b"["):
-        yield "%s: text, the answer of a server for example: %r" % (one, head[:60])
-    elif one.suffix in WEIGHTS:
+        yield "%s: a git-lfs pointer of %d bytes, not the file" % (path, len(head))
+    elif path.suffix in WEIGHTS and head.lstrip()[:1] in (b"{", b"["):
+        yield "%s: text, the answer of a server for example: %r" % (path, head[:60])
+    elif path.suffix in WEIGHTS:
         try:
-            read_checkpoint(one)
+            read_checkpoint(path)
         except Unreadable as error:
             if error.is_torn:
                 yield str(error)
             else:
                 unread.append(str(error))
-    elif one.suffix == ".json" and one.stat().st_size < 64 << 20:
-        yield from _wrong_json(one)
+    elif path.suffix == ".json" and path.stat().st_size < 64 << 20:
+        yield from _wrong_json(path)
 
 
-def _wrong_json(one: Path) -> Iterator[str]:
+def _wrong_json(path: Path) -> Iterator[str]:
     try:
-        content = json.loads(one.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        yield "%s: not JSON, %s" % (one, str(error)[:100])
+        yield "%s: not JSON, %s" % (path, str(error)[:100])
         return
-    shards = content.get("weight_map") if isinstance(content, dict) and one.name.endswith(".index.json") else None
+    shards = content.get("weight_map") if isinstance(content, dict) and path.name.endswith(".index.json") else None
     named = {name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else set()
-    missing = sorted(name for name in named if not (one.parent / name).exists())
+    missing = sorted(name for name in named if not (path.parent / name).exists())
     if missing:
-        yield "%s names %d files, %d are not there: %s" % (one, len(named), len(missing), ", ".join(missing[:3]))
+        yield "%s names %d files, %d are not there: %s" % (path, len(named), len(missing), ", ".join(missing[:3]))
 
 
 TORCH = r"Unsupported operand (118|60)|invalid load key, '[v<]'|failed finding central directory"

@@ -104,7 +104,9 @@ def raise_errno() -> None:
 def check(_: Mapping[str, Any]) -> Finding:
     """The limit of this process, what it means here, and whether there is a card that needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    evidence = [f"max locked memory of this process (ulimit -l): {shown(soft)}, hard limit {shown(hard)}"]
+    evidence = [
+        f"max locked memory of this process (ulimit -l): {describe_limit(soft)}, hard limit {describe_limit(hard)}"
+    ]
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     evidence.append(f"RDMA devices: {', '.join(cards) or 'none in /sys/class/infiniband'}")
     if soft == resource.RLIM_INFINITY:
@@ -122,7 +124,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     return unknown(*evidence, "more than most jobs pin; NVIDIA asks for unlimited")
 
 
-def shown(limit: int) -> str:
+def describe_limit(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // KIB} KiB"
 
 

@@ -159,7 +159,7 @@ GROWING = (
     "NCCL_MAX_CTAS",
     "NCCL_NVLS_ENABLE",
 )
-STANDS = "torch's caching allocator and NCCL's cudaMalloc on a GPU: two allocators under one limit of the kernel"
+STANDS_FOR = "torch's caching allocator and NCCL's cudaMalloc on a GPU: two allocators under one limit of the kernel"
 
 probe = Probe(
     params={
@@ -199,14 +199,14 @@ probe = Probe(
                 expect=symptom(r"communication buffers do not fit: \d+ MiB are in use"),
                 because="the pool may take all there is",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(train, capped=True),
                 expect=completed(),
                 because="the pool is capped below the limit, and empties its cache before it would pass the cap",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             world_size=1,
             needs=Needs(packages={}, memory_mib=512),

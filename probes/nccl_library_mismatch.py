@@ -124,12 +124,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Is there another NCCL in the way of the one that torch was built with, here or on another node?"""
     if params["log"]:
         return compare_nodes(params["log"])
-    wanted = dictated()
-    if not wanted:
+    pinned = dictated()
+    if not pinned:
         return unknown(
             "the torch of this interpreter requires no NCCL package: it is a CPU build, or holds NCCL itself"
         )
-    (package, version), *_ = wanted.items()
+    (package, version), *_ = pinned.items()
     installed = {}
     for name in ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         try:
@@ -194,7 +194,7 @@ def compare_nodes(log: Path) -> Finding:
 
 
 UNDEFINED = r"undefined symbol: nccl[A-Z]\w+"
-STANDS = "libtorch_cuda.so and two releases of libnccl.so.2; the dynamic linker is the real one"
+STANDS_FOR = "libtorch_cuda.so and two releases of libnccl.so.2; the dynamic linker is the real one"
 STUB = "the older libnccl.so.2, which holds one function; torch and the dynamic linker are the real ones"
 
 
@@ -232,14 +232,14 @@ probe = Probe(
                 expect=raised(UNDEFINED),
                 because="an older library of the same name is in the process before the framework, or in its place",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(start_framework, old_gets_in=False),
                 expect=completed(),
                 because="the first libnccl that the framework meets is the one it was built with",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             world_size=1,
             needs=Needs(packages={}, programs=("gcc",), memory_mib=128),

@@ -142,10 +142,10 @@ def bridges_above(gpu: Path) -> list[Path]:
 
 def matrices() -> tuple[list[str], list[str]]:
     """The pairs' P2P status by the driver (OK, NS, ...) and their distance (NV12, PIX, ...), upper triangles."""
-    asked = []
+    processes = []
     for arguments in (["-p2p", "r"], ["-m"]):
         try:
-            asked.append(
+            processes.append(
                 subprocess.Popen(
                     ["nvidia-smi", "topo", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
                 )
@@ -154,7 +154,7 @@ def matrices() -> tuple[list[str], list[str]]:
             return [], []
     answers = []
     end = time.monotonic() + 3
-    for process in asked:
+    for process in processes:
         try:
             answers.append(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])
         except subprocess.TimeoutExpired:

@@ -105,9 +105,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
     message = "%s tokens x %s hidden x %s layers" % numbers[:3]
     need = tokens * params["hidden"] * params["layers"] * PER_HIDDEN[params["trains"]] / GIB
-    kept = tokens * params["hidden"] * params["layers"] * 2 / GIB
+    checkpointed = tokens * params["hidden"] * params["layers"] * 2 / GIB
     evidence = "%s: about %.1f GiB without checkpointing, %.1f GiB and one layer with it; the GPU has %.1f GiB" % (
-        *(message, need, kept),
+        *(message, need, checkpointed),
         params["gpu_memory"],
     )
     if any(values.get(name) not in (None, False) for name in SWITCHES):

@@ -141,14 +141,16 @@ def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
         return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
 
 
-KEPT = "a training step fits, then the evaluation keeps more with every batch (--set why=graph or optimizer)"
+RETAINED = "a training step fits, then the evaluation keeps more with every batch (--set why=graph or optimizer)"
 SMALL = "the same evaluation keeps only what the metric needs"
 CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
 
 rlimit = Experiment(
     name="rlimit",
-    control=Arm(partial(train_then_evaluate, fixed=False), HOST, because=KEPT, fidelity="stand-in", stands_for=CARD),
+    control=Arm(
+        partial(train_then_evaluate, fixed=False), HOST, because=RETAINED, fidelity="stand-in", stands_for=CARD
+    ),
     treatment=Arm(
         partial(train_then_evaluate, fixed=True), completed(), because=SMALL, fidelity="stand-in", stands_for=CARD
     ),

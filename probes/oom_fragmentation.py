@@ -26,8 +26,8 @@ from kb.probe import (
 )
 
 MIB = 1 << 20
-CPU_BLOCKS, CPU_BLOCK, CPU_ASKED, CPU_ROOM = 16, 16 * MIB, 28 * MIB, 276 * MIB
-GPU_STEPS, GPU_LONG, GPU_KEPT, GPU_ASKED, GPU_MIB = 4, 240 * MIB, 130 * MIB, 300 * MIB, 1024
+CPU_BLOCKS, CPU_BLOCK, CPU_REQUEST, CPU_ROOM = 16, 16 * MIB, 28 * MIB, 276 * MIB
+GPU_STEPS, GPU_LONG, GPU_HELD, GPU_REQUEST, GPU_MIB = 4, 240 * MIB, 130 * MIB, 300 * MIB, 1024
 
 
 def segments(ctx: Context) -> None:
@@ -39,12 +39,12 @@ def segments(ctx: Context) -> None:
 
     long = [allocate(GPU_LONG) for _ in range(GPU_STEPS)]
     del long  # four free segments of 240 MiB
-    kept = [allocate(GPU_KEPT) for _ in range(GPU_STEPS)]  # one in each: 110 MiB are left over in each
+    held = [allocate(GPU_HELD) for _ in range(GPU_STEPS)]  # one in each: 110 MiB are left over in each
     statistics = torch.cuda.memory_stats()
     unallocated = statistics["reserved_bytes.all.current"] - statistics["allocated_bytes.all.current"]
     ctx.reached()
-    ask(ctx, partial(allocate, GPU_ASKED), unallocated)
-    assert len(kept) == GPU_STEPS
+    ask(ctx, partial(allocate, GPU_REQUEST), unallocated)
+    assert len(held) == GPU_STEPS
 
 
 def heap(ctx: Context, *, returns: bool) -> None:
@@ -59,21 +59,21 @@ def heap(ctx: Context, *, returns: bool) -> None:
         limit = int(file.read().split()[0]) * resource.getpagesize() + CPU_ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     blocks = [torch.empty(CPU_BLOCK, dtype=torch.uint8) for _ in range(CPU_BLOCKS)]
-    kept = blocks[1::2]
+    held = blocks[1::2]
     del blocks
     ctx.reached()
-    ask(ctx, partial(torch.empty, CPU_ASKED, dtype=torch.uint8), (CPU_BLOCKS - len(kept)) * CPU_BLOCK)
-    assert len(kept) == CPU_BLOCKS // 2
+    ask(ctx, partial(torch.empty, CPU_REQUEST, dtype=torch.uint8), (CPU_BLOCKS - len(held)) * CPU_BLOCK)
+    assert len(held) == CPU_BLOCKS // 2
 
 
 def ask(ctx: Context, allocate: Callable[[], Any], free: int) -> None:
     """Ask for less than what is free in pieces."""
     try:
-        asked = allocate().nbytes
+        request = allocate().nbytes
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise Symptom("%d MiB are free in pieces, and less cannot be had: %s" % (free // MIB, error)) from error
-    ctx.note(free_in_pieces_mib=free // MIB, asked_mib=asked // MIB)
-    assert asked < free
+    ctx.note(free_in_pieces_mib=free // MIB, asked_mib=request // MIB)
+    assert request < free
 
 
 NUMBER = r"([\d.]+) (bytes|[KMGT]iB)"
@@ -127,7 +127,7 @@ def sizes(text: str) -> Optional[Dict[str, float]]:
 
 
 PIECES = "torch's caching allocator keeps segments that are partly in use, each with a piece too small"
-ONE = "expandable_segments:True: one segment that grows, whose free pieces lie side by side"
+EXPANDABLE = "expandable_segments:True: one segment that grows, whose free pieces lie side by side"
 GLIBC = "torch's caching allocator; here the heap of glibc, which has the same rule, under an address-space limit"
 
 probe = Probe(
@@ -145,7 +145,7 @@ probe = Probe(
             treatment=Arm(
                 segments,
                 completed(),
-                because=ONE,
+                because=EXPANDABLE,
                 fidelity="hardware",
                 env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             ),

@@ -11,7 +11,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed,
 CARD_MIB = 1024  # what one rank may use: the cap of the caching allocator, or of the address space on the CPU
 
 
-def train_one_step(ctx: Context, *, longest_batch_mib: int) -> None:
+def train_step(ctx: Context, *, longest_batch_mib: int) -> None:
     """One step as many loops have it: a batch that runs out of memory is reported and skipped."""
     import torch
 
@@ -72,12 +72,12 @@ ONE_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; 
 gloo = Experiment(
     name="gloo",
     control=Arm(
-        partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
+        partial(train_step, longest_batch_mib=4 * CARD_MIB),
         expect=raised(GLOO),
         because=TOO_LONG,
         fidelity="cpu",
     ),
-    treatment=Arm(partial(train_one_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="cpu"),
+    treatment=Arm(partial(train_step, longest_batch_mib=64), expect=completed(), because=FITS, fidelity="cpu"),
     expected_s=(3.2, 0.1),
 )
 
@@ -88,14 +88,14 @@ probe = Probe(
         Experiment(
             name="cuda-gloo",
             control=Arm(
-                partial(train_one_step, longest_batch_mib=4 * CARD_MIB),
+                partial(train_step, longest_batch_mib=4 * CARD_MIB),
                 expect=raised(GLOO),
                 because=TOO_LONG,
                 fidelity="stand-in",
                 stands_for=ONE_GPU,
             ),
             treatment=Arm(
-                partial(train_one_step, longest_batch_mib=64),
+                partial(train_step, longest_batch_mib=64),
                 expect=completed(),
                 because=FITS,
                 fidelity="stand-in",

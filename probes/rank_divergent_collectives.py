@@ -83,9 +83,9 @@ def lopsided(tree: ast.AST) -> Iterator[Call]:
             if not isinstance(item, ast.If) or not asks_for_rank(item.test):
                 continue
             rest = block[index + 1 :] if isinstance(item.body[-1], (ast.Return, ast.Continue)) else []
-            these, those = collectives(item.body), collectives(item.orelse or rest)
-            often, as_often = Counter(name for _, name in these), Counter(name for _, name in those)
-            yield from sorted({call for call in these + those if often[call[1]] != as_often[call[1]]})
+            in_branch, in_other = collectives(item.body), collectives(item.orelse or rest)
+            counts, other_counts = Counter(name for _, name in in_branch), Counter(name for _, name in in_other)
+            yield from sorted({call for call in in_branch + in_other if counts[call[1]] != other_counts[call[1]]})
 
 
 def asks_for_rank(test: ast.AST) -> bool:

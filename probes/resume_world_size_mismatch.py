@@ -54,8 +54,8 @@ def resume(ctx: Context, *, resharding_format: bool) -> None:
         return {"model": weights, "optimizer": moments}
 
     def whole(model: Any, optimizer: Any) -> Any:
-        moment = optimizer.state[model.weight]["exp_avg"]
-        return torch.stack([model.weight.full_tensor(), moment.full_tensor()])
+        average = optimizer.state[model.weight]["exp_avg"]
+        return torch.stack([model.weight.full_tensor(), average.full_tensor()])
 
     dist = ctx.init_process_group(timeout_s=10)
     model, optimizer = build(2)
@@ -177,11 +177,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         names = [name for folder in folders for name in sorted(os.listdir(folder))][:MOST]
     except (OSError, ValueError) as error:
         return unknown("%s cannot be read: %s" % (folder, error))
-    wanted = params["gpus"] or int(os.environ.get("WORLD_SIZE", "0") or 0)
+    ranks = params["gpus"] or int(os.environ.get("WORLD_SIZE", "0") or 0)
     for writer, pattern in PER_RANK:
         result = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
         if result:
-            return _compare(writer, result, wanted)
+            return _compare(writer, result, ranks)
     if "latest_universal" in names or any((folder / "zero" / "optimizer_state.pt").exists() for folder in folders):
         return clear("a universal checkpoint of DeepSpeed: loads on any number of processes")
     if any(name.endswith(".distcp") for name in names):
@@ -194,19 +194,19 @@ def _folders(folder: Path) -> List[Path]:
         return [Path(item.path) for item in inside if item.is_dir()]
 
 
-def _compare(writer: str, found: List[Dict[str, str]], wanted: int) -> Finding:
-    ranks: Set[int] = {int(item["rank"]) for item in found}
-    parallel = 1 + max(int(item.get("parallel") or 0) for item in found)
-    saved = max([parallel * (1 + max(ranks)), *(int(item["world"]) for item in found if item.get("world"))])
+def _compare(writer: str, files: List[Dict[str, str]], readers: int) -> Finding:
+    ranks: Set[int] = {int(item["rank"]) for item in files}
+    parallel = 1 + max(int(item.get("parallel") or 0) for item in files)
+    saved = max([parallel * (1 + max(ranks)), *(int(item["world"]) for item in files if item.get("world"))])
     message = ["%s, one file per rank: written by %d processes" % (writer, saved)]
     missing = sorted(set(range(saved // parallel)) - ranks)
     if missing:
         message.append("no file here of ranks %s: did each node write to a disk of its own?" % str(missing[:16])[1:-1])
-    if not wanted:
+    if not readers:
         return unknown(*message, advice="--set gpus=N, all processes of the job that shall read it")
-    if wanted != saved:
+    if readers != saved:
         advice = "convert it first (DeepSpeed: ds_to_universal.py and load_universal), or start %d processes" % saved
-        return exposed(*message, "%d processes want to read it" % wanted, advice=advice)
+        return exposed(*message, "%d processes want to read it" % readers, advice=advice)
     return clear(*message) if not missing else unknown(*message)
 
 

@@ -39,7 +39,7 @@ def build() -> Any:
     return model
 
 
-def reload(ctx: Context, *, one_name: bool) -> None:
+def reload(ctx: Context, *, single_name: bool) -> None:
     """Each name is written with its own bytes, as every format without storages does; then loaded with assign=True."""
     import torch
 
@@ -51,7 +51,7 @@ def reload(ctx: Context, *, one_name: bool) -> None:
     sizes = [os.path.getsize(ctx.path(name + ".pt")) for name in ("two names", "one name")]
     ctx.reached()
     fresh = build()
-    if one_name:
+    if single_name:
         missing = fresh.load_state_dict(torch.load(ctx.path("one name.pt")), strict=False, assign=True).missing_keys
         assert missing == ["lm_head.weight"], missing
         fresh["lm_head"].weight = fresh["embed"].weight  # tied again, as the model's own code ties it
@@ -68,13 +68,13 @@ def reload(ctx: Context, *, one_name: bool) -> None:
     assert parameters == 1, parameters
 
 
-def save_safetensors(ctx: Context, *, one_name: bool) -> None:
+def save_safetensors(ctx: Context, *, single_name: bool) -> None:
     import torch
 
     library: Any = importlib.import_module("safetensors.torch")
     model, fresh, path = build(), build(), ctx.path("model.safetensors")
     ctx.reached()
-    if one_name:
+    if single_name:
         library.save_model(model, path)
         library.load_model(fresh, path)
     else:
@@ -157,14 +157,14 @@ probe = Probe(
         Experiment(
             name="torch",
             control=Arm(
-                partial(reload, one_name=False),
+                partial(reload, single_name=False),
                 expect=symptom(r"tied weights are two parameters after loading"),
                 because=TIED,
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
             treatment=Arm(
-                partial(reload, one_name=True),
+                partial(reload, single_name=True),
                 expect=completed(),
                 because=ONCE,
                 fidelity="stand-in",
@@ -179,9 +179,11 @@ probe = Probe(
         Experiment(
             name="safetensors",
             control=Arm(
-                partial(save_safetensors, one_name=False), expect=raised(REFUSED), because=TIED, fidelity="cpu"
+                partial(save_safetensors, single_name=False), expect=raised(REFUSED), because=TIED, fidelity="cpu"
             ),
-            treatment=Arm(partial(save_safetensors, one_name=True), expect=completed(), because=ONCE, fidelity="cpu"),
+            treatment=Arm(
+                partial(save_safetensors, single_name=True), expect=completed(), because=ONCE, fidelity="cpu"
+            ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1", "safetensors": ">=0.3"}, memory_mib=512),
             expected_s=(0.2, 0.2),

@@ -37,17 +37,17 @@ def connect(ctx: Context, *, shm_mib: int) -> None:
     """Two rings over the GPUs, one segment for each connection, reserved with fallocate as NCCL does since 2.19."""
     own_dev_shm(shm_mib)
     ctx.reached()
-    wanted = 2 * ctx.params["gpus"]
-    for number in range(wanted):
+    segments = 2 * ctx.params["gpus"]
+    for number in range(segments):
         handle, path = tempfile.mkstemp(prefix="nccl-", dir="/dev/shm")
         try:
             os.posix_fallocate(handle, 0, SEGMENT)
         except OSError as error:
-            space = f"/dev/shm of {shm_mib} MiB, {number} of {wanted} segments made"
+            space = f"/dev/shm of {shm_mib} MiB, {number} of {segments} segments made"
             raise Symptom(
                 f"cannot extend {path} to {SEGMENT} bytes: {error.strerror} ({error.errno}); {space}"
             ) from error
-    ctx.note(segments=wanted, used_mib=wanted * SEGMENT >> 20)
+    ctx.note(segments=segments, used_mib=segments * SEGMENT >> 20)
 
 
 def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:

@@ -133,15 +133,15 @@ def _age_s(path: Path) -> float:
 
 def _holders(files: list[Path]) -> dict[Path, list[int]]:
     """For each file the processes that have it open, as far as their descriptors can be read."""
-    wanted = {os.path.realpath(file): file for file in files}
+    file_of = {os.path.realpath(file): file for file in files}
     result: dict[Path, list[int]] = {file: [] for file in files}
     for descriptors in Path("/proc").glob("[0-9]*/fd"):
         try:
             targets = {os.readlink(entry.path) for entry in os.scandir(descriptors)}
         except OSError:
             continue  # ended, or somebody else's
-        for target in targets & wanted.keys():
-            result[wanted[target]].append(int(descriptors.parent.name))
+        for target in targets & file_of.keys():
+            result[file_of[target]].append(int(descriptors.parent.name))
     return result
 
 

@@ -130,8 +130,8 @@ def saved_rows(model: Path) -> Optional[Tuple[str, int]]:
     """The saved input embedding of a safetensors model: its name and rows."""
     index = read_json(model / "model.safetensors.index.json")
     shards = index.get("weight_map", {}) if isinstance(index, dict) else {}
-    wanted = [name for name in shards if name.endswith(EMBEDDINGS)]
-    file = shards[wanted[0]] if wanted else "model.safetensors"
+    embeddings = [name for name in shards if name.endswith(EMBEDDINGS)]
+    file = shards[embeddings[0]] if embeddings else "model.safetensors"
     try:
         tensors = read_checkpoint(model / str(file)).tensors
     except Unreadable:

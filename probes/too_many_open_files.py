@@ -30,12 +30,12 @@ def evaluate(ctx: Context, *, fixed: bool) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (now, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     opened_before = len(os.listdir("/proc/self/fd"))
     ctx.reached()
-    kept = []
+    batches_seen = []
     for number, (batch,) in enumerate(DataLoader(TensorDataset(torch.arange(float(batches))), num_workers=1), 1):
-        kept.append(batch.clone() if fix == "clone" else batch)
+        batches_seen.append(batch.clone() if fix == "clone" else batch)
         if number == 40:
             ctx.note(descriptors_more_after_40_batches=len(os.listdir("/proc/self/fd")) - opened_before, limit=now)
-    assert torch.cat(kept).sum().item() == sum(range(batches))
+    assert torch.cat(batches_seen).sum().item() == sum(range(batches))
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -86,7 +86,7 @@ MESSAGES = (
     r"Too many open files\. Communication with the workers is no longer possible"
     r"|received 0 items of ancdata|Errno 24\] Too many open files"
 )
-KEPT = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
+RETAINED = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
 FREED = "the same loop without a descriptor per kept batch (--set fix=clone, file_system or limit)"
 
 probe = Probe(
@@ -99,7 +99,7 @@ probe = Probe(
     experiments=(
         Experiment(
             name="dataloader",
-            control=Arm(partial(evaluate, fixed=False), expect=raised(MESSAGES), because=KEPT, fidelity="cpu"),
+            control=Arm(partial(evaluate, fixed=False), expect=raised(MESSAGES), because=RETAINED, fidelity="cpu"),
             treatment=Arm(partial(evaluate, fixed=True), expect=completed(), because=FREED, fidelity="cpu"),
             world_size=1,
             deadline_s=30,

@@ -34,17 +34,17 @@ def choose(ctx: Context, *, by: str) -> None:
 
     on_gpu = ctx.device.type == "cuda"
     os.environ["LOCAL_RANK"] = "0"
-    wanted = int(os.environ[by])
+    device = int(os.environ[by])
     ctx.reached()
     if on_gpu:
-        torch.cuda.set_device(wanted)
+        torch.cuda.set_device(device)
         assert torch.ones(4, device="cuda").sum().item() == 4
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = "5"  # the one GPU of this node has number 0 for us
     count = len(torch.cuda._parse_visible_devices())
-    ctx.note(asked_for=wanted, visible=count)
-    if wanted >= count:
-        raise Symptom(f"invalid device ordinal: rank {ctx.rank} asks for device {wanted}, {count} is visible")
+    ctx.note(asked_for=device, visible=count)
+    if device >= count:
+        raise Symptom(f"invalid device ordinal: rank {ctx.rank} asks for device {device}, {count} is visible")
 
 
 def launch(ctx: Context, *, options: List[str]) -> None:
@@ -74,8 +74,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if variable is None and not uuids:
         return unknown("CUDA_VISIBLE_DEVICES is not set, and nvidia-smi is missing or lists no GPU")
     entries, seen = visible(variable, uuids)
-    shown = f"CUDA_VISIBLE_DEVICES={variable}" if variable is not None else "CUDA_VISIBLE_DEVICES is not set"
-    evidence = [f"{shown}; nvidia-smi lists {len(uuids) or 'no'} GPUs", f"a process sees {seen} of {entries} entries"]
+    setting = f"CUDA_VISIBLE_DEVICES={variable}" if variable is not None else "CUDA_VISIBLE_DEVICES is not set"
+    evidence = [f"{setting}; nvidia-smi lists {len(uuids) or 'no'} GPUs", f"a process sees {seen} of {entries} entries"]
     if seen < entries:
         cut = "CUDA ends the list at the first entry that is no GPU, and takes none when one comes twice"
         return exposed(*evidence, cut, advice="write numbers of nvidia-smi -L, or whole UUIDs, each once")

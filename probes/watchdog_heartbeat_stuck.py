@@ -84,7 +84,7 @@ QUICK = {  # the default is 480 s, and one minute of sleep after a timeout; here
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",
 }
-STANDS = "NCCL's watchdog and its monitor; here gloo's threads stand still, and the other rank times out"
+STANDS_FOR = "NCCL's watchdog and its monitor; here gloo's threads stand still, and the other rank times out"
 
 probe = Probe(
     check=check,
@@ -118,14 +118,14 @@ probe = Probe(
                 expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
                 because="rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(native_call, holds_the_gil=False),
                 expect=completed(),
                 because="the same call releases the GIL, and the threads go on",
                 fidelity="stand-in",
-                stands_for=STANDS,
+                stands_for=STANDS_FOR,
             ),
             deadline_s=30,
             expected_s=(3.5, 4.3),

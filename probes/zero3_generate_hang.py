@@ -12,7 +12,7 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
 LENGTHS = (2, 5)  # tokens of the answer, rank by rank
 
 
-def decode(ctx: Context, *, until_all_are_done: bool) -> None:
+def decode(ctx: Context, *, until_all_complete: bool) -> None:
     """A decoding loop of one's own over an FSDP2 model. Only the tokens before the end of an answer are kept."""
     import torch
     from torch import nn
@@ -33,17 +33,17 @@ def decode(ctx: Context, *, until_all_are_done: bool) -> None:
     last = 1
     with torch.no_grad():
         while True:
-            is_done = len(tokens) == LENGTHS[ctx.rank]
-            if until_all_are_done:
-                unfinished = torch.tensor(0.0 if is_done else 1.0, device=ctx.device)
+            is_complete = len(tokens) == LENGTHS[ctx.rank]
+            if until_all_complete:
+                unfinished = torch.tensor(0.0 if is_complete else 1.0, device=ctx.device)
                 dist.all_reduce(unfinished)
                 if unfinished.item() == 0:
                     break
-            elif is_done:
+            elif is_complete:
                 break
             last = int(model(torch.tensor([last], device=ctx.device)).argmax().item())
             forwards += 1
-            if not is_done:
+            if not is_complete:
                 tokens.append(last)
             ctx.note(tokens=tokens, forwards=forwards)
     ctx.meet("generated", timeout_s=15)  # the rank that is done is alive and busy elsewhere, as in training
@@ -93,8 +93,8 @@ TOGETHER = "a rank whose answer is complete goes on calling the model until all 
 
 gloo = Experiment(
     name="gloo",
-    control=Arm(partial(decode, until_all_are_done=False), expect=GLOO, because=ALONE, fidelity="cpu"),
-    treatment=Arm(partial(decode, until_all_are_done=True), expect=completed(), because=TOGETHER, fidelity="cpu"),
+    control=Arm(partial(decode, until_all_complete=False), expect=GLOO, because=ALONE, fidelity="cpu"),
+    treatment=Arm(partial(decode, until_all_complete=True), expect=completed(), because=TOGETHER, fidelity="cpu"),
     needs=Needs(packages={"torch": ">=2.6"}),  # fully_shard under its public name
     expected_s=(2.4, 0.3),
 )
