@@ -129,11 +129,6 @@ def record(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def describe(machine: Mapping[str, Any]) -> str:
-    """The machine in words."""
-    return _description(*_columns(machine))
-
-
 def _description(gpus: str, driver: str, torch: str) -> str:
     return f"{gpus}, driver {driver}, torch {torch}"
 
@@ -145,4 +140,4 @@ def _columns(machine: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def file_name(machine: Mapping[str, Any]) -> str:
     """One file per kind of machine: a later run on the same kind replaces it."""
-    return re.sub(r"[^a-z0-9.]+", "-", describe(machine).lower()).strip("-") + ".json"
+    return re.sub(r"[^a-z0-9.]+", "-", _description(*_columns(machine)).lower()).strip("-") + ".json"
