@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root, configured_roots
 from kb.patterns import redos_timing
-from kb.patterns.literals import find
 from kb.patterns.redos import backtracking_risk
-from kb.redaction.redactor import CHUNK, MARGIN, PLACEHOLDER, Redactor, redact
+from kb.redaction import redactor
+from kb.redaction.redactor import MARGIN, PLACEHOLDER, Redactor, redact
 from kb.redaction.rule import Rule
 from kb.redaction.rules import RULES, candidate_rules
 
@@ -202,10 +202,14 @@ def test_line_ends_and_invalid_bytes_of_a_stream_are_kept() -> None:
 
 
 @pytest.mark.parametrize("behind", range(0, 90, 7))
-def test_a_secret_at_the_edge_of_a_piece_of_an_endless_line_is_hidden(behind: int) -> None:
-    """The cut may fall before, in and behind it; a line has no end for 2 MB here."""
+def test_a_secret_at_the_edge_of_a_chunk_of_an_endless_line_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    """The cut may fall before, in and behind it; a line has no end for two chunks here."""
+    chunk = 1 << 16
+    monkeypatch.setattr(redactor, "CHUNK", chunk)
     secret = b"password: hunter2hunter2 at 10.1.2.3:29500 "
-    line = (b"step 1 " * CHUNK)[: CHUNK - behind - MARGIN // 2] + b" " + (secret * 120) + b"word " * (CHUNK // 5)
+    line = (b"step 1 " * chunk)[: chunk - behind - MARGIN // 2] + b" " + (secret * 120) + b"word " * (chunk // 5)
     redacted = b"".join(Redactor().lines(io.BytesIO(line)))
     assert b"hunter2" not in redacted
     assert b"10.1.2.3" not in redacted
@@ -236,28 +240,29 @@ def test_no_hint_keeps_a_rule_from_a_line_that_it_matches() -> None:
     assert missed == set()
 
 
-def test_no_rule_takes_long_for_a_hundred_thousand_characters_of_bait() -> None:
+def test_no_rule_takes_square_time_for_a_long_text_of_bait() -> None:
     """Searching begins anew at every character: what is linear from one may be square from all."""
     units = [
         "a", "1.", "ab:", "a@", "a://", "gpu-1 ", "-", "--t", "/home/", "eyJ", "::", "a.com.", "gpu-[01-", "[a", "a<1234", "ON a ",
         "password=", 'token="', '\\"', "user=", "host      : ", "connect to a", "\\Users\\a b ", "1", " ", "<", "the node 'a_1_1",
         "xoxb.xoxb-", "sk-", "A", "Aa0+/=", "\\", "ssh -a ", "secret: ", "0:", "node'", "slurmstepd-",
     ]  # fmt: skip
-    texts = [unit * (100_000 // len(unit)) for unit in units]
-    assert redos_timing.slow({rule.pattern.pattern: texts for rule in RULES}, limit_s=30.0) == frozenset()
+    texts = [unit * (30_000 // len(unit)) for unit in units]
+    assert redos_timing.slow({rule.pattern.pattern: texts for rule in RULES}, limit_s=3.0) == frozenset()
 
 
 def test_the_logs_of_the_entries_mean_the_same_when_they_are_redacted() -> None:
     """Every signature of every entry matches a log before if and only if it does after."""
     entries = load_catalog(configured_roots()).current()
-    patterns = sorted({signature.pattern for entry in entries for signature in entry.meta.signatures})
+    signatures = {signature.pattern for entry in entries for signature in entry.meta.signatures}
+    patterns = [re.compile(signature, re.MULTILINE) for signature in sorted(signatures)]
     logs = [log.text for entry in entries for log in (*entry.logs, *entry.look_alikes)]
     logs += [signature.sample for entry in entries for signature in entry.meta.signatures]
     logs += [path.read_text(errors="replace") for path in builtin_root().healthy_logs()]
-    changed = 0
-    for log in logs:
-        redacted = redact(log)
-        assert {p for p in patterns if find(p, log)} == {p for p in patterns if find(p, redacted)}, redacted
+    changed = [(log, redacted) for log in logs if (redacted := redact(log)) != log]
+    assert len(changed) > 50
+    for log, redacted in changed:
+        assert [bool(pattern.search(log)) for pattern in patterns] == [
+            bool(pattern.search(redacted)) for pattern in patterns
+        ], redacted
         assert redact(redacted) == redacted
-        changed += redacted != log
-    assert changed > 50
