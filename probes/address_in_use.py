@@ -1,4 +1,4 @@
-"""An earlier job still hosts a TCPStore on the port that the next job wants for its own."""
+"""An earlier job still hosts a TCPStore on the port that the next job needs."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def start_second_job(ctx: Context, *, port_of_its_own: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Could a store bind the port now? Binds as torch does, without listening, and lets go at once."""
+    """Could a store bind the port now? Binds it as torch does, without listening, and releases it at once."""
     port = params["port"]
     dual, ipv4 = outcome_of_bind("::", port), outcome_of_bind("0.0.0.0", port)
     find = f"ss -tanp 'sport = :{port}'"
@@ -56,7 +56,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def outcome_of_bind(address: str, port: int) -> str:
-    """`free`, or the name of the error. SO_REUSEADDR, as torch sets it; two such binds do not disturb each other."""
+    """`free`, or the name of the error. Sets SO_REUSEADDR as torch does, so that two such binds do not conflict."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,7 +74,7 @@ STATES = {"01": "ESTABLISHED", "06": "TIME_WAIT", "0A": "LISTEN"}
 
 
 def sockets(port: int) -> List[str]:
-    """One line for each socket whose local end is this port, with its owner as far as we may see it."""
+    """One line for each socket whose local end is this port, with its owner if this user may see it."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in read_file(f"/proc/net/{name}").splitlines()[1:]]
     result = [
         (STATES.get(row[3], f"state {row[3]}"), row[7], f"socket:[{row[9]}]")
@@ -87,7 +87,7 @@ def sockets(port: int) -> List[str]:
 
 
 def holders(sockets: Set[str]) -> Mapping[str, str]:
-    """Socket name to `pid N: command`, for the processes whose descriptors we may read."""
+    """Socket name to `pid N: command`, for the processes whose descriptors this user may read."""
     result = {}
     for descriptor in glob("/proc/[0-9]*/fd/*"):
         try:

@@ -42,7 +42,7 @@ SECOND_COMMUNICATOR = (
 
 
 def captured(directory: str, act: Callable[[], object]) -> str:
-    """What C++ and Python wrote to stderr while `act` ran; afterwards it goes to our own stderr."""
+    """What C++ and Python wrote to stderr while `act` ran; it is forwarded to this process's stderr afterwards."""
     path = os.path.join(directory, "stderr.txt")
     sys.stderr.flush()
     own_stderr = os.dup(2)
@@ -77,7 +77,7 @@ def wrong_guess(ctx: Context, *, named: bool) -> None:
 
 
 def warning(ctx: Context, *, named: bool) -> None:
-    """One rank on one GPU: there is nothing to guess wrong, the line is printed all the same, and nothing fails."""
+    """One rank on one GPU: the guess cannot be wrong, but the warning is printed anyway, and nothing fails."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=60, device_id=ctx.device if named else None)
@@ -113,7 +113,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     visible = params["visible"] or gpu_count()
     processes, nodes = params["nproc_per_node"], params["nnodes"]
     if visible < 1:
-        return unknown("no GPU: nvidia-smi is missing, fails or lists none", advice="say it: --set visible=N")
+        return unknown("no GPU: nvidia-smi is missing, fails or lists none", advice="give the number: --set visible=N")
     source = "as given" if params["visible"] else "by nvidia-smi -L"
     evidence = [f"GPUs that a process sees: {visible} ({source}); {torch_version()}"]
     if processes is None:

@@ -1,4 +1,4 @@
-"""DeepSpeed is given a train_batch_size that is no multiple of micro batch times ranks, as 256 with 2 on 7 GPUs."""
+"""DeepSpeed gets a train_batch_size that is not a multiple of micro batch times ranks, such as 256 with 2 on 7 GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Triple = Tuple[Optional[int], Optional[int], Optional[int]]  # train batch, micr
 def configure(ctx: Context, *, train_batch_size: int) -> None:
     """The real DeepSpeedConfig, told that there are seven ranks.
 
-    Started ranks would compile a C++ extension on the CPU (deepspeed.comm), and the rule reads only their number.
+    Real ranks would compile a C++ extension on the CPU (deepspeed.comm), and the rule reads only their number.
     """
     try:
         deepspeed = importlib.import_module("deepspeed")
@@ -62,7 +62,7 @@ def calculate(ctx: Context, *, train_batch_size: int) -> None:
 
 
 def settle(given: Triple, world: int) -> Tuple[int, int, int]:
-    """What DeepSpeed makes of the values that are given: it infers the others by integer division."""
+    """All three values, as DeepSpeed infers the missing ones by integer division."""
     train, micro, accum = given
     if train is None:
         if micro is None:
@@ -77,7 +77,7 @@ def settle(given: Triple, world: int) -> Tuple[int, int, int]:
 
 
 def violation(given: Triple, world: int) -> str:
-    """The words DeepSpeed fails with, or "" when the equation holds."""
+    """DeepSpeed's error message, or "" when the equation holds."""
     try:
         settled = settle(given, world)
     except (ValueError, ZeroDivisionError) as error:

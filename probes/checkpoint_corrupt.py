@@ -43,7 +43,7 @@ def save_twice(ctx: Context, *, beside: bool) -> None:
 
 
 def write(path: str, how: str, flushed: bool) -> None:
-    """The second save: a kill or a full disk stops it after `CUT_AT` bytes. A full disk is played by a limit."""
+    """The second save: a kill or a full disk stops it after `CUT_AT` bytes. A file size limit acts as the full disk."""
     import torch
 
     state = {"step": 2, "weight": torch.ones(200_000)}
@@ -61,7 +61,7 @@ def write(path: str, how: str, flushed: bool) -> None:
 
 
 class DiesInTheMiddle:
-    """A file whose writer is killed, as Slurm, the kernel or a lost node would do it."""
+    """A file whose writer is killed, as by Slurm, the kernel or a lost node."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.written = file, 0
@@ -79,7 +79,7 @@ class DiesInTheMiddle:
 
 
 def flip_a_bit(path: str) -> str:
-    """What torch.load says to a tensor in which one bit has changed on the way, and what the zip checksum says."""
+    """Whether torch.load and the zip checksum notice a tensor in which one bit has changed."""
     import torch
 
     data = bytearray(Path(path).read_bytes())
@@ -95,7 +95,7 @@ SECONDS = 0.6
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is the structure of these files whole, are the parts there that are written last, and does one more fit?"""
+    """Are these files complete, do the parts exist that are written last, and does another checkpoint fit?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-500")
@@ -122,7 +122,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         room >> 20,
     )
     if room < size:
-        return exposed(message, advice="one more of this size does not fit: make room, or lower what is kept")
+        return exposed(message, advice="another one of this size does not fit: make room, or keep fewer")
     if unread or len(files) == 0:
         return unknown(message, *unread[:5])
     return clear(message, "values were not compared: a changed bit is only found by a checksum")
@@ -173,7 +173,7 @@ probe = Probe(
             treatment=Arm(
                 partial(save_twice, beside=True),
                 expect=completed(),
-                because="the save goes into a file beside it, which is renamed when it is whole",
+                because="the save goes into a file beside it, which is renamed once it is complete",
                 fidelity="cpu",
             ),
             world_size=1,

@@ -54,7 +54,7 @@ def _save(ctx: Context, tensor: Any) -> int:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a checkpoint hold storages that its tensors use in part? Read without torch, and nothing in it is run."""
+    """Does a checkpoint hold storages that its tensors use only in part? Read without torch; runs nothing in it."""
     if params["checkpoint"] is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt")
     try:
@@ -67,7 +67,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def weigh(checkpoint: Checkpoint) -> Finding:
-    """Compare what every storage holds with what the tensors in it use. Storages of unknown objects count as used."""
+    """Compare the size of every storage with what its tensors use. Storages of unknown objects count as used."""
     by_storage: Dict[str, List[Tensor]] = {}
     for tensor in checkpoint.tensors:
         by_storage.setdefault(tensor.storage, []).append(tensor)

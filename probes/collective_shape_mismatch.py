@@ -53,7 +53,7 @@ def log_logits(ctx: Context, *, average_first: bool) -> None:
 
 
 class Release(NamedTuple):
-    """A TRL release range that gathers unequal shapes: `code` is the line that does, in `file`."""
+    """A range of TRL releases that gathers unequal shapes: `code` is the line in `file` that does it."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -85,7 +85,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Is a TRL installed that has the known bug? Its source decides, since a patched copy keeps its version."""
+    """Does the installed TRL have the known bug? Its source decides, since a patched copy keeps its version."""
     try:
         trl = importlib.metadata.distribution("trl")
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
 
 
 def train(ctx: Context, *, warm_up: bool) -> None:
-    """Two steps. Rank 0 has to compile the layers, rank 1 has not: its cache is warm, or it takes no new path."""
+    """Two steps. Rank 0 must compile the layers, rank 1 need not: its cache is warm, or it takes no new path."""
     import torch
 
     timeout_s = 5.0 if ctx.backend == "nccl" else 1.2

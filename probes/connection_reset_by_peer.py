@@ -46,7 +46,7 @@ def join_through_tcp_store(ctx: Context) -> Any:
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Has the kernel killed a process of this container or job for want of memory? Such a peer leaves no traceback."""
+    """Has the kernel killed a process of this container or job for lack of memory? Such a rank leaves no traceback."""
     killed = [f"{kills} processes killed by the OOM killer: {path}" for path, kills in kills_in_own_cgroups()]
     if killed:
         advice = "a rank that ended with exit code -9 or 137 is probably one of these: it needs more host memory"
@@ -78,7 +78,7 @@ def kills_since_boot() -> str:
 
 
 def counter(text: str, name: str) -> Any:
-    """The value of a `name value` line, None where there is none."""
+    """The value of a `name value` line, or None."""
     return next((int(line.split()[1]) for line in text.splitlines() if line.split()[:1] == [name]), None)
 
 
@@ -91,7 +91,7 @@ def read_file(path: str) -> str:
 
 DIES = "rank 0 dies of a truncated file while the other rank waits for it"
 RESET = r"store->get\('\d+'\) got error: .*(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes)"
-LIVES = "the file is whole, so rank 0 lives and comes to the all-reduce"
+LIVES = "the file is complete, so rank 0 survives and joins the all-reduce"
 
 gloo = Experiment(
     name="gloo",

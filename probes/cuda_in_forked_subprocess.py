@@ -36,9 +36,9 @@ def train(ctx: Context, *, worker_moves: bool) -> None:
 
 
 def touch_cuda_without_a_gpu() -> None:
-    """Leave the mark that a CUDA call of the parent leaves in its forks; what refuses the fork is torch's own code.
+    """Set the flag that a CUDA call of the parent sets in its forks; torch's own code refuses the fork.
 
-    A torch built with CUDA sets it even where there is no GPU; for one built without it, a fork handler of ours does.
+    A torch built with CUDA sets it even without a GPU; for other builds this probe's fork handler does.
     """
     import torch
 
@@ -86,7 +86,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """Statements of functions which workers run that name a GPU."""
+    """Statements that name a GPU, in functions that workers run."""
     for function in ast.walk(tree):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and WORKER_SIDE.fullmatch(function.name):
             for node in ast.walk(function):
@@ -97,7 +97,7 @@ def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:
 MESSAGE = r"Cannot re-initialize CUDA in forked subprocess"
 IN_WORKER = "a forked worker moves each sample to the GPU, in a process whose parent has called CUDA"
 IN_LOOP = "the worker returns CPU tensors, and the training loop moves the batch"
-NO_GPU = "the CUDA call of the parent, of which only the mark is left that it leaves in a fork"
+NO_GPU = "the CUDA call of the parent: only the flag that it sets in a fork"
 
 gloo = Experiment(
     name="no-gpu",

@@ -87,7 +87,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         if version and version_of(name) not in ("", version)
     ]
     if lacking:
-        return exposed(*lacking[:8], *others[:4], advice="reinstall torch from its index; do not pick single packages")
+        return exposed(
+            *lacking[:8], *others[:4], advice="reinstall torch from its index; do not install single packages"
+        )
     first = shadowing()
     if first and not loads_its_own():
         return exposed(*first[:8], *others[:4], advice="start the job without LD_LIBRARY_PATH")
@@ -104,7 +106,7 @@ def linked(library: Path) -> Finding:
     try:
         ran = subprocess.run(["ldd", str(library)], capture_output=True, text=True, timeout=3, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return unknown(f"ldd cannot be asked: {error}")
+        return unknown(f"ldd cannot be run: {error}")
     if "=>" not in ran.stdout:
         return unknown(f"ldd says nothing of {library}: {(ran.stderr or ran.stdout).strip()[:200]}")
     lacking = [line.strip() for line in ran.stdout.splitlines() if "not found" in line]
@@ -147,7 +149,7 @@ def shadowing() -> List[str]:
 
 
 def loads_its_own() -> bool:
-    """Newer torch opens its CUDA libraries by their paths before anything can find others."""
+    """Newer torch opens its CUDA libraries by path before the linker can find others."""
     spec = importlib.util.find_spec("torch")
     return bool(spec and spec.origin and "/proc/self/maps" in Path(spec.origin).read_text())
 

@@ -16,7 +16,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 
 
 def build(ctx: Context, *, cuda_home_of_same_major: bool, asks: str = "torch") -> None:
-    """Two toolkits on disk, each no more than an nvcc that answers --version; CUDA_HOME chooses one."""
+    """Two toolkits on disk, each just an nvcc that answers --version; CUDA_HOME chooses one."""
     from unittest.mock import patch
 
     import torch
@@ -79,7 +79,7 @@ HEADERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/includ
 
 
 def cuda_of_torch() -> Optional[str]:
-    """`torch.version.cuda` without importing torch: "" for a build without CUDA, None when it cannot be told."""
+    """`torch.version.cuda` without importing torch: "" for a build without CUDA, None if unknown."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None

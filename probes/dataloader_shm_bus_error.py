@@ -1,6 +1,6 @@
 """Batches that workers have ready wait in /dev/shm for the parent, and it is too small for them.
 
-The arms get a /dev/shm of their own, in a user and mount namespace: nobody else's is touched.
+The arms get their own /dev/shm, in a user and mount namespace, and leave the machine's alone.
 """
 
 import os
@@ -55,7 +55,7 @@ def train(ctx: Context, *, fixed: bool) -> None:
 
 
 def size_and_free() -> Any:
-    """Bytes of /dev/shm in all, and free."""
+    """Total and free bytes of /dev/shm."""
     space = os.statvfs("/dev/shm")
     return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
 

@@ -14,7 +14,7 @@ FIXES = ("non-reentrant", "no-find-unused", "static_graph")
 
 
 class Opaque:
-    """An output that is no tuple, list, dict or dataclass: DDP does not see the tensor in it."""
+    """An output that is not a tuple, list, dict or dataclass: DDP does not see the tensor in it."""
 
     def __init__(self, logits: Any) -> None:
         self.logits = logits

@@ -1,6 +1,6 @@
 """A parameter of a DDP model gets no gradient: its bucket is never reduced, and the next forward raises.
 
-Nothing fails in the step that is at fault: its optimizer step uses gradients that nobody averaged. `why` chooses how
+Nothing fails in the step that causes it: its optimizer step uses gradients that were not averaged. `why` chooses how
 the parameter comes to have no gradient, `fix` what the treatment arm does about it.
 """
 

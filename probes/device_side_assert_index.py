@@ -1,4 +1,4 @@
-"""An index outside its table in one rank's batch. On a GPU the kernel asserts, later; on the CPU torch says which."""
+"""An index outside its table in one rank's batch. On a GPU a kernel asserts, later; on the CPU torch names it."""
 
 from __future__ import annotations
 

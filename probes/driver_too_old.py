@@ -56,7 +56,7 @@ print(json.dumps({"cuda": torch.version.cuda, "said": said}))
 
 
 def under_driver(ctx: Context, reports: int, *command: str) -> Dict[str, Any]:
-    """Run Python with a libcuda.so.1 in front that reports this CUDA version. A fresh process: none is loaded yet."""
+    """Run a fresh Python, which has loaded no driver, with a libcuda.so.1 in front that reports this CUDA version."""
     Path("stub.c").write_text(STUB % reports)
     build = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "stub.c"]
     subprocess.run(build, check=True, timeout=20)
@@ -71,7 +71,7 @@ def under_driver(ctx: Context, reports: int, *command: str) -> Dict[str, Any]:
 
 
 def driver_of(ctx: Context, major: int, old: bool) -> int:
-    """As the driver reports it: 12080 is CUDA 12.8. Without --set the last release before the runtime's own major."""
+    """In the driver's form: 12080 is CUDA 12.8. Without --set the last release before the runtime's own major."""
     return ctx.params["driver"] or (major - 1) * 1000 + 80 if old else major * 1000
 
 

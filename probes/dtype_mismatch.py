@@ -7,7 +7,7 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
 
 
 def wrap_and_train(ctx: Context, *, adapters_follow_base: bool) -> None:
-    """As get_peft_model and FSDP do it, with the two settings that people try first: both are on, neither helps."""
+    """As get_peft_model and FSDP do it, with the two settings that people try first: both are on, and neither helps."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -36,7 +36,7 @@ def wrap_and_train(ctx: Context, *, adapters_follow_base: bool) -> None:
 
 
 def outcome_of(layer: Any, hidden: Any, *, autocast: bool) -> str:
-    """The dtype of what the layer returns, or the message of what it raises."""
+    """The dtype of the layer's output, or the message of its exception."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""Two ranks of one communicator on one GPU: NCCL refuses. On CPU: how a launcher comes to deal GPUs out twice."""
+"""Two ranks of one communicator on one GPU: NCCL refuses. On CPU: how launchers come to assign a GPU twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kb.probe import (
 
 
 def all_reduce(ctx: Context, *, gpu_of_its_own: bool = False, backend: str = "nccl") -> None:
-    """Both ranks work on the first GPU, unless each has its own; gloo goes through host memory and does not mind."""
+    """Both ranks work on the first GPU, unless each has its own; gloo goes through host memory and allows it."""
     import torch
 
     ctx.backend = backend

@@ -1,4 +1,4 @@
-"""A compiled extension wants a symbol of another torch, or of the other std::string, than the one that is installed."""
+"""A compiled extension needs a symbol of another torch than the installed one, or of the other std::string ABI."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_and_load(ctx: Context, *, abi_of_torch: bool) -> None:
 
 
 def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
-    """Without a compiler: torch's libshm.so, and a copy of it that wants a function by a name torch does not have."""
+    """Without a compiler: torch's libshm.so, and a copy that needs a function torch does not have."""
     import ctypes
 
     import torch
@@ -63,7 +63,7 @@ ABI_SYMBOLS = re.compile(r"_ZNK?3c10(5Error|4cuda|6detail(14torchCheckFail|23tor
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """What extensions want of c10::Error and c10::cuda, against what the installed libc10 and libc10_cuda have."""
+    """Symbols of c10::Error and c10::cuda that extensions need, against those of the installed libraries."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return unknown("torch is not installed in this interpreter")
@@ -99,7 +99,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def why(missing: List[str], has: Set[str]) -> str:
-    """The two ways of passing std::string are two names of one function."""
+    """The two ABIs of std::string give one function two names."""
     new = any("__cxx11" in symbol for symbol in has if "5ErrorC" in symbol)
     if new and any(re.search(r"Ss(E|RK|$)|RKSs", symbol) for symbol in missing):
         return " (it was built with CXX11_ABI=0, torch with 1)"

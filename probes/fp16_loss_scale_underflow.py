@@ -32,7 +32,7 @@ FIXES = ("bfloat16", "in-range", "scaling", "small-scale")
 
 
 def train(ctx: Context, *, fixed: bool, deepspeed_scaler: bool = False) -> None:
-    """DDP on two ranks; what is wrong is in the data of rank 1 alone. Float32 weights, the layer in half precision."""
+    """DDP on two ranks; only the data of rank 1 is bad. Float32 weights, the layer in half precision."""
     import torch
     from torch.nn.functional import cross_entropy, linear
     from torch.nn.parallel import DistributedDataParallel

@@ -17,7 +17,7 @@ GPU_LAYERS, GPU_WIDTH, GPU_MIB = 10, 5120, 1024  # 1000 MiB, 500 on each rank
 
 
 def save(ctx: Context, *, rank0_only: bool) -> None:
-    """Gather the full state dict as a save does. One value per weight: what rank 0 gets can be checked."""
+    """Gather the full state dict as a save does. Each weight has one value, so that the result can be checked."""
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -41,7 +41,7 @@ def save(ctx: Context, *, rank0_only: bool) -> None:
 
 
 def sharded(ctx: Context) -> Any:
-    """Sharded before there is memory for it: no rank ever holds the whole model except by the save."""
+    """Sharded before its memory is allocated: no rank holds the whole model except in the save."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +60,7 @@ def sharded(ctx: Context) -> Any:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """What a gathered save takes of this host's memory: once for rank 0, or once per rank of the host."""
+    """How much of this host's memory a gathered save takes: once for rank 0, or once per rank of the host."""
     kind, billions = "", params["params"]
     if params["config"] is not None:
         try:
@@ -98,7 +98,7 @@ def state_dict_type(values: Mapping[str, Any]) -> str:
 
 
 def host_memory() -> Tuple[Optional[float], str]:
-    """GiB that this host, or the control group of this shell, can still give; None with the reason."""
+    """GiB still available on this host or in this shell's control group; None with the reason."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         result: List[Tuple[float, str]] = [

@@ -32,7 +32,7 @@ CAUSES = ("packed", "masked", "marker")
 
 
 def answer_all(ctx: Context, *, ends: bool) -> None:
-    """Train a small recurrent model for real, let it answer every question, and see where it stops.
+    """Really train a small recurrent model, let it answer every question, and see where it stops.
 
     `ends`: the end of an answer reaches training (packed, masked) or the stop list (marker).
     """
@@ -147,7 +147,7 @@ MARKERS = (
 
 
 class _Unreadable(Exception):
-    """A file that is needed is missing or not what it should be; the message says which."""
+    """A required file is missing or malformed; the message names it."""
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -245,7 +245,7 @@ def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
 
 
 def _json(path: Path) -> Optional[Dict[str, Any]]:
-    """A JSON object, None when there is no such file."""
+    """A JSON object, None without such a file."""
     try:
         if not path.exists():
             return None

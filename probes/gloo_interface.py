@@ -1,4 +1,4 @@
-"""Two nodes, made of namespaces of this host, whose names resolve to loopback: gloo offers that to the other node."""
+"""Two nodes in namespaces of this host, whose names resolve to loopback: gloo offers that address to the other node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NIC = "kb0"  # the cable's end on either node
 
 
 def train_on_two_nodes(ctx: Context, *, interface: str) -> None:
-    """Each node has its own network, name and /etc/hosts; `interface` is what GLOO_SOCKET_IFNAME says, if anything."""
+    """Each node has its own network, name and /etc/hosts; `interface` is for GLOO_SOCKET_IFNAME, or empty."""
     run_two_nodes(ctx, partial(train_as_node, interface=interface))
 
 
@@ -51,7 +51,7 @@ def train_as_node(node: Context, *, interface: str) -> None:
 
 
 def set_up_network(node: Context) -> None:
-    """A host name that /etc/hosts puts at 127.0.1.1, as Debian and Ubuntu install it, and a cable to the other node."""
+    """A host name that /etc/hosts maps to 127.0.1.1, as in Debian and Ubuntu, and a cable to the other node."""
     name = f"kb-node-{node.rank}"
     hosts = node.dir / f"hosts{node.rank}"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
@@ -118,7 +118,7 @@ def judge(seen: str, loopback: bool, several: bool | None) -> Finding:
 
 
 def addresses_of(interface: str) -> List[str]:
-    """The addresses of an interface: IPv4, then IPv6 as /proc has it."""
+    """The addresses of an interface: IPv4, then IPv6 from /proc."""
     result = []
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -1,7 +1,7 @@
-"""What driver and kernel log say of the health of the GPUs: ECC, remapped rows, a lost GPU, Xid and SXid events.
+"""GPU health according to driver and kernel log: ECC, remapped rows, a lost GPU, Xid and SXid events.
 
-A check only: a hardware fault cannot be provoked honestly, and must not be. It reads this machine or, with
-`--set dmesg=FILE --set smi=FILE`, what was collected on another one; then it looks at nothing else.
+A check only: a hardware fault cannot, and must not, be provoked. It reads this machine or, with
+`--set dmesg=FILE --set smi=FILE`, what was collected on another one, and then nothing else.
 """
 
 import re
@@ -40,7 +40,7 @@ SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
 
 
 def lines_of(saved: Path) -> Tuple[List[str], str]:
-    """Lines of a file and "", or none and why."""
+    """Lines of a file and "", or no lines and the reason."""
     try:
         return saved.read_text(errors="replace").splitlines(), ""
     except OSError as error:
@@ -54,7 +54,7 @@ def kernel_log() -> Tuple[List[str], str]:
 
 
 def ask(*command: str) -> Tuple[str, str]:
-    """What a command prints, and "" or why it is not to be trusted."""
+    """Output of a command, and "" or the reason not to trust it."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=3, check=False)
     except OSError:

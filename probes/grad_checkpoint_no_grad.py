@@ -12,7 +12,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, com
 
 
 def train_step(ctx: Context, *, reentrant: bool) -> None:
-    """Two forms of one mistake: silent when something after the last checkpoint trains, loud when nothing does."""
+    """Two forms of one mistake: silent when something after the last checkpoint trains, an error when nothing does."""
     ctx.reached()
     silent = adapters_with_gradient(reentrant=reentrant, head_trains=True)
     hooked = adapters_with_gradient(reentrant=True, head_trains=False, embedding_hook=True)

@@ -1,6 +1,6 @@
 """Ranks and workers that each make a copy of what they could share exceed the memory limit, and one is killed.
 
-`why` chooses what is copied. A watcher plays the kernel; the variant, in a cgroup of its own, asks the kernel itself.
+`why` chooses what is copied. A watcher acts as the kernel; the variant, in a cgroup of its own, uses the kernel itself.
 """
 
 import os
@@ -97,7 +97,7 @@ def samples(shared: bool) -> Callable[[], int]:
 
 
 def watch(ctx: Context, pids: List[int]) -> None:
-    """Plays the kernel: add up what these processes have for themselves, and kill the largest beyond the limit."""
+    """Act as the kernel: add up the private memory of these processes, and kill the largest beyond the limit."""
     most = 0
     while not ctx.dir.joinpath("weighed").exists():
         is_last = all_have_read(ctx)
@@ -118,7 +118,7 @@ def private_kib(pid: int) -> int:
 
 
 def delegated_cgroup() -> Optional[Path]:
-    """Our cgroup or its parent, where we may make a child with a memory limit: version 2 only."""
+    """This process's cgroup or its parent, if this user may create a child with a memory limit: version 2 only."""
     match = re.search(r"^0::(.*)$", read_text("/proc/self/cgroup"), re.M)
     here = Path("/sys/fs/cgroup" + (match.group(1) if match else ""))
     for parent in (here, here.parent):
@@ -172,7 +172,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def needed(params: Mapping[str, Any]) -> Tuple[float, str]:
-    """GiB that the job wants, and how that was found; 0 when nothing was said about the job."""
+    """GiB that the job needs, and how that was computed; 0 without information about the job."""
     ranks = params["ranks"]
     if params["per_rank_gib"] is not None:
         need = ranks * params["per_rank_gib"]
@@ -206,7 +206,7 @@ def offloaded(zero: Dict[str, Any], what: str) -> bool:
 
 
 def limits() -> Tuple[float, float, int]:
-    """GiB of the tightest limit above us, GiB free under it, and how many processes it has killed."""
+    """GiB of the tightest limit of this process, GiB free under it, and how many processes it has killed."""
     limit, free, kills = meminfo("MemTotal"), meminfo("MemAvailable"), 0
     for path in re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", read_text("/proc/self/cgroup"), re.M):
         for root, most, now in (

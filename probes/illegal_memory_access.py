@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def borrow(ctx: Context, *, owner_lives: bool) -> None:
-    """A tensor over memory that belongs to another one, as extensions and own allocators make them.
+    """A tensor over memory that belongs to another tensor, as extensions and custom allocators create them.
 
     The kernel is queued without an error; the error comes with the next call that waits for the GPU.
     """
@@ -98,7 +98,7 @@ FAULT = re.compile(r"NVRM: Xid \([^)]*\): (13|31), .*")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Did a program on this machine fault already, does a tensor exceed 32 bits, and whose kernels are installed?"""
+    """Has a program on this machine already faulted, does a tensor exceed 32 bits, and whose kernels are installed?"""
     evidence: List[str] = []
     faults = None
     try:

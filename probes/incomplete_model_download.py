@@ -67,7 +67,7 @@ SECONDS = 0.6
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is every file of this model folder what its name says, and are the shards there that the index names?"""
+    """Is every file of this model folder what its name says, and do the shards exist that the index names?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
         return unknown("no model folder was named", advice="--set checkpoint=/path/to/model, a folder or one file")

@@ -35,7 +35,7 @@ DEEPSPEED, HF = GITHUB + "deepspeedai/DeepSpeed/", GITHUB + "huggingface/"
 
 @dataclass(frozen=True)
 class Row:
-    """One known bad release range. `bad` and `along` are PEP 440; `fixed` is "" where nobody said in which release."""
+    """One known bad release range. `bad` and `along` are PEP 440; `fixed` is "" where the release is unknown."""
 
     package: str
     bad: str
@@ -158,7 +158,7 @@ def numbers(text: str) -> Optional[Version]:
 
 
 def within(version: Version, specifier: str) -> bool:
-    """PEP 440 as far as the rows use it: ==, >=, <=, < and > of final releases, joined by commas."""
+    """The part of PEP 440 that the rows use: ==, >=, <=, < and > of final releases, joined by commas."""
     compare = {"==": (0,), ">=": (0, 1), "<=": (-1, 0), "<": (-1,), ">": (1,)}
     for clause in specifier.split(","):
         operator, bound = re.match(r"(==|>=|<=|<|>)(.+)", clause.strip()).groups()  # type: ignore[union-attr]

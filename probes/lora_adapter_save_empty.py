@@ -1,4 +1,4 @@
-"""An adapter is cut out of a state dict by its names; those of a wrapped model match nothing, those of the model do."""
+"""An adapter is selected from a state dict by name; those of a wrapped model match nothing, those of the model do."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(model: Any, device: Any) -> Any:
 
 
 def save_and_load(ctx: Context, *, bare_names: bool) -> None:
-    """DDP around the model, as a Trainer has it. The adapter is what the bare model calls lora_*, the rest is left."""
+    """DDP around the model, as in a Trainer. The adapter is what the bare model calls lora_*; the rest stays."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -180,7 +180,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
-    """A word about the B matrices when all that were looked at are zero, "" when one is not, None without any."""
+    """A clause when all examined B matrices are zero, "" when one is not, None without any."""
     these = [tensor for tensor in read.tensors if "lora_B" in tensor.name][:8]
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")

@@ -52,7 +52,7 @@ def register(ctx: Context, *, enough: bool, pin: Callable[[int, int], None]) -> 
 
 
 def lock(address: int, size: int) -> None:
-    """The same limit is charged as for memory that a network card pins."""
+    """Locked memory counts against the same limit as memory that a network card pins."""
     if libc().mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
         raise_errno()
 
@@ -81,7 +81,7 @@ def register_with_card(address: int, size: int) -> None:
 
 
 def give_up_privilege() -> None:
-    """Without CAP_IPC_LOCK root is bound by the limit like everybody, as it is in a container."""
+    """Without CAP_IPC_LOCK, as in a container, the limit applies to root too."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
     if libc().capget(header, sets):

@@ -12,7 +12,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 
 
 def sharded(ctx: Context, *, dummy_image: bool) -> None:
-    """FSDP2, tower and text layers wrapped by themselves."""
+    """FSDP2, with tower and text layers wrapped separately."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -100,7 +100,7 @@ LARGEST = 64 << 20  # bytes of a JSON document that is read as a whole
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Count the samples of a JSON or JSONL file that bring an image, video or audio, and those that do not."""
+    """Count the samples of a JSON or JSONL file with and without an image, video or audio."""
     data = params["data"]
     if data is None or not data.is_file():
         why = "no data was named to look into" if data is None else f"there is no file {data}"
@@ -137,7 +137,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def has_media(sample: Any) -> bool:
-    """A key that names media with something in it, at any depth: `images: [..]`, `{"type": "image", ..}`."""
+    """A non-empty key that names media, at any depth: `images: [..]`, `{"type": "image", ..}`."""
     waiting: List[Any] = [sample]
     while waiting:
         item = waiting.pop()

@@ -137,7 +137,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def zero_stage(config: Any) -> Tuple[Any, Any]:
-    """The stage, and the leaf modules as they are written down."""
+    """The stage, and the leaf modules in the configuration."""
     values: Dict[str, Any] = config.values
     if config.kind == "arguments":
         inside = values.get("deepspeed")

@@ -1,4 +1,4 @@
-"""One bad batch on one rank: the gradient all-reduce carries its NaN into the weights of every rank, for good."""
+"""One bad batch on one rank: the gradient all-reduce carries its NaN into the weights of every rank, permanently."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def train(ctx: Context, *, fixed: bool) -> None:
 
 
 def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
-    """The Hugging Face Trainer on a model whose loss is NaN from the first step: what does its log say?"""
+    """The Hugging Face Trainer on a model whose loss is NaN from the first step: what does it log?"""
     import torch
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

@@ -1,7 +1,7 @@
-"""NCCL's buffers do not come from torch's pool: they need memory that the pool has not taken.
+"""NCCL's buffers do not come from torch's pool: they need memory outside the pool.
 
-On GPUs what NCCL takes beside the pool is measured, nothing is filled. On CPU two allocators share one limit that the
-kernel enforces: a caching pool, as torch has one, and a library that asks the system for its buffers.
+On GPUs the probe measures what NCCL allocates beside the pool, and fills nothing. On CPU two allocators share a limit
+that the kernel enforces: a caching pool, as torch has one, and a library that asks the system for its buffers.
 """
 
 import mmap
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 class Pool:
-    """Keeps what is given back, for later requests; returns it to the system only when it cannot grow itself."""
+    """Caches freed blocks for later requests; returns them to the system only when it cannot grow itself."""
 
     def __init__(self, cap_mib: Optional[int]) -> None:
         self.cap_mib = cap_mib

@@ -50,7 +50,7 @@ def build(source: str, to: Path, *options: str) -> str:
 
 
 def start_framework(ctx: Context, *, old_gets_in: bool) -> None:
-    """Load the framework as `import torch` does, in a fresh process; the older library is on the disk in both arms."""
+    """Load the framework as `import torch` does, in a fresh process; the older library is on disk in both arms."""
     how = ctx.params["how"]
     assert how in HOWS, f"how is one of {HOWS}"
     soname = "-Wl,-soname,libnccl.so.2"
@@ -121,7 +121,7 @@ def dictated() -> Dict[str, str]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is there another NCCL in the way of the one that torch was built with, here or on another node?"""
+    """Does another NCCL come before the one that torch was built with, here or on another node?"""
     if params["log"]:
         return compare_nodes(params["log"])
     pinned = dictated()
@@ -162,7 +162,7 @@ def numbers(version: str) -> List[int]:
 
 
 def in_front() -> List[str]:
-    """Other libnccl files that the linker may meet."""
+    """Other libnccl files that the linker may find first."""
     preload = [path for path in re.split(r"[ :]+", os.environ.get("LD_PRELOAD", "")) if "libnccl.so" in path]
     result = [f"LD_PRELOAD: {path} ({version_in(path) or 'version unknown'})" for path in preload]
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]

@@ -72,7 +72,7 @@ def connect_as_node(node: Context, *, interface: str) -> None:
 
 
 def unique_id() -> Tuple[Any, str, int, str]:
-    """Something that keeps listening, the address and port that go into the id, and who chose them."""
+    """An object that keeps listening, the address and port that go into the id, and what chose them."""
     result = importlib.util.find_spec("nvidia")
     places = [
         Path(place) / "nccl/lib/libnccl.so.2" for place in (result.submodule_search_locations if result else None) or []
@@ -99,7 +99,7 @@ def unique_id() -> Tuple[Any, str, int, str]:
 
 
 def choice(named: str, present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
-    """The interfaces that NCCL uses, best first, of those that are there: the first one is for its bootstrap."""
+    """Those of the present interfaces that NCCL uses, best first: the first is for its bootstrap."""
     for rule in [named] if len(named) > 1 else ["ib", "^docker,lo", "docker", "lo"]:
         but = rule.startswith("^")
         exact = rule[but:].startswith("=")
@@ -115,7 +115,7 @@ def choice(named: str, present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
 
 
 def interfaces() -> List[Tuple[str, str]]:
-    """Name and IPv4 address of every interface that is up and has one, in the order of the kernel."""
+    """Name and IPv4 address of every interface that is up and has one, in the kernel's order."""
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

@@ -138,7 +138,7 @@ def fatbin_sections(data: Any) -> Iterator[Tuple[int, int]]:
 
 
 def fits(gpu: int, cubins: Set[int], ptx: Set[int]) -> str:
-    """How this GPU gets code: `cubin`, `PTX`, or "" for not at all."""
+    """How this GPU gets code: `cubin`, `PTX`, or "" if it gets none."""
     if any(arch // 10 == gpu // 10 and arch <= gpu for arch in cubins):
         return "cubin"
     return "PTX" if any(arch <= gpu for arch in ptx) else ""

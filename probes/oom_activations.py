@@ -61,7 +61,7 @@ def train(ctx: Context, *, fixed: bool) -> None:
 
 
 def count(saved: Dict[int, int], tensor: Any) -> Any:
-    """Note what autograd keeps, once per storage and not what is there anyway."""
+    """Count what autograd saves: each storage once, without those that exist anyway."""
     storage = tensor.untyped_storage()
     saved.setdefault(storage.data_ptr(), storage.nbytes())
     return tensor

@@ -29,7 +29,7 @@ NUMEL = 4 << 20  # 16 MiB of float32
 
 
 def resume(ctx: Context, *, mapped: bool) -> None:
-    """Rank 0 saves from its GPU, every rank loads; then each looks what it has put on GPU 0."""
+    """Rank 0 saves from its GPU, every rank loads; then each measures what it has put on GPU 0."""
     import torch
 
     assert ctx.params["fix"] in FIXES, "fix is one of %s" % (FIXES,)
@@ -51,7 +51,7 @@ def resume(ctx: Context, *, mapped: bool) -> None:
 
 
 def put(placed: Counter[str], storage: Any, location: str) -> Any:
-    """A stand-in for the GPUs: takes every `cuda` location, counts what is put there and leaves it on the host."""
+    """A stand-in for the GPUs: accepts every `cuda` location, counts what goes there and leaves it on the host."""
     if not location.startswith("cuda"):
         return None
     placed[location] += storage.nbytes()
@@ -86,7 +86,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def strangers() -> Tuple[List[str], str]:
-    """GPUs on which several processes have 100 MiB or more that have some elsewhere as well, and what was seen."""
+    """GPUs on which several processes hold 100 MiB or more that also hold some elsewhere, and the evidence."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
@@ -107,7 +107,7 @@ def strangers() -> Tuple[List[str], str]:
 
 
 def loads(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """Calls that leave the device to the file, or to index 0."""
+    """Calls that take the device from the file, or use index 0."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -93,7 +93,7 @@ def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """What an evaluation keeps of its logits, against the memory of a GPU and of the host."""
+    """The logits that an evaluation keeps, against the memory of a GPU and of the host."""
     samples, length, vocab = params["samples"], params["length"], params["vocab"]
     config, message = {}, "no training configuration was given"
     if params["config"] is not None:
@@ -130,7 +130,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
-    """GiB of the smallest GPU and who says so; None with the reason."""
+    """GiB of the smallest GPU and the source; None with the reason."""
     if given is not None:
         return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

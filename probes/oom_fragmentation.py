@@ -1,4 +1,4 @@
-"""Free memory in pieces that the allocator cannot return nor join: a request fails that is smaller than their sum."""
+"""Free memory in pieces that the allocator can neither return nor join: a request smaller than their sum fails."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ UNITS = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 1024.0, "TiB": 1
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """The last out-of-memory of a log: would the request have fit if all that is free were in one piece?"""
+    """The last out-of-memory error of a log: would the request have fit if all free memory were in one piece?"""
     options = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
     is_set = any(re.search(r"expandable_segments:\s*True", option) for option in options)
     setting = "expandable_segments is %s in this environment" % ("on" if is_set else "not on")

@@ -19,7 +19,7 @@ PEAK = 12  # bytes per logit, measured below in the backward: log-softmax 4, two
 
 
 def step(ctx: Context, *, slices: int, fused: bool = False) -> None:
-    """Loss and backward of one micro batch from the hidden states on. The arms differ in the number of slices."""
+    """Loss and backward of one micro batch, from the hidden states on. The arms differ in the number of slices."""
     import torch
 
     on_gpu = ctx.device.type == "cuda"

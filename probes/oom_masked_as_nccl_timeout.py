@@ -1,4 +1,4 @@
-"""Rank 1's batch does not fit into memory, and its loop skips it; the other rank only ever says that it timed out."""
+"""Rank 1's batch does not fit into memory, and its loop skips it; the other rank only reports a timeout."""
 
 import subprocess
 import sys

@@ -19,7 +19,7 @@ GPU_LAYERS, GPU_MIB = 10, 1024  # 640 MiB under a cap of 1024: one policy fits, 
 
 
 def start(ctx: Context, *, adapter: bool) -> None:
-    """Set up policy and reference as a preference trainer does, then look at both with the policy one step further."""
+    """Set up policy and reference as a preference trainer does, then compare them after a step of the policy."""
     import torch
     from torch import nn
 
@@ -48,7 +48,7 @@ def start(ctx: Context, *, adapter: bool) -> None:
 
 
 def _after_a_step(policy: Any, x: Any, adapter: bool) -> Any:
-    """What the policy says once its trainable part has moved: a rank-1 adapter, or the weights themselves."""
+    """Output of the policy after its trainable part has moved: a rank-1 adapter, or the weights themselves."""
     if adapter:
         into, out_of = x.new_ones(WIDTH, 1), x.new_ones(1, WIDTH)
         return policy(x) + x @ into @ out_of
@@ -83,7 +83,7 @@ COMFORT = 0.8  # of the card: what is left then is for activations, of which not
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a second copy of the weights fit beside the policy? A sum of what is certain; activations come on top."""
+    """Does a second copy of the weights fit beside the policy? Adds up what is certain; activations come on top."""
     trainer, billions = params["trainer"].lower().replace("-", "_"), params["params"]
     if trainer in WITHOUT:
         return clear("%s makes no reference model: an out-of-memory there is not this one" % trainer)
@@ -157,7 +157,7 @@ def _copy_despite_precompute(trainer: str) -> Tuple[bool, str]:
 
 
 def _gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
-    """GiB of the smallest GPU, and who says so; None with the reason."""
+    """GiB of the smallest GPU, and the source; None with the reason."""
     if given is not None:
         return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

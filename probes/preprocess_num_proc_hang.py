@@ -44,7 +44,7 @@ def preprocess(ctx: Context, *, threads_per_worker: int) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the process that seems frozen have workers that work? Read from /proc, twice, 0.4 s apart."""
+    """Are the workers of the seemingly frozen process working? Reads /proc twice, 0.4 s apart."""
     pid = params["pid"]
     if pid is None:
         return unknown("no process was named", advice="--set pid=PID, the process that draws the progress bar")

@@ -93,7 +93,7 @@ def asks_for_rank(test: ast.AST) -> bool:
 
 
 def collectives(block: Sequence[ast.AST]) -> List[Call]:
-    """Calls by name; those of a group of their own are left out, for they are no business of the other ranks."""
+    """Calls by name, without those in a group of their own, which do not concern the other ranks."""
     calls = [node for item in block for node in ast.walk(item) if isinstance(node, ast.Call)]
     named = [
         (call.lineno, ast.unparse(call.func).split(".")[-1], {word.arg for word in call.keywords}) for call in calls

@@ -1,4 +1,4 @@
-"""One rank knocks at a port where no store listens, so rank 0's store waits for it in vain."""
+"""One rank connects to a port where no store listens, so rank 0's store waits for it in vain."""
 
 import ipaddress
 import socket

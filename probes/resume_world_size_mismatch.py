@@ -87,7 +87,7 @@ def resume(ctx: Context, *, resharding_format: bool) -> None:
 
 
 def resume_deepspeed(ctx: Context, *, universal: bool) -> None:
-    """ZeRO-3 on CPU. The old job is two children of this process, so that DeepSpeed starts from nothing twice."""
+    """ZeRO-3 on CPU. The old job is two children of this process, so that each job starts DeepSpeed from scratch."""
     import torch
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ MOST = 20_000  # names that are looked at
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How many processes wrote this checkpoint, by the names in its folder, and how many want to read it?"""
+    """How many processes wrote this checkpoint, by the names in its folder, and how many will read it?"""
     folder: Optional[Path] = params["checkpoint"]
     if folder is None:
         return unknown("no checkpoint folder was named", advice="--set checkpoint=checkpoint-500 --set gpus=16")

@@ -112,7 +112,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def gpu_distances() -> Optional[List[str]]:
-    """What stands between the pairs of GPUs (NV12, PIX, SYS, ...), as nvidia-smi says; None without an answer."""
+    """The links between pairs of GPUs (NV12, PIX, SYS, ...) from nvidia-smi; None without an answer."""
     command = ["nvidia-smi", "topo", "-m"]
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=2, check=True)

@@ -1,6 +1,6 @@
-"""A worker is started afresh instead of forked, and what it is to run cannot be carried into it by pickle.
+"""A worker starts a fresh interpreter instead of being forked, and pickle cannot transfer its function.
 
-`why` chooses what is in the way. The job is a script of its own, as the main guard and a notebook cell are matters of
+`why` chooses the obstacle. The job is a script of its own, because the main guard and a notebook cell are matters of
 the script; the mechanism is Python's, so no torch is needed, and the variant shows it in a DataLoader.
 """
 
@@ -129,7 +129,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """Lambdas, and functions that are local to another one, as what a worker is given to run."""
+    """Lambdas and local functions that are passed to a worker."""
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inner = {
         node.name

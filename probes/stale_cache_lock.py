@@ -1,4 +1,4 @@
-"""The first build of a C++ extension is killed half way; the next start finds its lock file and waits for nobody."""
+"""The first build of a C++ extension is killed halfway; the next start finds its lock file and waits forever."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def extensions_root() -> Path:
-    """Where torch.utils.cpp_extension builds, by the variables of whoever asks."""
+    """Where torch.utils.cpp_extension builds, by the caller's variables."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
 
@@ -146,7 +146,7 @@ def _holders(files: list[Path]) -> dict[Path, list[int]]:
 
 
 def _doubts(lock: Path) -> list[str]:
-    """Why a lock without a visible owner may have one all the same."""
+    """Why a lock without a visible owner may still have one."""
     doubts = []
     try:
         if os.geteuid() not in (0, lock.stat().st_uid):

@@ -72,7 +72,7 @@ def silent_load(fresh: Any, state: Mapping[str, Any], trained: Mapping[str, Any]
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the names in a checkpoint carry a wrapper's name? Nothing in the file is run."""
+    """Do the names in a checkpoint contain a wrapper's prefix? Runs nothing in the file."""
     path = params["checkpoint"]
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt or .safetensors")

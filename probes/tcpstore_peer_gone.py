@@ -1,4 +1,4 @@
-"""The process that hosts the TCPStore is done and leaves; a rank that still needs the store sees a broken network."""
+"""The process that hosts the TCPStore completes and exits; a rank that still needs the store sees a broken network."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check(_: Mapping[str, Any]) -> Finding:
 
 
 def agents_here() -> Mapping[str, str]:
-    """Process id to c10d endpoint of every torchrun of a single node that we can see; those of free ports left out."""
+    """Process id to c10d endpoint of every visible single-node torchrun, without those on a free port."""
     result = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,7 +1,7 @@
-"""A pool of threads has worked, the process forks, and the child hands work to a pool whose threads stayed behind.
+"""A thread pool has worked, the process forks, and the child submits work to a pool whose threads were not forked.
 
-The variant is the real one: the Rust pool of tokenizers. Where tokenizers is not installed Python's own pool stands
-in: it also remembers idle threads across a fork.
+The variant is the real one: the Rust pool of tokenizers. Without tokenizers, Python's own
+pool replaces it: it also remembers idle threads across a fork.
 """
 
 import os
@@ -62,7 +62,7 @@ def real(ctx: Context, *, pool_in_worker: bool) -> None:
 
 
 def fork_and_encode(ctx: Context, encode: Callable[[], bool]) -> None:
-    """As a DataLoader worker or a map process: the child encodes one batch, and we wait a while for it."""
+    """As a DataLoader worker or a map process: the child encodes one batch, for which the parent waits a while."""
     ctx.note(threads_of_parent=len(os.listdir("/proc/self/task")))
     ctx.reached()
     worker = os.fork()

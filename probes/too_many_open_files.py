@@ -1,4 +1,4 @@
-"""Every batch that a worker sent keeps a descriptor open in the parent, as long as anybody keeps the batch.
+"""Every batch that a worker sent holds a descriptor open in the parent, as long as the batch exists.
 
 `fix` chooses what the treatment arm does about it.
 """
@@ -39,7 +39,7 @@ def evaluate(ctx: Context, *, fixed: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How close is a process to its limit, and what has it open? Without a process: the limit that a job would get."""
+    """How close is a process to its limit, and what does it hold open? Without a process: the limit of a new job."""
     pid = params["pid"]
     if pid is None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Rank 1 fails and is slow to leave, rank 0 waits for it and is aborted: which of them does torchrun's report name?"""
+"""Rank 1 fails and is slow to exit, rank 0 waits for it and is aborted: which of them does torchrun's report name?"""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def launch(ctx: Context, *, recorded: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the training script hand its exceptions to torchrun?"""
+    """Does the training script pass its exceptions to torchrun?"""
     script = params["script"]
     if script is None:
         return unknown("no training script was named", advice="--set script=train.py")

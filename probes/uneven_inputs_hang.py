@@ -1,4 +1,4 @@
-"""One rank has a batch more than the other, as any split of data by rank, file or token budget may give."""
+"""One rank has one batch more than the other, as any split of data by rank, file or token budget may produce."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(ctx: Context, *, stop_together: bool) -> None:
 
 
 def in_step(batches: Iterable[Any], device: Any) -> Iterator[Any]:
-    """The fix, as the entry gives it: before every step all ranks ask whether all of them have a batch."""
+    """The entry's fix: before every step all ranks agree on whether each of them has a batch."""
     import torch
     import torch.distributed as dist
 

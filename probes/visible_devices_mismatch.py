@@ -29,7 +29,7 @@ from kb.probe import (
 
 
 def choose(ctx: Context, *, by: str) -> None:
-    """Two processes play two nodes of one GPU each: LOCAL_RANK is 0 on both, RANK is 0 and 1."""
+    """Two processes act as two nodes of one GPU each: LOCAL_RANK is 0 on both, RANK is 0 and 1."""
     import torch
 
     on_gpu = ctx.device.type == "cuda"
@@ -100,7 +100,7 @@ def listed() -> List[str]:
 
 
 def visible(variable: Any, uuids: List[str]) -> Tuple[int, int]:
-    """Entries of the variable, and how many of them CUDA takes: up to the first bad one, none when one is double."""
+    """Entries of the variable, and how many of them CUDA takes: up to the first invalid one, none if one repeats."""
     if variable is None:
         return len(uuids), len(uuids)
     hides_all = variable.strip() in ("", "-1")  # on purpose

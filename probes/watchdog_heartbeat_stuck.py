@@ -73,7 +73,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     if 4 * dump / 1000 >= heartbeat:
         why = "the monitor ends the process while the watchdog still waits for dumps, and the reason is lost"
         return exposed(why, evidence, advice="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above 60")
-    return unknown(evidence, "these settings are sound; whether a driver call or the GIL will block is not to be seen")
+    return unknown(evidence, "these settings are sound; whether a driver call or the GIL will block cannot be seen")
 
 
 def number(text: Any, default: int) -> Any:

@@ -15,7 +15,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 
 
 class FromStranger:
-    """What a hostile checkpoint does: the pickle calls a function while it is read. This one makes a folder."""
+    """A hostile checkpoint: its pickle calls a function while it is read. This one makes a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ ALLOWED = re.compile(
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a checkpoint name classes that torch.load refuses by default? Nothing in it is run."""
+    """Does a checkpoint name classes that torch.load refuses by default? Runs nothing in it."""
     if params["checkpoint"] is None:
         return unknown("no checkpoint was named; %s" % _torch(), advice="--set checkpoint=/path/to/checkpoint.pt")
     try:

@@ -1,4 +1,4 @@
-"""Rank 0 saves a sharded model as it lies there; or the parameters are gathered first, on every rank."""
+"""Rank 0 saves a sharded model without gathering; or every rank gathers the parameters first."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def write(ctx: Context, state: Mapping[str, Any]) -> None:
 
 
 def load(ctx: Context, answer: Any) -> None:
-    """What evaluation does: a plain model, the file, and the same answers as the one that was trained."""
+    """As in evaluation: a plain model loads the file and must give the same answers as the trained one."""
     import torch
 
     if ctx.rank == 0:
@@ -148,7 +148,7 @@ def _config(path: Path) -> Finding:
         return unknown(str(error))
     zero: Optional[Any] = config.values.get("zero_optimization", config.values.get("deepspeed_config"))
     if not isinstance(zero, Mapping):
-        return unknown("%s says nothing about ZeRO" % path)
+        return unknown("%s has no ZeRO settings" % path)
     if str(zero.get("stage", zero.get("zero_stage"))) != "3":
         return clear("%s: not ZeRO-3, every rank has whole parameters" % path)
     switches = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
@@ -159,7 +159,7 @@ def _config(path: Path) -> Finding:
 
 
 EMPTY = r"copying a param with shape torch\.Size\(\[0\]\) from checkpoint"
-AS_IT_LIES = "rank 0 saves the parameters as they lie there, most of them without elements"
+AS_IT_LIES = "rank 0 saves its shards of the parameters, most of them without elements"
 gloo = Experiment(
     name="gloo",
     control=Arm(partial(save, gathered=False), expect=raised(EMPTY), because=AS_IT_LIES, fidelity="cpu"),

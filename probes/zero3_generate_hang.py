@@ -13,7 +13,7 @@ LENGTHS = (2, 5)  # tokens of the answer, rank by rank
 
 
 def decode(ctx: Context, *, until_all_complete: bool) -> None:
-    """A decoding loop of one's own over an FSDP2 model. Only the tokens before the end of an answer are kept."""
+    """A hand-written decoding loop over an FSDP2 model. Only the tokens before the end of an answer are kept."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +51,7 @@ def decode(ctx: Context, *, until_all_complete: bool) -> None:
 
 
 def answer(model: Any, device: Any, length: int) -> List[int]:
-    """What the model answers when it is not sharded."""
+    """The answer of the model when it is not sharded."""
     import torch
 
     tokens: List[int] = [1]
@@ -61,7 +61,7 @@ def answer(model: Any, device: Any, length: int) -> List[int]:
 
 
 def generate(ctx: Context, *, synced_gpus: bool) -> None:
-    """transformers' generate() on a model that DeepSpeed was given without an HfDeepSpeedConfig, on CPU and gloo."""
+    """transformers' generate() on a DeepSpeed model without an HfDeepSpeedConfig, on CPU and gloo."""
     import torch
 
     deepspeed = import_deepspeed()
