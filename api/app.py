@@ -15,29 +15,31 @@ from kb.store.database import Database
 from .pages import routes as pages
 from .pages.error_page import error_page
 from .requests import problems
-from .requests.access import Gate
-from .requests.middleware import Front
+from .requests.access import AccessControl
+from .requests.middleware import RequestMiddleware
 from .routes import admin, context, diagnose, entries, feedback, gaps, health, mcp, metrics, reports, search
-from .routes.metrics import Metrics
 from .schemas import openapi
 from .settings import Settings
-from .state.response_cache import Answers
+from .state import application
+from .state.application import ApplicationState, state_of
+from .state.gap_queue import GapQueue
+from .state.metrics import Metrics
+from .state.response_cache import ResponseCache
 from .state.rollout import Rollout
 from .state.snapshot import Snapshot
-from .state.unanswered import Unanswered
 
 PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, mcp, pages)
-TURN_S = 0.0005  # of a thread that reads a log, before the event loop goes on; at Python's 5 ms, searches wait
+SWITCH_S = 0.0005  # after which a thread that scans a log lets the event loop run; with Python's 5 ms, searches wait
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service, by default as the environment sets it up.
+    """The service; without settings, as the environment configures it.
 
-    It answers /healthz at once and questions when the index is open. What changes in the roots afterwards, even a
-    rebuilt index, shows after a restart or a reindex. /docs is left out, since its page loads scripts from other hosts;
-    /openapi.json is there. Raises `UsageError` for a root that is none.
+    It answers /healthz at once and questions when the index is open. A later change in the roots, even a rebuilt index,
+    is served after a restart or a reindex. There is no /docs, since its page loads scripts from other hosts, but
+    /openapi.json. Raises `UsageError` for an invalid root.
     """
-    chosen = settings or Settings.from_environment()
+    settings = settings or Settings.from_environment()
     app = FastAPI(
         title="kb",
         version=__version__,
@@ -47,16 +49,22 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
         lifespan=_lifespan,
     )
-    app.state.settings = chosen
-    app.state.database = Database.open(chosen.database)
-    app.state.snapshot = Snapshot(app.state.database)
-    app.state.metrics = Metrics()
-    app.state.answers = Answers()
-    app.state.unanswered = Unanswered(app.state.database)
-    app.state.gate = Gate(chosen, app.state.snapshot)
-    app.state.error_page = error_page
+    database = Database.open(settings.database)
+    snapshot = Snapshot(database)
+    state = ApplicationState(
+        settings=settings,
+        database=database,
+        snapshot=snapshot,
+        access=AccessControl(settings, snapshot),
+        metrics=Metrics(),
+        cache=ResponseCache(),
+        gaps=GapQueue(database),
+        mcp=mcp.McpService(app),
+        error_page=error_page,
+    )
+    application.install(app, state)
     problems.install(app)
-    app.add_middleware(Front, gate=app.state.gate, metrics=app.state.metrics)
+    app.add_middleware(RequestMiddleware, access=state.access, metrics=state.metrics)
     for part in PARTS:
         app.include_router(part.router)
     openapi.install(app, [part.router for part in PARTS])
@@ -65,19 +73,21 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    sys.setswitchinterval(TURN_S)
-    snapshot, counts = app.state.snapshot, app.state.metrics
-    rollout = Rollout(app.state, app.state.settings.roots, snapshot, counts.serve)
+    sys.setswitchinterval(SWITCH_S)
+    state = state_of(app)
+    rollout = Rollout(state, state.settings.roots)
 
-    def seen() -> None:
+    def on_refresh() -> None:
         rollout.follow()
-        counts.see(snapshot)
+        state.metrics.set_database(state.snapshot)
 
     try:
-        with app.state.database, snapshot.kept_fresh(seen), app.state.unanswered.counted():
-            if not app.state.settings.listens_early:
-                await asyncio.wait([asyncio.wrap_future(app.state.loading)])
-            async with mcp.running(app):
+        with state.database, state.snapshot.refreshing(on_refresh), state.gaps.writing():
+            if not state.settings.listens_early:
+                await asyncio.wait([asyncio.wrap_future(state.loading)])
+            try:
                 yield
+            finally:
+                await state.mcp.close()
     finally:
-        rollout.close()  # when nobody looks at the database any more, who would begin to read again
+        rollout.close()  # after the last refresh, which would begin to read again

@@ -1,4 +1,4 @@
-"""The tool that runs something: a verification here, with the consent of the person in front of the client."""
+"""The tool that verifies a fix on this machine, with the consent of the person at the client."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Settings = Annotated[
 
 
 class Consent(BaseModel):
-    """What the person is asked."""
+    """The form that the client shows."""
 
     run: bool = Field(title="Run it", description="Run the probe on this machine now.")
 
 
 async def _consent(ctx: Context[Tools, Any], id: str, settings: dict[str, str] | None) -> Elicit[Consent]:  # noqa: A002
-    """The question. Raises `ToolError` when nobody can be asked, or about what does not exist."""
-    asks = ctx.client_capabilities and ctx.client_capabilities.elicitation
-    if not asks or (asks.form is None and asks.url is not None):
+    """The question. Raises `ToolError` for a client that cannot ask, and for an unknown entry."""
+    elicitation = ctx.client_capabilities and ctx.client_capabilities.elicitation
+    if not elicitation or (elicitation.form is None and elicitation.url is not None):
         raise ToolError(f"this client cannot ask for consent; hint: run `kb verify {id}` in a terminal")
     tools = ctx.request_context.lifespan_context
     try:
         title = (await tools.content()).catalog.get(id).meta.title
     except KbError as error:
-        raise ToolError(tools.told(error)) from None
+        raise ToolError(tools.error_text(error)) from None
     given = "".join(f", {name}={value!r}" for name, value in (settings or {}).items())
     return Elicit(
         f"Run the probe of {id} ({title}{given}) on this machine? It starts processes that fail as the incident does, "

@@ -1,7 +1,7 @@
-"""The MCP server, over stdio and over HTTP. It and `consent` alone know the SDK.
+"""The MCP server, over stdio and over HTTP. This module and `consent` alone import the SDK.
 
-Over HTTP it is stateless, so that any replica can answer any request. Verification is there on stdio alone, only
-when it was allowed, and only with the consent of the person in front of the client, asked for each time.
+Over HTTP it is stateless: any replica can answer any request. Verification exists on stdio only, if it was allowed,
+and needs the consent of the person at the client each time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kb.errors import KbError, UnknownEntry
 
 from ..state.content import Content
 from .consent import verify_fix
-from .inline_schema import plain
+from .inline_schema import inline
 from .instructions import INSTRUCTIONS, triage
 from .machine import Machine
 from .tools import Tools
@@ -38,19 +38,19 @@ from .tools import Tools
 MARKDOWN = "text/markdown"
 READS = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
 RUNS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
-# Who may ask, and under which name of the host, is decided before: see `access`.
+# The middleware has checked the key and the host name: see `access`.
 CHECKED_BEFORE = TransportSecuritySettings(enable_dns_rebinding_protection=False)
 
 
 class Server(MCPServer[Tools]):
-    """The tools, the entries as resources, and the prompt; with `allows_verify` the tool that runs probes, too."""
+    """The tools, the entries as resources, and the prompt; with `allows_verify` also the tool that runs probes."""
 
     def __init__(self, tools: Tools, *, allows_verify: bool = False) -> None:
         @asynccontextmanager
         async def lifespan(_: MCPServer[Tools]) -> AsyncIterator[Tools]:
             yield tools
 
-        with _logging_left_alone():
+        with _unchanged_logging():
             super().__init__(
                 "kb",
                 title="Distributed-training incidents",
@@ -70,71 +70,72 @@ class Server(MCPServer[Tools]):
         except ToolError as error:
             if not isinstance(error.__cause__, ValidationError):
                 raise
-            raise ToolError(_misfits(error.__cause__)) from None
+            raise ToolError(_invalid_arguments(error.__cause__)) from None
 
     async def get_prompt(self, name: str, arguments: dict[str, Any] | None = None, context: Any = None) -> Any:
         try:
             return await super().get_prompt(name, arguments, context)
-        except ValueError as error:  # the caller's fault, which the SDK takes for its own
+        except ValueError as error:  # an error of the caller, which the SDK reports as its own
             raise MCPError(INVALID_PARAMS, str(error)) from None
 
     async def list_resources(self) -> list[Resource]:
         try:
             content = await self._tools.content()
         except KbError as error:
-            raise MCPError(INTERNAL_ERROR, self._tools.told(error)) from None
+            raise MCPError(INTERNAL_ERROR, self._tools.error_text(error)) from None
         return [
-            Resource(uri=f"kb://entries/{one.id}", name=one.id, title=one.meta.title, mime_type=MARKDOWN)
-            for one in content.catalog.current()
+            Resource(uri=f"kb://entries/{entry.id}", name=entry.id, title=entry.meta.title, mime_type=MARKDOWN)
+            for entry in content.catalog.current()
         ]
 
-    async def entry(self, id: str) -> str:  # noqa: A002  # as the template names it
-        """The file of an incident as it was written."""
+    async def entry(self, id: str) -> str:  # noqa: A002  # the name in the template
+        """The Markdown file of an incident."""
         try:
             content = await self._tools.content()
             return content.texts[content.catalog.get(id).id]
         except KbError as error:
             kind = ResourceNotFoundError if isinstance(error, UnknownEntry) else ResourceError
-            raise kind(self._tools.told(error)) from None
+            raise kind(self._tools.error_text(error)) from None
 
 
 def _tools(tools: Tools, allows_verify: bool) -> list[Tool]:
-    offered = [
+    reading = [
         _tool(tools, tools.search_incidents, "Search incidents", READS),
         _tool(tools, tools.get_incident, "Read an incident", READS),
         _tool(tools, tools.diagnose_log, "Diagnose a log", READS),
         _tool(tools, tools.check_environment, "Check an environment", READS),
     ]
-    return [*offered, _tool(tools, verify_fix, "Verify a fix on this machine", RUNS)] if allows_verify else offered
+    return [*reading, _tool(tools, verify_fix, "Verify a fix on this machine", RUNS)] if allows_verify else reading
 
 
 def _tool(tools: Tools, function: Callable[..., Awaitable[Any]], title: str, annotations: ToolAnnotations) -> Tool:
-    """A tool whose errors are for the reader, and whose schemas a simple client understands."""
+    """A tool with errors for the reader, and schemas that a simple client understands."""
 
     @functools.wraps(function)
-    async def asked(*args: Any, **named: Any) -> Any:
+    async def call(*args: Any, **named: Any) -> Any:
         try:
             return await function(*args, **named)
         except KbError as error:
-            raise ToolError(tools.told(error)) from None
+            raise ToolError(tools.error_text(error)) from None
 
-    made = Tool.from_function(asked, title=title, description=inspect.getdoc(function), annotations=annotations)
-    made.parameters = plain(made.parameters)
-    made.fn_metadata.output_schema = plain(made.fn_metadata.output_schema or {})
-    return made
+    tool = Tool.from_function(call, title=title, description=inspect.getdoc(function), annotations=annotations)
+    tool.parameters = inline(tool.parameters)
+    tool.fn_metadata.output_schema = inline(tool.fn_metadata.output_schema or {})
+    return tool
 
 
-def _misfits(error: ValidationError) -> str:
-    """Which arguments do not fit, without what was sent: that may be a log."""
-    misfits = (
-        f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
+def _invalid_arguments(error: ValidationError) -> str:
+    """Without the values: one may be a log."""
+    problems = (
+        f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
+        for problem in error.errors()
     )
-    return f"{'; '.join(misfits)}; hint: the schema of the tool says what it takes"
+    return f"{'; '.join(problems)}; hint: the schema of the tool lists its arguments"
 
 
 @contextmanager
-def _logging_left_alone() -> Iterator[None]:
-    """The SDK gives the root logger of the process a handler and a level of its own."""
+def _unchanged_logging() -> Iterator[None]:
+    """The SDK sets a handler and a level on the root logger of the process."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -146,7 +147,7 @@ def _logging_left_alone() -> Iterator[None]:
 
 @asynccontextmanager
 async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
-    """What answers the requests under /mcp, while it is open. It has no machine to look at, and runs no probe."""
+    """The application behind /mcp. It has no machine and runs no probe."""
     assert tools.machine is None
     server = Server(tools)
     server.streamable_http_app(
@@ -159,7 +160,7 @@ async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
 
 
 def over_stdio(roots: tuple[Root, ...], machine: Machine, *, allows_verify: bool) -> None:
-    """Serve until standard input ends. Blocks. Requests wait until the content is read; the handshake does not."""
+    """Serve until standard input ends. Requests wait until the content is read; the handshake does not."""
 
     async def serve() -> None:
         with ThreadPoolExecutor(1, "kb-search") as searching:

@@ -1,6 +1,6 @@
-"""What a language model can ask for: the functions behind the MCP tools, which read and change nothing.
+"""The functions behind the MCP tools. They change nothing.
 
-What their docstrings and the descriptions of their arguments say is all that a model knows of them.
+Their docstrings and the descriptions of their arguments are all that a model knows about them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kb.errors import IndexUnavailable, KbError, UsageError
 from kb.search.results import Answer
 from kb.store.reports import VerdictCount
 
-from ..requests.problems import UNAVAILABLE, log
+from ..log import log
+from ..requests.problems import UNAVAILABLE
 from ..requests.questions import LONGEST_ECHO, SearchQuestion
 from ..schemas.content import EntryDocument, SearchResult
 from ..schemas.diagnosis import DiagnosisDocument
 from ..state.content import Content
-from ..state.response_cache import answer
 from .arguments import (
     Areas,
     EntryId,
@@ -44,20 +44,20 @@ from .exposure import CheckAnswer, EnvironmentDocument, judge
 from .machine import Machine
 
 MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
-STOPPING_S = 0.1
+STOP_EVERY_S = 0.1
 CHINESE = "中文"
 PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-class Ear(Protocol):
-    """Hears what was asked, so that a service counts it."""
+class Recorder(Protocol):
+    """Counts questions and their gaps for a service."""
 
-    def searched(self, text: str, found: Answer) -> None:
-        """`text` is "" for a question with filters, which may have no answer for their sake."""
+    def record_search(self, text: str, answer: Answer) -> None:
+        """`text` is "" for a question with filters: they may be why it has no answer."""
 
-    def diagnosed(self, found: Diagnosis) -> None: ...
+    def record_diagnosis(self, diagnosis: Diagnosis) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Tools:
     content: Callable[[], Awaitable[Content]]
     verdict_counts: Callable[[], Sequence[VerdictCount]] = tuple
     machine: Machine | None = None
-    ear: Ear | None = None
+    recorder: Recorder | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def search_incidents(
@@ -102,14 +102,14 @@ class Tools:
             gpu=gpu,
             torch=torch,
         )
-        found = await answer(await self.content(), self.verdict_counts(), question)
-        if self.ear:
-            self.ear.searched("" if question.only else query, found)
+        answer = await (await self.content()).answer(question, self.verdict_counts())
+        if self.recorder:
+            self.recorder.record_search("" if question.only else query, answer)
         return SearchResult(
             query=query[:LONGEST_ECHO],
-            hits=found.hits,
-            did_you_mean=found.did_you_mean or None,
-            answered=found.answered,
+            hits=answer.hits,
+            did_you_mean=answer.did_you_mean or None,
+            answered=answer.answered,
         )
 
     async def get_incident(self, id: EntryId, language: Language = None) -> EntryDocument:  # noqa: A002  # its name there
@@ -122,7 +122,7 @@ class Tools:
         content = await self.content()
         entry = content.catalog.get(id)
         document = {**entry.to_json(), "hardware": content.hardware[entry.id] or None}
-        document["sections"] = _in(language, document["sections"])
+        document["sections"] = _in_language(language, document["sections"])
         return EntryDocument.model_validate(document, strict=False)
 
     async def diagnose_log(self, text: Log) -> DiagnosisDocument:
@@ -139,11 +139,9 @@ class Tools:
             message = f"the text is {len(data) / (1 << 20):.1f} MB, and {MOST_TEXT >> 20} MB is the most"
             raise UsageError(message, "send its end, or run `kb diagnose FILE`, which reads files of any size")
         content = await self.content()
-        async with content.scanning.place:
-            found = await content.scanning.begin([Stream("body", iter([data]))])
-        diagnosis = await content.diagnose(found)
-        if self.ear:
-            self.ear.diagnosed(diagnosis)
+        diagnosis = await content.diagnose([Stream("body", iter([data]))])
+        if self.recorder:
+            self.recorder.record_diagnosis(diagnosis)
         return DiagnosisDocument.model_validate(diagnosis.to_json())
 
     async def check_environment(self, packages: Packages = None, gpu: GpuName = "") -> EnvironmentDocument:
@@ -162,38 +160,38 @@ class Tools:
         versions = await self.on_machine(machine.versions)
         gpu = gpu or await self.on_machine(machine.gpu)
         answers = await self.on_machine(lambda: machine.checks(content.catalog))
-        checks = tuple(CheckAnswer.model_validate(one) for one in answers if one["state"] != "unknown")
+        checks = tuple(CheckAnswer.model_validate(answer) for answer in answers if answer["state"] != "unknown")
         return judge(content.catalog.current(), versions, gpu, content.hardware).model_copy(update={"checks": checks})
 
-    def told(self, error: KbError) -> str:
-        """An error for a model. To strangers only what they can mend: the rest may name files of this machine."""
+    def error_text(self, error: KbError) -> str:
+        """An error for a model. Over HTTP, only errors of the caller: others may name files of this machine."""
         if self.machine is None and not isinstance(error, UsageError | IndexUnavailable):
             log.error("%s", error.message)
             return UNAVAILABLE
         return f"{error.message}; hint: {error.hint}" if error.hint else error.message
 
-    async def on_machine(self, work: Callable[[], Found]) -> Found:
-        """Do it in a thread, when what others asked for is done. Whoever stops waiting, as one that leaves, ends it."""
+    async def on_machine(self, work: Callable[[], Result]) -> Result:
+        """Run it in a thread, after earlier calls. A caller that is cancelled, as by a client that leaves, stops it."""
         async with self.turn:
-            doing = asyncio.ensure_future(asyncio.to_thread(work))
+            running = asyncio.ensure_future(asyncio.to_thread(work))
             try:
-                return await asyncio.shield(doing)
+                return await asyncio.shield(running)
             except asyncio.CancelledError:
                 with CancelScope(shield=True):
-                    await self._stopped(doing)
+                    await self._stop(running)
                 raise
 
-    async def _stopped(self, doing: asyncio.Future[Any]) -> None:
-        """Wait for the end of what is told to stop: again and again, since it may be about to start something."""
+    async def _stop(self, running: asyncio.Future[Any]) -> None:
+        """Stop it until it ends: once may be too early, while it is about to start a process."""
         assert self.machine is not None
-        while not doing.done():
+        while not running.done():
             self.machine.stop()
-            await asyncio.wait([doing], timeout=STOPPING_S)
-        with suppress(Exception):  # nobody waits for it any more
-            doing.result()
+            await asyncio.wait([running], timeout=STOP_EVERY_S)
+        with suppress(Exception):  # its caller is gone
+            running.result()
 
 
-def _in(language: Literal["en", "zh"] | None, sections: Mapping[str, str]) -> dict[str, str]:
+def _in_language(language: Literal["en", "zh"] | None, sections: Mapping[str, str]) -> dict[str, str]:
     return {
         name: text for name, text in sections.items() if language is None or (name == CHINESE) == (language == "zh")
     }

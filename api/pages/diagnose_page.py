@@ -1,4 +1,4 @@
-"""`/diagnose`: a log in, the entries that explain it out, with the lines they rest on."""
+"""`/diagnose`: a form for logs, and the entries that explain them, with the lines of evidence."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fastapi.responses import HTMLResponse
 from kb.diagnose.diagnosis import Diagnosis
 from kb.errors import UsageError
 
-from ..routes.diagnose import MOST_BYTES
-from ..state.content import Content, Loaded
-from ..state.scanning import begun
-from .entry_page import section_html
+from ..requests.upload import MOST_LOG_BYTES, upload
+from ..state.application import application
+from ..state.content import Content, ServedContent
+from .entry_page import linked_html
 from .excerpt import Texts, excerpts, texts
+from .log_form import UploadedLog, parse_log_form
 from .page import language, page
-from .upload import Log, received
 
-SHOWN = 5  # findings
-SHOWN_LINES = 4  # of a finding
-SHOWN_SEEN = 8
+MOST_FINDINGS = 5
+MOST_LINES = 4  # of a finding
+MOST_FAILURES = 8
 ROLES = {
     "root": ("cause", "a line that names this cause was printed"),
-    "cascade": ("consequence", "what this leads to was printed, mostly by the ranks that waited"),
+    "cascade": ("consequence", "a consequence of this was printed, mostly by the ranks that waited"),
     "last": ("ends here", "nothing failed in words; the log stops where this incident stops"),
-    "similar": ("similar words", "no signature of it was printed, only the wording is alike"),
+    "similar": ("similar words", "no signature of it matched, only the wording is similar"),
 }
 
 router = APIRouter()
@@ -39,40 +39,40 @@ async def diagnose_form(request: Request) -> HTMLResponse:
 
 
 @router.post("/diagnose")
-async def diagnose_page(request: Request, content: Loaded) -> HTMLResponse:
+async def diagnose_page(request: Request, content: ServedContent) -> HTMLResponse:
     try:
-        body = await begun(request.stream())
+        body = upload(request)
+        await body.start()
         async with content.uploading:
-            logs = await received(request.headers, body)
-            async with content.scanning.place:
-                answer, near = await _diagnosed(content, logs)
+            logs = await parse_log_form(request.headers, body.stream())
+            diagnosis, neighbours = await _diagnose(content, logs)
     except UsageError as problem:
         return _page(request, 422, problem=problem)
-    request.app.state.unanswered.note_diagnosis(answer)
-    return _page(request, answer=answer, **_view(content, answer, near, language(request)))
+    application(request).gaps.add_diagnosis(diagnosis)
+    return _page(request, answer=diagnosis, **_view(content, diagnosis, neighbours, language(request)))
 
 
-async def _diagnosed(content: Content, logs: list[Log]) -> tuple[Diagnosis, Texts]:
-    found = await content.scanning.begin([log.stream() for log in logs])
-    answer = await content.diagnose(found)
-    lines = [line for finding in answer.findings[:SHOWN] for line in finding.evidence[:SHOWN_LINES]]
-    lines += [one.line for one in answer.seen[:SHOWN_SEEN]]
-    return answer, await asyncio.get_running_loop().run_in_executor(content.scanning.threads, texts, logs, lines)
+async def _diagnose(content: Content, logs: list[UploadedLog]) -> tuple[Diagnosis, Texts]:
+    diagnosis = await content.diagnose([log.stream() for log in logs])
+    lines = [line for finding in diagnosis.findings[:MOST_FINDINGS] for line in finding.evidence[:MOST_LINES]]
+    lines += [failure.line for failure in diagnosis.failures[:MOST_FAILURES]]
+    return diagnosis, await asyncio.get_running_loop().run_in_executor(content.scanning.threads, texts, logs, lines)
 
 
-def _view(content: Content, answer: Diagnosis, near: Texts, lang: str) -> dict[str, Any]:
+def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str) -> dict[str, Any]:
     known = frozenset(content.catalog.entries)
-    step = answer.next_step
+    failures = diagnosis.failures[:MOST_FAILURES]
+    step = diagnosis.next_step
     return {
         "findings": [
-            {"finding": finding, "excerpts": excerpts(finding.evidence[:SHOWN_LINES], near)}
-            for finding in answer.findings[:SHOWN]
+            {"finding": finding, "excerpts": excerpts(finding.evidence[:MOST_LINES], neighbours)}
+            for finding in diagnosis.findings[:MOST_FINDINGS]
         ],
-        "seen": list(chain.from_iterable(excerpts([one.line], near) for one in answer.seen[:SHOWN_SEEN])),
-        "next_step": section_html(step.text, known, lang) if step else "",
+        "seen": list(chain.from_iterable(excerpts([failure.line], neighbours) for failure in failures)),
+        "next_step": linked_html(step.text, known, lang) if step else "",
     }
 
 
-def _page(request: Request, status: int = 200, **shown: Any) -> HTMLResponse:
-    given = {"answer": None, "problem": None, "lang": language(request), "roles": ROLES, "most": MOST_BYTES, **shown}
-    return page(request, "diagnose.html", status, **given)
+def _page(request: Request, status: int = 200, **values: Any) -> HTMLResponse:
+    defaults = {"answer": None, "problem": None, "lang": language(request), "roles": ROLES, "most": MOST_LOG_BYTES}
+    return page(request, "diagnose.html", status, **{**defaults, **values})

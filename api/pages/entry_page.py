@@ -79,14 +79,14 @@ def _section(entry: Entry, heading: str, known: frozenset[str]) -> dict[str, Any
 
 
 def _part(anchor: str, heading: str, lang: str, text: str, known: frozenset[str]) -> dict[str, Any]:
-    return {"id": anchor, "heading": heading, "lang": LANGUAGES[lang], "html": section_html(text, known, lang)}
+    return {"id": anchor, "heading": heading, "lang": LANGUAGES[lang], "html": linked_html(text, known, lang)}
 
 
 @lru_cache(maxsize=1024)
-def section_html(text: str, known: frozenset[str], lang: str = "en") -> str:
+def linked_html(text: str, known: frozenset[str], lang: str = "en") -> str:
     """Markdown as clean HTML, with links to the entries that are known."""
     lang = "" if lang == "en" else lang
-    return section_html(text, lambda one: address(f"/entries/{one}", lang=lang) if one in known else "")
+    return section_html(text, lambda entry: address(f"/entries/{entry}", lang=lang) if entry in known else "")
 
 
 def _picture(links: Graph, entry_id: str) -> str:

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from kb.errors import IndexUnavailable
 
 from ..requests.access import sign_out
-from ..state.content import loaded
+from ..state.content import served_content
 from .page import address, page
 
 WORD = re.compile(r"(`[^`]+`|[a-z0-9]+(?:-[a-z0-9]+)+)")
@@ -58,6 +58,6 @@ def _linked(word: str, known: frozenset[str]) -> Markup:
 def _known(request: Request) -> frozenset[str] | None:
     """The ids of the entries, None while they are not there."""
     try:
-        return frozenset(loaded(request).catalog.entries)
+        return frozenset(served_content(request).catalog.entries)
     except IndexUnavailable:
         return None

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kb.diagnose.evidence import CONCLUDED, LONGEST_SHOWN, Line
-from kb.diagnose.scan.log_prefix import plain
+from kb.diagnose.evidence import DERIVED_PREFIX, LONGEST_EVIDENCE, Line
+from kb.diagnose.scan.log_prefix import strip_escapes
 
-from .upload import Log
+from .log_form import UploadedLog
 
 AROUND = 2  # lines on either side
 PIECE = 1 << 20  # bytes that are read at once
@@ -36,7 +36,7 @@ class Excerpt:
     rows: tuple[Row, ...]
 
 
-def texts(logs: Iterable[Log], lines: Iterable[Line]) -> Texts:
+def texts(logs: Iterable[UploadedLog], lines: Iterable[Line]) -> Texts:
     """The cited lines and their neighbours by log and number, read again from the logs as far as is needed."""
     wanted: dict[str, set[int]] = defaultdict(set)
     for line in lines:
@@ -47,7 +47,7 @@ def texts(logs: Iterable[Log], lines: Iterable[Line]) -> Texts:
     }
 
 
-def _read(log: Log, wanted: set[int]) -> Iterator[tuple[int, str]]:
+def _read(log: UploadedLog, wanted: set[int]) -> Iterator[tuple[int, str]]:
     """Piece by piece: in a hostile log there are millions of lines before the one that is wanted."""
     waiting, number, begun = sorted((one for one in wanted if one > 0), reverse=True), 1, b""
     with log.stream().open() as stream:
@@ -64,7 +64,7 @@ def _read(log: Log, wanted: set[int]) -> Iterator[tuple[int, str]]:
 
 
 def _shown(line: bytes) -> str:
-    return plain(line[:LONGEST_READ]).decode("utf-8", "replace").rstrip()[:LONGEST_SHOWN]
+    return strip_escapes(line[:LONGEST_READ]).decode("utf-8", "replace").rstrip()[:LONGEST_EVIDENCE]
 
 
 def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
@@ -83,8 +83,8 @@ def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
 
 def _placed(line: Line) -> Line:
     """What kb concluded from several lines stands at none of them."""
-    is_ours = line.text.startswith(CONCLUDED)
-    return replace(line, number=0, text=line.text.removeprefix(CONCLUDED)) if is_ours else line
+    is_ours = line.text.startswith(DERIVED_PREFIX)
+    return replace(line, number=0, text=line.text.removeprefix(DERIVED_PREFIX)) if is_ours else line
 
 
 def _rows(line: Line, texts: Texts) -> Iterator[Row]:

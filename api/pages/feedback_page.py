@@ -13,7 +13,7 @@ from kb.errors import UsageError
 from ..requests.access import Reader
 from ..routes.feedback import post_feedback
 from ..schemas.feedback import FeedbackDocument
-from ..state.content import Kept, Loaded
+from ..state.content import ServedContent, StoreDatabase
 from .page import address
 
 router = APIRouter()
@@ -22,8 +22,8 @@ router = APIRouter()
 @router.post("/entries/{entry_id}/feedback")
 def feedback_page(
     request: Request,
-    content: Loaded,
-    database: Kept,
+    content: ServedContent,
+    database: StoreDatabase,
     caller: Reader,
     entry_id: str,
     helped: Annotated[Literal["yes", "no"], Form()],

@@ -7,7 +7,7 @@ from fastapi.responses import HTMLResponse
 
 from kb.store import gaps
 
-from ..state.content import Kept
+from ..state.content import StoreDatabase
 from .page import page
 
 SHOWN = 50
@@ -16,7 +16,7 @@ router = APIRouter()
 
 
 @router.get("/gaps")
-def gaps_page(request: Request, database: Kept, after: str = "") -> HTMLResponse:
+def gaps_page(request: Request, database: StoreDatabase, after: str = "") -> HTMLResponse:
     found = gaps.page(database, SHOWN + 1, after or None)
     following = found[SHOWN - 1].digest if len(found) > SHOWN else ""
     return page(request, "gaps.html", gaps=found[:SHOWN], following=following, after=after)

@@ -7,14 +7,14 @@ from fastapi.responses import HTMLResponse
 
 from kb.content import causes_svg
 
-from ..state.content import Loaded
+from ..state.content import ServedContent
 from .page import page
 
 router = APIRouter()
 
 
 @router.get("/graph")
-async def graph_page(request: Request, content: Loaded) -> HTMLResponse:
+async def graph_page(request: Request, content: ServedContent) -> HTMLResponse:
     links = content.links
     linked = {one for edge in links.causes for one in edge}
     return page(

@@ -18,9 +18,9 @@ from kb.search.query import LONGEST_TEXT
 from kb.search.results import Answer
 
 from ..requests.questions import SearchQuestion
-from ..state.content import Content, Listing, listed, loaded
-from ..state.response_cache import answer
-from ..state.unanswered import count
+from ..state.application import application
+from ..state.content import Content, Listing, served_content, served_listing
+from ..state.gap_queue import count
 from .highlight import highlighted
 from .page import language, page
 
@@ -82,8 +82,9 @@ async def search_page(request: Request, asked: Annotated[Asked, Query()]) -> HTM
     }
     try:
         if asked.q.strip():
-            return page(request, "search.html", **shown, **await _answered(request, loaded(request), asked.question))
-        return page(request, "home.html", **shown, **_everything(listed(request), asked.only))
+            answered = await _answered(request, served_content(request), asked.question)
+            return page(request, "search.html", **shown, **answered)
+        return page(request, "home.html", **shown, **_everything(served_listing(request), asked.only))
     except ValidationError as error:
         return _refused(request, shown, UsageError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"))
     except UsageError as problem:  # a filter that nothing can pass
@@ -95,10 +96,10 @@ def _refused(request: Request, shown: dict[str, Any], problem: UsageError) -> HT
 
 
 async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
-    found = await answer(content, request.app.state.snapshot.verdict_counts, question)
+    answer = await content.answer(question, application(request).snapshot.verdict_counts)
     if request.headers.get("sec-fetch-dest", "document") == "document":  # not a question that is still being typed
-        count(request, "" if question.only else question.q, found)
-    return {"answer": found, "hits": hits(found)}
+        count(request, "" if question.only else question.q, answer)
+    return {"answer": answer, "hits": hits(answer)}
 
 
 def hits(answer: Answer) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the head of a request says of who sends it."""
+"""What the headers of a request say about its sender."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import lru_cache
 from ipaddress import ip_address
 
 COOKIE = "kb_key"
-PROXIES = (b"forwarded", b"x-forwarded", b"x-real-ip", b"via")  # how headers begin by which they speak for others
+PROXIES = (b"forwarded", b"x-forwarded", b"x-real-ip", b"via")  # how the headers begin that a proxy adds
 
-Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI has them
+Headers = Mapping[bytes, bytes]  # names in lower case, as in ASGI
 
 
-def key_in(headers: Headers) -> tuple[str, bool]:
-    """(the text of the key or "", whether a browser sent it by itself)."""
+def find_key(headers: Headers) -> tuple[str, bool]:
+    """(the text of the key or "", whether it is in the cookie)."""
     kind, _, text = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if kind.lower() == "bearer":
         return text.strip() or "-", False
@@ -24,27 +24,27 @@ def key_in(headers: Headers) -> tuple[str, bool]:
     return "", False
 
 
-def is_own_page(headers: Headers, *, otherwise: bool) -> bool:
-    """Whether a page of this service sends it, as Sec-Fetch-Site or Origin say; `otherwise` where neither is there."""
+def is_same_site(headers: Headers, *, default: bool) -> bool:
+    """Whether a page of this service sends the request, by Sec-Fetch-Site or Origin; `default` without either."""
     site, origin = headers.get(b"sec-fetch-site", b""), headers.get(b"origin", b"")
     if site:
         return site in (b"same-origin", b"none")
     if origin:
         host = headers.get(b"host", b"")
         return origin in (b"http://" + host, b"https://" + host)
-    return otherwise
+    return default
 
 
 def is_local(client: str, headers: Headers, version: str) -> bool:
-    """Whether a program on this machine asks for itself.
+    """Whether the client is a program on this machine, acting for itself.
 
-    Not so when a proxy speaks for somebody, and when a page has rebound the name of its own host to this machine. A
-    nginx that is told nothing else says nothing of whom it speaks for, but speaks HTTP/1.0.
+    It is not when it is a proxy, or a page that has rebound the name of its own host to this machine. nginx, unless
+    configured, adds no header as a proxy, but speaks HTTP/1.0.
     """
     if version == "1.0":
         return False
-    is_here = _is_loopback(client) and _is_loopback(_host(headers))
-    return is_here and not any(name.startswith(PROXIES) for name in headers)
+    is_loopback = _is_loopback(client) and _is_loopback(_host(headers))
+    return is_loopback and not any(name.startswith(PROXIES) for name in headers)
 
 
 def _host(headers: Headers) -> str:
@@ -52,7 +52,7 @@ def _host(headers: Headers) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
-@lru_cache(256)  # reading an address takes longer than all else here
+@lru_cache(256)  # parsing an address takes longer than the rest of this module
 def _is_loopback(host: str) -> bool:
     try:
         return host.lower() == "localhost" or ip_address(host).is_loopback

@@ -1,7 +1,7 @@
-"""Where a list goes on: cursors that a client gives back as it got them.
+"""Cursors, which a client sends back as it got them to read the next page of a list.
 
-A cursor holds a position in one list, so that any replica can go on from it and nothing has to be remembered. It
-carries a checksum, not a secret: a made-up one is refused, and a forged one would name but another place in the list.
+A cursor contains a position in one list: any replica can continue from it, and the server stores nothing. Its checksum
+is not a secret. An invalid cursor is refused; a forged one would only name another position in the list.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fastapi import Query
 
 from kb.errors import UsageError
 
-CHECKED = 6  # bytes of the checksum
+CHECKSUM_BYTES = 6
 LONGEST = 600  # an id and the name of a GPU, in four bytes a character
-NONE_OF_THIS_LIST = "the cursor is none of this list", "leave it out to begin, or give `next` back as it was"
+INVALID = "the cursor is not one of this list", "leave it out to start, or send `next` back unchanged"
 
 Item = TypeVar("Item")
 
@@ -28,41 +28,41 @@ Cursor = Annotated[
 
 
 def cursor(listing: str, position: str) -> str:
-    """The cursor behind an item; `listing` names the list, so that one of another list is refused."""
-    held = position.encode()
-    return urlsafe_b64encode(_checksum(listing, held) + held).decode().rstrip("=")
+    """The cursor after an item. `listing` names the list: its cursors are refused by all others."""
+    text = position.encode()
+    return urlsafe_b64encode(_checksum(listing, text) + text).decode().rstrip("=")
 
 
 def position(listing: str, given: str | None) -> str | None:
-    """What a cursor holds; None without one. Raises `UsageError` for one that was never given out."""
+    """The position in a cursor; None without one. Raises `UsageError` for an invalid cursor."""
     if given is None:
         return None
     try:
-        held = urlsafe_b64decode(given + "=" * (-len(given) % 4))[CHECKED:].decode()
-        if cursor(listing, held) == given:
-            return held
-    except ValueError:  # no base64, no UTF-8, no ASCII
+        text = urlsafe_b64decode(given + "=" * (-len(given) % 4))[CHECKSUM_BYTES:].decode()
+        if cursor(listing, text) == given:
+            return text
+    except ValueError:  # not base64, UTF-8 or ASCII
         pass
-    raise UsageError(*NONE_OF_THIS_LIST)
+    raise UsageError(*INVALID)
 
 
 def number(listing: str, given: str | None) -> int | None:
-    """What a cursor holds in a list whose positions are numbers. Raises `UsageError` like `position`."""
-    held = position(listing, given)
-    if held is None:
+    """The position in a list by number. Raises like `position`."""
+    text = position(listing, given)
+    if text is None:
         return None
-    if not held.isdecimal():  # its checksum is no secret
-        raise UsageError(*NONE_OF_THIS_LIST)
-    return int(held)
+    if not text.isdecimal():  # anybody can compute the checksum
+        raise UsageError(*INVALID)
+    return int(text)
 
 
 def page(
-    listing: str, found: Sequence[Item], limit: int, key: Callable[[Item], object]
+    listing: str, items: Sequence[Item], limit: int, key: Callable[[Item], object]
 ) -> tuple[list[Item], str | None]:
-    """At most `limit` of what was found, and the cursor to the rest: ask for one more than that to know of it."""
-    shown = list(found[:limit])
-    return shown, cursor(listing, str(key(shown[-1]))) if len(found) > limit else None
+    """At most `limit` items, and the cursor to the rest. Pass one item more than `limit` if there are more."""
+    first = list(items[:limit])
+    return first, cursor(listing, str(key(first[-1]))) if len(items) > limit else None
 
 
-def _checksum(listing: str, held: bytes) -> bytes:
-    return hashlib.sha256(f"{listing}\n".encode() + held).digest()[:CHECKED]
+def _checksum(listing: str, text: bytes) -> bytes:
+    return hashlib.sha256(f"{listing}\n".encode() + text).digest()[:CHECKSUM_BYTES]

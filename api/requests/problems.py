@@ -1,9 +1,8 @@
-"""Every error as an RFC 9457 problem document: what happened, what to do next, and nothing about the inside."""
+"""Every error as an RFC 9457 problem document: what happened, what to do next, nothing about internals."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +26,8 @@ from kb.errors import (
     UsageError,
 )
 
+from ..log import log
+from ..state.application import application
 from .accept import preferred
 
 MEDIA_TYPE = "application/problem+json"
@@ -40,16 +41,13 @@ STATUS = {
     StoreUnavailable: 503,
     KbError: 500,
 }
-SHOWN = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # their messages are for the client
+PUBLIC = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # whose messages are for the client
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 RETRY_S = "1"
-NOWHERE = {404: "nothing is at {path}", 405: "{method} does not work at {path}"}
-UNAVAILABLE = "this part of the service does not work at the moment; the log of the server says why"
-INTERNAL = "something went wrong here; the log of the server says what"
-MACHINES = ("/v1", "/mcp", "/healthz", "/readyz", "/metrics", "/openapi.json")  # get no pages
-
-log = logging.getLogger("kb.api")
-ErrorPage = Callable[[Request, int, str, str, str], Response]  # request, status, title, detail, hint
+ROUTING = {404: "there is nothing at {path}", 405: "{method} is not supported at {path}"}
+UNAVAILABLE = "this part of the service is not available at the moment; the server log says why"
+INTERNAL = "internal error; the server log has the details"
+NO_PAGES = ("/v1", "/mcp", "/healthz", "/readyz", "/metrics", "/openapi.json")  # for programs
 
 
 class Problem(BaseModel):
@@ -75,9 +73,9 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Answer with problems what routes raise; what nobody expects is left to `respond` in the front."""
+    """Answer errors of routes with problems. The middleware passes all others to `respond`."""
 
-    async def answer(request: Request, error: Exception) -> Response:  # not async, it would run in another thread
+    async def answer(request: Request, error: Exception) -> Response:  # async, or it would run in another thread
         return respond(request, error)
 
     for kind in (KbError, HTTPException, RequestValidationError):
@@ -101,7 +99,7 @@ def respond(request: Request, error: Exception) -> Response:
 def _kb_error(request: Request, error: KbError) -> Response:
     status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
     detail, hint = error.message, error.hint
-    if not isinstance(error, SHOWN):  # the message may name files of this machine
+    if not isinstance(error, PUBLIC):  # its message may name files of this machine
         log.error("%s %s", _id(request), error.message)
         detail, hint = UNAVAILABLE, ""
     nearest = list(error.nearest) if isinstance(error, UnknownEntry) else []
@@ -117,32 +115,32 @@ def _headers(error: KbError, status: int) -> dict[str, str]:
 def _http_error(request: Request, error: HTTPException) -> Response:
     detail = str(error.detail)
     if detail == HTTPStatus(error.status_code).phrase:  # Starlette's own
-        detail = NOWHERE.get(error.status_code, detail).format(method=request.method, path=request.url.path)
+        detail = ROUTING.get(error.status_code, detail).format(method=request.method, path=request.url.path)
     headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
     return _problem(request, error.status_code, "", detail, headers)
 
 
 def _allowed(request: Request) -> str:
-    """Every method of the address: routes with one address do not know of each other."""
+    """All methods of an address: a route knows only its own."""
     scopes = {method: {**request.scope, "method": method} for method in METHODS}
     routes = request.app.router.routes
-    found = [
+    allowed = [
         method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
     ]
-    return ", ".join(found).replace("GET", "GET, HEAD")  # the front makes the one of the other
+    return ", ".join(allowed).replace("GET", "GET, HEAD")  # the middleware makes a GET of a HEAD
 
 
 def _invalid_request(request: Request, error: RequestValidationError) -> Response:
     errors = [
         {
-            "parameter": "body" if one["type"] == "json_invalid" else str(one["loc"][-1]),
-            "detail": str(one["msg"]).removeprefix("Value error, "),
+            "parameter": "body" if problem["type"] == "json_invalid" else str(problem["loc"][-1]),
+            "detail": str(problem["msg"]).removeprefix("Value error, "),
         }
-        for one in error.errors()
+        for problem in error.errors()
     ]
-    detail = "; ".join(f"{error['parameter']}: {error['detail']}" for error in errors)
-    is_other = any(one["loc"] == ("body",) for one in error.errors()) and not _sends_json(request)
-    hint = "send the body as JSON, with the header Content-Type: application/json" if is_other else ""
+    detail = "; ".join(f"{problem['parameter']}: {problem['detail']}" for problem in errors)
+    is_not_json = any(problem["loc"] == ("body",) for problem in error.errors()) and not _sends_json(request)
+    hint = "send the body as JSON, with the header Content-Type: application/json" if is_not_json else ""
     return _problem(request, 422, "invalid-request", detail, hint=hint, errors=errors)
 
 
@@ -154,9 +152,8 @@ def _problem(
     request: Request, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None, **more: Any
 ) -> Response:
     title = HTTPStatus(status).phrase
-    page: ErrorPage | None = getattr(request.app.state, "error_page", None)
-    if page and _wants_page(request):
-        response = page(request, status, title, detail, more.get("hint", ""))
+    if _wants_page(request):
+        response = application(request).error_page(request, status, title, detail, more.get("hint", ""))
         response.headers.update(headers or {})
         return response
     problem = {
@@ -171,7 +168,7 @@ def _problem(
 
 
 def _wants_page(request: Request) -> bool:
-    if request.url.path.startswith(MACHINES):
+    if request.url.path.startswith(NO_PAGES):
         return False
     return preferred(request.headers.get("accept", "*/*"), (MEDIA_TYPE, "text/html")) == "text/html"
 

@@ -1,4 +1,4 @@
-"""How often somebody may ask: so many requests in a period, for each name on its own."""
+"""Rate limits: a number of requests in a period, for each name."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Self
 from kb.errors import TooManyRequests, UsageError
 
 PERIODS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
-MOST_NAMES = 10_000  # of which something is remembered
-LONGEST_ADDRESS = 45  # characters; what else a proxy says of its client is cut, or names would fill the memory
+MOST_NAMES = 10_000  # that are remembered
+LONGEST_ADDRESS = 45  # characters; a longer text that a proxy sends is cut, or it would fill the memory
 
 
-class Limit:
+class RateLimit:
     """At most `amount` requests at once, and as many again evenly over each period (GCRA, the leaky bucket as a meter).
 
-    Each process counts for itself: n replicas with w workers let through up to n * w times as much. A monotonic
-    clock, so that nobody is shut out when the time of the machine is set back.
+    Each process counts on its own: n replicas with w workers admit up to n * w times as much. The clock is monotonic,
+    so that setting back the time of the machine locks out nobody.
     """
 
     def __init__(self, amount: int, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = period_s / amount
         self._period_s = period_s
         self._clock = clock
-        self._full_at: dict[str, float] = {}  # per name, when it may ask `amount` times at once again
+        self._full_at: dict[str, float] = {}  # by name: when it may send `amount` requests at once again
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """`600/minute`; None for "", which limits nothing. Raises `UsageError`."""
+        """`600/minute`; None for "", no limit. Raises `UsageError`."""
         if not text:
             return None
         amount, _, period = text.partition("/")
         if not amount.strip().isdecimal() or not int(amount) or period.strip() not in PERIODS_S:
             hint = f"for instance 600/minute; per {', '.join(PERIODS_S)}; empty for no limit"
-            raise UsageError(f"{text!r} is no rate", hint)
+            raise UsageError(f"invalid rate {text!r}", hint)
         return cls(int(amount), PERIODS_S[period.strip()])
 
     def take(self, name: str) -> None:
-        """Count one request. Raises `TooManyRequests` with the seconds after which the next one passes."""
+        """Count one request. Raises `TooManyRequests` with the seconds to wait."""
         now = self._clock()
         full_at = max(self._full_at.get(name, now), now) + self._interval_s
         wait_s = full_at - self._period_s - now
@@ -51,16 +51,16 @@ class Limit:
         self._full_at[name] = full_at
 
     def _forget(self, now: float) -> None:
-        """Drop who has asked nothing of late, and of the others that half that has asked least."""
+        """Drop idle names, and the less busy half of the others."""
         busy = sorted(((at, name) for name, at in self._full_at.items() if at > now), reverse=True)
         self._full_at = {name: at for at, name in busy[: MOST_NAMES // 2]}
 
 
-def neighbourhood(host: str) -> str:
-    """What is counted as one client: an IPv4 address, or the /64 of an IPv6 one, all of which a single host can use."""
+def client_network(host: str) -> str:
+    """What counts as one client: an IPv4 address, or an IPv6 /64, since a single host can use all of it."""
     try:
         address = ip_address(host.partition("%")[0])
-    except ValueError:  # the name of a test client, the path of a socket
+    except ValueError:  # name of a test client, path of a socket
         return host[:LONGEST_ADDRESS]
     if isinstance(address, IPv6Address):
         return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))

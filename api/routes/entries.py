@@ -20,7 +20,7 @@ from ..requests.paging import Cursor
 from ..requests.problems import documented
 from ..requests.representation import CACHING, represent
 from ..schemas.content import ID, EntryDocument, EntryList
-from ..state.content import Content, Loaded
+from ..state.content import Content, ServedContent
 
 JSON, MARKDOWN, HTML = "application/json", "text/markdown", "text/html"
 VARY = {"Vary": "Accept, Accept-Language"}
@@ -42,7 +42,7 @@ IfNoneMatch = Annotated[
     responses={**CACHING, **documented(422, 503)},
 )
 async def list_entries(
-    content: Loaded,
+    content: ServedContent,
     tag: Annotated[
         list[str] | None, Query(description="Only entries with this tag; repeated: with all of them.")
     ] = None,
@@ -80,7 +80,7 @@ async def list_entries(
 )
 async def get_entry(
     request: Request,
-    content: Loaded,
+    content: ServedContent,
     entry_id: Annotated[str, Path(alias="id", description="The id of an entry.", examples=[ID])],
     accept: Annotated[str, Header(include_in_schema=False)] = "*/*",
     if_none_match: IfNoneMatch = None,

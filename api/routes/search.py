@@ -16,49 +16,47 @@ from ..requests.problems import documented
 from ..requests.questions import LONGEST_ECHO, SearchQuestion, SearchText
 from ..requests.representation import CACHING, represent
 from ..schemas.content import SearchResult
-from ..state.content import Content, Loaded, loaded
-from ..state.response_cache import Answers, LastAnswers, Sent, answer
-from ..state.unanswered import count
+from ..state.application import application
+from ..state.content import Content, ServedContent, served_content
+from ..state.gap_queue import count
+from ..state.response_cache import CachedResponse
 
 JSON = "application/json"
+MOST_QUERIES, LONGEST_QUERY = 1024, 2048  # query strings, bytes of each
 
-MOST_READ, LONGEST_READ = 1024, 2048  # questions, bytes of one
 
-
-class Asked(APIRoute):
-    """Reads a query string once: for one that comes again, that would be two thirds of the work of an answer."""
+class CachedQueryRoute(APIRoute):
+    """Parses a query string once: for a repeated question, parsing would be two thirds of the work."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        read, questions = super().get_route_handler(), dict[bytes, SearchQuestion]()
+        parse_and_handle, questions = super().get_route_handler(), dict[bytes, SearchQuestion]()
 
         async def handle(request: Request) -> Response:
             query: bytes = request.scope["query_string"]
             if query in questions:
-                return await _answered(request, loaded(request), request.app.state.answers, questions[query])
-            sent = await read(request)
-            if len(query) <= LONGEST_READ:
+                return await _respond(request, served_content(request), questions[query])
+            response = await parse_and_handle(request)
+            if len(query) <= LONGEST_QUERY:
                 questions[query] = request.state.question
-            if len(questions) > MOST_READ:
+            if len(questions) > MOST_QUERIES:
                 del questions[next(iter(questions))]
-            return sent
+            return response
 
         return handle
 
 
 router = APIRouter(tags=["search"])
-asked = APIRouter(prefix="/v1", route_class=Asked)
+cached = APIRouter(prefix="/v1", route_class=CachedQueryRoute)
 
 
-@asked.get(
+@cached.get(
     "/search",
     operation_id="search",
     summary="Find the entry for a failure",
     response_model=SearchResult,
     responses={**CACHING, **documented(422, 503)},
 )
-async def search(
-    request: Request, content: Loaded, answers: LastAnswers, question: Annotated[SearchQuestion, Query()]
-) -> Response:
+async def search(request: Request, content: ServedContent, question: Annotated[SearchQuestion, Query()]) -> Response:
     """Paste an error or describe it. Every hit says which words matched; no hit is an empty list, not an error.
 
     A filter takes hits away and changes no score; one that no entry can pass is an error that names the nearest. With
@@ -66,7 +64,7 @@ async def search(
     that is not `answered` is counted among the gaps, without names and secrets.
     """
     request.state.question = question
-    return await _answered(request, content, answers, question)
+    return await _respond(request, content, question)
 
 
 @router.post(
@@ -76,36 +74,36 @@ async def search(
     response_model=SearchResult,
     responses=documented(422, 503),
 )
-async def search_text(request: Request, content: Loaded, answers: LastAnswers, question: SearchText) -> Response:
+async def search_text(request: Request, content: ServedContent, question: SearchText) -> Response:
     """The answer of `search`, to a question in a body: for a text that is too long for an address."""
-    return Response(await _sent(request, content, answers, question), media_type=JSON)
+    return Response(await _body(request, content, question), media_type=JSON)
 
 
-router.include_router(asked)
+router.include_router(cached)
 
 
-async def _answered(request: Request, content: Content, answers: Answers, question: SearchQuestion) -> Response:
-    body = await _sent(request, content, answers, question)
+async def _respond(request: Request, content: Content, question: SearchQuestion) -> Response:
+    body = await _body(request, content, question)
     return represent(body, JSON, request.headers.get("if-none-match", ""))
 
 
-async def _sent(request: Request, content: Content, answers: Answers, question: SearchQuestion) -> bytes:
-    snapshot = request.app.state.snapshot
-    key = f"search {snapshot.reports if question.here else 0} {question.model_dump_json()}"
-    sent = answers.get(content, key)
-    if sent is None:
-        sent = _body(await answer(content, snapshot.standings, question))
-        answers.put(content, key, sent)
-    count(request, "" if question.only else question.q, sent)
-    return sent.body
+async def _body(request: Request, content: Content, question: SearchQuestion) -> bytes:
+    state = application(request)
+    key = f"search {state.snapshot.reports if question.here else 0} {question.model_dump_json()}"
+    response = state.cache.get(content, key)
+    if response is None:
+        response = _response(await content.answer(question, state.snapshot.verdict_counts))
+        state.cache.put(content, key, response)
+    count(request, "" if question.only else question.q, response)
+    return response.body
 
 
-def _body(found: Answer) -> Sent:
+def _response(answer: Answer) -> CachedResponse:
     document = {
-        "query": found.query[:LONGEST_ECHO],
-        "hits": [hit.to_json() for hit in found.hits],
-        "did_you_mean": found.did_you_mean or None,
-        "answered": found.answered,
+        "query": answer.query[:LONGEST_ECHO],
+        "hits": [hit.to_json() for hit in answer.hits],
+        "did_you_mean": answer.did_you_mean or None,
+        "answered": answer.answered,
     }
     body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    return Sent(body, found.answered, found.best)
+    return CachedResponse(body, answer.answered, answer.best)

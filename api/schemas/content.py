@@ -1,4 +1,4 @@
-"""The documents of the API: what the CLI prints under `--json`, described for OpenAPI."""
+"""Search results and entries, as the CLI prints them under `--json`, described for OpenAPI."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ HIT: dict[str, Any] = {
 }
 
 
-# Without the members that were not asked for. A lambda: the annotation of a function would be the schema of the hit.
+# Without optional members. A lambda: the annotation of a function would become the schema of the hit.
 AskedHit = Annotated[Hit, WrapSerializer(lambda hit, dump: asked(dump(hit)))]
 
 
 class SearchResult(BaseModel):
     """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
 
-    A hit has `why` only when that was asked for, `verified_on` when its fix was verified on hardware like that which
-    the question names, and never `applicability`: the versions here are not the reader's. `answered` is false when even
-    the best hit has but some words in common with the question: then say that nothing is known of it.
+    A hit has `why` only on request, `verified_on` only when its fix was verified on hardware like that in the question,
+    and never `applicability`: the versions here are not the reader's. `answered` is false when even the best hit only
+    has some words in common with the question: then say that kb does not know it.
     """
 
     model_config = ConfigDict(
@@ -125,7 +125,7 @@ class EntryList(BaseModel):
 class EntryDocument(FrontMatter):
     """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file.
 
-    `hardware` says what is known of its GPU arms; null when it has none.
+    `hardware` says what is known about its GPU arms; null when it has none.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [ENTRY]})
@@ -134,18 +134,3 @@ class EntryDocument(FrontMatter):
     origin: str
     digest: str
     hardware: str | None
-
-
-class Health(BaseModel):
-    """The process answers."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok"}]})
-    status: str
-
-
-class Readiness(BaseModel):
-    """Questions can be answered."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ready", "entries": 24}]})
-    status: str
-    entries: int

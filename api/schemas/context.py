@@ -1,4 +1,4 @@
-"""The document of a context: claims with where they are from and how they are known, described for OpenAPI."""
+"""A context: claims with their sources and grades, described for OpenAPI."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ CONTEXT = f"{TEXT} [nan-loss § Root cause, {GRADE}; read in source: {URL}]"
 
 
 class ClaimDocument(BaseModel):
-    """One thing that an entry says, in Markdown."""
+    """One statement of an entry, in Markdown."""
 
+    model_config = ConfigDict(from_attributes=True)
     entry: str = Field(description="The id of the entry.")
-    section: str = Field(description="Its heading there; of Chinese claims that of the part.")
+    section: str = Field(description="Its heading there; for a Chinese claim the heading of its part.")
     grade: str = Field(
         description="How it is known: `seen in the probe`, `read in source`, `read in thread`, `claimed` by somebody, "
-        "`inferred`; `stated` by the entry, without saying how."
+        "`inferred`; `stated` by the entry without a grade."
     )
-    status: str = Field(description="Of the entry as a whole: confirmed by its probe, reported or disputed.")
-    text: str = Field(description="With its code, if it has some, and without its marks.")
+    status: str = Field(description="Of the whole entry: confirmed by its probe, reported or disputed.")
+    text: str = Field(description="With its code and without its marks.")
     references: tuple[str, ...] = Field(description="Where it can be checked.")
 
 
 class ContextDocument(BaseModel):
     """`context` is the block for the model, `claims` the same piece by piece.
 
-    `truncated`: more claims were found than had room. No claims: no entry answers the question.
+    `truncated`: not all claims fitted in. No claims: no entry answers the question.
     """
 
     model_config = ConfigDict(

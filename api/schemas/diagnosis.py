@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from kb.diagnose.finding import Finding
 
 from .content import HIT, ID, SUMMARY
 
@@ -43,32 +46,20 @@ class Citation(BaseModel):
     text: str
 
 
-class FindingDocument(BaseModel):
+@dataclass(frozen=True, slots=True)
+class FindingDocument(Finding):
     """An entry that explains the log or a part of it.
 
     `role`: root, cascade, last (the log stops where this incident stops) or similar (only the wording is alike).
-    `confidence`: the share of such first answers that were right when it was measured.
+    `confidence`: the measured share of findings like this one that were right.
     """
 
-    id: str
-    title: str
-    title_zh: str
-    cause: str
-    cause_zh: str
-    status: str
-    origin: str
-    probe: str | None
     role: Literal["root", "cascade", "last", "similar"]
-    confidence: float
-    count: int
-    ranks: tuple[int, ...]
-    evidence: tuple[Citation, ...]
-    caused_by: tuple[str, ...]
-    against: tuple[str, ...]
+    evidence: tuple[Citation, ...]  # type: ignore[assignment]  # `Finding.to_json` makes them of lines
 
 
 class Ranks(BaseModel):
-    """Which rank failed first, which did not come to a collective that others waited in, which are named at all."""
+    """The rank that failed first, those that missed a collective in which others waited, and all named ranks."""
 
     failed_first: int | None
     first_failure: Citation | None
@@ -77,14 +68,14 @@ class Ranks(BaseModel):
 
 
 class Seen(Citation):
-    """A line that reports a failure, whether an entry knows it or not, and how often it came."""
+    """A line that reports a failure, whether or not an entry knows it, and how often it was printed."""
 
     count: int
     ranks: tuple[int, ...]
 
 
 class Step(BaseModel):
-    """What to do next. `separates` are the entries that it tells apart, `source` the entry whose advice it is."""
+    """What to do next. `separates` are the entries that it tells apart; `source` is the entry that says so."""
 
     text: str
     source: str
@@ -101,7 +92,7 @@ class Read(BaseModel):
 
 
 class DiagnosisDocument(BaseModel):
-    """Findings, best first. `unexplained`: something failed and no finding is likely to be why."""
+    """Findings, best first. `unexplained`: something failed, and no finding explains it with enough confidence."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
     findings: tuple[FindingDocument, ...]

@@ -1,4 +1,4 @@
-"""The documents of reports: what a node shared, and what can be said of it where it is served."""
+"""Shared reports, and how they relate to the served content, described for OpenAPI."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ RECEIPT: dict[str, Any] = {"number": 17, "id": ID, "verdict": "verified"}
 
 
 class ReportDocument(SharedReport):
-    """A report as it was shared, and how it stands to what is served here."""
+    """A report as it was shared, compared with the entry that is served here."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [REPORT]})
-    number: int | None = Field(description="Of a shared report; null for one of this machine that was not sent here.")
-    received_at: AwareDatetime | None = Field(description="When it arrived; null when it was not sent here.")
+    number: int | None = Field(description="Of a shared report; null for a report of this machine that was not sent.")
+    received_at: AwareDatetime | None = Field(description="When it arrived; null when it was not sent.")
     earlier_wording: bool | None = Field(
-        description="Whether another wording of the entry was judged than the one served; null when none is."
+        description="Whether the verdict is about another wording of the entry than the served one; null if not served."
     )
-    earlier_probe: bool | None = Field(description="The same of its probe.")
+    earlier_probe: bool | None = Field(description="The same for its probe.")
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ class ReportList(BaseModel):
 
 
 class Receipt(BaseModel):
-    """A report is kept, under this number. `id` is that of its entry."""
+    """A report is stored under this number. `id` is that of its entry."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [RECEIPT]})
     number: int

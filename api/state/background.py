@@ -1,4 +1,4 @@
-"""Work that is done again and again in a thread of its own, beside the requests."""
+"""Periodic work in a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
-from ..requests.problems import log
+from ..log import log
 
 
 @contextmanager
 def repeated(work: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Do it now and again `every_s` seconds after it was done, until the block ends; that waits for work under way.
+    """Call `work` at once and `every_s` seconds after each call, until the block ends; that waits for a running call.
 
-    When it fails that is logged, and it is done again.
+    A failure is logged, and the next call is made.
     """
     stopping = Event()
 
@@ -22,7 +22,7 @@ def repeated(work: Callable[[], object], every_s: float, name: str) -> Iterator[
             try:
                 work()
             except Exception:
-                log.exception("%s failed, and is tried again", name)
+                log.exception("%s failed and will be tried again", name)
             if stopping.wait(every_s):
                 return
 

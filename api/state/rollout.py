@@ -1,46 +1,40 @@
-"""Puts new content in the place of what is served, when the database says that there is some."""
+"""Replaces the served content when the database names a new generation."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kb.content.roots import Root
 from kb.errors import KbError
 
-from ..requests.problems import log
+from ..log import log
+from .application import ApplicationState
 from .content import Content, Listing
-from .scanning import Scanning
-from .snapshot import Snapshot
+from .scanning import ScanPool
 
-LONGEST_LOOK_S = 10.0  # at a database that may be away
+LONGEST_WAIT_S = 10.0  # for a database that may be unavailable
 
 
 class Rollout:
-    """Reads content in a thread, first at the start and then for every new generation.
+    """Reads content in a thread, at the start and then for every new generation, and puts it into `state`.
 
-    `state.loading` is the future of what is served: of the first content before it is read, then of the newest that
-    could be read; `state.listing` are its entries, which the front page shows before the index is built. Requests hold
-    the content that they began with, and an old one is closed when nobody holds it.
+    Requests hold the content that they began with; replaced content is closed when nobody holds it.
     """
 
-    def __init__(
-        self, state: Any, roots: Sequence[Root], snapshot: Snapshot, served: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, state: ApplicationState, roots: Sequence[Root]) -> None:
         self._state = state
         self._roots = roots
-        self._snapshot = snapshot
-        self._served = served  # is told the generation and the number of entries
         self._generation: int | None = None
         state.listing = None
         state.loading = self._begin()
         self._reading.add_done_callback(self._put_in_place)
 
     def follow(self) -> None:
-        """Begin to read when the database asks for another generation than the last one that was begun."""
-        if self._reading.done() and self._snapshot.generation not in (None, self._generation):
+        """Begin to read when the database names another generation than the one that was read last."""
+        if self._reading.done() and self._state.snapshot.generation not in (None, self._generation):
             self._begin().add_done_callback(self._put_in_place)
 
     def close(self) -> None:
@@ -57,9 +51,9 @@ class Rollout:
         return self._reading
 
     def _read(self, searching: ThreadPoolExecutor) -> Content:
-        """The generation is known before the files are read, or a change between the two would be missed."""
-        self._snapshot.looked.wait(LONGEST_LOOK_S)
-        self._generation = self._snapshot.generation
+        """Takes the generation before it reads the files: a change between the two must not be missed."""
+        self._state.snapshot.tried.wait(LONGEST_WAIT_S)
+        self._generation = self._state.snapshot.generation
         listing = Listing.load(self._roots)
         if self._state.listing is None:
             self._state.listing = listing
@@ -70,7 +64,7 @@ class Rollout:
         if content is None:
             _log_failure(reading)
             return
-        self._served(self._generation or 0, len(content.catalog))
+        self._state.metrics.set_content(self._generation or 0, len(content.catalog))
         self._state.loading, self._state.listing = reading, content.listing
         replaced = None if old is reading else _content_of(old)
         if replaced:
@@ -83,8 +77,8 @@ def _content_of(reading: Future[Content]) -> Content | None:
     return reading.result() if is_read else None
 
 
-def _close(index: Any, searching: ThreadPoolExecutor, scanning: Scanning) -> None:
-    """In the thread of the questions, after the last one, which may run on although nobody waits for it."""
+def _close(index: Any, searching: ThreadPoolExecutor, scanning: ScanPool) -> None:
+    """In the search thread, after the last question, which may still run although nobody waits for it."""
     searching.submit(index.__exit__, None, None, None)
     searching.shutdown(wait=False)
     scanning.close()

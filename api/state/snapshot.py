@@ -1,4 +1,4 @@
-"""What a process knows of the database, so that reading goes on while the database is away."""
+"""A copy of the state of the database: the service keeps answering while the database is unavailable."""
 
 from __future__ import annotations
 
@@ -14,133 +14,133 @@ from kb.errors import StoreUnavailable
 from kb.store import content_generation, keys, reports
 from kb.store.database import Database
 from kb.store.keys import StoredKey
-from kb.store.reports import Standing
+from kb.store.reports import VerdictCount
 
-from ..requests.problems import log
+from ..log import log
 from .background import repeated
 
-REFRESH_S = 2.0  # after at most this a revoked key is refused and new content is noticed, in every replica
-USES_S = 30.0  # between two writes of when keys were last used
-LOOK_S = 0.5  # between two looks for keys that are not known yet
-BELIEVED_S = 15 * 60.0  # how long keys are believed without a database that could have revoked them
+REFRESH_S = 2.0  # a revoked key is refused and new content is read after this, in every replica
+USES_S = 30.0  # between two writes of the last uses of keys
+RETRY_S = 0.5  # between two reads for an unknown key
+KEYS_VALID_S = 15 * 60.0  # for which keys are accepted without a database that could have revoked them
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """One state of the database. `read_at` is on the monotonic clock; None: the database was never read."""
+class DatabaseState:
+    """`read_at` is on the monotonic clock; None: the database was never read."""
 
     read_at: float | None = None
     keys: Mapping[str, StoredKey] = field(default_factory=dict)
     generation: int | None = None
     reports: int = 0
-    standings: Sequence[Standing] = ()
+    verdict_counts: Sequence[VerdictCount] = ()
 
 
 class Snapshot:
-    """The last known state, read again every 2 s by a thread of its own, and kept while the database is away."""
+    """The last state that could be read. A thread of its own reads it every 2 s."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._database = database
         self._clock = clock
-        self._known = Known()
+        self._state = DatabaseState()
         self._reading = Lock()
-        self._tried_at = -LOOK_S
-        self._looking: asyncio.Future[None] | None = None
+        self._read_at = -RETRY_S
+        self._refreshing: asyncio.Future[None] | None = None
         self._uses: dict[str, datetime.datetime] = {}
         self._written_at = clock()
-        self.is_up: bool | None = None  # None before the first look
-        self.looked = Event()
+        self.is_up: bool | None = None  # None before the first read
+        self.tried = Event()
 
     @property
     def generation(self) -> int | None:
-        """Number of the content to serve; None while nobody knows."""
-        return self._known.generation
+        """Number of the content to serve; None until the database was read."""
+        return self._state.generation
 
     @property
     def reports(self) -> int:
-        """How many shared reports there are."""
-        return self._known.reports
+        """Number of shared reports."""
+        return self._state.reports
 
     @property
-    def standings(self) -> Sequence[Standing]:
-        """What reports say of entries, by hardware; empty until the database was read."""
-        return self._known.standings
+    def verdict_counts(self) -> Sequence[VerdictCount]:
+        """What reports say about entries, by hardware; empty until the database was read."""
+        return self._state.verdict_counts
 
     @property
     def knows_keys(self) -> bool:
-        """Whether keys can be checked: they were read, and not so long ago that this says nothing."""
-        read_at = self._known.read_at
-        return read_at is not None and self._clock() - read_at <= BELIEVED_S
+        """Whether keys can be checked: they were read, and recently enough."""
+        read_at = self._state.read_at
+        return read_at is not None and self._clock() - read_at <= KEYS_VALID_S
 
     def key(self, key_id: str) -> StoredKey | None:
-        """A key as it was last seen. Raises `StoreUnavailable` where `knows_keys` is false."""
+        """A key as last read. Raises `StoreUnavailable` unless `knows_keys`."""
         if not self.knows_keys:
-            raise StoreUnavailable("keys cannot be checked while the database is away")
-        return self._known.keys.get(key_id)
+            raise StoreUnavailable("keys cannot be checked while the database is unavailable")
+        return self._state.keys.get(key_id)
 
     def use(self, key_id: str) -> None:
-        """Remember that a key is used now."""
+        """Record that a key is used now."""
         self._uses[key_id] = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
 
-    async def look_again(self) -> None:
-        """Read the database, for a key that is newer than the snapshot. Callers share a look, and looks are few."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._look())
-        await asyncio.shield(self._looking)
+    async def refresh_soon(self) -> None:
+        """Read the database, for a key newer than the snapshot. Callers share a read, at most one in 0.5 s."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.ensure_future(self._refresh_once())
+        await asyncio.shield(self._refreshing)
 
-    async def _look(self) -> None:
-        await asyncio.sleep(self._tried_at + LOOK_S - self._clock())
-        self._looking = None  # who comes from now on may have a key that this look is too early for
+    async def _refresh_once(self) -> None:
+        await asyncio.sleep(self._read_at + RETRY_S - self._clock())
+        self._refreshing = None  # a later caller may have a key that this read is too early for
         await asyncio.to_thread(self.refresh)
 
     @contextmanager
-    def kept_fresh(self, seen: Callable[[], None]) -> Iterator[None]:
-        """Read the database now and every 2 s, in a thread that calls `seen` each time."""
+    def refreshing(self, on_refresh: Callable[[], None]) -> Iterator[None]:
+        """Read the database now and every 2 s, in a thread that calls `on_refresh` each time."""
 
-        def look() -> None:
+        def refresh() -> None:
             self.refresh()
-            seen()
+            on_refresh()
 
         try:
-            with repeated(look, REFRESH_S, "kb-snapshot"):
+            with repeated(refresh, REFRESH_S, "kb-snapshot"):
                 yield
         finally:
             with suppress(StoreUnavailable):
                 self._write_uses()
 
     def refresh(self) -> None:
-        """Read the database, or keep what is known. Raises nothing."""
+        """Read the database, or keep the last state. Never raises."""
         with self._reading:
-            self._tried_at = self._clock()
+            self._read_at = self._clock()
             try:
-                self._known = self._read()
-                self._write_uses_sometimes()
+                self._state = self._read()
+                self._write_uses_if_due()
             except StoreUnavailable as error:
-                self._note(False, f"{error.message}; {self._left()}")
+                self._set_up(False, f"{error.message}; {self._consequence()}")
             else:
-                self._note(True, "the database answers")
-            self.looked.set()
+                self._set_up(True, "the database answers")
+            self.tried.set()
 
-    def _left(self) -> str:
-        """What there is without the database."""
-        if self._known.read_at is None:
+    def _consequence(self) -> str:
+        if self._state.read_at is None:
             return "it was never read: until it answers, no key can be checked"
-        return "what was read before is served"
+        return "the last state that was read is served"
 
-    def _read(self) -> Known:
-        found = {one.key.id: one for one in keys.everything(self._database)}
-        count, standings = reports.count(self._database), self._known.standings
-        if count != self._known.reports:
-            standings = tuple(reports.standing(self._database))
-        return Known(self._tried_at, found, content_generation.generation(self._database), count, standings)
+    def _read(self) -> DatabaseState:
+        stored = {item.key.id: item for item in keys.list_all(self._database)}
+        count, verdict_counts = reports.count(self._database), self._state.verdict_counts
+        if count != self._state.reports:
+            verdict_counts = tuple(reports.verdict_counts(self._database))
+        generation = content_generation.generation(self._database)
+        return DatabaseState(self._read_at, stored, generation, count, verdict_counts)
 
-    def _note(self, is_up: bool, text: str) -> None:
-        """Say in the log what has changed, once."""
-        was, self.is_up = self.is_up, is_up  # before it is said: who reads the log may ask at once
-        if was is not is_up and not (is_up and was is None):
-            (log.info if is_up else log.error)("%s", text)
+    def _set_up(self, is_up: bool, message: str) -> None:
+        """Log a change, once."""
+        was_up, self.is_up = self.is_up, is_up  # before logging: a reader of the log may ask at once
+        if was_up is not is_up and not (is_up and was_up is None):
+            (log.info if is_up else log.error)("%s", message)
 
-    def _write_uses_sometimes(self) -> None:
+    def _write_uses_if_due(self) -> None:
         if self._clock() - self._written_at >= USES_S:
             self._write_uses()
 
@@ -148,7 +148,7 @@ class Snapshot:
         uses, self._uses = self._uses, {}
         try:
             if uses:
-                keys.touch(self._database, uses)
+                keys.record_uses(self._database, uses)
         except StoreUnavailable:
             self._uses = uses | self._uses
             raise

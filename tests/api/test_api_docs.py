@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
+from pydantic import TypeAdapter
 
 from kb.sharing.shared_report import Fidelity
 from tests.support.console import CHECKOUT, GENEROUS_S, wait_for
@@ -50,14 +51,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> I
 
 def answer(example: Example, folder: Path, environment: dict[str, str]) -> str:
     """What the commands print; gaps are counted some seconds after a question, as the page says."""
-    found: list[str] = []
+    result: list[str] = []
 
     def is_there() -> bool:
-        found.append(run(example.commands, folder, environment))
-        return "/v1/gaps" not in example.commands or is_shown(example, found[-1])
+        result.append(run(example.commands, folder, environment))
+        return "/v1/gaps" not in example.commands or is_shown(example, result[-1])
 
     wait_for(is_there, "a question to be counted")
-    return found[-1]
+    return result[-1]
 
 
 def run(commands: str, folder: Path, environment: dict[str, str]) -> str:
@@ -76,7 +77,9 @@ def run(commands: str, folder: Path, environment: dict[str, str]) -> str:
 def is_like(shown: object, real: object) -> bool:
     """Whether a document is what the page shows of it: it may have more, and `…` stands for the rest of a text."""
     if isinstance(shown, dict):
-        return isinstance(real, dict) and all(name in real and is_like(one, real[name]) for name, one in shown.items())
+        return isinstance(real, dict) and all(
+            name in real and is_like(item, real[name]) for name, item in shown.items()
+        )
     if isinstance(shown, list):
         return isinstance(real, list) and len(real) >= len(shown) and all(map(is_like, shown, real))
     if isinstance(shown, str) and shown.endswith("…"):
@@ -106,7 +109,7 @@ def test_a_wrong_example_would_be_noticed() -> None:
 
 
 def test_every_role_and_fidelity_is_explained_on_the_page() -> None:
-    finding = resolve_name("kb.api.schemas.diagnosis:FindingDocument").model_json_schema()
+    finding = TypeAdapter(resolve_name("kb.api.schemas.diagnosis:FindingDocument")).json_schema()
     for word in (*finding["properties"]["role"]["enum"], *get_args(Fidelity)):
         assert f"`{word}`" in PAGE
 

@@ -71,7 +71,7 @@ def test_the_operation_keeps_to_its_description(case: schemathesis.Case[Any], ur
 
 
 def test_no_operation_answers_without_a_key(url: str) -> None:
-    for operation in (found.ok() for found in schema.get_all_operations()):
+    for operation in (result.ok() for result in schema.get_all_operations()):
         path = operation.path.format(id="x", number="1", digest="x")
         answer = httpx.request(operation.method, url + path, timeout=60, trust_env=False)
         assert (answer.status_code == 401) != (path in OPEN), path

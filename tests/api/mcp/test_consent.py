@@ -129,8 +129,8 @@ def test_nobody_is_asked_about_what_does_not_exist(desk: Desk) -> None:
 
 def test_the_person_sees_the_settings_and_a_wrong_one_runs_nothing(desk: Desk) -> None:
     desk.person.says("accept", run=True)
-    told = desk.model.refused("verify_fix", id="breaks", settings={"speed": "9\nok"})
-    assert "no chosen probe takes 'speed'" in told
+    message = desk.model.refused("verify_fix", id="breaks", settings={"speed": "9\nok"})
+    assert "no chosen probe takes 'speed'" in message
     assert r"speed='9\nok'" in desk.person.asked[0]
     assert desk.place.ran == ""
 
@@ -146,9 +146,9 @@ def test_it_says_what_it_does(desk: Desk) -> None:
 def test_a_client_that_cannot_ask_is_refused(place: Place, mode: str) -> None:
     place.mark.unlink(missing_ok=True)
     with over_stdio("--allow-verify", env=place.env, mode=mode) as model:
-        told = model.refused("verify_fix", id="breaks")
-    assert "this client cannot ask for consent" in told
-    assert "`kb verify breaks`" in told
+        message = model.refused("verify_fix", id="breaks")
+    assert "this client cannot ask for consent" in message
+    assert "`kb verify breaks`" in message
     assert place.ran == ""
 
 

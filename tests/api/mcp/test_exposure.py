@@ -48,10 +48,10 @@ def entries(tmp_path: Path) -> Any:
     ],
 )
 def test_what_applies_comes_first(entries: Any, packages: dict[str, str | None], states: list[str]) -> None:
-    found = judge(entries, packages)
-    assert [f"{incident.id} {incident.state}" for incident in found.incidents] == states
-    assert found.any_version == ("any-time",)
-    assert all(incident.reason for incident in found.incidents)
+    result = judge(entries, packages)
+    assert [f"{incident.id} {incident.state}" for incident in result.incidents] == states
+    assert result.any_version == ("any-time",)
+    assert all(incident.reason for incident in result.incidents)
 
 
 def test_a_proof_counts_on_the_stated_gpu_alone(entries: Any) -> None:

@@ -97,9 +97,9 @@ def test_a_fix_that_reports_verified_on_the_readers_gpu_says_so(replica: Replica
     with over_http(replica.url) as model:
 
         def verified_on(gpu: str) -> Any:
-            found = model.told("search_incidents", query="ALLGATHER timeout save", gpu=gpu, torch="2.7.0")
-            assert found["hits"][0]["id"] == ENTRY
-            return found["hits"][0].get("verified_on")
+            result = model.told("search_incidents", query="ALLGATHER timeout save", gpu=gpu, torch="2.7.0")
+            assert result["hits"][0]["id"] == ENTRY
+            return result["hits"][0].get("verified_on")
 
         wait_for(lambda: verified_on("8 x H100"), "the report to count")
         assert "torch release, 2.7" in verified_on("H100")["reason"]
@@ -128,8 +128,8 @@ def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
     searches = [("search_incidents", {"query": f"timeout {number}", "limit": 1}) for number in range(20)]
     logs = [("diagnose_log", {"text": LOG * 10 * number}) for number in range(1, 9)]
     contents = [answer.structured_content or {} for answer in model.at_once([*searches, *logs])]
-    assert [one["query"] for one in contents[:20]] == [f"timeout {number}" for number in range(20)]
-    assert [one["read"]["lines"] for one in contents[20:]] == [10 * number for number in range(1, 9)]
+    assert [item["query"] for item in contents[:20]] == [f"timeout {number}" for number in range(20)]
+    assert [item["read"]["lines"] for item in contents[20:]] == [10 * number for number in range(1, 9)]
 
 
 def test_without_a_key_it_is_closed_when_nobody_is_let_in(closed: Replica) -> None:
@@ -162,7 +162,7 @@ def test_any_replica_answers_any_message(replica: Replica, closed: Replica, plac
     assert hello.json()["result"]["serverInfo"]["name"] == "kb"
     assert "mcp-session-id" not in hello.headers
     question: dict[str, Any] = {"name": "search_incidents", "arguments": {"query": "ALLGATHER timeout save"}}
-    answers = [post(one, "tools/call", key, **question) for one in (replica, closed)]
+    answers = [post(item, "tools/call", key, **question) for item in (replica, closed)]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].json()["result"]["structuredContent"]["hits"]
     assert answers[0].json() == answers[1].json()
@@ -204,11 +204,11 @@ def test_a_client_that_vanishes_in_a_call_disturbs_nobody(replica: Replica) -> N
 def test_a_question_without_an_answer_is_counted_as_a_gap(replica: Replica, place: Place) -> None:
     key = place.key("admin")
     with over_http(replica.url) as model:
-        found = model.told("search_incidents", query="the zeppelin of the quartermaster is purple")
-    assert not found["answered"]
+        result = model.told("search_incidents", query="the zeppelin of the quartermaster is purple")
+    assert not result["answered"]
 
     def is_counted() -> bool:
         _, page = replica.get("/v1/gaps?limit=100", Authorization=f"Bearer {key}")
-        return any("zeppelin" in one["text"] for one in page["gaps"])
+        return any("zeppelin" in item["text"] for item in page["gaps"])
 
     wait_for(is_counted, "the gap to be counted")

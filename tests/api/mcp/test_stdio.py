@@ -57,16 +57,16 @@ def _keys(node: object) -> Iterator[str]:
         yield from node
         node = list(node.values())
     if isinstance(node, list):
-        for one in node:
-            yield from _keys(one)
+        for item in node:
+            yield from _keys(item)
 
 
 def test_a_model_is_told_to_cite_and_to_read_before_it_advises(model: Model) -> None:
     assert "Cite the id and the section" in (model.client.instructions or "")
-    told = {tool.name: tool.description for tool in model.do("list_tools").tools}
-    assert "for a whole log use diagnose_log" in told["search_incidents"]
-    assert "cite its id" in told["search_incidents"]
-    assert "cite its id and section" in told["diagnose_log"]
+    message = {tool.name: tool.description for tool in model.do("list_tools").tools}
+    assert "for a whole log use diagnose_log" in message["search_incidents"]
+    assert "cite its id" in message["search_incidents"]
+    assert "cite its id and section" in message["diagnose_log"]
 
 
 def test_a_search_answers_as_data_and_as_text(model: Model) -> None:
@@ -81,9 +81,9 @@ def test_a_search_answers_as_data_and_as_text(model: Model) -> None:
 
 
 def test_filters_of_a_search_count(model: Model) -> None:
-    found = model.told("search_incidents", query="timeout", tags=["fsdp"], statuses=["confirmed"])["hits"]
-    assert found
-    assert all("fsdp" in hit["tags"] and hit["status"] == "confirmed" for hit in found)
+    result = model.told("search_incidents", query="timeout", tags=["fsdp"], statuses=["confirmed"])["hits"]
+    assert result
+    assert all("fsdp" in hit["tags"] and hit["status"] == "confirmed" for hit in result)
     assert "nearest:" in model.refused("search_incidents", query="timeout", tags=["fsdpp"])
 
 
@@ -100,15 +100,15 @@ def test_an_unknown_incident_names_the_nearest(model: Model) -> None:
 
 
 def test_a_log_is_diagnosed(model: Model) -> None:
-    found = model.told("diagnose_log", text=LOG)
-    assert found["findings"][0]["id"] == "address-in-use"
-    assert found["findings"][0]["evidence"][0]["text"] == LOG.strip()
+    result = model.told("diagnose_log", text=LOG)
+    assert result["findings"][0]["id"] == "address-in-use"
+    assert result["findings"][0]["evidence"][0]["text"] == LOG.strip()
 
 
 def test_a_log_of_more_than_2_mb_is_refused_with_the_way_out(model: Model) -> None:
-    told = model.refused("diagnose_log", text="step 1 loss 2.0\n" * 150_000)
-    assert "the text is 2.3 MB, and 2 MB is the most" in told
-    assert "`kb diagnose FILE`" in told
+    message = model.refused("diagnose_log", text="step 1 loss 2.0\n" * 150_000)
+    assert "the text is 2.3 MB, and 2 MB is the most" in message
+    assert "`kb diagnose FILE`" in message
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_a_log_of_more_than_2_mb_is_refused_with_the_way_out(model: Model) -> No
 def test_bad_arguments_are_named_and_not_repeated(
     model: Model, tool: str, arguments: dict[str, object], message: str
 ) -> None:
-    told = model.refused(tool, **arguments)
-    assert message in told
-    assert "Traceback" not in told
-    assert "secret" not in told
-    assert "pydantic" not in told
+    summary = model.refused(tool, **arguments)
+    assert message in summary
+    assert "Traceback" not in summary
+    assert "secret" not in summary
+    assert "pydantic" not in summary
 
 
 def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
@@ -142,14 +142,14 @@ def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
     logs = [("diagnose_log", {"text": LOG * (10 * number)}) for number in range(1, 9)]
     answers = model.at_once([*calls, *searches, *logs])
     contents = [answer.structured_content or {} for answer in answers]
-    assert [one["id"] for one in contents[:20]] == ids
-    assert [one["query"] for one in contents[20:40]] == [id_.replace("-", " ") for id_ in ids]
-    assert [one["read"]["lines"] for one in contents[40:]] == [10 * number for number in range(1, 9)]
+    assert [item["id"] for item in contents[:20]] == ids
+    assert [item["query"] for item in contents[20:40]] == [id_.replace("-", " ") for id_ in ids]
+    assert [item["read"]["lines"] for item in contents[40:]] == [10 * number for number in range(1, 9)]
 
 
 def test_stated_versions_are_judged(model: Model) -> None:
     document = model.told("check_environment", packages={"torch": "2.1.0"}, gpu="H100")
-    by_id = {one["id"]: one for one in document["incidents"]}
+    by_id = {item["id"]: item for item in document["incidents"]}
     assert by_id[ENTRY]["state"] == "applies"
     assert "torch 2.1.0" in by_id[ENTRY]["reason"]
     assert document["packages"] == {"torch": "2.1.0"}
@@ -159,12 +159,12 @@ def test_stated_versions_are_judged(model: Model) -> None:
 def test_without_versions_it_looks_at_this_machine(model: Model) -> None:
     document = model.told("check_environment")
     assert document["packages"]["python"] == platform.python_version()
-    assert "address-in-use" in [one["id"] for one in document["checks"]]
+    assert "address-in-use" in [item["id"] for item in document["checks"]]
 
 
 def test_every_entry_is_a_resource_as_it_is_written(model: Model) -> None:
     listed = model.do("list_resources").resources
-    assert f"kb://entries/{ENTRY}" in [one.uri for one in listed]
+    assert f"kb://entries/{ENTRY}" in [item.uri for item in listed]
     assert len(listed) == len(list((CHECKOUT / "entries").glob("*.md")))
     [content] = model.do("read_resource", f"kb://entries/{ENTRY}").contents
     assert content.mime_type == "text/markdown"
@@ -192,7 +192,7 @@ def test_the_prompt_leads_from_the_symptom_to_the_proof(model: Model) -> None:
         "`kb verify ID`",
         "it hangs {at} step 7",
     ]
-    places = [message.content.text.index(one) for one in order]
+    places = [message.content.text.index(item) for item in order]
     assert places == sorted(places)
 
 

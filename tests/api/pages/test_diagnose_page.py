@@ -26,7 +26,7 @@ pytest_plugins = ["tests.support.app_fixtures"]
 Make = Callable[..., FastAPI]
 Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
 excerpt: Any = resolve_name("kb.api.pages.excerpt")
-upload: Any = resolve_name("kb.api.pages.upload")
+log_form: Any = resolve_name("kb.api.pages.log_form")
 
 LOG = b"epoch 1\nepoch 2\nabout to break\nthe thing broke: code 42\nepoch 3\nepoch 4\nepoch 5\n"
 
@@ -76,7 +76,7 @@ def test_lines_are_found_again_wherever_pieces_of_a_log_end(
     data = b"\n".join(lines) + (b"\n" if ends_with_a_line else b"")
     cited = [Line("log", number, "") for number in wanted if number]
     with patch.object(excerpt, "PIECE", piece), patch.object(excerpt, "AROUND", 0):
-        result = excerpt.texts([upload.Log("log", data)], cited)
+        result = excerpt.texts([log_form.UploadedLog("log", data)], cited)
     plain = {number: text for number, text in enumerate(data.split(b"\n"), 1) if text or number <= data.count(b"\n")}
     assert result == {
         ("log", number): plain[number].decode().rstrip() for number in wanted & plain.keys() if number > 0

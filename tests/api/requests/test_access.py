@@ -106,9 +106,9 @@ def test_who_comes_from_another_machine_needs_a_key(client: httpx.Client, key: C
 
 def test_without_a_key_nothing_but_what_is_meant_to_be_open_is(closed: httpx.Client) -> None:
     app = closed._transport.app  # type: ignore[attr-defined]
-    found = operations(app)
-    assert len(found) > 25
-    for method, path in [*found, ("GET", "/no/such/path"), ("PROPFIND", "/v1/search")]:
+    result = operations(app)
+    assert len(result) > 25
+    for method, path in [*result, ("GET", "/no/such/path"), ("PROPFIND", "/v1/search")]:
         response = closed.request(method, path.replace("{", "").replace("}", ""))
         if path in OPEN or path.startswith("/static/"):
             assert "www-authenticate" not in response.headers  # a sign-in without a key is refused in its own words
@@ -133,8 +133,8 @@ def test_a_key_works_the_moment_it_is_made(closed: httpx.Client, key: Callable[.
 def test_every_other_text_is_refused_in_the_same_words(closed: httpx.Client, key: Callable[..., str]) -> None:
     text = key()
     other = text[:-1] + ("A" if text[-1] != "A" else "B")
-    for one in (other, text[:-1], f"{text}x", "kb_aaaaaaaa_" + text[12:], "kb_", "-", "\x7f", "ключ"):
-        headers = {b"authorization": f"Bearer {one}".encode()}
+    for item in (other, text[:-1], f"{text}x", "kb_aaaaaaaa_" + text[12:], "kb_", "-", "\x7f", "ключ"):
+        headers = {b"authorization": f"Bearer {item}".encode()}
         assert (
             refused(closed.get("/v1/entries", headers=headers), 401, "key-needed")["detail"]
             == "this key is not accepted"
@@ -214,15 +214,15 @@ def test_with_a_cookie_only_pages_of_this_service_may_send_forms(
 def test_pages_of_other_sites_may_not_use_that_a_service_is_open_on_this_machine(
     client: httpx.Client, path: str
 ) -> None:
-    for said in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-        refused(client.post(path, content=b"x", headers=said), 403, "not-allowed")
+    for output in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        refused(client.post(path, content=b"x", headers=output), 403, "not-allowed")
     assert client.post("/v1/diagnose", content=b"the thing broke: code 1").status_code == 200  # curl says nothing
 
 
 def test_after_ten_wrong_keys_a_guesser_has_to_wait_and_who_has_a_key_has_not(
     closed: httpx.Client, key: Callable[..., str]
 ) -> None:
-    closed._transport.app.state.gate._guesses._clock = Clock()  # type: ignore[attr-defined]  # ten looks take 5 s
+    closed._transport.app.state.access._wrong_keys._clock = Clock()  # type: ignore[attr-defined]  # ten looks take 5 s
     text = key()
     wrong = bearer("kb_aaaaaaaa_" + "A" * 43)
     assert [closed.get("/v1/entries", headers=wrong).status_code for _ in range(10)] == [401] * 10
@@ -234,10 +234,10 @@ def test_after_ten_wrong_keys_a_guesser_has_to_wait_and_who_has_a_key_has_not(
 
 
 def test_each_key_is_limited_on_its_own(make_app: Make, serve: Serve, key: Callable[..., str]) -> None:
-    one, other = key(), key()
+    item, other = key(), key()
     with serve(make_app(rate="3/hour")) as client:
         wait_for(lambda: client.get("/readyz").status_code == 200, "the content")
-        answers = [client.get("/v1/entries", headers=bearer(one)) for _ in range(4)]
+        answers = [client.get("/v1/entries", headers=bearer(item)) for _ in range(4)]
         assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
         assert 1000 <= int(answers[-1].headers["retry-after"]) <= 1200
         assert client.get("/v1/entries", headers=bearer(other)).status_code == 200
@@ -258,7 +258,7 @@ def test_when_a_key_was_used_last_is_written_down(
     text = key()
     with serve(make_app()) as client:
         wait_for(lambda: client.get("/v1/entries", headers=bearer(text)).status_code == 200, "the content")
-    (stored,) = keys.everything(store)
+    (stored,) = keys.list_all(store)
     assert stored.key.last_used_at
     age = datetime.datetime.now(datetime.UTC).replace(tzinfo=None) - stored.key.last_used_at
     assert abs(age) < datetime.timedelta(minutes=10)
@@ -270,5 +270,5 @@ def test_a_write_is_audited_with_the_key_and_the_number_of_the_request(
     text = key(Scope.ADMIN)
     response = closed.post("/v1/admin/reindex", headers={**bearer(text), "X-Request-ID": "from-the-proxy-17"})
     assert response.status_code == 202
-    (found,) = [one for one in audit.page(store) if one.action == "reindex"]
-    assert (found.actor, found.request_id) == (text.split("_")[1], "from-the-proxy-17")
+    (result,) = [item for item in audit.page(store) if item.action == "reindex"]
+    assert (result.actor, result.request_id) == (text.split("_")[1], "from-the-proxy-17")

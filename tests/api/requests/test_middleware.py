@@ -18,7 +18,7 @@ from fastapi import FastAPI
 pytest_plugins = ["tests.support.app_fixtures"]
 
 Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
-front: Any = resolve_name("kb.api.requests.middleware")
+upload: Any = resolve_name("kb.api.requests.upload")
 PATHS = [
     "/",
     "/v1/search?q=thing",
@@ -166,7 +166,7 @@ def test_a_body_that_says_nothing_of_its_size_is_cut_at_the_limit(client: httpx.
 def test_a_body_that_does_not_arrive_is_waited_for_only_so_long(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "BODY_S", 0.3)
+    monkeypatch.setattr(upload, "BODY_S", 0.3)
 
     headers = {"Content-Type": "application/json", "Content-Length": "14"}
     request = client.build_request("POST", "/v1/search", headers=headers)

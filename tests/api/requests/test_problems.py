@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from kb.content.roots import root_at
 from kb.errors import IndexUnavailable, KbError, UsageError
-from kb.search import index
+from kb.search import index_cache
 from tests.support.console import ContentRoot, wait_until_ready
 
 pytest_plugins = ["tests.support.app_fixtures"]
@@ -91,8 +91,8 @@ def test_a_request_that_makes_no_sense_names_each_parameter(
     client: httpx.Client, path: str, parameters: list[str]
 ) -> None:
     document = problem(client.get(path), 422)
-    assert sorted(one["parameter"] for one in document["errors"]) == parameters
-    assert all(one["detail"] for one in document["errors"])
+    assert sorted(item["parameter"] for item in document["errors"]) == parameters
+    assert all(item["detail"] for item in document["errors"])
 
 
 def test_an_empty_query_is_called_that(client: httpx.Client) -> None:
@@ -112,7 +112,7 @@ def test_a_broken_store_is_unavailable_and_its_place_stays_private(client: httpx
 
 def test_a_body_that_is_no_json_is_called_so(client: httpx.Client) -> None:
     document = problem(client.post("/v1/search", content=b"{q: 1", headers={"Content-Type": "application/json"}), 422)
-    assert [one["parameter"] for one in document["errors"]] == ["body"]
+    assert [item["parameter"] for item in document["errors"]] == ["body"]
     assert document["detail"].startswith("body: JSON decode error")
 
 
@@ -152,7 +152,7 @@ def test_where_only_keys_get_answers_it_is_not_ready_while_none_can_be_checked(
             assert response.status_code == status
             assert client.get("/healthz").status_code == 200
         if status == 503:
-            assert "no key can be checked" in problem(response, 503)["detail"]
+            assert "keys cannot be checked" in problem(response, 503)["detail"]
             assert response.headers["retry-after"] == "1"
 
 
@@ -160,9 +160,9 @@ def test_content_that_cannot_be_read_leaves_it_not_ready(
     app: FastAPI, serve: Serve, entries: ContentRoot, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Somebody else is building the index and does not come to an end."""
-    home = index.home((root_at(entries.path),))
+    home = index_cache.home((root_at(entries.path),))
     home.mkdir(parents=True, mode=0o700)
-    monkeypatch.setattr(index, "LOCK_S", 0.1)
+    monkeypatch.setattr(index_cache, "LOCK_S", 0.1)
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with serve(app) as client:
@@ -222,7 +222,7 @@ def test_a_browser_gets_a_page_where_it_is_not_asking_the_api(client: httpx.Clie
     response = client.get("/no/such/page", headers={"Accept": BROWSER})
     assert response.status_code == 404
     assert response.headers["content-type"].startswith("text/html")
-    assert "nothing is at /no/such/page" in response.text
+    assert "there is nothing at /no/such/page" in response.text
     assert "content-security-policy" in response.headers
 
 

@@ -28,7 +28,7 @@ def wait_of(limit: Any, name: str) -> float:
 
 
 def test_as_many_as_allowed_pass_at_once_and_the_next_when_it_was_told_to_come(clock: Clock) -> None:
-    limit = limits.Limit(10, 60.0, clock)
+    limit = limits.RateLimit(10, 60.0, clock)
     assert [wait_of(limit, "a") for _ in range(10)] == [0] * 10
     assert wait_of(limit, "a") == 6
     clock.now += 5.9
@@ -39,18 +39,18 @@ def test_as_many_as_allowed_pass_at_once_and_the_next_when_it_was_told_to_come(c
 
 
 def test_who_is_refused_and_asks_on_does_not_wait_longer(clock: Clock) -> None:
-    limit = limits.Limit(1, 60.0, clock)
+    limit = limits.RateLimit(1, 60.0, clock)
     assert wait_of(limit, "a") == 0
     assert {wait_of(limit, "a") for _ in range(100)} == {60}
 
 
 def test_names_are_counted_apart(clock: Clock) -> None:
-    limit = limits.Limit(1, 60.0, clock)
+    limit = limits.RateLimit(1, 60.0, clock)
     assert [wait_of(limit, name) for name in ("a", "b", "a")] == [0, 0, 60]
 
 
 def test_after_a_period_of_silence_all_is_allowed_again_and_no_more(clock: Clock) -> None:
-    limit = limits.Limit(3, 60.0, clock)
+    limit = limits.RateLimit(3, 60.0, clock)
     for _ in range(3):
         limit.take("a")
     clock.now += 3600.0
@@ -61,7 +61,7 @@ def test_what_is_remembered_is_bounded_and_who_asks_most_is_remembered_longest(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MOST_NAMES", 10)
-    limit = limits.Limit(2, 60.0, clock)
+    limit = limits.RateLimit(2, 60.0, clock)
     assert [wait_of(limit, "greedy") for _ in range(3)] == [0, 0, 30]
     for number in range(100):
         limit.take(f"client {number}")
@@ -73,19 +73,19 @@ def test_what_is_remembered_is_bounded_and_who_asks_most_is_remembered_longest(
     ("text", "amount", "seconds"), [("600/minute", 600, 60.0), ("5/second", 5, 1.0), (" 7 / hour ", 7, 3600.0)]
 )
 def test_a_rate_is_read_as_people_write_it(text: str, amount: int, seconds: float) -> None:
-    limit = limits.Limit.parse(text)
+    limit = limits.RateLimit.parse(text)
     assert [wait_of(limit, "a") for _ in range(amount)] == [0] * amount
     assert 0 < wait_of(limit, "a") <= seconds
 
 
 @pytest.mark.parametrize("text", ["many", "0/minute", "-1/minute", "5", "5/", "5/fortnight", "1.5/minute", "/minute"])
 def test_what_is_no_rate_is_a_usage_error(text: str) -> None:
-    with pytest.raises(UsageError, match="no rate"):
-        limits.Limit.parse(text)
+    with pytest.raises(UsageError, match="invalid rate"):
+        limits.RateLimit.parse(text)
 
 
 def test_no_rate_limits_nothing() -> None:
-    assert limits.Limit.parse("") is None
+    assert limits.RateLimit.parse("") is None
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_no_rate_limits_nothing() -> None:
     ],
 )
 def test_a_client_is_an_address_or_a_network_of_ipv6(one: str, other: str, is_same: bool) -> None:
-    assert (limits.neighbourhood(one) == limits.neighbourhood(other)) is is_same
+    assert (limits.client_network(one) == limits.client_network(other)) is is_same

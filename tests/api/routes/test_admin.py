@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from kb.content.roots import root_at
-from kb.search import index
+from kb.search import index_cache
 from kb.store import content_generation
 from kb.store.database import Database
 from tests.support.console import ContentRoot, ruin, wait_for, wait_until_ready
@@ -42,13 +42,13 @@ def test_new_content_is_served_by_every_replica_and_none_is_ever_not_ready(
     make_app: Callable[..., FastAPI], serve: Serve, entries: ContentRoot, admin: dict[str, str]
 ) -> None:
     one_app, other_app = make_app(), make_app()
-    with serve(one_app) as one, serve(other_app) as other:
+    with serve(one_app) as item, serve(other_app) as other:
         for app in (one_app, other_app):
             wait_until_ready(app)
         entries.entry("brand-new", title="A brand new thing")
-        assert not finds(one, "brand-new")
-        assert reindex(one, admin) == 1
-        for client in (one, other):
+        assert not finds(item, "brand-new")
+        assert reindex(item, admin) == 1
+        for client in (item, other):
             wait_for(lambda client=client: finds(client, "brand-new"), "the new entry")  # type: ignore[misc]
             assert client.get("/v1/search?q=brand+new").json()["hits"][0]["id"] == "brand-new"
             assert "kb_content_generation 1.0" in client.get("/metrics", headers=admin).text
@@ -92,9 +92,9 @@ def test_content_that_cannot_be_read_leaves_the_old_in_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Somebody else is building the index and does not come to an end."""
-    monkeypatch.setattr(index, "LOCK_S", 0.1)
+    monkeypatch.setattr(index_cache, "LOCK_S", 0.1)
     entries.entry("brand-new")
-    with (index.home((root_at(entries.path),)) / "lock").open("w") as lock:
+    with (index_cache.home((root_at(entries.path),)) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         reindex(client, admin)
         wait_for(lambda: "the content cannot be served" in caplog.text, "the failure")
@@ -117,13 +117,13 @@ def test_the_audit_log_says_who_did_what_newest_first_page_by_page(client: httpx
         reindex(client, admin)
     actor = admin["Authorization"].split("_")[1]
     first = client.get("/v1/admin/audit?limit=2", headers=admin).json()
-    assert [(one["actor"], one["action"], one["subject"]) for one in first["audit"]] == [
+    assert [(item["actor"], item["action"], item["subject"]) for item in first["audit"]] == [
         (actor, "reindex", "generations/3"),
         (actor, "reindex", "generations/2"),
     ]
     assert first["audit"][0]["at"].endswith("Z")
     second = client.get("/v1/admin/audit", params={"limit": 2, "cursor": first["next"]}, headers=admin).json()
-    assert [one["action"] for one in second["audit"]] == ["reindex", "key.new"]
+    assert [item["action"] for item in second["audit"]] == ["reindex", "key.new"]
     assert second["next"] is None
 
 

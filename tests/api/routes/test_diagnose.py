@@ -27,14 +27,14 @@ LOG = b"step 1\n[rank1]: RuntimeError: the thing broke: code 7\nstep 2\n"
 def test_a_log_is_explained_with_the_lines_that_say_so(client: httpx.Client) -> None:
     answer = client.post("/v1/diagnose", content=LOG)
     assert answer.status_code == 200
-    found = answer.json()
-    assert [one["id"] for one in found["findings"]][:1] == ["broken-thing"]
-    assert found["findings"][0]["role"] == "root"
-    cited = found["findings"][0]["evidence"][0]
+    document = answer.json()
+    assert [item["id"] for item in document["findings"]][:1] == ["broken-thing"]
+    assert document["findings"][0]["role"] == "root"
+    cited = document["findings"][0]["evidence"][0]
     assert (cited["source"], cited["line"], cited["rank"]) == ("body", 2, 1)
-    assert found["ranks"]["failed_first"] == 1
-    assert not found["unexplained"]
-    assert found["read"] == {"sources": 1, "lines": 3, "bytes": len(LOG)}
+    assert document["ranks"]["failed_first"] == 1
+    assert not document["unexplained"]
+    assert document["read"] == {"sources": 1, "lines": 3, "bytes": len(LOG)}
 
 
 def test_a_packed_log_is_read_as_it_is(client: httpx.Client) -> None:
@@ -45,10 +45,10 @@ def test_a_packed_log_is_read_as_it_is(client: httpx.Client) -> None:
 def test_a_packed_log_that_grows_without_end_is_read_to_the_limit_and_that_is_said(client: httpx.Client) -> None:
     bomb = zstd.compress(LOG) + zstd.compress(b"step 3\n" * (1 << 18)) * 10_000
     assert len(bomb) < 4 << 20
-    found = client.post("/v1/diagnose", content=bomb).json()
-    assert found["findings"][0]["id"] == "broken-thing"
-    assert found["read"]["bytes"] == 512 << 20
-    assert "larger than 536,870,912 bytes" in found["problems"][0]
+    document = client.post("/v1/diagnose", content=bomb).json()
+    assert document["findings"][0]["id"] == "broken-thing"
+    assert document["read"]["bytes"] == 512 << 20
+    assert "larger than 536,870,912 bytes" in document["problems"][0]
 
 
 def test_a_body_that_arrives_in_pieces_is_one_log(client: httpx.Client) -> None:
@@ -60,9 +60,9 @@ def test_a_body_that_arrives_in_pieces_is_one_log(client: httpx.Client) -> None:
 
 
 def test_what_nobody_knows_is_said_to_be_unexplained(client: httpx.Client) -> None:
-    found = client.post("/v1/diagnose", content=b"zork: Error: the frobnicator is out of quux\n").json()
-    assert found["unexplained"]
-    assert found["seen"][0]["text"] == "zork: Error: the frobnicator is out of quux"
+    document = client.post("/v1/diagnose", content=b"zork: Error: the frobnicator is out of quux\n").json()
+    assert document["unexplained"]
+    assert document["seen"][0]["text"] == "zork: Error: the frobnicator is out of quux"
 
 
 def test_an_empty_body_is_refused_with_a_hint(client: httpx.Client) -> None:
@@ -104,8 +104,8 @@ def test_a_body_that_is_too_large_is_refused(client: httpx.Client) -> None:
 
 def test_nothing_of_a_body_touches_the_disk(client: httpx.Client, written: list[str], tmp_path: Path) -> None:
     written.clear()
-    found = client.post("/v1/diagnose", content=LOG + b"step\n" * (4 << 20)).json()
-    assert found["findings"][0]["id"] == "broken-thing"
+    document = client.post("/v1/diagnose", content=LOG + b"step\n" * (4 << 20)).json()
+    assert document["findings"][0]["id"] == "broken-thing"
     assert written == []
     (tmp_path / "seen").write_text("")
     assert written == [str(tmp_path / "seen")]

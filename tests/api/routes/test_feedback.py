@@ -36,8 +36,8 @@ def test_what_readers_say_is_counted_by_entry_and_gpu(client: httpx.Client) -> N
 
 
 def test_a_comment_is_answered_and_kept_without_names_and_secrets(client: httpx.Client, store_path: Path) -> None:
-    said = "bob@example.com says:\n\ttoken hf_abcdefghijklmnopqrstuvwxyz0123 in /scratch/team/x, and it helped"
-    answered = say(client, comment=said, torch="2.7.0").json()
+    output = "bob@example.com says:\n\ttoken hf_abcdefghijklmnopqrstuvwxyz0123 in /scratch/team/x, and it helped"
+    answered = say(client, comment=output, torch="2.7.0").json()
     assert answered["comment"].endswith("and it helped")
     with Database.open(store_path).reading() as session:
         assert session
@@ -48,10 +48,10 @@ def test_a_comment_is_answered_and_kept_without_names_and_secrets(client: httpx.
 
 
 def test_what_is_said_of_the_machine_names_nobody_either(client: httpx.Client) -> None:
-    said = say(client, gpu="H100 of alice@example.com at 10.1.2.3", torch="/home/alice/torch").json()
-    assert "H100" in said["gpu"]
-    assert "alice" not in said["gpu"] + said["torch"]
-    assert client.get("/v1/feedback").json()["feedback"][0]["gpu"] == said["gpu"]
+    document = say(client, gpu="H100 of alice@example.com at 10.1.2.3", torch="/home/alice/torch").json()
+    assert "H100" in document["gpu"]
+    assert "alice" not in document["gpu"] + document["torch"]
+    assert client.get("/v1/feedback").json()["feedback"][0]["gpu"] == document["gpu"]
 
 
 def test_comments_are_read_by_who_cares_for_the_entries(client: httpx.Client, admin: dict[str, str]) -> None:
@@ -60,8 +60,8 @@ def test_comments_are_read_by_who_cares_for_the_entries(client: httpx.Client, ad
     assert client.get("/v1/feedback/comments").status_code == 401
     page = client.get("/v1/feedback/comments", params={"limit": 1}, headers=admin).json()
     rest = client.get("/v1/feedback/comments", params={"cursor": page["next"]}, headers=admin).json()
-    found = [*page["comments"], *rest["comments"]]
-    assert [(one["comment"], one["entry"], one["gpu"]) for one in found] == [
+    result = [*page["comments"], *rest["comments"]]
+    assert [(item["comment"], item["entry"], item["gpu"]) for item in result] == [
         ("second <b>", "slow-disk", "A100"),
         ("first", "slow-disk", "A100"),
     ]
@@ -110,14 +110,14 @@ def test_what_is_no_feedback_is_refused_by_the_name_of_the_part(
 def test_counts_come_in_pages_that_join_to_the_whole(client: httpx.Client) -> None:
     for gpu in ("B200", "A100", "H100"):
         say(client, gpu=gpu)
-    found: list[str] = []
+    result: list[str] = []
     cursor: str | None = None
-    while cursor is not None or not found:
+    while cursor is not None or not result:
         asked = {"limit": "2", **({"cursor": cursor} if cursor else {})}
         page = client.get("/v1/feedback", params=asked).json()
-        found += [one["gpu"] for one in page["feedback"]]
+        result += [item["gpu"] for item in page["feedback"]]
         cursor = page["next"]
-    assert found == ["A100", "B200", "H100"]
+    assert result == ["A100", "B200", "H100"]
 
 
 @pytest.mark.parametrize("query", ["entry=%00", "limit=0", "limit=501", "cursor=x"])

@@ -42,14 +42,14 @@ def test_requests_are_counted_by_the_template_of_their_route(client: httpx.Clien
     client.request("BREW", "/d")
     client.get("/v1/search?q=thing")
     client.get("/static/nothing")
-    found = samples(client)
-    assert requests(found, route="/v1/search", method="GET", status="200") == 1
-    assert requests(found, route="/static/{name}", method="GET", status="404") == 1
-    assert requests(found, route="/v1/entries/{id}", method="GET", status="200") == 2
-    assert requests(found, route="/v1/entries/{id}", method="GET", status="404") == 1
-    assert requests(found, route="-", method="GET", status="404") == 3
-    assert requests(found, route="-", method="other", status="404") == 1
-    assert found["kb_request_seconds_count", (("route", "/v1/entries/{id}"),)] == 3
+    result = samples(client)
+    assert requests(result, route="/v1/search", method="GET", status="200") == 1
+    assert requests(result, route="/static/{name}", method="GET", status="404") == 1
+    assert requests(result, route="/v1/entries/{id}", method="GET", status="200") == 2
+    assert requests(result, route="/v1/entries/{id}", method="GET", status="404") == 1
+    assert requests(result, route="-", method="GET", status="404") == 3
+    assert requests(result, route="-", method="other", status="404") == 1
+    assert result["kb_request_seconds_count", (("route", "/v1/entries/{id}"),)] == 3
 
 
 def test_a_client_cannot_make_up_labels(client: httpx.Client) -> None:
@@ -68,10 +68,10 @@ def test_it_says_what_is_served_and_whether_the_database_answers(
     client: httpx.Client, app: FastAPI, store_path: Path
 ) -> None:
     wait_for(lambda: samples(client).get(("kb_database_up", ())) == 1, "the first look at the database")
-    found = samples(client)
-    assert found["kb_content_entries", ()] == len(app.state.loading.result().catalog) == 3
-    assert found["kb_content_generation", ()] == 0
-    assert found["kb_reports", ()] == 0
+    result = samples(client)
+    assert result["kb_content_entries", ()] == len(app.state.loading.result().catalog) == 3
+    assert result["kb_content_generation", ()] == 0
+    assert result["kb_reports", ()] == 0
     store_path.parent.mkdir(exist_ok=True)
     store_path.write_text("no database " * 100)
     wait_for(lambda: samples(client)["kb_database_up", ()] == 0, "the second look at the database")
@@ -79,9 +79,9 @@ def test_it_says_what_is_served_and_whether_the_database_answers(
 
 
 def test_two_applications_in_one_process_count_for_themselves(make_app: Callable[..., FastAPI], serve: Serve) -> None:
-    with serve(make_app()) as one, serve(make_app()) as other:
-        one.get("/nowhere")
-        assert requests(samples(one), route="-", method="GET", status="404") == 1
+    with serve(make_app()) as item, serve(make_app()) as other:
+        item.get("/nowhere")
+        assert requests(samples(item), route="-", method="GET", status="404") == 1
         assert requests(samples(other), route="-", method="GET", status="404") == 0
 
 
@@ -100,7 +100,7 @@ def test_reports_are_counted(make_app: Callable[..., FastAPI], serve: Serve, sto
     from kb.store import reports
 
     with Database.open(store_path) as store:
-        reports.admit(store, document, "k7v2m9qa", "idempotency-1", "c" * 64)
+        reports.add_shared(store, document, "k7v2m9qa", "idempotency-1", "c" * 64)
     with serve(make_app()) as client:
         wait_for(lambda: samples(client).get(("kb_reports", ())) == 1, "the report to be counted")
-        assert [standing.gpu for standing in client._transport.app.state.snapshot.standings] == ["NVIDIA H100"]  # type: ignore[attr-defined]
+        assert [standing.gpu for standing in client._transport.app.state.snapshot.verdict_counts] == ["NVIDIA H100"]  # type: ignore[attr-defined]

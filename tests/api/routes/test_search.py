@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from kb.content.roots import builtin_root, root_at
-from kb.search.index import open_index
+from kb.search.index_cache import open_index
 from kb.search.query import LONGEST_TEXT
 from tests.support.console import GENEROUS_S, ContentRoot, Kb
 
@@ -23,11 +23,11 @@ pytest_plugins = ["tests.support.app_fixtures"]
 def test_its_hits_are_those_of_the_command(client: httpx.Client, entries: ContentRoot, kb: Kb) -> None:
     asked = "the thing broke: code 9"
     printed = kb("search", asked, "--json").json
-    found = client.get("/v1/search", params={"q": asked}).json()
+    document = client.get("/v1/search", params={"q": asked}).json()
     ours = [hit for hit in printed["hits"] if hit["origin"] != "built-in"]
-    assert [hit.keys() for hit in found["hits"]] == [hit.keys() for hit in ours]
-    assert [hit["id"] for hit in found["hits"]] == [hit["id"] for hit in ours]
-    assert found["query"] == printed["query"] == asked
+    assert [hit.keys() for hit in document["hits"]] == [hit.keys() for hit in ours]
+    assert [hit["id"] for hit in document["hits"]] == [hit["id"] for hit in ours]
+    assert document["query"] == printed["query"] == asked
 
 
 def test_a_hit_says_why_it_matched(client: httpx.Client) -> None:
@@ -117,8 +117,8 @@ asyncio.run(main())
 
 
 def test_by_default_it_serves_the_built_in_entries_and_nothing_that_starts_a_process(tmp_path: Path) -> None:
-    told = subprocess.check_output([sys.executable, "-c", DEFAULT], cwd=tmp_path, timeout=GENEROUS_S)
-    assert json.loads(told) == ["checkpoint-save-allgather-timeout", []]
+    output = subprocess.check_output([sys.executable, "-c", DEFAULT], cwd=tmp_path, timeout=GENEROUS_S)
+    assert json.loads(output) == ["checkpoint-save-allgather-timeout", []]
 
 
 def test_a_question_that_comes_again_gets_the_same_answer_and_a_wrong_one_the_same_problem(

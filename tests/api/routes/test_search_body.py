@@ -20,8 +20,8 @@ from tests.support.console import ContentRoot, wait_for
 
 pytest_plugins = ["tests.support.app_fixtures"]
 
-ANSWERS: Any = resolve_name("kb.api.state.response_cache:Answers")  # by name: nothing imports a shell
-SENT: Any = resolve_name("kb.api.state.response_cache:Sent")
+ANSWERS: Any = resolve_name("kb.api.state.response_cache:ResponseCache")  # by name: nothing imports a shell
+SENT: Any = resolve_name("kb.api.state.response_cache:CachedResponse")
 LIMITS: Any = resolve_name("kb.api.state.response_cache")
 ASKED = "the thing broke: code 7"
 
@@ -65,7 +65,7 @@ def test_a_question_in_a_body_gets_the_answer_of_one_in_an_address(
         {"q": "x", "tag": ["nowhere"]},
         {"q": "x", "tag": ["test"] * 21},
     ],
-    ids=lambda one: str(one)[:30],
+    ids=lambda item: str(item)[:30],
 )
 def test_what_is_refused_in_an_address_is_refused_in_a_body(client: httpx.Client, question: dict[str, Any]) -> None:
     in_address, in_body = client.get("/v1/search", params=question), ask(client, **question)
@@ -135,21 +135,21 @@ def shared(entry_id: str, digest: str, gpu: str, torch: str) -> dict[str, Any]:
 
 def test_a_fix_that_reports_verified_on_such_hardware_comes_first(client: httpx.Client, store_path: Path) -> None:
     def hits(**here: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = client.get("/v1/search", params={"q": ASKED, **here}).json()["hits"]
-        return found
+        document: list[dict[str, Any]] = client.get("/v1/search", params={"q": ASKED, **here}).json()["hits"]
+        return document
 
     first, second = [hit["id"] for hit in hits(gpu="H100")]
     digest = client.get(f"/v1/entries/{second}").json()["digest"]
     report = shared(second, digest, "NVIDIA H100 80GB HBM3", "2.7.1+cu126")
-    reports.admit(Database.open(store_path), report, "node", "a-key", "a-digest")
+    reports.add_shared(Database.open(store_path), report, "node", "a-key", "a-digest")
     wait_for(lambda: hits(gpu="8 x H100")[0]["id"] == second, "the report to count")
-    told = hits(gpu="H100", torch="2.7.0")[0]["verified_on"]
-    assert (told["gpu"], told["torch"], told["reports"]) == ("NVIDIA H100 80GB HBM3", "2.7.1+cu126", 1)
-    assert "H100" in told["reason"]
+    message = hits(gpu="H100", torch="2.7.0")[0]["verified_on"]
+    assert (message["gpu"], message["torch"], message["reports"]) == ("NVIDIA H100 80GB HBM3", "2.7.1+cu126", 1)
+    assert "H100" in message["reason"]
     for other in ({}, {"gpu": "A100"}):
-        found = hits(**other)
-        assert [hit["id"] for hit in found] == [first, second]
-        assert all("verified_on" not in hit for hit in found)
+        document = hits(**other)
+        assert [hit["id"] for hit in document] == [first, second]
+        assert all("verified_on" not in hit for hit in document)
 
 
 def test_of_many_answers_the_last_are_kept_and_their_size_is_bounded(app: FastAPI, client: httpx.Client) -> None:

@@ -22,8 +22,8 @@ MODELS = [  # by name: nothing imports a shell
     "kb.api.schemas.feedback:FeedbackDocument",
     "kb.api.schemas.feedback:FeedbackPage",
     "kb.api.schemas.feedback:CommentPage",
-    "kb.api.schemas.content:Health",
-    "kb.api.schemas.content:Readiness",
+    "kb.api.schemas.health:Health",
+    "kb.api.schemas.health:Readiness",
     "kb.api.schemas.reports:ReportDocument",
     "kb.api.schemas.reports:ReportPage",
     "kb.api.schemas.reports:ReportList",
@@ -77,22 +77,22 @@ def test_it_is_served_as_it_is_made(client: httpx.Client, description: dict[str,
 
 def test_it_names_every_operation_once(description: dict[str, Any]) -> None:
     assert description["openapi"].startswith("3.1")
-    found = {
+    result = {
         (path, method): operation["operationId"]
         for path, item in description["paths"].items()
         for method, operation in item.items()
     }
-    assert found == OPERATIONS
+    assert result == OPERATIONS
 
 
-@pytest.mark.parametrize(("path", "method"), OPERATIONS, ids=lambda one: one)
+@pytest.mark.parametrize(("path", "method"), OPERATIONS, ids=lambda item: item)
 def test_each_operation_is_described_with_an_example(description: dict[str, Any], path: str, method: str) -> None:
     operation = description["paths"][path][method]
     assert operation["summary"]
     assert operation["description"]
     for parameter in operation.get("parameters", []):
         assert parameter["description"], parameter["name"]
-    for response in (found for status, found in operation["responses"].items() if status in ("200", "201", "202")):
+    for response in (result for status, result in operation["responses"].items() if status in ("200", "201", "202")):
         for kind, content in response["content"].items():
             if kind == "application/json":
                 model = description["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
@@ -150,7 +150,7 @@ def test_every_reference_leads_somewhere_and_every_tag_is_explained(description:
     named = {part.partition('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
     assert named <= set(description["components"]["schemas"])
     tags = {tag for operation in operations(description) for tag in operation["tags"]}
-    assert {one["name"] for one in description["tags"] if one["description"]} == tags
+    assert {item["name"] for item in description["tags"] if item["description"]} == tags
 
 
 def test_an_entry_is_described_in_its_three_forms(description: dict[str, Any]) -> None:
@@ -174,12 +174,12 @@ def test_an_example_fits_its_model(name: str) -> None:
 
 def test_what_is_served_fits_the_models(client: httpx.Client) -> None:
     for path, name in {
-        "/v1/search?q=thing": "schemas:SearchResult",
-        "/v1/context?q=thing": "context_schemas:ContextDocument",
-        "/v1/entries": "schemas:EntryList",
-        "/v1/entries/slow-disk": "schemas:EntryDocument",
-        "/v1/entries/slow-disk/reports": "report_schemas:ReportList",
-        "/v1/reports": "report_schemas:ReportPage",
-        "/v1/feedback": "feedback_schemas:FeedbackPage",
+        "/v1/search?q=thing": "content:SearchResult",
+        "/v1/context?q=thing": "context:ContextDocument",
+        "/v1/entries": "content:EntryList",
+        "/v1/entries/slow-disk": "content:EntryDocument",
+        "/v1/entries/slow-disk/reports": "reports:ReportList",
+        "/v1/reports": "reports:ReportPage",
+        "/v1/feedback": "feedback:FeedbackPage",
     }.items():
-        resolve_name(f"kb.api.{name}").model_validate_json(client.get(path).text)
+        resolve_name(f"kb.api.schemas.{name}").model_validate_json(client.get(path).text)

@@ -22,7 +22,7 @@ pytest_plugins = ["tests.support.app_fixtures"]
 
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 content: Any = resolve_name("kb.api.state.content")
-front: Any = resolve_name("kb.api.requests.middleware")
+upload: Any = resolve_name("kb.api.requests.upload")
 scanning: Any = resolve_name("kb.api.state.scanning")
 
 
@@ -46,15 +46,15 @@ async def beside_silent_clients(app: FastAPI, path: str, headers: dict[str, str]
             async with asyncio.timeout(GENEROUS_S):
                 return await client.post(path, **body)
         finally:
-            for one in silent:
-                one.cancel()
+            for item in silent:
+                item.cancel()
             await asyncio.gather(*silent, return_exceptions=True)
 
 
 def test_who_sends_nothing_takes_no_place_from_others(
     client: httpx.Client, app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "STALL_S", 4 * GENEROUS_S)
+    monkeypatch.setattr(upload, "STALL_S", 4 * GENEROUS_S)
     portal = client._transport.portal  # type: ignore[attr-defined]
     page = {"files": {"log": ("train.log", b"the thing broke: code 42\n")}}
     for path, headers, body in (("/diagnose", FORM, page), ("/v1/diagnose", {}, {"content": b"epoch 1\n"})):
@@ -71,7 +71,7 @@ def test_a_log_that_unpacks_to_nothing_for_ever_is_given_up(
 
     async def read() -> None:
         empty = repeat(gzip.compress(b"") * 1000)
-        await asyncio.wait_for(app.state.loading.result().scanning.begin([Stream("empty", empty)]), GENEROUS_S)
+        await asyncio.wait_for(app.state.loading.result().scanning.scan([Stream("empty", empty)]), GENEROUS_S)
 
     with pytest.raises(UsageError, match="too long"):
         client._transport.portal.call(read)  # type: ignore[attr-defined]
@@ -87,10 +87,10 @@ def test_a_service_that_ends_waits_for_no_log(client: httpx.Client, app: FastAPI
 
     async def read() -> None:
         scanning = app.state.loading.result().scanning
-        reading = scanning.begin([Stream("endless", endless())])
+        reading = scanning.scan([Stream("endless", endless())])
         await asyncio.to_thread(has_begun.wait, GENEROUS_S)
         scanning.close()
         await asyncio.wait_for(reading, GENEROUS_S)
 
-    with pytest.raises(IndexUnavailable, match="ending"):
+    with pytest.raises(IndexUnavailable, match="shutting down"):
         client._transport.portal.call(read)  # type: ignore[attr-defined]

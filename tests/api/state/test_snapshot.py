@@ -38,7 +38,7 @@ def test_without_any_database_nothing_is_known_and_nothing_is_made(where: Path) 
     with Database.open(where) as store:
         taken = snapshot.Snapshot(store)
         taken.refresh()
-    assert (taken.is_up, taken.generation, taken.reports, list(taken.standings)) == (True, 0, 0, [])
+    assert (taken.is_up, taken.generation, taken.reports, list(taken.verdict_counts)) == (True, 0, 0, [])
     assert taken.key("aaaaaaaa") is None
     assert not where.exists()
 
@@ -124,14 +124,14 @@ def test_uses_are_written_in_one_go_and_kept_until_the_database_is_back(where: P
         taken.refresh()
         taken.use(key.id)
         taken.refresh()
-        assert keys.everything(store)[0].key.last_used_at is None
+        assert keys.list_all(store)[0].key.last_used_at is None
         away = where.rename(tmp_path / "away.db")
         where.write_text("no database " * 100)
         clock.now += snapshot.USES_S
         taken.refresh()
         away.rename(where)
         taken.refresh()
-        assert keys.everything(store)[0].key.last_used_at
+        assert keys.list_all(store)[0].key.last_used_at
 
 
 def test_a_key_that_is_made_while_the_database_is_read_is_seen_by_the_next_look(where: Path) -> None:
@@ -146,10 +146,10 @@ def test_a_key_that_is_made_while_the_database_is_read_is_seen_by_the_next_look(
             return known
 
     async def ask(taken: Any, store: Database) -> None:
-        first = asyncio.ensure_future(taken.look_again())
+        first = asyncio.ensure_future(taken.refresh_soon())
         await asyncio.to_thread(has_read.wait, 60)
         key, _ = keys.new(store, "new", Scope.READ)
-        second = asyncio.ensure_future(taken.look_again())
+        second = asyncio.ensure_future(taken.refresh_soon())
         await asyncio.sleep(0)
         may_end.set()
         await asyncio.gather(first, second)
@@ -170,7 +170,7 @@ def test_many_who_ask_for_unknown_keys_share_few_looks(where: Path) -> None:
 
     async def ask(taken: Any) -> None:
         for _ in range(3):
-            await asyncio.gather(*(taken.look_again() for _ in range(100)))
+            await asyncio.gather(*(taken.refresh_soon() for _ in range(100)))
 
     with Database.open(where) as store:
         taken = Counted(store)

@@ -1,4 +1,4 @@
-"""The logs that a form sends, in memory: they are not written to disk, logged or sent on."""
+"""The logs in a form, in memory: they are not written to disk, logged or sent on."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from itertools import count
 from fastapi import HTTPException
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect
 
 from kb.diagnose.inputs.sources import Stream
 from kb.errors import UsageError
 
-from ..routes.diagnose import MOST_BYTES, MOST_UNPACKED
+from ..requests.upload import MOST_LOG_BYTES, MOST_UNPACKED
 
-MOST_FILES = 64  # the logs of so many ranks at once
+MOST_FILES = 64  # one for each rank
 LONGEST_NAME = 200
-PIECE = 64 << 10  # bytes; after each of them a reader may be told to end
+PIECE = 64 << 10  # bytes; a scan can be ended after each of them
 PASTED = "pasted text"
 HINT = "choose a log, or paste a part of one"
 
 
-class InMemory(MultiPartParser):
-    """Starlette's parser, which keeps on disk what is larger than this. The front refuses a body of that size."""
+class InMemoryParser(MultiPartParser):
+    """Starlette's parser writes larger files to disk. The middleware refuses bodies of that size."""
 
-    spool_max_size = 2 * MOST_BYTES
+    spool_max_size = 2 * MOST_LOG_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """One file as it was sent, perhaps compressed. `name` is what its sender calls it, and opens nothing here.
+class UploadedLog:
+    """One file as it was sent, perhaps compressed. `name` is the sender's, and never opened here.
 
-    `most` bytes of it are unpacked.
+    At most `most` bytes of it are unpacked.
     """
 
     name: str
@@ -45,37 +44,35 @@ class Log:
         return Stream(self.name, pieces, most=self.most)
 
 
-async def received(headers: Headers, body: AsyncGenerator[bytes, None]) -> list[Log]:
-    """What a form holds. Raises `UsageError` when that is nothing, `HTTPException` for what cannot be read."""
+async def parse_log_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> list[UploadedLog]:
+    """Raises `UsageError` for a form without a log, `HTTPException` (400) for a malformed one."""
     if not headers.get("content-type", "").startswith("multipart/form-data"):
-        raise UsageError("this is no form with a log", HINT)
-    parser = InMemory(headers, body, max_files=MOST_FILES, max_fields=8, max_part_size=MOST_BYTES)
+        raise UsageError("this is not a form with a log", HINT)
+    parser = InMemoryParser(headers, body, max_files=MOST_FILES, max_fields=8, max_part_size=MOST_LOG_BYTES)
     try:
         form = await parser.parse()
-    except ClientDisconnect:
-        raise HTTPException(400, "the client left before its log had arrived") from None
     except MultiPartException as error:
         raise HTTPException(400, f"the form cannot be read: {error.message}") from None
     try:
-        found = [log async for log in _logs(form)]
+        logs = [log async for log in _logs(form)]
     finally:
         await form.close()
-    if not found:
+    if not logs:
         raise UsageError("there is no log in this form", HINT)
-    return list(_with_shares(list(_named_apart(found))))
+    return list(_with_shares(list(_with_unique_names(logs))))
 
 
-async def _logs(form: FormData) -> AsyncIterator[Log]:
+async def _logs(form: FormData) -> AsyncIterator[UploadedLog]:
     for value in form.getlist("log"):
         if isinstance(value, UploadFile) and (data := await value.read()):
-            yield Log((value.filename or "log")[:LONGEST_NAME], data)
+            yield UploadedLog((value.filename or "log")[:LONGEST_NAME], data)
     for value in form.getlist("text"):
         if isinstance(value, str) and value.strip():
-            yield Log(PASTED, value.encode(errors="replace"))
+            yield UploadedLog(PASTED, value.encode(errors="replace"))
 
 
-def _named_apart(logs: list[Log]) -> Iterator[Log]:
-    """Evidence names its log: no two may be called alike."""
+def _with_unique_names(logs: list[UploadedLog]) -> Iterator[UploadedLog]:
+    """Evidence names its log."""
     taken: set[str] = set()
     for log in logs:
         name = next(name for name in _names(log.name) if name not in taken)
@@ -88,8 +85,8 @@ def _names(name: str) -> Iterator[str]:
     yield from (f"{name} ({number})" for number in count(2))
 
 
-def _with_shares(logs: list[Log]) -> Iterator[Log]:
-    """Together they may grow as one alone: each has a part of that, by its size."""
+def _with_shares(logs: list[UploadedLog]) -> Iterator[UploadedLog]:
+    """All together are unpacked to as much as a single log: each to a share by its size."""
     size = sum(len(log.data) for log in logs)
     for log in logs:
         yield replace(log, most=MOST_UNPACKED * len(log.data) // size)

@@ -1,0 +1,105 @@
+"""The body of a request: limited in size and in time, and read while it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
+
+from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from .headers import Headers
+
+MOST_LOG_BYTES = 32 << 20
+MOST_UNPACKED = 512 << 20  # bytes: unpacked, a log is ten times as large, a hostile one ten thousand times
+MOST_BYTES = {"/v1/diagnose": MOST_LOG_BYTES, "/diagnose": MOST_LOG_BYTES, "/mcp": 4 << 20, "/v1/reports": 64 << 10}
+MOST_BYTES_ELSEWHERE = 256 << 10
+BODY_S = 120.0  # in which a body has to arrive
+STALL_S, LEAST_RATE = 10.0, 32 << 10  # seconds that it may pause, and bytes in a second by which it earns more
+PIECE = 64 << 10  # bytes that a reader is given at once, fewer at the end
+
+
+class Upload:
+    """One body. The application takes `receive`; a route that reads while it arrives takes `pieces` or `stream`.
+
+    Nothing is read ahead: the server stops reading from a client whose body nobody wants yet. All of them raise
+    `HTTPException` for a body that is too slow (408) or too large (413), and `ClientDisconnect`.
+    """
+
+    def __init__(self, receive: Receive, path: str, headers: Headers) -> None:
+        self._receive = receive
+        self._most = MOST_BYTES.get(path, MOST_BYTES_ELSEWHERE)
+        self._waited_s = 0.0  # for the client alone: other bodies may be read first
+        self._left = self._most
+        self._has_ended = False
+        self._start = b""
+        if int(headers.get(b"content-length", b"0")) > self._most:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        """The next message of ASGI. Behind the end it comes when the client leaves."""
+        if self._has_ended:
+            return await self._receive()
+        began, allowed_s = time.monotonic(), min(BODY_S, STALL_S + (self._most - self._left) / LEAST_RATE)
+        try:
+            async with asyncio.timeout(max(0.0, allowed_s - self._waited_s)):
+                message = await self._receive()
+        except TimeoutError:
+            self._has_ended = True
+            raise HTTPException(408, "the body arrives too slowly", {"Connection": "close"}) from None
+        self._waited_s += time.monotonic() - began
+        self._left -= len(message.get("body", b""))
+        self._has_ended = self._left < 0 or message["type"] != "http.request" or not message.get("more_body")
+        if self._left < 0:
+            raise self._too_large()
+        return message
+
+    async def start(self) -> None:
+        """Wait for the first piece: until it is here, a slow client must not take a thread from others."""
+        self._start = await self._read()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The body, for the event loop."""
+        while piece := await self._next():
+            yield piece
+
+    def pieces(self) -> Iterator[bytes]:
+        """The body, for a thread, which blocks until a piece is here. To be called in the event loop."""
+        return iter(partial(self._wait_for_next, asyncio.get_running_loop()), b"")
+
+    async def drop(self) -> None:
+        """Receive what nobody read: a client that is still sending would not see its answer."""
+        while await self._next():
+            pass
+
+    def _wait_for_next(self, loop: asyncio.AbstractEventLoop) -> bytes:
+        return asyncio.run_coroutine_threadsafe(self._next(), loop).result()
+
+    async def _next(self) -> bytes:
+        piece, self._start = self._start, b""
+        return piece or await self._read()
+
+    async def _read(self) -> bytes:
+        """A piece; b"" at the end."""
+        piece = bytearray()
+        while len(piece) < PIECE and not self._has_ended:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            piece += message.get("body", b"")
+        return bytes(piece)
+
+    def _too_large(self) -> HTTPException:
+        """The rest of the body is not read: the connection ends."""
+        size = f"{self._most >> 20} MB" if self._most >> 20 else f"{self._most >> 10} kB"
+        more = "; `kb diagnose` reads files of any size" if self._most == MOST_LOG_BYTES else ""
+        return HTTPException(413, f"the body is larger than {size}{more}", {"Connection": "close"})
+
+
+def upload(request: Request) -> Upload:
+    """The body of a request that may have one."""
+    body: Upload = request.state.upload
+    return body
