@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -29,7 +30,12 @@ EMPTY: Texts = frozenset({""})
 
 def find(pattern: str, text: str) -> re.Match[str] | None:
     """The first match of a signature in a log: `re.search`, case-sensitive, `^` and `$` at the ends of lines."""
-    return re.search(pattern, text, re.MULTILINE)
+    return compiled(pattern).search(text)
+
+
+@lru_cache(maxsize=4096)  # the cache of `re` has 512 patterns, fewer than the entries have
+def compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.MULTILINE)
 
 
 def literals(pattern: str) -> Texts:

@@ -1,4 +1,4 @@
-"""Where literals were found, line by line: of an overlong line the text around each."""
+"""Groups the hits of literals by line; for overlong lines, by the text around each hit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-REACH = 2048  # bytes on either side of a literal that are seen of an overlong line
-NEAR = 1024  # of those, what every literal seen in it has on its right
+REACH = 2048  # bytes of an overlong line on either side of a literal that are examined
+NEAR = 1024  # of these, the bytes that follow every literal of the same span
 PIECE = re.compile(rb"[^\r\n]{1,%d}" % (2 * REACH))
-SHARED = 256  # bytes that such pieces share
+OVERLAP = 256  # bytes of consecutive pieces
 LINE_ENDS = b"\r\n"
 
 Hit = tuple[int, int, int]  # which literal, start, end
 
 
-class Found(NamedTuple):
-    """A line, or a piece of an overlong one: `first` to `last`, whether that is where it starts, and its literals."""
+class LineSpan(NamedTuple):
+    """The bytes `first` to `last`: a line, or a piece of an overlong one. `is_start`: the line starts at `first`."""
 
     first: int
     last: int
@@ -24,16 +24,16 @@ class Found(NamedTuple):
     literals: set[int]
 
 
-def grouped(
+def spans_of_hits(
     data: bytes, hits: Iterable[Hit], offset: int, after: int, is_skipped: Callable[[int], bool]
-) -> Iterator[Found]:
-    """Hits, which count from `offset` and come by their end, by line; those that end behind `after`.
+) -> Iterator[LineSpan]:
+    """The lines with hits that end behind `after`. Hits are relative to `offset` and sorted by their end.
 
-    A carriage return ends a line too: a progress bar is many.
+    A carriage return ends a line too: a progress bar consists of many lines.
     """
-    returns = b"\r" in data
+    has_returns = b"\r" in data
     first = near = -1
-    found: Found | None = None
+    span: LineSpan | None = None
     for literal, start, end in hits:
         if is_skipped(literal):
             continue
@@ -41,34 +41,34 @@ def grouped(
         end += offset
         if end <= after:
             continue
-        if found and end <= near and start >= first:
-            found.literals.add(literal)
+        if span and end <= near and start >= first:
+            span.literals.add(literal)
             continue
-        if found:
-            yield found
-        found = _line_around(data, start, end, literal, returns=returns)
-        first, near = found.first, found.last
+        if span:
+            yield span
+        span = _line_around(data, start, end, literal, has_returns=has_returns)
+        first, near = span.first, span.last
         if near < len(data) and data[near] not in LINE_ENDS:
             near = max(end, near - NEAR)
-    if found:
-        yield found
+    if span:
+        yield span
 
 
-def every(data: bytes, start: int, end: int) -> Iterator[Found]:
-    """All lines, as if each held a literal."""
+def spans_of_lines(data: bytes, start: int, end: int) -> Iterator[LineSpan]:
+    """All lines, overlong ones in pieces."""
     for piece in PIECE.finditer(data, start, end):
         first = piece.start()
         is_start = first == 0 or data[first - 1] in LINE_ENDS
-        yield Found(first if is_start else max(0, first - SHARED), piece.end(), is_start, set())
+        yield LineSpan(first if is_start else max(0, first - OVERLAP), piece.end(), is_start, set())
 
 
-def _line_around(data: bytes, start: int, end: int, literal: int, *, returns: bool) -> Found:
+def _line_around(data: bytes, start: int, end: int, literal: int, *, has_returns: bool) -> LineSpan:
     low, high = max(0, start - REACH), end + REACH
     first = data.rfind(b"\n", low, start) + 1
     last = data.find(b"\n", end, high)
-    if returns:
+    if has_returns:
         first = max(first, data.rfind(b"\r", low, start) + 1)
-        ended = data.find(b"\r", end, high if last < 0 else last)
-        last = ended if ended >= 0 else last
+        return_at = data.find(b"\r", end, high if last < 0 else last)
+        last = return_at if return_at >= 0 else last
     is_start = bool(first) or low == 0
-    return Found(first or low, last if last >= 0 else min(high, len(data)), is_start, {literal})
+    return LineSpan(first or low, last if last >= 0 else min(high, len(data)), is_start, {literal})

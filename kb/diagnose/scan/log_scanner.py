@@ -1,9 +1,9 @@
-"""One pass over one log, in constant memory: the lines that hold a literal of a signature or report a failure.
+"""Scans a log in one pass and constant memory for lines with a literal of a signature and for failure lines.
 
-A block is searched for all literals at once; only the lines around what is found are decoded and matched, and only
-those that match or report a failure are asked for rank and time. Work is bounded whatever the log holds: of an
-overlong line the text around a literal is seen, a flood of one signature is counted without being matched again,
-and a pattern that takes long on a text is set aside and named.
+A block is searched for all literals at once. Only the lines with hits are decoded and matched, and rank and time are
+parsed only for matches and failure lines. The work is bounded for any log: of an overlong line, the text around each
+literal is examined; a flood of one signature is counted without matching each line; a pattern that takes too long is
+set aside and reported.
 """
 
 from __future__ import annotations
@@ -14,186 +14,190 @@ from time import perf_counter
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
 from kb.diagnose.scan.accumulator import Accumulator
-from kb.diagnose.scan.line_window import Spot
-from kb.diagnose.scan.literal_hits import every, grouped
+from kb.diagnose.scan.line_window import CandidateLine
+from kb.diagnose.scan.literal_hits import spans_of_hits, spans_of_lines
 from kb.diagnose.scan.log_prefix import LogLine, parse_prefix, strip_escapes
-from kb.diagnose.scan.match_budget import SLOW_S, Trials
+from kb.diagnose.scan.match_budget import SLOW_S, MatchBudget
 from kb.diagnose.scan.nccl_processes import NcclProcesses
 from kb.diagnose.scan.rich_traceback import unboxed
 from kb.diagnose.scan.signature_matcher import FAR, Matcher
 
-CONTEXT = FAR  # bytes kept on either side of what is searched
-BLOCK = 1 << 20  # bytes that are searched at once
-ESCAPE = 64  # bytes in which a colour ends
-TAIL = 4096  # bytes in which the last line is looked for
+CONTEXT = FAR  # bytes that are buffered on either side of the searched part
+BLOCK = 1 << 20  # bytes that are searched at a time
+LONGEST_ESCAPE = 64  # bytes of an escape sequence
+TAIL = 4096  # bytes that are searched for the last line
 REPORTS = re.compile(
     rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":|^Communicators\.\.\.", re.MULTILINE
 )
-MOST_REPORTS = 8 << 20  # bytes of a log that are kept for the readers of stacks and RAS reports
+MAX_REPORT_BYTES = 8 << 20  # of a log, that are stored for the readers of stacks and RAS reports
 
 
 class Scanner:
-    """Feed it a log in pieces, cut anywhere, then `close` it. `reports` are then the parts that hold stacks or such."""
+    """`feed` it a log in pieces, cut anywhere, then `close` it.
+
+    `reports` are then the parts of the log with stacks or RAS reports.
+    """
 
     def __init__(
-        self, matcher: Matcher, tally: Accumulator, source: str, rank: int | None, written: float | None
+        self, matcher: Matcher, evidence: Accumulator, source: str, rank: int | None, written: float | None
     ) -> None:
-        self._matcher, self._tally, self._source = matcher, tally, source
+        self._matcher, self._evidence, self._source = matcher, evidence, source
         self._rank, self._written = rank, written
         self._processes = NcclProcesses()
-        self._trials = Trials(matcher)
-        self._pending = bytearray()  # what makes no block yet
-        self._kept = b""  # context, then what is not searched yet
-        self._at = 0  # where that begins
-        self._base = 0  # bytes of the log before `_kept`, less colours
-        self._number = 1  # of the line at `_at`
-        self._counted = 0, 1  # a place behind that, and the number of the line there
-        self._line_at = self._looked_to = -1  # where the line that was looked at last starts, and how far it was
-        self._seen = set[int]()  # what it was found to have
+        self._budget = MatchBudget(matcher)
+        self._pending = bytearray()  # less than a block
+        self._buffer = b""  # context, then bytes that are not searched yet
+        self._searched = 0  # bytes of the buffer that are searched
+        self._offset = 0  # of the buffer in the log without colours
+        self._line_number = 1  # at `_searched`
+        self._counted = 0, 1  # a later position in the buffer and its line number
+        self._line_start = self._examined_to = -1  # of the line that was examined last, in the log
+        self._matched = set[int]()  # patterns and kinds of that line
         self._has_report = False
         self.reports = b""
 
     def feed(self, piece: bytes) -> None:
-        self._tally.add_excerpt(piece)
-        self._tally.bytes += len(piece)
+        self._evidence.add_excerpt(piece)
+        self._evidence.bytes += len(piece)
         for start in range(0, len(piece), BLOCK):
             self._pending += piece[start : start + BLOCK]
             if len(self._pending) >= BLOCK:
-                self._take()
+                self._search_pending()
 
     def close(self) -> None:
-        self._kept += strip_escapes(bytes(self._pending))
-        self._trials.last_block()
-        self._search(len(self._kept))
-        self._tally.lines += bool(self._kept) and not self._kept.endswith(b"\n")
-        self._tally.end_log(list(self._last_lines()), self._matcher.patterns)
+        self._buffer += strip_escapes(bytes(self._pending))
+        self._budget.last_block()
+        self._search(len(self._buffer))
+        self._evidence.lines += bool(self._buffer) and not self._buffer.endswith(b"\n")
+        self._evidence.end_log(list(self._last_lines()), self._matcher.patterns)
 
-    def _take(self) -> None:
-        """Search what is pending, but for its end: what follows may belong to it."""
-        escape = self._pending.rfind(b"\x1b", len(self._pending) - ESCAPE)
+    def _search_pending(self) -> None:
+        """Search the pending bytes except the last `CONTEXT`, whose lines may continue."""
+        escape = self._pending.rfind(b"\x1b", len(self._pending) - LONGEST_ESCAPE)
         whole = escape if escape >= 0 and b"\n" not in self._pending[escape:] else len(self._pending)
-        self._kept += strip_escapes(bytes(self._pending[:whole]))
+        self._buffer += strip_escapes(bytes(self._pending[:whole]))
         del self._pending[:whole]
-        most = len(self._kept) - CONTEXT
-        limit = self._kept.rfind(b"\n", self._at, max(self._at, most)) + 1 or most
-        if limit > self._at:
+        latest = len(self._buffer) - CONTEXT
+        limit = self._buffer.rfind(b"\n", self._searched, max(self._searched, latest)) + 1 or latest
+        if limit > self._searched:
             self._search(limit)
 
     def _search(self, limit: int) -> None:
-        """Look at the lines up to there. A literal across the place where the last search ended is one of these."""
-        data, at, matcher = self._kept, self._at, self._matcher
-        self._tally.add_ranks(data, at, limit)
-        self._trials.next_block()
+        """Examine the lines up to `limit`, including a literal that crosses the end of the last search."""
+        data, at, matcher = self._buffer, self._searched, self._matcher
+        self._evidence.add_ranks(data, at, limit)
+        self._budget.next_block()
         start = max(0, at - matcher.longest)
-        for found in grouped(data, matcher.found(data[start:limit]), start, at, self._trials.skips):
-            self._look(Spot(data, found, self._rank, self._written), matcher.owning(found.literals))
-        for found in every(data, at, limit) if matcher.without_literal else ():
-            self._look(Spot(data, found, self._rank, self._written), frozenset(matcher.without_literal))
-        for pattern, count in self._trials.passed():
-            self._tally.add_match_count(pattern, count)
-        self._report(data, at, limit)
+        hits = matcher.find_literals(data[start:limit])
+        for span in spans_of_hits(data, hits, start, at, self._budget.is_skipped):
+            self._examine(CandidateLine(data, span, self._rank, self._written), matcher.owners_of(span.literals))
+        for span in spans_of_lines(data, at, limit) if matcher.without_literal else ():
+            self._examine(CandidateLine(data, span, self._rank, self._written), frozenset(matcher.without_literal))
+        for pattern, count in self._budget.take_skipped():
+            self._evidence.add_match_count(pattern, count)
+        self._add_report(data, at, limit)
         newlines = data.count(b"\n", at, limit)
-        self._number += newlines
-        self._tally.lines += newlines
+        self._line_number += newlines
+        self._evidence.lines += newlines
         drop = max(0, limit - CONTEXT)
-        self._kept, self._at, self._base = data[drop:], limit - drop, self._base + drop
-        self._counted = self._at, self._number
+        self._buffer, self._searched, self._offset = data[drop:], limit - drop, self._offset + drop
+        self._counted = self._searched, self._line_number
 
-    def _number_at(self, place: int) -> int:
-        """The number of the line there, which counts newlines as editors do."""
+    def _line_number_at(self, position: int) -> int:
+        """The line number at a position of the buffer, counting newlines as editors do."""
         counted, number = self._counted
-        if place < counted:
-            counted, number = self._at, self._number
-        self._counted = max(place, counted), number + self._kept.count(b"\n", counted, place)
+        if position < counted:
+            counted, number = self._searched, self._line_number
+        self._counted = max(position, counted), number + self._buffer.count(b"\n", counted, position)
         return self._counted[1]
 
-    def _look(self, spot: Spot, wanted: frozenset[int]) -> None:
-        """Find out which of the wanted a line has. Of the pieces of an overlong line, the first that has it counts."""
-        first, last, is_start, _ = spot.found
-        line_at, looked_to = self._base + first, max(0, self._looked_to - self._base)
-        if line_at != self._line_at if is_start else self._kept.find(b"\n", looked_to, first) >= 0:
-            self._line_at = line_at
-            self._seen.clear()
-        self._looked_to = self._base + last
-        for number in wanted:
-            if number in self._seen:
+    def _examine(self, candidate: CandidateLine, owners: frozenset[int]) -> None:
+        """Try these patterns and kinds on a line. Each counts once per line, also in the pieces of an overlong one."""
+        first, last, is_start, _ = candidate.span
+        line_start, examined_to = self._offset + first, max(0, self._examined_to - self._offset)
+        if line_start != self._line_start if is_start else self._buffer.find(b"\n", examined_to, first) >= 0:
+            self._line_start = line_start
+            self._matched.clear()
+        self._examined_to = self._offset + last
+        for number in owners:
+            if number in self._matched:
                 continue
             if number >= 0:
-                self._try(number, spot)
-            elif number == Matcher.TELLS:
-                self._tally.add_watchdog_line(self._line(spot), spot.origin.text)
+                self._try(number, candidate)
+            elif number == Matcher.PROGRESS:
+                self._evidence.add_watchdog_line(self._line(candidate), candidate.log_line.text)
             elif number == Matcher.FAILURE:
-                if self._trials.may_fail() and self._tally.add_failure(self._line(spot)):
-                    self._seen.add(number)
-            elif number == Matcher.BOXED:
-                if self._trials.may_unbox():
-                    self._look_in_box(spot)
+                if self._budget.may_examine_failure() and self._evidence.add_failure(self._line(candidate)):
+                    self._matched.add(number)
+            elif number == Matcher.BOX:
+                if self._budget.may_examine_box():
+                    self._examine_box(candidate)
             else:
                 self._has_report = True
 
-    def _try(self, number: int, spot: Spot) -> None:
-        if not self._trials.may_try(number):
+    def _try(self, number: int, candidate: CandidateLine) -> None:
+        if not self._budget.may_try(number):
             return
         pattern = self._matcher.patterns[number]
         began = perf_counter()
-        match = pattern.compiled.search(spot.text)
+        match = pattern.compiled.search(candidate.text)
         if match is None and pattern.looks_behind:
-            match = pattern.compiled.search(spot.origin.text)
-        if match is None and pattern.reach and self._trials.may_look_around(number):
+            match = pattern.compiled.search(candidate.log_line.text)
+        if match is None and pattern.reach and self._budget.may_search_windows(number):
             match = next(
-                filter(None, (window.search(pattern.compiled) for window in spot.windows(pattern.reach))), None
+                filter(None, (window.search(pattern.compiled) for window in candidate.windows(pattern.reach))), None
             )
         seconds = perf_counter() - began
-        if seconds > SLOW_S and self._trials.took(number, seconds):
-            said = f"{self._source}: a signature of {pattern.id} takes too long on this text and was set aside"
-            self._tally.problems.append(said)
+        if seconds > SLOW_S and self._budget.charge(number, seconds):
+            problem = f"{self._source}: a signature of {pattern.id} takes too long on this text and was set aside"
+            self._evidence.problems.append(problem)
         if match:
-            self._seen.add(number)
-            self._trials.matched(number)
-            self._tally.add_match(pattern, match.group(), self._line(spot))
+            self._matched.add(number)
+            self._budget.count_match(number)
+            self._evidence.add_match(pattern, match.group(), self._line(candidate))
 
-    def _look_in_box(self, spot: Spot) -> None:
-        """What rich drew: a frame as Python prints it, and the message below the box as one line."""
-        line, bare = self._line(spot), unboxed(spot.origin.text)
-        if bare != spot.origin.text:
-            self._read(bare, line, spot)
-        if len(spot.message) > 1:
-            text = " ".join(spot.message)
-            below = Line(line.source, line.number + 1, text[:LONGEST_EVIDENCE], line.rank, line.time)
-            self._read(text, below, spot, spot.message)
+    def _examine_box(self, candidate: CandidateLine) -> None:
+        """Match the frames of rich's box as Python prints them, and the message below the box as one line."""
+        line, text = self._line(candidate), unboxed(candidate.log_line.text)
+        if text != candidate.log_line.text:
+            self._match_text(text, line, candidate)
+        if len(candidate.message) > 1:
+            message = " ".join(candidate.message)
+            below = Line(line.source, line.number + 1, message[:LONGEST_EVIDENCE], line.rank, line.time)
+            self._match_text(message, below, candidate, candidate.message)
 
-    def _read(self, text: str, line: Line, spot: Spot, parts: Sequence[str] = ()) -> None:
-        """Match a text that stands nowhere like this, but for what its parts have alone."""
-        alone = {number for part in parts for number in self._matcher.may_match(part)}
+    def _match_text(self, text: str, line: Line, candidate: CandidateLine, parts: Sequence[str] = ()) -> None:
+        """Match a text that the log does not contain in this form; its parts are matched on their own elsewhere."""
+        in_parts = {number for part in parts for number in self._matcher.may_match(part)}
         for number in self._matcher.may_match(text):
             pattern = self._matcher.patterns[number]
-            if number in (alone if pattern.reach else self._seen) or not self._trials.may_try(number):
+            if number in (in_parts if pattern.reach else self._matched) or not self._budget.may_try(number):
                 continue
-            if pattern.reach and self._trials.may_look_around(number):
-                text = spot.windows(pattern.reach)[-1].before + text
-            match = pattern.compiled.search(text)
+            has_window = pattern.reach and self._budget.may_search_windows(number)
+            before = candidate.windows(pattern.reach)[-1].before if has_window else ""
+            match = pattern.compiled.search(before + text)
             if match and not any(map(pattern.compiled.search, parts)):
-                self._trials.matched(number)
-                self._tally.add_match(pattern, match.group(), line)
+                self._budget.count_match(number)
+                self._evidence.add_match(pattern, match.group(), line)
 
-    def _line(self, spot: Spot) -> Line:
-        return self._line_of(spot.origin, self._number_at(spot.found.first))
+    def _line(self, candidate: CandidateLine) -> Line:
+        return self._line_of(candidate.log_line, self._line_number_at(candidate.span.first))
 
-    def _line_of(self, origin: LogLine, number: int) -> Line:
-        learned = self._processes.rank(origin.text)
-        rank = origin.rank if learned is None else learned
-        return Line(self._source, number, origin.text.strip()[:LONGEST_EVIDENCE], rank, origin.time)
+    def _line_of(self, log_line: LogLine, number: int) -> Line:
+        process_rank = self._processes.rank(log_line.text)
+        rank = log_line.rank if process_rank is None else process_rank
+        return Line(self._source, number, log_line.text.strip()[:LONGEST_EVIDENCE], rank, log_line.time)
 
-    def _report(self, data: bytes, start: int, end: int) -> None:
-        if self._has_report and len(self.reports) < MOST_REPORTS and REPORTS.search(data, start, end):
+    def _add_report(self, data: bytes, start: int, end: int) -> None:
+        if self._has_report and len(self.reports) < MAX_REPORT_BYTES and REPORTS.search(data, start, end):
             self.reports += data[start:end]
         self._has_report = False
 
     def _last_lines(self) -> Iterator[Line]:
-        """The lines at the end that say something."""
-        lines = self._kept[-TAIL:].split(b"\n")
-        for number, line in enumerate(lines, self._number - len(lines) + 1):
+        """The lines at the end of the log that are not blank."""
+        lines = self._buffer[-TAIL:].split(b"\n")
+        for number, line in enumerate(lines, self._line_number - len(lines) + 1):
             for text in line.decode("utf-8", "replace").split("\r"):
-                origin = parse_prefix(text, self._written, self._rank)
-                if origin.text.strip():
-                    yield self._line_of(origin, number)
+                log_line = parse_prefix(text, self._written, self._rank)
+                if log_line.text.strip():
+                    yield self._line_of(log_line, number)

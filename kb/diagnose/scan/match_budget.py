@@ -1,4 +1,4 @@
-"""How often and how long each pattern is tried on one log: what keeps the work linear in what the log holds."""
+"""Limits how often and how long each pattern is tried on one log, so that the work is linear in the size of the log."""
 
 from __future__ import annotations
 
@@ -8,106 +8,106 @@ from time import thread_time
 
 from kb.diagnose.scan.signature_matcher import Matcher, Pattern
 
-ENOUGH = 2000  # matches of a pattern in one log; of further literals most are only counted
-SAMPLED = 16  # one in so many is still looked at: it may come from another rank
-MOST_WINDOWS = 50  # tries of one pattern on the lines around a line; then one in so many blocks
+ENOUGH = 2000  # matches of a pattern in one log; most further literals are only counted
+SAMPLING = 16  # one literal in so many is still examined: it may come from another rank
+MAX_WINDOWS = 50  # tries of a pattern on the lines around a line; then one per `BLOCKS` blocks
 BLOCKS = 16
-AT_THE_END = 20  # further ones for the end of a log, where it failed
-SLOW_S = 1e-3  # a try that takes longer is booked
-PATIENCE_S = 2.0  # for the slow tries of one pattern on one log
-FORGIVEN_S = 0.05  # of these with every block: the machine may be slow, not the pattern
-MOST_FAILURES = 20_000  # lines reporting a failure that are looked at; then some of each block
+EXTRA_WINDOWS = 20  # for the end of a log, where it failed
+SLOW_S = 1e-3  # a try that takes longer is charged
+LIMIT_S = 2.0  # for the slow tries of one pattern on one log
+REFUND_S = 0.05  # of these, with every block: the machine may be slow, not the pattern
+MAX_FAILURES = 20_000  # failure lines that are examined; then `FURTHER_FAILURES` of each block
 FURTHER_FAILURES = 200
-MOST_BOXED = 10_000  # lines of rich's boxes, likewise
-FURTHER_BOXED = 200
+MAX_BOX_LINES = 10_000  # lines of rich's boxes, likewise
+FURTHER_BOX_LINES = 200
 
 
-class Trials:
-    """The account of one log, by the numbers of patterns and literals in a `Matcher`."""
+class MatchBudget:
+    """The budget of one log, by the numbers of patterns and literals in a `Matcher`."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
-        self._spent: dict[int, float] = {}  # seconds, of those that had slow tries
+        self._spent: dict[int, float] = {}  # seconds of slow tries, by pattern
         self._tried = [0] * len(matcher.patterns)
         self._matched = [0] * len(matcher.patterns)
         self._windows = [0] * len(matcher.patterns)
-        self._is_full = [False] * len(matcher.owners)
-        self._occurred = [0] * len(matcher.owners)  # since it is full
-        self._turns = [0] * len(matcher.patterns)  # since it matched often enough
-        self._passed: Counter[int] = Counter()
-        self._allowed = MOST_WINDOWS * BLOCKS
-        self._failures = MOST_FAILURES
-        self._boxed = MOST_BOXED
-        self._asked = thread_time()  # when the clock of this thread was looked at last
+        self._is_exhausted = [False] * len(matcher.owners)  # literals whose patterns all matched often enough
+        self._occurred = [0] * len(matcher.owners)  # since then
+        self._turns = [0] * len(matcher.patterns)  # since the pattern matched often enough
+        self._skipped: Counter[int] = Counter()
+        self._window_budget = MAX_WINDOWS * BLOCKS
+        self._failures = MAX_FAILURES
+        self._box_lines = MAX_BOX_LINES
+        self._clock = thread_time()  # CPU time of this thread when it was last checked
 
     def next_block(self) -> None:
-        self._asked = thread_time()
-        self._allowed += 1
+        self._clock = thread_time()
+        self._window_budget += 1
         self._failures = max(self._failures, FURTHER_FAILURES)
-        self._boxed = max(self._boxed, FURTHER_BOXED)
-        self._spent = {number: seconds - FORGIVEN_S * (seconds < PATIENCE_S) for number, seconds in self._spent.items()}
+        self._box_lines = max(self._box_lines, FURTHER_BOX_LINES)
+        self._spent = {number: seconds - REFUND_S * (seconds < LIMIT_S) for number, seconds in self._spent.items()}
 
     def last_block(self) -> None:
-        self._allowed += AT_THE_END * BLOCKS
+        self._window_budget += EXTRA_WINDOWS * BLOCKS
 
-    def skips(self, literal: int) -> bool:
-        """Whether this occurrence of a literal is only counted: all its patterns matched often enough."""
-        if not self._is_full[literal]:
+    def is_skipped(self, literal: int) -> bool:
+        """Whether this hit of a literal is only counted, because all its patterns matched often enough."""
+        if not self._is_exhausted[literal]:
             return False
         self._occurred[literal] += 1
-        if self._occurred[literal] % SAMPLED == 0:
+        if self._occurred[literal] % SAMPLING == 0:
             return False
         for number in self._matcher.owners[literal]:
-            self._passed[number] += 1
+            self._skipped[number] += 1
         return True
 
-    def passed(self) -> Iterator[tuple[Pattern, int]]:
-        """How many matches were only counted since the last call, by the share of matches among the tries."""
-        for number, count in self._passed.items():
+    def take_skipped(self) -> Iterator[tuple[Pattern, int]]:
+        """Matches that were only counted since the last call, estimated from the share of tries that matched."""
+        for number, count in self._skipped.items():
             share = self._matched[number] / self._tried[number]
             yield self._matcher.patterns[number], round(count * share)
-        self._passed.clear()
+        self._skipped.clear()
 
-    def may_fail(self) -> bool:
-        """Whether one more line that may report a failure is looked at."""
+    def may_examine_failure(self) -> bool:
+        """Whether one more failure line is examined."""
         self._failures -= 1
         return self._failures >= 0
 
-    def may_unbox(self) -> bool:
-        """Whether one more line of a box is looked at."""
-        self._boxed -= 1
-        return self._boxed >= 0
+    def may_examine_box(self) -> bool:
+        """Whether one more line of a box is examined."""
+        self._box_lines -= 1
+        return self._box_lines >= 0
 
     def may_try(self, number: int) -> bool:
-        """Whether a pattern is tried once more: it is not set aside, and did not match often enough."""
+        """Whether a pattern is tried again: it is not set aside and has not matched often enough."""
         if self._matched[number] >= ENOUGH:
             self._turns[number] += 1
-            if self._turns[number] % SAMPLED:
-                self._passed[number] += 1
+            if self._turns[number] % SAMPLING:
+                self._skipped[number] += 1
                 return False
-        if self._spent and self._spent.get(number, 0.0) >= PATIENCE_S:
+        if self._spent and self._spent.get(number, 0.0) >= LIMIT_S:
             return False
         self._tried[number] += 1
         return True
 
-    def may_look_around(self, number: int) -> bool:
+    def may_search_windows(self, number: int) -> bool:
         self._windows[number] += 1
-        return self._windows[number] * BLOCKS <= self._allowed
+        return self._windows[number] * BLOCKS <= self._window_budget
 
-    def took(self, number: int, seconds: float) -> bool:
-        """Book a slow try; whether it is the one that exhausts the patience.
+    def charge(self, number: int, seconds: float) -> bool:
+        """Charge a slow try; returns whether the pattern has now reached its limit.
 
-        On a busy machine a try takes long because others run. It took no more than the thread has worked since it was
-        asked last: that clock is too slow to be looked at for every try.
+        On a busy machine a try takes long because other processes run. It costs at most the CPU time of this thread
+        since the last check: reading that clock is too slow for every try.
         """
         now = thread_time()
-        seconds, self._asked = min(seconds, now - self._asked), now
+        seconds, self._clock = min(seconds, now - self._clock), now
         self._spent[number] = max(0.0, self._spent.get(number, 0.0)) + seconds
-        return self._spent[number] >= PATIENCE_S
+        return self._spent[number] >= LIMIT_S
 
-    def matched(self, number: int) -> None:
+    def count_match(self, number: int) -> None:
         self._matched[number] += 1
         if self._matched[number] == ENOUGH:
             for literal, owners in enumerate(self._matcher.owners):
                 if number in owners:
-                    self._is_full[literal] = all(owner >= 0 and self._matched[owner] >= ENOUGH for owner in owners)
+                    self._is_exhausted[literal] = all(owner >= 0 and self._matched[owner] >= ENOUGH for owner in owners)
