@@ -73,7 +73,7 @@ def test_a_citation_names_entry_section_and_every_grade(marks: str, known: str) 
     assert [claim.cited for claim in caused(f"It breaks. {marks}")] == [f"It breaks. [a-thing § Root cause, {known}]"]
 
 
-def test_code_stands_before_the_citation() -> None:
+def test_code_comes_before_the_citation() -> None:
     (claim,) = caused("Do: [probe]\n\n```python\nx = 1\n```")
     assert claim.cited == "Do:\n```python\nx = 1\n```\n[a-thing § Root cause, seen in the probe]"
 

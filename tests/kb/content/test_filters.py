@@ -1,4 +1,4 @@
-"""kb.filter for lists; searches are filtered in test_search_filters."""
+"""Filters of lists; tests/kb/search/test_search_filters.py has those of searches."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def test_what_only_a_withdrawn_entry_has_is_known_and_not_shown() -> None:
         (Filter.of(["storge"]), "no entry has the tag 'storge'", "nearest: storage"),
         (Filter.of(frameworks=["pytroch"]), "no entry has the framework 'pytroch'", "nearest: torch"),
         (Filter.of(statuses=["conf"]), "no entry has the status 'conf'", "confirmed, disputed, reported, withdrawn"),
+        (Filter.of(areas=["disks"]), "no entry has the area 'disks'", "one of checkpoint, collectives, data"),
     ],
 )
 def test_a_list_of_what_no_entry_has_is_an_error_with_the_nearest(only: Filter, message: str, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""What is said of GPU arms comes from the records of machines, and from nothing else."""
+"""What kb shows of GPU arms comes from hardware records and from nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_gpu_arms_that_never_ran_say_so_everywhere(kb: Kb, content: ContentRoot)
     assert "GPU arms" not in kb("show", "on-cpu").out
 
 
-def test_a_record_of_a_machine_changes_what_is_said(kb: Kb, content: ContentRoot) -> None:
+def test_a_hardware_record_changes_the_summary(kb: Kb, content: ContentRoot) -> None:
     content.incident("on-gpus", probe=GPU_PROBE)
     digest = kb("show", "on-gpus", "--json").json["digest"]
     keep(content, report("on-gpus", digest=digest))
