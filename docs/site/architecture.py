@@ -1,4 +1,4 @@
-"""Draws docs/architecture.svg: the packages in the layers of pyproject.toml, and who really imports whom.
+"""Draws docs/architecture.svg: the packages in the layers of pyproject.toml, and their actual imports.
 
     python docs/site/architecture.py        writes the picture; a test compares it with the imports
 
