@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
-from kb.diagnose.readers.safe_unpickler import Unreadable, as_integer, as_text, load_json
+from kb.diagnose.readers.structured import Unreadable, as_integer, as_text, load_json
 from kb.harness.collective import name_ranks
 
 LARGEST = 64 << 20  # bytes or characters

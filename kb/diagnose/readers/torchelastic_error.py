@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
-from kb.diagnose.readers.safe_unpickler import Unreadable, as_integer, load_json
+from kb.diagnose.readers.structured import Unreadable, as_integer, load_json
 
 LARGEST = 16 << 20  # bytes
 MOST_LINES = 2000  # the last ones of a traceback

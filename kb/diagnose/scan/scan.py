@@ -12,10 +12,11 @@ from kb.diagnose.inputs.formats import Kind, detect_kind
 from kb.diagnose.inputs.rank_from_path import rank_from_path
 from kb.diagnose.inputs.sources import Source, Stream
 from kb.diagnose.inputs.streams import HEAD
-from kb.diagnose.readers.flight_recorder import FlightDump, compare_dumps, read_dump
+from kb.diagnose.readers.flight_comparison import compare_dumps
+from kb.diagnose.readers.flight_recorder import FlightDump, read_dump
 from kb.diagnose.readers.nccl_ras import read_ras_report
-from kb.diagnose.readers.safe_unpickler import LARGEST, Unreadable
 from kb.diagnose.readers.stacks import read_stacks
+from kb.diagnose.readers.structured import LARGEST, Unreadable
 from kb.diagnose.readers.torchelastic_error import read_error_file
 from kb.diagnose.scan.accumulator import Accumulator
 from kb.diagnose.scan.log_scanner import Scanner

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kb.diagnose.readers.nccl_ras import read_ras_report
-from kb.diagnose.readers.safe_unpickler import Unreadable
+from kb.diagnose.readers.structured import Unreadable
 
 
 def rank(number: int, reduced: int = 7, **status: Any) -> dict[str, Any]:

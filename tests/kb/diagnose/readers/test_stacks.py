@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kb.diagnose.readers.safe_unpickler import Unreadable
 from kb.diagnose.readers.stacks import read_stacks
+from kb.diagnose.readers.structured import Unreadable
 
 GATHERS = """\
 Process 21300: python train.py

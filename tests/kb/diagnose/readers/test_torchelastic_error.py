@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE
-from kb.diagnose.readers.safe_unpickler import Unreadable
+from kb.diagnose.readers.structured import Unreadable
 from kb.diagnose.readers.torchelastic_error import read_error_file
 
 FAILS = """
