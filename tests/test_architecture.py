@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kb.lint.probes import PROBE_API
 from tests.support.console import CHECKOUT, KB
 
 CORE = CHECKOUT / "kb"
@@ -18,7 +19,7 @@ SHELLS = ("api", "cli")
 HEAVY = ("torch", "fastapi", "sqlmodel", "sqlalchemy", "yaml", "markdown_it", "pydantic", "rich")
 IN_THE_READERS_INTERPRETER = sorted(
     [*(CORE / "runtime").glob("*.py")]
-    + [CORE / f"{name}.py" for name in ("checkpoint", "context", "cpu_arms", "namespaces", "probe", "training_config")]
+    + [CORE / f"{module.removeprefix('kb.')}.py" for module in ("kb.context", *PROBE_API)]
 )
 
 
