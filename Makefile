@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
+ALL_TESTS := -n auto --dist worksteal
 
-.PHONY: setup system demo test contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
+.PHONY: setup system demo test quick contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -22,8 +23,11 @@ demo: setup ## the main job: find an incident, then prove its fix on this machin
 system: ## the programs that some tests run (PostgreSQL, Chromium, nginx, ...), from Debian's packages; needs root
 	.ci/system
 
-test: setup ## all tests, on up to four cores; TESTS=tests/kb/search for some, one after the other
-	$(BIN)/python -m pytest $(or $(TESTS),-n auto --maxprocesses 4 --dist loadfile)
+test: setup ## all tests, in parallel; TESTS=tests/kb/search for some, one after the other; COVERAGE=1 checks the floor
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(or $(TESTS),$(ALL_TESTS)) $(if $(COVERAGE),--cov)
+
+quick: setup ## the tests that take no long time
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ALL_TESTS) -m "not slow"
 
 contract: setup ## record the JSON documents, /openapi.json and the MCP tools as they are now; read the diff
 	KB_RECORD_CONTRACT=1 $(BIN)/python -m pytest -q tests/contract

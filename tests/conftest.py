@@ -43,6 +43,12 @@ REMOVED = (
 FEW = ("checkpoint-save-allgather-timeout", "oom-masked-as-nccl-timeout", "address-in-use")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests of deadlines and of clients that stall mostly wait."""
+    return min(len(os.sched_getaffinity(0)), 4) + 1
+
+
 @pytest.fixture(scope="session")
 def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds the index of the built-in entries, for reading: it takes seconds, once for all processes."""
