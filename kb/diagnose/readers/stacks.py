@@ -1,8 +1,8 @@
 """Stacks of the processes of a job to one sentence each: in which collective a rank waits, or what it does instead.
 
-Read are dumps of py-spy (text and `--json`), of faulthandler, and of torch's debug server, which puts
-`=== Rank 2: host ===` above what either of them printed. Only the main thread of a process counts; a worker of a
-DataLoader and a launcher are no ranks, nothing is said of them.
+It reads dumps of py-spy (text and `--json`), of faulthandler, and of torch's debug server, which prints
+`=== Rank 2: host ===` above the output of either. Only the main thread of a process counts. Workers of a DataLoader
+and launchers are not ranks and get no sentence.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ FRAME = re.compile(r"    ([^ (][^(]*) \(([^():]+):(\d{1,9})\)$")
 FAULT_FRAME = re.compile(r'  File "([^"]+)", line (\d{1,9}) in (.+)$')
 
 C10D = re.compile(r"(^|/)torch/distributed/(distributed_c10d|c10d_logger|_functional_collectives)\.py$")
+MODULE_CODE = ("<module>", "_run_module_as_main", "_run_code")  # outermost frames of a main thread
 NO_COLLECTIVE = ("wrapper", "init_process_group", "destroy_process_group", "new_group", "_store_based_barrier")
-TRAINS_NOTHING = re.compile(
+NOT_A_RANK = re.compile(
     r"/data/_utils/worker\.py$|torch/distributed/(elastic/agent/|run\.py|launch)|accelerate/commands/launch"
     r"|deepspeed/launcher/|multiprocessing/(resource_tracker|forkserver)\.py$|_inductor/compile_worker/"
 )
@@ -44,7 +45,7 @@ LIBRARY = re.compile(
 
 
 class Activity(NamedTuple):
-    """What a thread does, told by a file and function of its stack. Some may hide a collective in C++ or on the GPU."""
+    """What a thread does, by a file and function of its stack. Some may hide a collective in C++ or on the GPU."""
 
     name: str
     pattern: re.Pattern[str]  # searched in `file:function`
@@ -72,7 +73,7 @@ ACTIVITIES = (
 
 
 class Frame(NamedTuple):
-    """A level of a stack; the name is that of the function alone, which py-spy qualifies and faulthandler does not."""
+    """A level of a stack; `name` is the function without its class, which only py-spy prints."""
 
     name: str
     file: str
@@ -85,7 +86,7 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class Thread:
-    """Frames innermost first; the name is Python's, empty where the dump does not say."""
+    """Frames innermost first; `name` is the thread's name in Python, empty if the dump has none."""
 
     name: str = ""
     frames: list[Frame] = field(default_factory=list)
@@ -93,7 +94,7 @@ class Thread:
 
 @dataclass(slots=True)
 class Process:
-    """Threads in the order of the dump; rank or pid, whichever it says."""
+    """Threads in the order of the dump; its rank or its pid, as far as the dump has them."""
 
     rank: int | None = None
     pid: int | None = None
@@ -101,9 +102,9 @@ class Process:
 
 
 def read_stacks(text: str, source: str, rank: int | None = None) -> list[Line]:
-    """At most one sentence per process. `rank` is whose dump it is, where the file's name says so.
+    """At most one sentence per process. `rank` is the rank in the file's name, if there is one.
 
-    Raises `Unreadable` when there is no stack in it.
+    Raises `Unreadable` if there is no stack.
     """
     if len(text) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
@@ -111,20 +112,21 @@ def read_stacks(text: str, source: str, rank: int | None = None) -> list[Line]:
     processes = _from_json(text, rank) if is_json else _from_text(text, rank)
     if not any(thread.frames for process in processes for thread in process.threads):
         raise Unreadable("there is no stack in it")
-    told = ((process, _sentence(process)) for process in processes)
-    return [Line(source, 0, said[:LONGEST_EVIDENCE], process.rank) for process, said in told if said]
+    sentences = ((process, _sentence(process)) for process in processes)
+    return [Line(source, 0, sentence[:LONGEST_EVIDENCE], process.rank) for process, sentence in sentences if sentence]
 
 
 def _from_json(text: str, rank: int | None) -> list[Process]:
     """py-spy's list of threads, of one or more processes."""
-    found: dict[int | None, Process] = {}
-    for one in load_json(text)[:MOST_THREADS]:
-        if not isinstance(one, dict) or not isinstance(one.get("frames"), list):
+    processes: dict[int | None, Process] = {}
+    for thread in load_json(text)[:MOST_THREADS]:
+        if not isinstance(thread, dict) or not isinstance(thread.get("frames"), list):
             raise Unreadable("it is no dump of py-spy: a thread has no frames")
-        pid = as_integer(one.get("pid"))
-        frames = [_json_frame(frame) for frame in one["frames"][:MOST_FRAMES] if isinstance(frame, dict)]
-        found.setdefault(pid, Process(rank, pid)).threads.append(Thread(as_text(one.get("thread_name")), frames))
-    return list(found.values())
+        pid = as_integer(thread.get("pid"))
+        frames = [_json_frame(frame) for frame in thread["frames"][:MOST_FRAMES] if isinstance(frame, dict)]
+        process = processes.setdefault(pid, Process(rank, pid))
+        process.threads.append(Thread(as_text(thread.get("thread_name")), frames))
+    return list(processes.values())
 
 
 def _json_frame(frame: dict[Any, Any]) -> Frame:
@@ -133,24 +135,25 @@ def _json_frame(frame: dict[Any, Any]) -> Frame:
 
 
 def _from_text(text: str, rank: int | None) -> list[Process]:
-    """Lines of several ranks may be interleaved when torchrun's prefix tells them apart."""
-    found = [Process(rank)]
-    current: dict[int | None, Process] = {None: found[0]}
-    for whose, line in _lines(text):
+    """Lines of several ranks may be interleaved if they have torchrun's prefix."""
+    processes = [Process(rank)]
+    current: dict[int | None, Process] = {None: processes[0]}
+    for printer, line in _lines(text):
         if heading := RANK.match(line) or PROCESS.match(line):
             is_rank = heading.re is RANK
-            now = Process(int(heading[1])) if is_rank else Process(current[None].rank, int(heading[1]))
-            current[whose] = now
-            found.append(now)
-        elif whose not in current:
-            found.append(current.setdefault(whose, Process(whose)))
-        _add(current[whose], line)
-        if len(found) > MOST_PROCESSES:
+            process = Process(int(heading[1])) if is_rank else Process(current[None].rank, int(heading[1]))
+            current[printer] = process
+            processes.append(process)
+        elif printer not in current:
+            processes.append(current.setdefault(printer, Process(printer)))
+        _add(current[printer], line)
+        if len(processes) > MOST_PROCESSES:
             raise Unreadable(f"it has more than {MOST_PROCESSES} processes")
-    return found
+    return processes
 
 
 def _lines(text: str) -> Iterator[tuple[int | None, str]]:
+    """Each with the rank of its prefix."""
     for line in text.splitlines():
         prefix = PREFIX.match(line[:20])
         rest = line[prefix.end() :] if prefix else line
@@ -159,7 +162,7 @@ def _lines(text: str) -> Iterator[tuple[int | None, str]]:
 
 
 def _add(process: Process, line: str) -> None:
-    """A line that is neither a thread nor a frame (locals, say) changes nothing."""
+    """Lines that are neither a thread nor a frame, such as locals, are ignored."""
     if (thread := THREAD.match(line)) or FAULT_THREAD.match(line):
         if len(process.threads) < MOST_THREADS:
             process.threads.append(Thread((thread[1] or "") if thread else ""))
@@ -176,33 +179,34 @@ def _function(name: str) -> str:
 
 def _sentence(process: Process) -> str:
     frames = _main_frames(process)
-    if not frames or any(TRAINS_NOTHING.search(frame.file) for frame in frames):
+    if not frames or any(NOT_A_RANK.search(frame.file) for frame in frames):
         return ""
-    who = f"rank {process.rank}" if process.rank is not None else "rank ?"
+    rank = f"rank {process.rank}" if process.rank is not None else "rank ?"
     if process.rank is None and process.pid is not None:
-        who = f"rank ? (pid {process.pid})"
+        rank = f"rank ? (pid {process.pid})"
     if (call := _collective(frames)) is not None:
-        return f"{who} is in {frames[call].name}{_called_from(frames[call + 1 :])}"
+        return f"{rank} is in {frames[call].name}{_called_from(frames[call + 1 :])}"
     for activity in ACTIVITIES:
-        at = next((i for i, frame in enumerate(frames) if activity.pattern.search(f"{frame.file}:{frame.name}")), None)
-        if at is not None:
+        functions = enumerate(f"{frame.file}:{frame.name}" for frame in frames)
+        level = next((level for level, function in functions if activity.pattern.search(function)), None)
+        if level is not None:
             end = "" if activity.may_hide_collective else ", not in a collective"
-            return f"{who} is in {activity.name}{_called_from(frames[at:])}{end}"
+            return f"{rank} is in {activity.name}{_called_from(frames[level:])}{end}"
     own = next((frame for frame in frames if not _is_library(frame)), frames[0])
-    return f"{who} is in {own.place}"
+    return f"{rank} is in {own.place}"
 
 
 def _main_frames(process: Process) -> list[Frame]:
-    """Of the main thread: called so by Python, or begun by a module, or the last, as faulthandler orders them."""
+    """Those of the main thread: by its name, else by its outermost frame, else the last, in faulthandler's order."""
     threads = [thread for thread in process.threads if thread.frames]
     named = [thread for thread in threads if thread.name == "MainThread"]
-    begun = [thread for thread in threads if thread.frames[-1].name in ("<module>", "_run_module_as_main", "_run_code")]
-    chosen = named or begun or threads
-    return chosen[-1].frames if chosen else []
+    of_module = [thread for thread in threads if thread.frames[-1].name in MODULE_CODE]
+    main = named or of_module or threads
+    return main[-1].frames if main else []
 
 
 def _collective(frames: list[Frame]) -> int | None:
-    """Index of the call of torch.distributed that is the user's: the outermost of the innermost run of them."""
+    """Index of the frame of torch.distributed that the user called: the outermost of the innermost run of them."""
     inside = [index for index, frame in enumerate(frames) if C10D.search(frame.file)]
     run = [index for index in inside if index - inside[0] == inside.index(index)]
     calls = [index for index in run if frames[index].name not in NO_COLLECTIVE]
@@ -216,6 +220,6 @@ def _called_from(frames: list[Frame]) -> str:
 
 
 def _is_library(frame: Frame) -> bool:
-    """py-spy cuts a path at its place in sys.path: `threading.py`, `torch/...`, but also the user's `train.py`."""
+    """py-spy prints paths relative to sys.path: `threading.py`, `torch/...`, but also the user's `train.py`."""
     module = frame.file.split("/")[0].removesuffix(".py")
     return module in sys.stdlib_module_names or LIBRARY.search(frame.file) is not None

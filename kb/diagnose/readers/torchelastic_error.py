@@ -1,7 +1,7 @@
-"""torchrun's `error.json`, written by `record` from torch.distributed.elastic into TORCHELASTIC_ERROR_FILE, to lines.
+"""torchrun's `error.json`, which `record` of torch.distributed.elastic writes into TORCHELASTIC_ERROR_FILE, to lines.
 
-Two shapes exist (`torch/distributed/elastic/multiprocessing/errors/`): the message is an object with `message`,
-`extraInfo` and, when the agent has copied it, `errorCode`; or it is text, with `timestamp` beside it.
+It has two forms (`torch/distributed/elastic/multiprocessing/errors/`): the message is an object with `message`,
+`extraInfo` and, if the agent has copied it, `errorCode`; or it is text, with `timestamp` beside it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kb.diagnose.readers.structured import Unreadable, as_integer, load_json
 
 LARGEST = 16 << 20  # bytes
 MOST_LINES = 2000  # the last ones of a traceback
-LATEST = 1 << 33  # seconds since the epoch; beyond it the number is no such time
+LATEST = 1 << 33  # seconds since the epoch; a larger number is something else
 
 
 def read_error_file(data: bytes, source: str, rank: int | None = None) -> list[Line]:
-    """The traceback, then what of the message it does not end with. Raises `Unreadable`."""
+    """The traceback, then the lines of the message that it does not contain. Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     document = load_json(data)
@@ -29,13 +29,13 @@ def read_error_file(data: bytes, source: str, rank: int | None = None) -> list[L
     traceback = _lines(extra.get("py_callstack"))
     message = [line for line in _lines(inner.get("message")) if line not in traceback]
     code = as_integer(inner.get("errorCode"))
-    said = traceback + message + ([f"torchrun recorded the exit code {code}"] if code else [])
+    exit_code = [f"torchrun recorded the exit code {code}"] if code else []
     time = _time(extra.get("timestamp", inner.get("timestamp")))
-    return [Line(source, 0, line, rank, time) for line in said]
+    return [Line(source, 0, line, rank, time) for line in traceback + message + exit_code]
 
 
 def _lines(value: Any) -> list[str]:
-    """Not the placeholder that torch writes when there is no message."""
+    """Without the placeholder that torch writes when there is no message."""
     lines = value.splitlines() if isinstance(value, str) and value != "<NONE>" else []
     return [line.rstrip()[:LONGEST_EVIDENCE] for line in lines[-MOST_LINES:] if line.strip()]
 

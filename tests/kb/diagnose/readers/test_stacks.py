@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ Current thread 0x00007f19efa69b80 (most recent call first):
 """
 
 
-def told(text: str, rank: int | None = None) -> list[str]:
+def sentences(text: str, rank: int | None = None) -> list[str]:
     return [line.text for line in read_stacks(text, "stacks.txt", rank)]
 
 
@@ -83,17 +83,19 @@ def test_a_rank_in_a_collective_is_told_with_the_users_call() -> None:
 
 def test_a_rank_that_is_somewhere_else_is_told_where() -> None:
     text = "is in the DataLoader called from train.py:71 main, not in a collective"
-    assert told(LOADS) == [f"rank ? (pid 21301) {text}"]
-    assert told(LOADS, 3) == [f"rank 3 {text}"]
+    assert sentences(LOADS) == [f"rank ? (pid 21301) {text}"]
+    assert sentences(LOADS, 3) == [f"rank 3 {text}"]
 
 
 def test_each_process_has_one_sentence_and_a_worker_of_a_dataloader_none() -> None:
-    assert len(told(GATHERS + "\n" + LOADS + "-" * 80 + "\n" + WORKER)) == 2
+    assert len(sentences(GATHERS + "\n" + LOADS + "-" * 80 + "\n" + WORKER)) == 2
 
 
 def test_faulthandlers_stacks_are_read_and_the_main_thread_counts() -> None:
-    assert told(FAULT, 2) == ["rank 2 is in all_reduce called from train.py:42 step"]
-    assert told(FAULT.replace("Current thread", "Thread").replace("80 (most", "80 [python] (most"), 2) == told(FAULT, 2)
+    assert sentences(FAULT, 2) == ["rank 2 is in all_reduce called from train.py:42 step"]
+    assert sentences(
+        FAULT.replace("Current thread", "Thread").replace("80 (most", "80 [python] (most"), 2
+    ) == sentences(FAULT, 2)
 
 
 def test_torchs_debug_server_says_whose_stacks_these_are() -> None:
@@ -107,7 +109,7 @@ def test_torchs_debug_server_says_whose_stacks_these_are() -> None:
 def test_interleaved_lines_of_two_ranks_are_taken_apart_by_torchruns_prefix() -> None:
     item, other = FAULT.splitlines(), FAULT.replace("42", "43").splitlines()
     mixed = "\n".join(f"[rank0]: {a}\n[rank1]: {b}" for a, b in zip(item, other, strict=True))
-    assert told(mixed) == [
+    assert sentences(mixed) == [
         "rank 0 is in all_reduce called from train.py:42 step",
         "rank 1 is in all_reduce called from train.py:43 step",
     ]
@@ -131,7 +133,7 @@ def test_what_a_rank_does_instead_is_named(frames: list[str], said: str) -> None
     """`backward` and `synchronize` may hide a collective: nothing is said of one."""
     lines = [*frames, "f (a.py:1)", "<module> (a.py:2)"]
     text = "\n".join(['Thread 7 (idle): "MainThread"', *("    " + line for line in lines)])
-    assert told(text, 0) == [f"rank 0 is in {said.format(', not in a collective')}"]
+    assert sentences(text, 0) == [f"rank 0 is in {said.format(', not in a collective')}"]
 
 
 def test_py_spys_json_says_the_same_as_its_text() -> None:
@@ -150,7 +152,7 @@ def test_py_spys_json_says_the_same_as_its_text() -> None:
     feeder = thread(9, "QueueFeederThread", ("Condition.wait", "threading.py", 327))
     main = thread(9, "MainThread", ("all_reduce", "torch/distributed/distributed_c10d.py", 4287))
     main["frames"].append({"name": "step", "filename": "/home/me/train.py", "line": 42})
-    assert told(json.dumps([feeder, main], indent=2)) == [
+    assert sentences(json.dumps([feeder, main], indent=2)) == [
         "rank ? (pid 9) is in all_reduce called from train.py:42 step"
     ]
 
@@ -159,22 +161,36 @@ def test_what_this_interpreters_faulthandler_prints_is_read(tmp_path: Path) -> N
     script = tmp_path / "prepare.py"
     script.write_text("import faulthandler\ndef tokenize():\n    faulthandler.dump_traceback()\ntokenize()")
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert told(ran.stderr, 4) == ["rank 4 is in tokenization called from prepare.py:3 tokenize, not in a collective"]
+    assert sentences(ran.stderr, 4) == [
+        "rank 4 is in tokenization called from prepare.py:3 tokenize, not in a collective"
+    ]
 
 
-@pytest.mark.parametrize("text", ["", "hello\nworld", "[]", "[{}]", "[3]", "[{", "[" * 100_000, "[[]]", GATHERS[:90]])
-def test_what_has_no_stack_is_unreadable(text: str) -> None:
-    with pytest.raises(Unreadable):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        *((text, "there is no stack in it") for text in ("", "hello\nworld", "[]", "[3]", "[[]]", GATHERS[:90])),
+        ("[{}]", "it is no dump of py-spy: a thread has no frames"),
+        ("[{", "it is not JSON: "),
+        ('[{"a":' + "[" * 100_000, "its JSON is nested too deeply"),
+    ],
+)
+def test_what_has_no_stack_is_unreadable_for_a_reason(text: str, reason: str) -> None:
+    with pytest.raises(Unreadable, match=f"^{reason}"):
         read_stacks(text, "x")
 
 
+SENTENCE = re.compile(r"rank (\d+|\?|\? \(pid \d+\)) is in .+")
+HEADING = re.compile(r"=== Rank |Process |^\[(rank|default)")
 PARTS = [*GATHERS.splitlines(), *WORKER.splitlines(), *FAULT.splitlines(), "=== Rank 3: h ===", "[rank3]: ", " " * 3000]
 
 
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=60), max_size=30))
-def test_any_lines_are_at_most_one_sentence_per_process_or_unreadable(lines: list[str]) -> None:
-    with suppress(Unreadable):
-        assert all(line.text.startswith("rank ") for line in read_stacks("\n".join(lines), "x"))
+def test_any_lines_below_a_stack_are_at_most_one_sentence_per_process(lines: list[str]) -> None:
+    stacks = read_stacks("\n".join([GATHERS, *lines]), "x")
+    assert all(SENTENCE.match(line.text) for line in stacks)
+    headings = sum(bool(HEADING.search(line)) for text in lines for line in text.splitlines())
+    assert len(stacks) <= 2 + headings
 
 
 @given(
@@ -188,6 +204,10 @@ def test_any_lines_are_at_most_one_sentence_per_process_or_unreadable(lines: lis
         ),
     )
 )
-def test_any_json_is_sentences_or_unreadable(value: Any) -> None:
-    with suppress(Unreadable):
-        read_stacks(json.dumps([value]), "x")
+def test_json_is_a_sentence_if_it_has_a_frame(value: Any) -> None:
+    frames = value.get("frames") if isinstance(value, dict) else None
+    if isinstance(frames, list) and any(isinstance(frame, dict) for frame in frames):
+        assert all(SENTENCE.match(line.text) for line in read_stacks(json.dumps([value]), "x"))
+    else:
+        with pytest.raises(Unreadable, match=r"^(there is no stack in it|it is no dump of py-spy: )"):
+            read_stacks(json.dumps([value]), "x")

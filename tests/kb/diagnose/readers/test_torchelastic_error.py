@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,20 @@ def test_a_long_line_is_cut_and_of_many_the_last_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b"{}", b'{"message": 3}', b"[" * 100_000, b'{"message":"' + b"x" * 20]
+    ("data", "reason"),
+    [
+        *((data, "it is not JSON: ") for data in (b"", b"{", b'{"message":"' + b"x" * 20)),
+        *((data, "it is no error file of torchrun: it has no message") for data in (b"[]", b"{}", b'{"message": 3}')),
+        (b"[" * 100_000, "its JSON is nested too deeply"),
+    ],
 )
-def test_what_is_no_error_file_is_unreadable(data: bytes) -> None:
-    with pytest.raises(Unreadable):
+def test_what_is_no_error_file_is_unreadable_for_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(Unreadable, match=f"^{reason}"):
         read_error_file(data, "error.json")
 
 
 JSON: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=30),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
@@ -93,12 +97,16 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(JSON)
-def test_any_json_is_lines_or_unreadable(value: Any) -> None:
-    with suppress(Unreadable):
-        assert all(line.text and "\n" not in line.text for line in read_error_file(document(value), "error.json"))
+def test_any_text_or_object_is_a_message(message: Any) -> None:
+    if isinstance(message, (str, dict)):
+        lines = read_error_file(document(message), "error.json")
+        assert all(line.text and line.text.splitlines() == [line.text] for line in lines)
+    else:
+        with pytest.raises(Unreadable, match="it has no message"):
+            read_error_file(document(message), "error.json")
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b'{"message": ', b'{"message": {"extraInfo": ']))
-def test_any_bytes_are_lines_or_unreadable(data: bytes, front: bytes) -> None:
-    with suppress(Unreadable):
+def test_any_bytes_are_no_error_file(data: bytes, front: bytes) -> None:
+    with pytest.raises(Unreadable, match=r"^it is (not JSON: |no error file of torchrun)"):
         read_error_file(front + data, "error.json")
