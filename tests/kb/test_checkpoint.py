@@ -36,32 +36,32 @@ def with_pickle(path: Path, data: bytes) -> Path:
 
 def test_tensors_of_a_nested_checkpoint_have_their_path_dtype_and_shape(tmp_path: Path) -> None:
     state = {"model": {"layers.0.weight": torch.ones(2, 3).bfloat16()}, "step": 7, "mask": torch.zeros(4).bool()}
-    found = read_checkpoint(saved(tmp_path / "a.pt", state))
-    told = [(tensor.name, tensor.dtype, tensor.shape) for tensor in found.tensors]
-    assert told == [("model.layers.0.weight", "bfloat16", (2, 3)), ("mask", "bool", (4,))]
+    checkpoint = read_checkpoint(saved(tmp_path / "a.pt", state))
+    message = [(tensor.name, tensor.dtype, tensor.shape) for tensor in checkpoint.tensors]
+    assert message == [("model.layers.0.weight", "bfloat16", (2, 3)), ("mask", "bool", (4,))]
 
 
 def test_a_view_keeps_the_bytes_of_its_whole_storage(tmp_path: Path) -> None:
-    found = read_checkpoint(saved(tmp_path / "a.pt", {"w": torch.ones(1000)[10:20]}))
-    (tensor,) = found.tensors
+    checkpoint = read_checkpoint(saved(tmp_path / "a.pt", {"w": torch.ones(1000)[10:20]}))
+    (tensor,) = checkpoint.tensors
     assert (tensor.start, tensor.stop, tensor.used) == (40, 80, 40)
-    assert found.storages == {tensor.storage: 4000}
+    assert checkpoint.storages == {tensor.storage: 4000}
 
 
 def test_dtypes_without_a_typed_storage_are_read_too(tmp_path: Path) -> None:
-    found = read_checkpoint(saved(tmp_path / "a.pt", {"w": torch.ones(3).to(torch.float8_e4m3fn)}))
-    assert [(tensor.dtype, tensor.used) for tensor in found.tensors] == [("float8_e4m3fn", 3)]
+    checkpoint = read_checkpoint(saved(tmp_path / "a.pt", {"w": torch.ones(3).to(torch.float8_e4m3fn)}))
+    assert [(tensor.dtype, tensor.used) for tensor in checkpoint.tensors] == [("float8_e4m3fn", 3)]
 
 
-def test_classes_that_a_file_names_are_told(tmp_path: Path) -> None:
-    found = read_checkpoint(saved(tmp_path / "a.pt", {"args": argparse.Namespace(lr=1), "path": Path("/x")}))
-    assert {"argparse.Namespace"} <= set(found.names)
+def test_names_of_classes_in_a_file_are_listed(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(saved(tmp_path / "a.pt", {"args": argparse.Namespace(lr=1), "path": Path("/x")}))
+    assert {"argparse.Namespace"} <= set(checkpoint.names)
 
 
 def test_safetensors_are_read_from_their_header(tmp_path: Path) -> None:
     header = {"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}
-    found = read_checkpoint(safetensors(tmp_path / "a.safetensors", header, b"x" * 8))
-    assert [(tensor.name, tensor.dtype, tensor.shape, tensor.used) for tensor in found.tensors] == [
+    checkpoint = read_checkpoint(safetensors(tmp_path / "a.safetensors", header, b"x" * 8))
+    assert [(tensor.name, tensor.dtype, tensor.shape, tensor.used) for tensor in checkpoint.tensors] == [
         ("w", "bfloat16", (2, 2), 8)
     ]
 
@@ -79,7 +79,7 @@ def test_a_file_cut_short_is_torn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content, told",
+    "content, message",
     {
         b"": "empty",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n": "git-lfs pointer",
@@ -87,9 +87,9 @@ def test_a_file_cut_short_is_torn(tmp_path: Path) -> None:
         b"\0" * 600: "zeros",
     }.items(),
 )
-def test_what_was_stored_in_place_of_a_checkpoint_is_named(tmp_path: Path, content: bytes, told: str) -> None:
+def test_what_was_stored_in_place_of_a_checkpoint_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.bin").write_bytes(content)
-    with pytest.raises(Unreadable, match=told) as caught:
+    with pytest.raises(Unreadable, match=message) as caught:
         read_checkpoint(tmp_path / "a.bin")
     assert caught.value.is_torn
 
@@ -104,9 +104,9 @@ class Runs:
 
 def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     folder = tmp_path / "ran"
-    found = read_checkpoint(with_pickle(tmp_path / "a.pt", pickle.dumps({"x": Runs(str(folder))}, protocol=2)))
+    checkpoint = read_checkpoint(with_pickle(tmp_path / "a.pt", pickle.dumps({"x": Runs(str(folder))}, protocol=2)))
     assert not folder.exists()
-    assert found.names == ("posix.mkdir",)
+    assert checkpoint.names == ("posix.mkdir",)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         "nonsense": b"\x80\x02garbage",
     }.values(),
 )
-def test_a_hostile_pickle_ends_in_one_error_or_no_tensor(tmp_path: Path, pickled: bytes) -> None:
+def test_a_hostile_pickle_ends_in_an_error_or_no_tensor(tmp_path: Path, pickled: bytes) -> None:
     try:
         assert read_checkpoint(with_pickle(tmp_path / "a.pt", pickled)).tensors == ()
     except Unreadable as error:

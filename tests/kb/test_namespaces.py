@@ -9,14 +9,25 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user, tmpfs_over
-from kb.probe import Unavailable
+from kb.namespaces import (
+    bind_over,
+    bring_up,
+    join_nodes,
+    lay_cable,
+    own_network,
+    own_user,
+    run_two_nodes,
+    tmpfs_over,
+)
+from kb.probe import Context, Symptom, Unavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # since 3.12
 
@@ -93,7 +104,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_one_is_root_inside_and_stays_the_same_user_outside() -> None:
+def test_a_user_is_root_inside_and_stays_the_same_user_outside() -> None:
     def job() -> list[int]:
         outside = os.getuid()
         own_user()
@@ -114,7 +125,7 @@ def forbid_user_namespaces(uid: int) -> None:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_an_ordinary_user_is_told_that_user_namespaces_are_forbidden() -> None:
+def test_forbidden_user_namespaces_are_reported_to_an_ordinary_user() -> None:
     def job() -> None:
         forbid_user_namespaces(1000)
         own_user()
@@ -185,7 +196,7 @@ def test_a_tmpfs_of_1_mib_is_full_after_1_mib_and_seen_by_its_process_only() -> 
 
 
 @pytest.mark.usefixtures("allowed")
-def test_mounts_of_root_are_not_passed_on_to_those_who_shared_theirs() -> None:
+def test_mounts_of_root_do_not_propagate_to_shared_mounts() -> None:
     def job() -> list[str]:
         own_user()
         tmpfs_over(str(SHM), 1)
@@ -311,7 +322,7 @@ def test_two_networks_with_a_cable_exchange_a_byte() -> None:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_both_ends_of_a_cable_may_be_in_one_network() -> None:
+def test_both_ends_of_a_cable_may_be_in_the_same_network() -> None:
     def job() -> list[str]:
         own_user()
         own_network()
@@ -340,7 +351,7 @@ def with_a_cable(job: Callable[[], object]) -> Any:
         (lambda: lay_cable("lo", "kb1", os.getpid()), r"no virtual cable .* \(veth\) on this machine: File exists"),
     ],
 )
-def test_what_a_network_refuses_is_said(act: Callable[[], None], reason: str) -> None:
+def test_what_a_network_refuses_has_a_reason(act: Callable[[], None], reason: str) -> None:
     def job() -> None:
         own_user()
         own_network()
@@ -348,3 +359,59 @@ def test_what_a_network_refuses_is_said(act: Callable[[], None], reason: str) ->
 
     with pytest.raises(Unavailable, match=f"^{reason}"):
         in_child(job)
+
+
+# --- two nodes --------------------------------------------------------------------------------------------------------
+
+
+def outcome_of_nodes(live: Callable[[Context], None], nodes_s: float = 15.0) -> str:
+    """How two nodes end, as an ordinary user in a folder of its own."""
+
+    def job() -> str:
+        with tempfile.TemporaryDirectory(dir=SHM) as folder:
+            try:
+                run_two_nodes(Context(0, 1, "gloo", Path(folder), {}), live, nodes_s)
+            except (RuntimeError, Symptom, Unavailable) as error:
+                return f"{type(error).__name__}: {error}"
+        return "completed"
+
+    return str(in_child(job))
+
+
+@pytest.mark.usefixtures("allowed")
+def test_nodes_reach_each_other_over_the_cable() -> None:
+    def live(node: Context) -> None:
+        own_network()
+        join_nodes(node, "kb0")
+        if node.rank == 0:
+            with socket.create_server(("10.83.0.1", 4000)) as server:
+                node.reached()
+                server.accept()[0].close()
+        else:
+            node.reached()
+            socket.create_connection(("10.83.0.1", 4000), timeout=5).close()
+
+    assert outcome_of_nodes(live) == "completed"
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (Symptom("measured"), "Symptom: measured"),
+        (Unavailable("no veth"), "Unavailable: no veth"),
+        (ValueError("broken"), "RuntimeError: node 1: broken"),
+    ],
+)
+def test_the_failure_of_a_node_is_that_of_the_job_and_ends_the_other(error: Exception, outcome: str) -> None:
+    def live(node: Context) -> None:
+        if node.rank == 1:
+            raise error
+        time.sleep(60)
+
+    assert outcome_of_nodes(live) == outcome
+
+
+@pytest.mark.usefixtures("allowed")
+def test_nodes_that_do_not_end_are_killed() -> None:
+    assert outcome_of_nodes(lambda _: time.sleep(60), nodes_s=0.2) == "RuntimeError: a node did not end within 0.2 s"

@@ -32,14 +32,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text, told", BROKEN.values(), ids=BROKEN)
-def test_what_is_no_configuration_is_one_error(tmp_path: Path, text: str, told: str) -> None:
+@pytest.mark.parametrize("text, message", BROKEN.values(), ids=BROKEN)
+def test_an_invalid_configuration_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UnreadableConfig, match=told):
+    with pytest.raises(UnreadableConfig, match=message):
         read_config(tmp_path / "config")
 
 
-def test_a_missing_file_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnreadableConfig, match="is not a file"):
         read_config(tmp_path / "none.json")
 

@@ -33,12 +33,12 @@ def test_several_that_never_came_are_named_in_runs() -> None:
     assert mismatches[0].endswith(", which rank 1 is in")
 
 
-def test_different_sizes_at_one_sequence_number_are_told_apart() -> None:
+def test_different_sizes_at_a_sequence_number_are_distinguished() -> None:
     mismatches = compare({0: [call(1, size=4)], 1: [call(1, size=5)]}, 2)
     assert mismatches[0] == "collective 1 differs: rank 0 all_reduce [4] Float; rank 1 all_reduce [5] Float"
 
 
-def test_the_minority_is_accused_of_a_difference_and_one_of_two_is_not() -> None:
+def test_the_minority_is_accused_of_a_difference_and_neither_of_two_is() -> None:
     many = find_mismatches({0: [call(1)], 1: [call(1, size=5)], 2: [call(1)]})
     assert many[0].ranks == (1,)
     assert find_mismatches({0: [call(1)], 1: [call(1, size=5)]})[0].ranks == ()
@@ -54,7 +54,7 @@ def test_a_rank_without_a_record_is_mentioned_and_accused_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         ({"op": "nccl:all_to_all", "sizes": [[3]]}, {"op": "nccl:all_to_all", "sizes": [[5]]}),
         ({"op": "gloo:scatter", "sizes": [[2], [2]]}, {"op": "gloo:scatter", "sizes": []}),
@@ -65,9 +65,9 @@ def test_a_rank_without_a_record_is_mentioned_and_accused_of_nothing() -> None:
     ],
 )
 def test_sizes_that_each_rank_rightly_has_for_itself_are_no_difference(
-    one: dict[str, Any], other: dict[str, Any]
+    first: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    assert compare({0: [call(1, **one)], 1: [call(1, **other)]}, 2) == ()
+    assert compare({0: [call(1, **first)], 1: [call(1, **other)]}, 2) == ()
 
 
 def test_point_to_point_calls_and_ends_of_coalesced_ones_are_nobody_elses_business() -> None:
@@ -100,7 +100,7 @@ def test_only_members_of_a_group_are_missed() -> None:
     assert find_mismatches(records, {"5:tp": {0, 1, 2}})[0].ranks == (2,)
 
 
-def test_all_ranks_in_one_collective_point_at_no_rank() -> None:
+def test_all_ranks_in_the_same_collective_point_at_no_rank() -> None:
     records = {rank: [done(1), done(2), open_call(3)] for rank in range(3)}
     assert [finding.text for finding in find_mismatches(records)] == [
         "all ranks are in collective 3 (all_reduce [4] Float) with the same sizes, none has completed it"
@@ -112,7 +112,7 @@ def test_what_is_queued_behind_a_collective_that_nobody_completed_accuses_nobody
     assert [finding.ranks for finding in find_mismatches(records)] == [()]
 
 
-def test_a_job_whose_first_collective_never_completed_is_told_so() -> None:
+def test_a_job_whose_first_collective_never_completed_is_recognized() -> None:
     mismatches = compare({rank: [open_call(1, frames=["train.py:7 main"])] for rank in range(2)}, 2)
     assert mismatches[1] == "no collective ever completed, the first was all_reduce [4] Float (train.py:7 main)"
     later = {rank: [open_call(1), done(1, group="tp")] for rank in range(2)}
@@ -153,7 +153,7 @@ def test_the_group_that_explains_the_others_comes_first() -> None:
     assert [finding.ranks for finding in message] == [(2,), (1,)]
 
 
-def test_a_collective_that_some_have_finished_is_not_one_that_they_are_in() -> None:
+def test_a_rank_is_not_in_a_collective_that_it_has_finished() -> None:
     mismatches = compare({0: [done(1), done(2)], 1: [done(1)]}, 2)
     assert mismatches == ("rank 1 never issued collective 2 (all_reduce [4] Float), which rank 0 has finished",)
 

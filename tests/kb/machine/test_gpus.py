@@ -61,9 +61,9 @@ def ask() -> tuple[tuple[Gpu, ...] | None, dict[str, Any], dict[str, str]]:
     return result, reader.values("driver", driver.sources(silence)), reader.reasons
 
 
-def only(found: tuple[Gpu, ...] | None) -> Gpu:
-    assert found is not None
-    (gpu,) = found
+def only(gpus: tuple[Gpu, ...] | None) -> Gpu:
+    assert gpus is not None
+    (gpu,) = gpus
     return gpu
 
 
@@ -109,7 +109,7 @@ def test_reads_cuda_from_the_heading_when_there_is_no_version_option(smi: Smi, t
     assert output["cuda_version"] == "12.4"
 
 
-def test_a_lost_gpu_is_told_beside_the_others(smi: Smi, tmp_path: Path) -> None:
+def test_a_lost_gpu_is_reported_beside_the_others(smi: Smi, tmp_path: Path) -> None:
     smi(f"{say(tmp_path, 'rows', IDLE.format(0) + chr(10) + LOST)}; exit 15")
     result, _, reasons = ask()
     assert only(result).uuid == "GPU-0"

@@ -32,14 +32,14 @@ def gpus(count: int, **changed: Gpu) -> tuple[Gpu, ...]:
 
 
 def machine(
-    found: tuple[Gpu, ...] | None = None, packages: dict[str, str | None] | None = None, **other: Any
+    gpus: tuple[Gpu, ...] | None = None, packages: dict[str, str | None] | None = None, **other: Any
 ) -> MachineSnapshot:
     values: dict[str, Any] = {
         "host": {"memory_available_mib": 16_000},
         "python": {"packages": {"torch": "2.6.0+cu124"} if packages is None else packages, "torch": CUDA_TORCH},
         **other,
     }
-    return MachineSnapshot(interpreter=Path("/usr/bin/python3"), gpus=found, **values)
+    return MachineSnapshot(interpreter=Path("/usr/bin/python3"), gpus=gpus, **values)
 
 
 def used(mib: int, **changed: Any) -> Gpu:

@@ -20,7 +20,7 @@ VERIFIED, INEFFECTIVE, NOT, INVERTED, UNCLEAR, OTHER = (
 )
 
 
-def test_four_of_four_against_none_is_one_in_seventy() -> None:
+def test_four_of_four_against_none_has_a_chance_of_1_in_70() -> None:
     assert Counts(4, 4, 0).p == pytest.approx(1 / 70)
     assert Counts(3, 3, 0).p == pytest.approx(1 / 20)
     assert Counts(4, 0, 0).p == 1.0
@@ -46,7 +46,7 @@ def test_intervals_are_clopper_pearson() -> None:
         ([VERIFIED] * 4 + [UNCLEAR], Verdict.VERIFIED),
     ],
 )
-def test_counts_give_one_verdict(judgements: list[Judgement], verdict: Verdict) -> None:
+def test_counts_give_a_verdict(judgements: list[Judgement], verdict: Verdict) -> None:
     assert judge_repeats(judgements)[0].verdict is verdict
 
 
