@@ -68,7 +68,7 @@ def earliest(lines: Iterable[Line]) -> Line | None:
     lines = list(lines)
     if _is_timed(lines):
         return min(lines, key=lambda line: (line.time or 0.0, line.number), default=None)
-    return min(lines, key=lambda line: line.number) if _are_of_one_log(lines) else lines[0]
+    return min(lines, key=lambda line: line.number) if _share_a_log(lines) else lines[0]
 
 
 def _roots(candidates: Sequence[Candidate]) -> list[_OwnFailure]:
@@ -118,10 +118,10 @@ def _absent_ranks(line: Line) -> list[int]:
 
 def _is_timed(lines: Sequence[Line]) -> bool:
     times = [line.time for line in lines if line.time is not None]
-    return len(times) == len(lines) and (_are_of_one_log(lines) or min(times, default=0.0) >= SINCE_EPOCH)
+    return len(times) == len(lines) and (_share_a_log(lines) or min(times, default=0.0) >= SINCE_EPOCH)
 
 
-def _are_of_one_log(lines: Sequence[Line]) -> bool:
+def _share_a_log(lines: Sequence[Line]) -> bool:
     return len({line.source for line in lines}) <= 1
 
 

@@ -1,13 +1,13 @@
-"""Who printed a line: the rank that its prefixes name, the time, and the text without them.
+"""The prefixes of a line: the rank and the time that they give, and the text without them.
 
-Four voices may name a rank, and the first of these that does is believed:
-  1. `[rank3]:`, which torch writes with the global rank, in front or behind what a launcher put there;
-  2. the text in brackets at its front: `[Rank 3]`, `[RANK 3]`, `[PG ID 0 ... Rank 3]`, `[rank: 3]`, `GLOBAL_RANK: 3`.
-     Of another process group than the first, torch prints the rank within that group, which is not taken;
+The rank is taken from the first of these that names one:
+  1. `[rank3]:`, which torch prints with the global rank, before or after the prefix of a launcher;
+  2. the brackets at the beginning of the text: `[Rank 3]`, `[RANK 3]`, `[PG ID 0 ... Rank 3]`, `[rank: 3]`,
+     `GLOBAL_RANK: 3`. For another process group than the first, torch prints the rank within that group, which is ignored;
   3. a launcher: `[default3]:` and `[trainer3]:` of torchrun, `3: ` of `srun -l` and Megatron, `[1,3]<stderr>:` of
-     mpirun, `(VllmWorker rank=3 pid=12)`. torchrun means the rank on its node: with several nodes in one log it is
-     ambiguous, which only `[rank3]:` can heal;
-  4. the file, when the caller knows its rank (`kb.diagnose.inputs.rank_from_path`).
+     mpirun, `(VllmWorker rank=3 pid=12)`. torchrun means the rank on its node, which is ambiguous in a log of
+     several nodes without `[rank3]:`;
+  4. the file, if the caller knows its rank (`kb.diagnose.inputs.rank_from_path`).
 A pod or a container is a node, not a rank; its number is dropped with the prefix.
 """
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from kb.diagnose.scan.timestamps import parse_timestamp
 
-LONGEST_LINE = 8192  # characters of a line that are looked at
-FRONT = 240  # characters in which the text names its own rank
+LONGEST_LINE = 8192  # characters of a line that are parsed
+FRONT = 240  # characters at the beginning of the text in which its own rank is looked for
 MOST_PREFIXES = 6
 
 ESCAPES = rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
@@ -49,7 +49,7 @@ _PREFIX = re.compile(
     )""",
     re.ASCII | re.VERBOSE,
 )
-_OWN = re.compile(
+_RANK_IN_TEXT = re.compile(
     r"""\[(?:PG[ ](?:ID[ ])?(?P<group>\d{1,9})[^][]{0,120}?[ ])?
           (?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ =:]{0,2}(?P<rank>\d{1,6})\]
       | \bGLOBAL_RANK:[ ](?P<lightning>\d{1,6})
@@ -59,10 +59,10 @@ _OWN = re.compile(
 
 
 class LogLine(NamedTuple):
-    """What a line says about itself. `rank` and `time` (seconds) are None where it does not.
+    """A line without its prefixes. `rank` and `time` (seconds) are None if these do not give them.
 
     `text` has no colours, no launcher's prefix and no leading time; a header with a severity and the text's own
-    `[Rank 3]` stay. Signatures are matched on the whole line, this is what is shown and compared.
+    `[Rank 3]` stay. Signatures are matched on the whole line; answers print and compare `text`.
     """
 
     rank: int | None
@@ -71,27 +71,27 @@ class LogLine(NamedTuple):
 
 
 def parse_prefix(line: str, written: float | None = None, rank: int | None = None) -> LogLine:
-    """A line without its end. `written` (when its log was last written, seconds since the epoch) dates a line that
-    names no year; `rank` is that of its file, for a line that names none."""
+    """`line` without its line end. `written` (when its log was last written, seconds since the epoch) dates a line
+    without a year; `rank` is that of its file, for a line without a rank."""
     text = line[:LONGEST_LINE]
     if "\x1b" in text:
         text = _ESCAPES_TEXT.sub("", text)
-    at, said, launched, timed = 0, None, None, -1
+    end, torch_rank, launcher_rank, time_start = 0, None, None, -1
     for _ in range(MOST_PREFIXES):
-        match = _PREFIX.match(text, at)
+        match = _PREFIX.match(text, end)
         if match is None:
             break
-        which = match.lastgroup
-        if which == "rank":
-            said = said or match[which]
-        elif which == "time":
-            timed = at if timed < 0 else timed
-        elif which:
-            launched = launched or match[which]
-        at = match.end()
-    named = said or _own(text, at) or launched
-    when = parse_timestamp(text[at if timed < 0 else timed :].lstrip(), written)
-    return LogLine(int(named) if named else rank, when, text[at:])
+        kind = match.lastgroup
+        if kind == "rank":
+            torch_rank = torch_rank or match[kind]
+        elif kind == "time":
+            time_start = end if time_start < 0 else time_start
+        elif kind:
+            launcher_rank = launcher_rank or match[kind]
+        end = match.end()
+    digits = torch_rank or _rank_in_text(text, end) or launcher_rank
+    time = parse_timestamp(text[end if time_start < 0 else time_start :].lstrip(), written)
+    return LogLine(int(digits) if digits else rank, time, text[end:])
 
 
 def strip_escapes(line: bytes) -> bytes:
@@ -99,9 +99,9 @@ def strip_escapes(line: bytes) -> bytes:
     return _ESCAPES.sub(b"", line) if b"\x1b" in line else line
 
 
-def _own(text: str, at: int) -> str | None:
-    front = text[at : at + FRONT]
-    match = _OWN.search(front) if "ank" in front or "RANK" in front else None
+def _rank_in_text(text: str, start: int) -> str | None:
+    front = text[start : start + FRONT]
+    match = _RANK_IN_TEXT.search(front) if "ank" in front or "RANK" in front else None
     if match is None or match["group"] not in (None, "0"):
         return None
     return match["rank"] or match["lightning"] or match["composer"]

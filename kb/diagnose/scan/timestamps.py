@@ -1,8 +1,8 @@
-"""When a line was printed, by what it begins with.
+"""The time at the beginning of a line.
 
-Seconds since the epoch for a date, which counts as UTC where the line names no zone; a date without a year gets the
-year in which its log was written. The kernel's seconds since boot stay as they are. So times compare within one
-source. A clock without a date says nothing: it is as often a duration.
+A date gives seconds since the epoch: in UTC if the line has no zone, in the year in which the log was written if it has
+no year. The kernel's seconds since boot stay as they are. So times compare within one source. A clock without a date
+is ignored: it is as often a duration.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from datetime import UTC, datetime
 from functools import lru_cache
 
-FRONT = 160  # characters in which a time is looked for
+FRONT = 160  # characters at the beginning of a line in which a time is looked for
 DAY = 86400.0
-LATEST = 4e9  # a file may claim any time of writing; the calendar may not
+LATEST = 4e9  # seconds since the epoch: a file may claim to be written at any time, the calendar has an end
 
 CLOCK = re.compile(
     r"""(\d\d):(?<![\d:]...)(\d\d):(\d\d)(?!\d|:\d)
@@ -39,7 +39,7 @@ COUNTED = re.compile(r"\[ {0,8}(\d{1,10}\.\d{3,9})\]|\[?(1\d{9}(?:\.\d{1,9})?)\]
 
 
 def parse_timestamp(text: str, written: float | None = None) -> float | None:
-    """Seconds, or None where the front of the line names no time. `written` is when its log was last written."""
+    """Seconds, or None if the line does not begin with a time. `written` is when its log was last written."""
     if match := COUNTED.match(text):
         return float(match[1] or match[2])
     clock = CLOCK.search(text, 0, FRONT)
@@ -49,28 +49,28 @@ def parse_timestamp(text: str, written: float | None = None) -> float | None:
     if date is None:
         return None
     hours, minutes, seconds, fraction, zone, year = clock.groups()
-    of_day = int(hours) * 3600 + int(minutes) * 60 + int(seconds) + float(f"0.{fraction or 0}")
+    second_of_day = int(hours) * 3600 + int(minutes) * 60 + int(seconds) + float(f"0.{fraction or 0}")
     midnight = _day(date[0], year, written)
-    return None if midnight is None else midnight + of_day - _offset(zone)
+    return None if midnight is None else midnight + second_of_day - _offset(zone)
 
 
 @lru_cache(maxsize=1024)
 def _day(date: str, year: str | None, written: float | None) -> float | None:
-    """Midnight of a date as it is written before the clock."""
+    """Midnight of the date before a clock."""
     match = DATE.search(date)
     if match is None:
         return None
     part = match.groupdict()
-    given = part["year"] or part["us_year"] or (year if part["name"] else None)
+    known_year = part["year"] or part["us_year"] or (year if part["name"] else None)
     month = MONTHS.index(part["name"]) + 1 if part["name"] else int(_first(part, "month"))
     day = int(part["named_day"] or _first(part, "day"))
-    if given:
-        return _midnight(int(given) + (2000 if len(given) == 2 else 0), month, day)
+    if known_year:
+        return _midnight(int(known_year) + (2000 if len(known_year) == 2 else 0), month, day)
     latest = time.time() if written is None else written
     this_year = time.gmtime(min(max(latest, 0.0), LATEST)).tm_year
-    found = _midnight(this_year, month, day)
-    # Read in January, a line of December is of last year; a day ahead is but another zone.
-    return _midnight(this_year - 1, month, day) if found is None or found > latest + DAY else found
+    midnight = _midnight(this_year, month, day)
+    # In a log of January, a line of December is of last year; a line of tomorrow is of another zone.
+    return _midnight(this_year - 1, month, day) if midnight is None or midnight > latest + DAY else midnight
 
 
 def _first(part: dict[str, str | None], name: str) -> str:
@@ -85,7 +85,7 @@ def _midnight(year: int, month: int, day: int) -> float | None:
 
 
 def _offset(zone: str | None) -> float:
-    """Seconds that a zone is ahead of UTC."""
+    """Seconds by which a zone is ahead of UTC."""
     if zone is None or zone in ("Z", "UTC"):
         return 0.0
     digits = zone[1:].replace(":", "")
