@@ -3,7 +3,7 @@
 The rank is taken from the first of these that names one:
   1. `[rank3]:`, which torch prints with the global rank, before or after the prefix of a launcher;
   2. the brackets at the beginning of the text: `[Rank 3]`, `[RANK 3]`, `[PG ID 0 ... Rank 3]`, `[rank: 3]`,
-     `GLOBAL_RANK: 3`. For another process group than the first, torch prints the rank within that group, which is ignored;
+     `GLOBAL_RANK: 3`. For a process group other than the first, torch prints the rank within it, which is ignored;
   3. a launcher: `[default3]:` and `[trainer3]:` of torchrun, `3: ` of `srun -l` and Megatron, `[1,3]<stderr>:` of
      mpirun, `(VllmWorker rank=3 pid=12)`. torchrun means the rank on its node, which is ambiguous in a log of
      several nodes without `[rank3]:`;

@@ -14,7 +14,7 @@ from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.next_step import CERTAIN, LIKELY
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.search.index import open_index
+from kb.search.index_cache import open_index
 
 Answer = Callable[..., Diagnosis]
 
@@ -39,18 +39,22 @@ E1121 03:14:10.001 712 torch/distributed/elastic/multiprocessing/api.py:988] fai
 """
 
 
-@pytest.fixture
-def answer(home: Path) -> Iterator[Answer]:
-    """Diagnose texts, each a log of its name; the index of the built-in entries lies in the cache already."""
-    with open_index(configured_roots(())) as index:
+@pytest.fixture(scope="module")
+def answer(built_in_index: Path) -> Iterator[Answer]:
+    """Diagnose texts, each a log of its name, with the built-in entries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(built_in_index))
+        patch.delenv("KB_ROOTS", raising=False)
+        index = open_index(configured_roots(()))
+    with index:
         matcher = Matcher(index.signatures)
 
-        def given(*anonymous: str, **logs: str) -> Diagnosis:
+        def diagnose_logs(*anonymous: str, **logs: str) -> Diagnosis:
             texts = {**{f"{number}.log": text for number, text in enumerate(anonymous)}, **logs}
             streams = [Stream(name, iter([text.encode()])) for name, text in texts.items()]
             return diagnose(index, scan(streams, matcher))
 
-        yield given
+        yield diagnose_logs
 
 
 def test_a_cause_in_words_is_certain_and_cited(answer: Answer) -> None:
