@@ -27,37 +27,37 @@ def finding(entry: str, confidence: float, role: str = "cascade", **given: Any) 
     return Finding(id=entry, role=role, confidence=confidence, **texts, **rest)
 
 
-def step(*findings: Finding, who: RankSummary = NOBODY, **tells: list[str]) -> NextStep | None:
-    return next_step(findings, {item.id: {"tells": tells.get(item.id, [])} for item in findings}, who)
+def step(*findings: Finding, ranks: RankSummary = NOBODY, **tells: list[str]) -> NextStep | None:
+    return next_step(findings, {item.id: {"tells": tells.get(item.id, [])} for item in findings}, ranks)
 
 
-def given(found: NextStep | None) -> NextStep:
-    assert found is not None
-    return found
+def present(step: NextStep | None) -> NextStep:
+    assert step is not None
+    return step
 
 
 def test_what_is_certain_is_proved() -> None:
-    result = given(step(finding("a", CERTAIN), finding("b", LIKELY), a=["Not `b`, when x."]))
+    result = present(step(finding("a", CERTAIN), finding("b", LIKELY), a=["Not `b`, when x."]))
     assert (result.command, result.separates) == ("kb verify a", ("a",))
     assert "kb show a" in result.text
 
 
 def test_an_entry_without_a_probe_is_read() -> None:
-    assert given(step(finding("a", CERTAIN, probe=None))).command == "kb show a"
+    assert present(step(finding("a", CERTAIN, probe=None))).command == "kb show a"
 
 
 def test_two_candidates_are_told_apart_by_what_the_better_says_of_the_other() -> None:
-    result = given(step(finding("a", 0.6), finding("b", 0.5), a=["First.", "Not `b`, when x. [thread 4] [inferred]"]))
+    result = present(step(finding("a", 0.6), finding("b", 0.5), a=["First.", "Not `b`, when x. [thread 4] [inferred]"]))
     assert (result.text, result.source, result.separates) == ("Not `b`, when x.", "a", ("a", "b"))
 
 
 def test_or_by_what_the_other_says_of_it() -> None:
-    result = given(step(finding("a", 0.6), finding("b", 0.5), b=["Not `a`, when y."]))
+    result = present(step(finding("a", 0.6), finding("b", 0.5), b=["Not `a`, when y."]))
     assert (result.text, result.source) == ("Not `a`, when y.", "b")
 
 
 def test_what_only_follows_is_no_rival() -> None:
-    result = given(step(finding("a", 0.6, "root"), finding("b", 0.5, caused_by=("a",)), a=["Not `b`, when x."]))
+    result = present(step(finding("a", 0.6, "root"), finding("b", 0.5, caused_by=("a",)), a=["Not `b`, when x."]))
     assert (result.separates, result.command) == (("a",), "kb verify a")
     assert result.text.startswith("Prove it")
 
@@ -68,15 +68,15 @@ def test_an_unlikely_candidate_asks_for_nothing() -> None:
 
 
 def test_a_rank_that_never_came_is_asked_for_before_anything_else() -> None:
-    name = RankSummary(None, None, (2, 5), (0, 1, 2, 5))
-    result = given(step(finding("a", 0.6), who=name, a=["Look at x."]))
+    summary = RankSummary(None, None, (2, 5), (0, 1, 2, 5))
+    result = present(step(finding("a", 0.6), ranks=summary, a=["Look at x."]))
     assert "ranks 2 and 5" in result.text
-    assert given(step(who=name)).separates == ()
+    assert present(step(ranks=summary)).separates == ()
 
 
 def test_unless_the_cause_itself_was_printed() -> None:
-    name = RankSummary(None, 3, (3,), (0, 1, 2, 3))
-    assert given(step(finding("a", CERTAIN, "root"), who=name)).command == "kb verify a"
+    summary = RankSummary(None, 3, (3,), (0, 1, 2, 3))
+    assert present(step(finding("a", CERTAIN, "root"), ranks=summary)).command == "kb verify a"
 
 
 def test_candidates_are_what_is_likely_and_follows_from_nothing_seen() -> None:
@@ -103,14 +103,14 @@ def test_where_a_cause_was_printed_what_waiting_ranks_print_is_no_candidate() ->
 def test_a_probe_that_reads_a_log_is_given_the_one_it_was_seen_in(source: str, command: str) -> None:
     seen = finding("a", CERTAIN, "root", evidence=(Line(source, 7, "out of memory"),))
     tells = ["Three numbers of one line: `kb verify a --set log=train.log` compares them."]
-    assert given(step(seen, a=tells)).command == command
-    assert given(step(seen, a=["Not `kb verify b --set log=train.log`."])).command == "kb verify a"
+    assert present(step(seen, a=tells)).command == command
+    assert present(step(seen, a=["Not `kb verify b --set log=train.log`."])).command == "kb verify a"
 
 
 def test_what_no_entry_knows_is_to_be_read_where_it_stands() -> None:
     failed = Line("a`b.log", 71, "ShardError: odd", 17)
-    named = given(read_first_failure(RankSummary(failed, 17, (), (17,))))
+    named = present(read_first_failure(RankSummary(failed, 17, (), (17,))))
     assert "what rank 17 printed at `ab.log:71`" in named.text
     assert (named.command, named.separates) == ("", ())
-    assert "Read `ab.log:71`" in given(read_first_failure(RankSummary(failed, None, (), ()))).text
+    assert "Read `ab.log:71`" in present(read_first_failure(RankSummary(failed, None, (), ()))).text
     assert read_first_failure(NOBODY) is None

@@ -38,26 +38,28 @@ def call(seq: int, op: str = "all_reduce", size: int = 4, frames: tuple[str, ...
     return {"group": "0", "seq": seq, "op": f"nccl:{op}", "state": "started", "retired": False, **sizes, **more}
 
 
-def said(**ranks: list[dict[str, Any]]) -> list[str]:
+def sentences(**ranks: list[dict[str, Any]]) -> list[str]:
     return [finding.text for finding in find_mismatches({int(name[1:]): calls for name, calls in ranks.items()})]
 
 
 @pytest.mark.parametrize("many", [2, 4, 40])
 def test_different_operations_mean_divergence_however_many_ranks_there_are(many: int) -> None:
-    sentence, *_ = said(**{f"r{rank}": [call(1, ("all_reduce", "all_gather")[rank % 2])] for rank in range(many)})
+    sentence, *_ = sentences(**{f"r{rank}": [call(1, ("all_reduce", "all_gather")[rank % 2])] for rank in range(many)})
     assert roots(sentence) == {"rank-divergent-collectives"}, sentence
 
 
 @pytest.mark.parametrize("many", [2, 4, 40])
 def test_different_sizes_of_one_operation_mean_a_shape_mismatch(many: int) -> None:
-    sentence, *_ = said(**{f"r{rank}": [call(1, size=(4, 5)[rank % 2])] for rank in range(many)})
+    sentence, *_ = sentences(**{f"r{rank}": [call(1, size=(4, 5)[rank % 2])] for rank in range(many)})
     assert roots(sentence) == {"collective-shape-mismatch"}, sentence
 
 
 def test_one_call_from_different_lines_means_divergence() -> None:
     here, there = ("train.py:38 train",), ("train.py:39 train",)
     done: dict[str, Any] = {"state": "completed", "retired": True}
-    missing, lines = said(r0=[call(1, frames=here, **done), call(2, frames=there)], r1=[call(1, frames=there, **done)])
+    missing, lines = sentences(
+        r0=[call(1, frames=here, **done), call(2, frames=there)], r1=[call(1, frames=there, **done)]
+    )
     assert roots(lines) == {"rank-divergent-collectives"}
     assert roots(missing) == set(), "a rank that never came may be late, dead or elsewhere"
     assert {"rank-divergent-collectives", "uneven-inputs-hang"} <= cascades(missing)
@@ -71,18 +73,18 @@ def test_one_call_from_different_lines_means_divergence() -> None:
     ],
 )
 def test_where_the_waiting_rank_called_from_can_decide(frame: str, entry_id: str) -> None:
-    sentence, *_ = said(r0=[call(1, "all_gather", frames=(frame,))], r1=[])
+    sentence, *_ = sentences(r0=[call(1, "all_gather", frames=(frame,))], r1=[])
     assert roots(sentence) == {entry_id}, sentence
 
 
 def test_a_call_after_the_others_timeout_means_a_slow_rank() -> None:
     first, second = (call(1, time_created_ns=int(at * 1e9), timeout_ms=600_000) for at in (100, 2000))
-    sentence, *_ = said(r0=[first], r1=[second])
+    sentence, *_ = sentences(r0=[first], r1=[second])
     assert roots(sentence) == {"slow-rank-exceeds-timeout"}
 
 
 def test_all_ranks_in_one_collective_points_to_transport_and_with_gloo_only_to_threads() -> None:
-    sentence, *_ = said(r0=[call(7)], r1=[call(7)])
+    sentence, *_ = sentences(r0=[call(7)], r1=[call(7)])
     assert roots(sentence) == set()
     assert {"nccl-p2p-hang", "nccl-ib-misconfigured"} <= cascades(sentence)
     assert cascades(sentence.replace("completed it", "completed it, on gloo")) == {"watchdog-heartbeat-stuck"}

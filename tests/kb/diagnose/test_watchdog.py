@@ -24,8 +24,8 @@ def timed_out(rank: int, seq: int = 7, op: str = "ALLREDUCE", size: int = 4, out
 def in_group(rank: int, within: int, group: str, seq: int, op: str = "ALLREDUCE") -> list[str]:
     """Both lines that a rank prints of a group other than the default one; only the second names it."""
     caught = CAUGHT.format(seq=seq, op=op, sizes="NumelIn=4, NumelOut=4")
-    said = (PRINTED.format(within=within, caught=caught), THREAD.format(group=group, within=within, caught=caught))
-    return [f"[rank{rank}]:{item}" for item in said]
+    messages = (PRINTED.format(within=within, caught=caught), THREAD.format(group=group, within=within, caught=caught))
+    return [f"[rank{rank}]:{message}" for message in messages]
 
 
 def scanned(lines: Iterable[str], ranks: Iterable[int] = ()) -> Scan:
@@ -39,35 +39,35 @@ def scanned(lines: Iterable[str], ranks: Iterable[int] = ()) -> Scan:
     return Scan(timeouts=timeouts, progress=progress, exits=exits, ranks=named)
 
 
-def said(lines: Iterable[str], ranks: Iterable[int] = ()) -> list[tuple[str, int | None, int]]:
+def observed(lines: Iterable[str], ranks: Iterable[int] = ()) -> list[tuple[str, int | None, int]]:
     items = list(derive_observations(scanned(lines, ranks)))
     assert all(line.text.startswith("kb: ") for line in items)
     return [(line.text.removeprefix("kb: "), line.rank, line.number) for line in items]
 
 
 def test_ranks_that_wait_in_one_collective_are_one_sentence() -> None:
-    assert said([timed_out(rank) for rank in range(3)]) == [
+    assert observed([timed_out(rank) for rank in range(3)]) == [
         ("3 ranks timed out in the same collective, SeqNum=7 ALLREDUCE", None, 1)
     ]
 
 
 def test_a_rank_that_did_not_wait_is_named_and_the_others_are_not_called_all() -> None:
-    assert said([timed_out(rank) for rank in (0, 1, 3)], ranks=[2]) == [
+    assert observed([timed_out(rank) for rank in (0, 1, 3)], ranks=[2]) == [
         ("rank 2 reported no timeout while 3 others waited in SeqNum=7 ALLREDUCE", 2, 1)
     ]
 
 
 def test_several_that_did_not_wait_are_all_named() -> None:
-    ((text, _, _),) = said([timed_out(rank) for rank in (0, 1, 3, 4, 5)], ranks=[2, 6])
+    ((text, _, _),) = observed([timed_out(rank) for rank in (0, 1, 3, 4, 5)], ranks=[2, 6])
     assert text.startswith("rank 2, 6 reported no timeout while 5 others waited")
 
 
 def test_where_most_ranks_said_nothing_nobody_is_accused() -> None:
-    assert said([timed_out(0)], ranks=range(8)) == []
+    assert observed([timed_out(0)], ranks=range(8)) == []
 
 
 def test_the_first_collective_of_all_points_to_transport_or_setup() -> None:
-    assert said([timed_out(0, seq=1), timed_out(1, seq=1)]) == [
+    assert observed([timed_out(0, seq=1), timed_out(1, seq=1)]) == [
         ("no collective ever completed: the first one of the job timed out", None, 1)
     ]
 
@@ -75,17 +75,17 @@ def test_the_first_collective_of_all_points_to_transport_or_setup() -> None:
 @pytest.mark.parametrize("none", ["-1", "0", str(2**64 - 1)])
 def test_nothing_completed_is_read_from_the_status_as_well(none: str) -> None:
     lines = [timed_out(0, seq=2), "[rank0]:" + STATUS.format(rank=0, done=none)]
-    assert said(lines)[0][0].startswith("no collective ever completed")
+    assert observed(lines)[0][0].startswith("no collective ever completed")
 
 
 def test_a_first_number_in_a_later_group_is_not_the_first_of_the_job() -> None:
     lines = [*in_group(0, 0, "5(tp)", 1), *in_group(1, 1, "5(tp)", 1), "[rank0]:" + STATUS.format(rank=0, done=41)]
-    assert [text for text, _, _ in said(lines)] == ["2 ranks timed out in the same collective, SeqNum=1 ALLREDUCE"]
+    assert [text for text, _, _ in observed(lines)] == ["2 ranks timed out in the same collective, SeqNum=1 ALLREDUCE"]
 
 
 def test_other_operations_at_one_number_are_divergence_and_the_lonely_rank_is_named() -> None:
     lines = [timed_out(rank, op="ALLGATHER" if rank == 2 else "ALLREDUCE") for rank in range(4)]
-    assert said(lines) == [
+    assert observed(lines) == [
         (
             "ranks timed out in different collectives at SeqNum=7: ranks 0, 1 and 3 in ALLREDUCE, rank 2 in ALLGATHER",
             2,
@@ -95,12 +95,12 @@ def test_other_operations_at_one_number_are_divergence_and_the_lonely_rank_is_na
 
 
 def test_of_two_ranks_that_differ_none_is_accused() -> None:
-    ((_, rank, _),) = said([timed_out(0, op="BROADCAST"), timed_out(1)])
+    ((_, rank, _),) = observed([timed_out(0, op="BROADCAST"), timed_out(1)])
     assert rank is None
 
 
 def test_other_sizes_at_one_number_are_told_with_the_sizes() -> None:
-    ((text, rank, number),) = said([timed_out(rank, size=5 if rank == 1 else 4) for rank in range(4)])
+    ((text, rank, number),) = observed([timed_out(rank, size=5 if rank == 1 else 4) for rank in range(4)])
     assert text.startswith("ranks timed out in ALLREDUCE of different sizes at SeqNum=7: ranks 0, 2 and 3 with")
     assert text.endswith("rank 1 with NumelIn=5 NumelOut=5")
     assert (rank, number) == (1, 2)
@@ -109,33 +109,33 @@ def test_other_sizes_at_one_number_are_told_with_the_sizes() -> None:
 def test_the_sizes_of_older_releases_are_read_as_well() -> None:
     lines = [timed_out(0).replace("NumelIn=4, NumelOut=4", f"TensorShape=[{shape}]") for shape in ("2, 3",)]
     lines += [timed_out(1).replace("NumelIn=4, NumelOut=4", "TensorShape=[7]")]
-    assert "rank 0 with NumelIn=6, rank 1 with NumelIn=7" in said(lines)[0][0]
+    assert "rank 0 with NumelIn=6, rank 1 with NumelIn=7" in observed(lines)[0][0]
 
 
 @pytest.mark.parametrize("op", ["ALLTOALL_BASE", "ALLTOALL", "GATHER", "SCATTER", "COALESCED"])
 def test_sizes_that_may_differ_are_no_finding(op: str) -> None:
-    assert said([timed_out(rank, op=op, size=rank + 1) for rank in range(3)]) == []
+    assert observed([timed_out(rank, op=op, size=rank + 1) for rank in range(3)]) == []
 
 
 def test_the_two_sides_of_a_transfer_are_no_divergence() -> None:
-    assert said([timed_out(0, op="SEND"), timed_out(1, op="RECV")]) == []
+    assert observed([timed_out(0, op="SEND"), timed_out(1, op="RECV")]) == []
 
 
 def test_ranks_at_other_numbers_are_told_with_their_numbers() -> None:
-    assert said([timed_out(rank, seq=5 if rank == 1 else 7) for rank in range(4)]) == [
+    assert observed([timed_out(rank, seq=5 if rank == 1 else 7) for rank in range(4)]) == [
         ("ranks timed out at different collectives: SeqNum=5 on rank 1, SeqNum=7 on ranks 0, 2 and 3", 1, 2)
     ]
 
 
 def test_what_follows_the_first_timeout_of_a_rank_is_not_compared() -> None:
     lines = [timed_out(0), timed_out(1), timed_out(1, seq=8, op="BROADCAST")]
-    assert [text for text, _, _ in said(lines)] == ["2 ranks timed out in the same collective, SeqNum=7 ALLREDUCE"]
+    assert [text for text, _, _ in observed(lines)] == ["2 ranks timed out in the same collective, SeqNum=7 ALLREDUCE"]
 
 
 def test_groups_of_ranks_are_not_compared_with_each_other() -> None:
     lines = [line for rank in range(4) for line in in_group(rank, rank, "3(tp)", 500)]
     lines += [line for rank in range(4, 8) for line in in_group(rank, rank - 4, "7(tp)", 480, "BROADCAST")]
-    assert [text for text, _, _ in said(lines)] == [
+    assert [text for text, _, _ in observed(lines)] == [
         "4 ranks timed out in the same collective, SeqNum=500 ALLREDUCE",
         "4 ranks timed out in the same collective, SeqNum=480 BROADCAST",
     ]
@@ -143,7 +143,7 @@ def test_groups_of_ranks_are_not_compared_with_each_other() -> None:
 
 def test_groups_that_share_a_name_say_nothing_together() -> None:
     lines = [line for rank in range(4) for line in in_group(rank, rank % 2, "3(mesh_tp)", 500 if rank < 2 else 480)]
-    assert said(lines) == []
+    assert observed(lines) == []
 
 
 def test_a_rank_that_is_known_only_within_its_group_is_not_taken_for_one_of_the_job() -> None:
@@ -152,7 +152,7 @@ def test_a_rank_that_is_known_only_within_its_group_is_not_taken_for_one_of_the_
 
 
 def test_a_flood_of_other_lines_changes_nothing() -> None:
-    assert said(["step 1", "Watchdog", "SeqNum=1, OpType=ALLREDUCE", "[Rank 1] last enqueued work: x"] * 100) == []
+    assert observed(["step 1", "Watchdog", "SeqNum=1, OpType=ALLREDUCE", "[Rank 1] last enqueued work: x"] * 100) == []
 
 
 def test_exits_are_read_from_the_summary_of_torchrun() -> None:

@@ -74,7 +74,7 @@ def test_ranks_that_launched_fewer_collectives_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "state"),
     [
         ({"init_state": 7}, "is still initializing"),
         ({"init_state": 2}, "failed to initialize, ncclSystemError"),
@@ -82,9 +82,9 @@ def test_ranks_that_launched_fewer_collectives_are_named() -> None:
         ({"abort_flag": True}, "has aborted"),
     ],
 )
-def test_what_is_wrong_with_a_rank_that_answers_is_told(status: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_with_a_rank_that_answers_is_told(status: dict[str, Any], state: str) -> None:
     assert statements(report([rank(0, **status), rank(1)], []))[0][0].startswith(
-        f"NCCL RAS: rank 0 {said} (process 900 "
+        f"NCCL RAS: rank 0 {state} (process 900 "
     )
 
 

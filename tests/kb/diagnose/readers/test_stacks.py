@@ -116,7 +116,7 @@ def test_interleaved_lines_of_two_ranks_are_taken_apart_by_torchruns_prefix() ->
 
 
 @pytest.mark.parametrize(
-    ("frames", "said"),
+    ("frames", "sentence"),
     [
         (["_write (torch/serialization.py:9)", "save (torch/serialization.py:8)"], "torch.save called from a.py:1 f{}"),
         (["tokenize_row (trl/trainer/kto.py:3)"], "tokenization called from a.py:1 f{}"),
@@ -129,11 +129,11 @@ def test_interleaved_lines_of_two_ranks_are_taken_apart_by_torchruns_prefix() ->
         (["_FooIter.send_all (b.py:3)"], "b.py:3 send_all"),
     ],
 )
-def test_what_a_rank_does_instead_is_named(frames: list[str], said: str) -> None:
+def test_what_a_rank_does_instead_is_named(frames: list[str], sentence: str) -> None:
     """`backward` and `synchronize` may hide a collective: nothing is said of one."""
     lines = [*frames, "f (a.py:1)", "<module> (a.py:2)"]
     text = "\n".join(['Thread 7 (idle): "MainThread"', *("    " + line for line in lines)])
-    assert sentences(text, 0) == [f"rank 0 is in {said.format(', not in a collective')}"]
+    assert sentences(text, 0) == [f"rank 0 is in {sentence.format(', not in a collective')}"]
 
 
 def test_py_spys_json_says_the_same_as_its_text() -> None:
