@@ -1,12 +1,12 @@
-"""`make confusion`: do the logs of every control arm, run here for real, lead back to its entry?
+"""`make confusion`: are the logs of every control arm, run here for real, diagnosed as its entry?
 
-Runs the control arm of each entry that this machine lets run, as `kb verify` does, and gives the folder of what it
-left to `kb diagnose`. Prints the table of docs/benchmarks.md and draws docs/confusion.svg. Ends with 1 when an arm
-is attributed to another entry that no edge of the graph of causes links with its own.
+Runs the control arm of each entry that this machine can run, as `kb verify` does, and diagnoses the folder that it
+left. Prints the table of docs/benchmarks.md and draws docs/confusion.svg. Ends with 1 if an arm is diagnosed as an
+entry that no edge of the graph of causes links with its own.
 
-    confusion.py [ID]...     those entries alone, and no picture
-    --keep DIR               keep the folders there
-    --logs DIR               diagnose folders kept earlier, run nothing
+    confusion.py [ID]...     these entries only, and no picture
+    --keep DIR               save the folders there
+    --logs DIR               diagnose folders that were saved earlier, run nothing
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.harness.launcher import Launcher
 from kb.machine import snapshot
-from kb.search.index import Index, open_index
+from kb.search.index import Index
+from kb.search.index_cache import open_index
 from kb.verify.plan import make_plan
 from kb.verify.runner import JOBS
 from tests.bench.matrix import Cell, picture
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "confusion.svg"
-OWN, TOLD, LINKED, WRONG, SILENT = "its own", "its own by its probe's sentence", "linked", "wrong", "none"
+OWN, BY_PROBE, LINKED, WRONG, NONE = "its own", "its own by its probe's sentence", "linked", "wrong", "none"
 LEGEND = {
     OWN: "its own entry",
-    TOLD: "its own, by a sentence that only its probe prints",
+    BY_PROBE: "its own, by a sentence that only its probe prints",
     LINKED: "an entry linked with it as cause, consequence or mask",
     WRONG: "another",
 }
@@ -49,46 +50,46 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class Row:
-    """A control arm and what its logs are taken for."""
+    """A control arm and the diagnosis of its logs."""
 
     id: str
     diagnosis: Diagnosis
     links: frozenset[str]
-    is_told: bool  # by nothing but what the probe says itself, in place of software that is not here
+    is_by_probe: bool  # only by a sentence of the probe, which stands for software that is not installed
 
     @property
     def verdict(self) -> str:
-        return self.kind(self.diagnosis.findings[0].id) if self.diagnosis.findings else SILENT
+        return self.kind(self.diagnosis.findings[0].id) if self.diagnosis.findings else NONE
 
     def kind(self, finding: str) -> str:
         if finding == self.id:
-            return TOLD if self.is_told else OWN
+            return BY_PROBE if self.is_by_probe else OWN
         return LINKED if finding in self.links else WRONG
 
     @property
     def place(self) -> int | None:
-        """Where the right entry stands, from 1."""
+        """The place of the right entry among the findings, from 1."""
         ids = [finding.id for finding in self.diagnosis.findings]
         return ids.index(self.id) + 1 if self.id in ids else None
 
 
 def main() -> int:
-    arguments = parsed()
+    arguments = parse_arguments()
     roots = configured_roots(())
-    found = load_catalog(roots)
-    entries = [found.get(id_) for id_ in arguments.ids] if arguments.ids else found.current()
+    catalog = load_catalog(roots)
+    entries = [catalog.get(id_) for id_ in arguments.ids] if arguments.ids else catalog.current()
     with tempfile.TemporaryDirectory(prefix="kb-confusion-") as temporary:
         folder = arguments.logs or arguments.keep or Path(temporary)
-        skipped = [] if arguments.logs else run_control_arms(found, entries, folder)
+        skipped = [] if arguments.logs else run_control_arms(catalog, entries, folder)
         index = open_index(roots, print)
-        rows = list(diagnosed(entries, folder, index, graph(found.current())))
+        rows = list(diagnosed(entries, folder, index, graph(catalog.current())))
     print("\n".join(table(rows, skipped)))
     if not arguments.ids:
         PICTURE.write_text(picture(cells(rows), LEGEND), encoding="utf-8")
-    return 1 if any(row.verdict in (WRONG, SILENT) for row in rows) else 0
+    return 1 if any(row.verdict in (WRONG, NONE) for row in rows) else 0
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ids", nargs="*", metavar="ID")
     where = parser.add_mutually_exclusive_group()
@@ -97,8 +98,8 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_control_arms(found: Catalog, entries: Sequence[Entry], folder: Path) -> list[tuple[str, str]]:
-    """Leaves a folder per arm, as `kb verify --keep-logs` does; gives the entries of which none runs here, and why."""
+def run_control_arms(catalog: Catalog, entries: Sequence[Entry], folder: Path) -> list[tuple[str, str]]:
+    """Leaves a folder per arm, as `kb verify --keep-logs` does; returns entries without an arm that runs, and why."""
     with (
         tempfile.TemporaryDirectory() as copies,
         Launcher(Path(sys.executable), folder) as launcher,
@@ -110,7 +111,7 @@ def run_control_arms(found: Catalog, entries: Sequence[Entry], folder: Path) -> 
         def run(entry: Entry) -> tuple[str, str]:
             if not entry.meta.probe:
                 return entry.id, "no probe"
-            plan = make_plan(entry, found.probe_file(entry), launcher, machine, {})
+            plan = make_plan(entry, catalog.probe_file(entry), launcher, machine, {})
             refused = [f"{name}: {reason}" for name, reason in plan.skipped]
             for experiment in plan.runnable:
                 label = f"{entry.id}-{experiment.name}-control"
@@ -121,11 +122,11 @@ def run_control_arms(found: Catalog, entries: Sequence[Entry], folder: Path) -> 
                 refused.append(f"{experiment.name}: this machine refuses it")
             return entry.id, "; ".join(refused) or "its probe is a check"
 
-        return [one for one in pool.map(run, entries) if one[1]]
+        return [(entry_id, reason) for entry_id, reason in pool.map(run, entries) if reason]
 
 
 def renamed(probe: Path | None, folder: Path) -> Path:
-    """The probe as `train.py`: in a traceback its own name would give the answer away."""
+    """A copy of the probe as `train.py`: its own name would give the answer away in a traceback."""
     assert probe is not None
     copy = Path(tempfile.mkdtemp(dir=folder)) / "train.py"
     shutil.copy(probe, copy)
@@ -135,20 +136,19 @@ def renamed(probe: Path | None, folder: Path) -> Path:
 def diagnosed(entries: Iterable[Entry], folder: Path, index: Index, links: Graph) -> Iterator[Row]:
     matcher = Matcher(index.signatures)
     longest_first = sorted(entries, key=lambda entry: -len(entry.id))
-    for kept in sorted(folder.glob("*-control")):
-        owner = next((entry for entry in longest_first if kept.name.startswith(f"{entry.id}-")), None)
+    for logs in sorted(folder.glob("*-control")):
+        owner = next((entry for entry in longest_first if logs.name.startswith(f"{entry.id}-")), None)
         if owner:
-            seen = scan(find_sources([str(kept)]).inputs, matcher)
-            yield Row(owner.id, diagnose(index, seen), linked(links, owner.id), is_told(owner.id, seen, kept))
+            evidence = scan(find_sources([str(logs)]).inputs, matcher)
+            by_probe = is_by_probe(owner.id, evidence, logs)
+            yield Row(owner.id, diagnose(index, evidence), linked(links, owner.id), by_probe)
 
 
-def is_told(entry_id: str, seen: Scan, folder: Path) -> bool:
-    """Whether all that speaks for an entry stands in the sentence that its probe measured."""
+def is_by_probe(entry_id: str, evidence: Scan, folder: Path) -> bool:
+    """Whether all lines that match the entry are in the sentence that its probe raised as a symptom."""
     results = [json.loads(path.read_text()) for path in folder.glob("rank*[0-9].json")]
     measured = [result["message"] for result in results if result["outcome"] == "symptom"]
-    evident = [
-        match.lines[0].text for match in seen.matches if match.id == entry_id and match.role != "context"
-    ]
+    evident = [match.lines[0].text for match in evidence.matches if match.id == entry_id and match.role != "context"]
     return bool(evident) and all(any(line in sentence for sentence in measured) for line in evident)
 
 
@@ -169,10 +169,10 @@ def table(rows: Sequence[Row], skipped: Sequence[tuple[str, str]]) -> Iterator[s
     for row in rows:
         first = next(iter(row.diagnosis.findings), None)
         name = "nothing" if first is None else "the same" if first.id == row.id else first.id
-        told = f"{first.role} | {first.confidence:.2f}" if first else "|"
-        yield f"| {row.id} | {name} ({row.verdict}) | {told} | {row.place or ''} |"
+        role = f"{first.role} | {first.confidence:.2f}" if first else "|"
+        yield f"| {row.id} | {name} ({row.verdict}) | {role} | {row.place or ''} |"
     yield ""
-    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (OWN, TOLD, LINKED, WRONG, SILENT)}
+    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (OWN, BY_PROBE, LINKED, WRONG, NONE)}
     yield f"{len(rows)} control arms: {', '.join(f'{count} {kind}' for kind, count in counts.items())}."
     for entry_id, reason in skipped:
         yield f"- not run here: {entry_id} ({reason})"

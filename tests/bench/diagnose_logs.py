@@ -1,7 +1,7 @@
 """`make bench-diagnose`: how often a diagnosis is right, how fast a log is read, and what hostile texts cost.
 
-Exit code 1 when a bar is missed. `--cases FILE` adds cases in the form of `questions.jsonl`; `--megabytes` sets the
-size of the log for the speed, `--quick` leaves the log of 2 GB and the signatures' own repeats at a tenth.
+Exit code 1 if a bar is missed. `--cases FILE` adds cases in the format of `questions.jsonl`; `--megabytes` sets the
+size of the log that measures speed; `--quick` reads a tenth of the log of 2 GB and of the signatures' own repeats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kb.authoring.signature_tests import healthy_logs
 from kb.content.catalog import load_catalog
 from kb.content.roots import configured_roots
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.search.index import open_index
+from kb.search.index_cache import open_index
 from tests.bench import diagnosed, scanning
 
 

@@ -1,4 +1,4 @@
-"""How often the first answer to a log is right, beside full-text search over the same entries."""
+"""How often the first finding for a log is right, compared with full-text search over the same entries."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kb.search.index import Index
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 HIGH = 0.8
 WRONG_AND_SURE = 0.05
-BARS = {QUESTIONS.stem: (0.88, 0.92)}  # right first, of three: what holds for these; a change for the worse fails
-GOALS = (0.90, 0.97)  # for the cases of others
+BARS = {QUESTIONS.stem: (0.88, 0.92)}  # shares right first and of three, as measured; a change for the worse fails
+GOALS = (0.90, 0.97)  # for other files of cases
 BUCKETS = (0.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.01)
 ALL = ", all but held"
 WORD = re.compile(r"\w+")
@@ -32,7 +32,7 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Case:
-    """A log of a real question and the entries that are right, by people."""
+    """A log of a real question and the entries that people named as right."""
 
     file: str
     group: str
@@ -40,13 +40,13 @@ class Case:
     right: frozenset[str]
 
     @property
-    def is_held(self) -> bool:
+    def is_held_out(self) -> bool:
         return self.group.startswith("held")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said first of a case: the place of the first right entry (0 when none is), how sure, or nothing."""
+    """The place of the first right entry among the findings (0 for none), and the confidence of the first finding."""
 
     group: str
     place: int
@@ -56,10 +56,11 @@ class Answer:
 
 def cases(path: Path) -> Iterator[Case]:
     for line in path.read_text(encoding="utf-8").splitlines():
-        one = json.loads(line)
-        if one["log"]:
-            group = f"{one.get('split', path.stem)}, {one['lang']}"
-            yield Case(path.stem, group, one["log"], frozenset([*one["labels"], *one["also_ok"]]))
+        question = json.loads(line)
+        if question["log"]:
+            group = f"{question.get('split', path.stem)}, {question['lang']}"
+            right = frozenset([*question["labels"], *question["also_ok"]])
+            yield Case(path.stem, group, question["log"], right)
 
 
 def ask(index: Index, matcher: Matcher, log: str) -> Diagnosis:
@@ -69,9 +70,9 @@ def ask(index: Index, matcher: Matcher, log: str) -> Diagnosis:
 def accuracy(
     index: Index, matcher: Matcher, roots: Sequence[Root], files: Sequence[Path], failed: list[str]
 ) -> Iterator[str]:
-    """The tables of accuracy and calibration. The bars are for the cases that development may see."""
-    asked = [case for path in files for case in cases(path)]
-    answers = [_answer(index, matcher, case) for case in asked]
+    """The tables of accuracy and calibration. The bars are for the cases that are not held out."""
+    all_cases = [case for path in files for case in cases(path)]
+    answers = [_answer(index, matcher, case) for case in all_cases]
     entries = list(load_catalog(tuple(roots)))
     engines = {
         "FTS5, one line an entry": FullText(
@@ -81,40 +82,40 @@ def accuracy(
     }
     yield f"| logs | cases | first | of three | wrong first, confidence >= {HIGH} | not known | {' | '.join(engines)} |"
     yield "|---|---|---|---|---|---|" + "---|" * len(engines)
-    for group, mine in _groups(asked).items():
-        chosen = [answers[number] for number in mine]
-        first, three, sure = _shares(chosen)
-        unknown = sum(one.is_unexplained for one in chosen) / len(chosen)
-        theirs = [
-            _place_shares([_place(engine.search(asked[number].log), asked[number]) for number in mine])
-            for engine in engines.values()
+    for group, numbers in _groups(all_cases).items():
+        members = [all_cases[number] for number in numbers]
+        of_group = [answers[number] for number in numbers]
+        first, three, sure = _shares(of_group)
+        unknown = sum(answer.is_unexplained for answer in of_group) / len(of_group)
+        others = [
+            _place_shares([_place(engine.search(case.log), case) for case in members]) for engine in engines.values()
         ]
         yield (
-            f"| {group} | {len(mine)} | {first:.2f} | {three:.2f} | {sure:.2f} | {unknown:.2f} | "
-            + " | ".join(theirs)
+            f"| {group} | {len(members)} | {first:.2f} | {three:.2f} | {sure:.2f} | {unknown:.2f} | "
+            + " | ".join(others)
             + " |"
         )
-        least = BARS.get(asked[mine[0]].file, GOALS) if group.endswith(ALL) else (0.0, 0.0)
+        least = BARS.get(members[0].file, GOALS) if group.endswith(ALL) else (0.0, 0.0)
         if first < least[0] or three < least[1] or (group.endswith(ALL) and sure > WRONG_AND_SURE):
             failed.append(f"{group}: first {first:.2f}, of three {three:.2f}, wrong and sure {sure:.2f}")
     yield ""
     yield from _calibration(answers)
 
 
-def _groups(asked: Sequence[Case]) -> dict[str, list[int]]:
-    """Numbers of cases by split and language, and of each file all that development may see."""
+def _groups(all_cases: Sequence[Case]) -> dict[str, list[int]]:
+    """Numbers of cases by split and language, and of each file those that are not held out."""
     groups: dict[str, list[int]] = {}
-    for number, case in sorted(enumerate(asked), key=lambda pair: pair[1].group):
+    for number, case in sorted(enumerate(all_cases), key=lambda pair: pair[1].group):
         groups.setdefault(case.group, []).append(number)
-    for number, case in enumerate(asked):
-        if not case.is_held:
+    for number, case in enumerate(all_cases):
+        if not case.is_held_out:
             groups.setdefault(f"{case.file}{ALL}", []).append(number)
     return groups
 
 
 def healthy(index: Index, matcher: Matcher, logs: Sequence[HealthyLog], failed: list[str]) -> Iterator[str]:
-    found = {log.path.name: ask(index, matcher, log.text).findings for log in logs}
-    wrong = {name: findings[0] for name, findings in found.items() if findings}
+    by_log = {log.path.name: ask(index, matcher, log.text).findings for log in logs}
+    wrong = {name: findings[0] for name, findings in by_log.items() if findings}
     yield f"{len(logs) - len(wrong)} of {len(logs)} logs of jobs that ended well have no finding."
     for name, finding in wrong.items():
         failed.append(f"{name}: {finding.id} ({finding.role}, {finding.confidence})")
@@ -141,9 +142,10 @@ def _whole(entry: Entry) -> str:
 
 
 def _answer(index: Index, matcher: Matcher, case: Case) -> Answer:
-    found = ask(index, matcher, case.log)
-    sure = found.findings[0].confidence if found.findings else 0.0
-    return Answer(case.group, _place([finding.id for finding in found.findings], case), sure, found.unexplained)
+    diagnosis = ask(index, matcher, case.log)
+    confidence = diagnosis.findings[0].confidence if diagnosis.findings else 0.0
+    place = _place([finding.id for finding in diagnosis.findings], case)
+    return Answer(case.group, place, confidence, diagnosis.unexplained)
 
 
 def _place(ids: list[str], case: Case) -> int:

@@ -1,4 +1,4 @@
-"""Texts that cost a search engine the most, made of the words it has: long, common, repeated, unknown, Chinese."""
+"""Texts that are the most work for a search engine: long, common, repeated, unknown and Chinese words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.search.query import LONGEST_TEXT
 
 
 def texts(roots: tuple[Root, ...]) -> dict[str, str]:
-    """A title and the text of each; the same ones for the same entries."""
+    """Texts by title; the same texts for the same entries."""
     rng = random.Random(0)
     files = [path for root in roots for path in root.entry_files()]
     raw = "\n".join(path.read_text(encoding="utf-8") for path in rng.sample(files, min(len(files), 60)))
@@ -24,7 +24,7 @@ def texts(roots: tuple[Root, ...]) -> dict[str, str]:
         "text of entries": _cut(raw[len(raw) // 2 :]),
         "thousands of words": _cut(" ".join(rng.sample(words, min(len(words), 3000)))),
         "Chinese only": _cut("".join(rng.sample(chinese, min(len(chinese), 3000)))),
-        "two languages": _cut(" ".join(one for pair in zip(words, chinese, strict=False) for one in pair)),
+        "two languages": _cut(" ".join(word for pair in zip(words, chinese, strict=False) for word in pair)),
         "log lines of many incidents": _cut("\n".join(rng.sample(samples, len(samples)))),
         "every synonym": _cut(" ".join(word for group in synonyms.read() for word in group)),
         "the commonest words": "torch distributed nccl rank error timeout training gpu process 训练 超时 报错 显存",

@@ -1,4 +1,4 @@
-"""A confusion matrix as SVG: what it was downwards, what it was taken for across. Pure: cells in, text out."""
+"""A confusion matrix as SVG: a row for what it was, a column for what it was taken for. Pure: cells in, text out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cell:
 
 
 def picture(cells: Iterable[Cell], legend: Mapping[str, str]) -> str:
-    """Rows are in the order of the cells; columns have the same order, then those that are no row.
+    """Rows are in the order of the cells; columns have the same order, then those without a row.
 
     `legend` says in words what each kind is, in the order of the colours.
     """
@@ -36,8 +36,8 @@ def picture(cells: Iterable[Cell], legend: Mapping[str, str]) -> str:
     across = {column: LABEL + SIZE * number for number, column in enumerate(columns)}
     down = {row: LABEL + SIZE * number for number, row in enumerate(rows)}
     drawn = [_grid(down.values(), across.values(), width, height)]
-    drawn += [_text(LABEL - 6, y + SIZE - 4, one, ' text-anchor="end"') for one, y in down.items()]
-    drawn += [_column_name(x + SIZE - 4, one) for one, x in across.items()]
+    drawn += [_text(LABEL - 6, y + SIZE - 4, row, ' text-anchor="end"') for row, y in down.items()]
+    drawn += [_column_name(x + SIZE - 4, column) for column, x in across.items()]
     drawn += [
         _cell(cell, across[cell.column], down[cell.row], colours[cell.kind])
         for cell in sorted(cells, key=lambda cell: -cell.place)

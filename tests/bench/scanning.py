@@ -1,4 +1,4 @@
-"""Reading logs: megabytes a second beside ripgrep with the same patterns, memory, and texts made to be slow."""
+"""Reading logs: megabytes per second compared with ripgrep and the same patterns, memory, and hostile texts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.patterns.multiline import spans_lines
 from kb.patterns.redos_timing import pumped
+from tests.bench import training_log
 from tests.bench.measured import run
-from tests.bench.training_log import pieces
 
 KB = str(Path(sys.executable).with_name("kb"))
 RG = str(Path(sys.executable).with_name("rg"))
@@ -32,23 +32,23 @@ Rows = Iterator[str]
 
 
 def ordinary(size: int, healthy: tuple[HealthyLog, ...]) -> Iterator[bytes]:
-    return pieces(size, healthy, seed=7)
+    return training_log.pieces(size, healthy, seed=7)
 
 
 def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: int, failed: list[str]) -> Rows:
-    """The rows of one log. What rg takes to build its automata is taken off: only what it reads counts."""
+    """The rows of one log. The time in which rg builds its automata is subtracted: only reading counts."""
     log = home / "train.log"
     with log.open("wb") as file:
         file.writelines(ordinary(size, healthy))
     megabytes = log.stat().st_size / 1e6
-    every = [pattern.text for pattern in matcher.patterns if not any(part in pattern.text for part in NOT_IN_RG)]
-    lines_only = [text for text in every if not spans_lines(text)]
+    texts = [pattern.text for pattern in matcher.patterns if not any(part in pattern.text for part in NOT_IN_RG)]
+    lines_only = [text for text in texts if not spans_lines(text)]
     rates = {
         "`kb diagnose`, in process": megabytes / _median(lambda: scan(find_sources([str(log)]).inputs, matcher)),
         "`kb diagnose`, the whole process": megabytes / _median(lambda: run([KB, "diagnose", str(log)], home)),
     }
     ours = min(rates.values())
-    for name, patterns in (("", every), (", without those over several lines", lines_only)):
+    for name, patterns in (("", texts), (", without those over several lines", lines_only)):
         for option in ("--unicode", "--no-unicode"):
             rates[f"`rg -c {option}`, {len(patterns)} patterns{name}"] = _rg_rate(home, patterns, log, option)
     yield f"| {megabytes:.0f} MB, medians of {ROUNDS} | MB/s | kb beside it |"
@@ -70,14 +70,14 @@ def _median(work: Callable[[], object]) -> float:
 
 
 def _rg_rate(home: Path, patterns: Iterable[str], log: Path, option: str) -> float:
-    """Megabytes a second on the head of the log that it reads in some seconds; so that slow ones end."""
+    """Megabytes per second on so much of the log as it reads in some seconds; so that slow patterns end."""
     file, head = home / "patterns.txt", home / "head.log"
     file.write_text("\n".join(dict.fromkeys(patterns)) + "\n", encoding="utf-8")
     argv = [RG, "-c", "--no-config", "--regex-size-limit=1G", "--threads=1", option, "-f", str(file), str(head)]
 
     def search() -> None:
-        ended = subprocess.run(argv, capture_output=True, text=True)
-        assert ended.returncode in (0, 1), ended.stderr
+        process = subprocess.run(argv, capture_output=True, text=True)
+        assert process.returncode in (0, 1), process.stderr
 
     head.write_bytes(b"\n")
     building = _median(search)
@@ -92,7 +92,7 @@ def _rg_rate(home: Path, patterns: Iterable[str], log: Path, option: str) -> flo
 
 
 def memory(home: Path, healthy: tuple[HealthyLog, ...], size: int, failed: list[str]) -> Rows:
-    """Peak of the process while it reads a log from a pipe: nothing that large has to lie on the disk."""
+    """Peak memory of the process while it reads a log from a pipe, so that the log takes no space on the disk."""
     pipe = home / "pipe"
     os.mkfifo(pipe)
     writer = os.fork()
@@ -108,7 +108,7 @@ def memory(home: Path, healthy: tuple[HealthyLog, ...], size: int, failed: list[
 
 
 def hostile(matcher: Matcher, healthy: tuple[HealthyLog, ...], samples: dict[str, str], size: int) -> Rows:
-    """Seconds for texts made to be slow, beside the same size of an ordinary log."""
+    """Seconds for texts that are made to be slow, compared with as much of an ordinary log."""
     rng = random.Random(3)
     texts: dict[str, Iterable[bytes]] = {
         "an ordinary log": ordinary(size, healthy),
@@ -145,12 +145,12 @@ def _repeated(text: bytes, size: int) -> Iterator[bytes]:
 
 
 def _worst(pattern: str, sample: str) -> bytes:
-    """The longest of what the linter tries a pattern on; a log with NULs in it would count as binary."""
+    """The longest text that the linter tries a pattern on, without NULs, which would make the log binary."""
     return max(pumped(pattern, sample), key=len).replace("\0", "\1").encode()
 
 
 def _seconds(text: Iterable[bytes], matcher: Matcher) -> float:
-    held = list(text)
+    pieces = list(text)
     began = time.perf_counter()
-    scan([Stream("hostile", iter(held))], matcher)
+    scan([Stream("hostile", iter(pieces))], matcher)
     return time.perf_counter() - began

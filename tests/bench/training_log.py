@@ -1,7 +1,7 @@
-"""A log as long as one likes: what healthy jobs print, of several ranks, with the noise of progress, and one failure.
+"""A log of any length: the lines of healthy jobs, of several ranks, with progress bars, and one failure.
 
-The same seed gives the same bytes. A pool of blocks is made once and repeated in changing order, so that a log of
-gigabytes costs the time to write it. The figures of the noise are drawn, the wording is that of the tools named.
+The same seed gives the same bytes. A pool of blocks is made once and repeated in random order, so that a log of
+gigabytes takes no longer than to write it. The figures of the noise are random, the wording is that of the tools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fuzzing by hand of all that `kb diagnose` reads: any input ends in a scan, none in an exception.
+"""Fuzzes the readers of `kb diagnose`, by hand: any input ends in a scan, none in an exception.
 
 pip install atheris   # into an environment of its own, with what kb needs
 python tests/fuzz/fuzz_logs.py -max_total_time=300 CORPUS
@@ -32,12 +32,12 @@ MATCHER = Matcher(
 )
 
 
-def read(data: bytes) -> None:
-    """The first byte chooses the name, the second how the rest is cut."""
+def scan_input(data: bytes) -> None:
+    """The first byte selects the name, the second the size of the pieces of the rest."""
     name, size, rest = NAMES[data[0] % len(NAMES)] if data else "", 1 + (data[1] if data[1:] else 0), data[2:]
     scan([Stream(name, (rest[at : at + size] for at in range(0, len(rest), size)))], MATCHER)
 
 
 if __name__ == "__main__":
-    atheris.Setup(sys.argv, read)
+    atheris.Setup(sys.argv, scan_input)
     atheris.Fuzz()
