@@ -16,7 +16,7 @@ from typing import Any
 from kb.content.roots import Root
 from kb.errors import KbError
 from kb.harness import subprocesses
-from kb.search import index
+from kb.search import index_cache
 
 OLD_S = 120.0  # an arm's directory that no process has used for this long was left behind
 TORCH_S = 120.0
@@ -60,8 +60,8 @@ def check_content(roots: tuple[Root, ...]) -> HealthCheck:
 
 def check_index(roots: tuple[Root, ...]) -> HealthCheck:
     """Whether the index exists, is fresh and readable. If not, the next search builds it, if it can be written."""
-    home = index.home(roots)
-    opened = index.open_if_fresh(roots)
+    home = index_cache.home(roots)
+    opened = index_cache.open_if_fresh(roots)
     if opened:
         with opened:
             count, problems = len(opened), len(opened.problems)

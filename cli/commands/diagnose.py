@@ -9,7 +9,7 @@ import typer
 
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
-from kb.search.index import open_index
+from kb.search.index_cache import open_index
 
 from ..terminal.fields import labelled
 from ..terminal.output import JsonFlag, RootOption, emit, notice

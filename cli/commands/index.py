@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kb.content.roots import configured_roots
-from kb.search.index import home, open_index
+from kb.search.index_cache import home, open_index
 
 from ..terminal.output import JsonFlag, RootOption, emit, notice
 

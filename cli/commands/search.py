@@ -13,7 +13,7 @@ from kb.content.filters import Filter
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 from kb.search.explanation import Explanation
-from kb.search.index import open_index
+from kb.search.index_cache import open_index
 from kb.search.ranking import search as find
 from kb.search.results import Answer, Hit
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kb.content.admission import refusal
 from kb.content.entry import Entry, Status
 from kb.content.parser import read_entry
 from kb.content.roots import Root
@@ -16,7 +17,7 @@ from kb.errors import ContentError, UnknownEntry
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Entries by id, with what could not be read. A broken entry is a problem to show, never one to die of."""
+    """Entries by id, and the problems of files that could not be read: a broken entry never stops kb."""
 
     entries: dict[str, Entry]
     problems: tuple[ContentError, ...]
@@ -38,7 +39,7 @@ class Catalog:
         raise UnknownEntry(entry_id, nearest(entry_id, self.entries))
 
     def probe_file(self, entry: Entry) -> Path | None:
-        """Where the entry's probe lies (the file may be missing: that is the linter's finding)."""
+        """The path of the entry's probe; the linter reports a missing file."""
         return self.probes.get(entry.id)
 
     def current(self) -> list[Entry]:
@@ -47,7 +48,7 @@ class Catalog:
 
 
 def load_catalog(roots: Iterable[Root]) -> Catalog:
-    """Read every root, in order. A clash of ids is a problem of the later entry, and the earlier one stays."""
+    """Reads every root, in order. Of two entries with the same id the later one is a problem, the earlier one stays."""
     entries: dict[str, Entry] = {}
     probes: dict[str, Path] = {}
     problems: list[ContentError] = []
@@ -69,24 +70,23 @@ def load_catalog(roots: Iterable[Root]) -> Catalog:
 
 def _admit(entry: Entry, entries: dict[str, Entry]) -> None:
     """Refuse an id that is taken, and a `replaces` that replaces nothing."""
-    old = entries.get(entry.id)
-    line = entry.lines.get(("replaces",), entry.lines.get(("id",), 1))
-    if old and entry.meta.replaces != entry.id:
-        raise ContentError(entry.path, line, "duplicate-id", f"{old.path} has this id; say `replaces: {entry.id}`")
-    if entry.meta.replaces and not (old and entry.meta.replaces == entry.id):
-        raise ContentError(entry.path, line, "replaces-nothing", f"no earlier root has {entry.meta.replaces!r}")
+    earlier = entries.get(entry.id)
+    earlier_path = earlier.path if earlier else None
+    problem = refusal(entry.path, entry.id_line, entry.id, entry.meta.replaces, earlier_path)
+    if problem:
+        raise problem
 
 
 def nearest(word: str, words: Iterable[str]) -> tuple[str, ...]:
-    """Up to three ids that a mistyped one, or the beginning of one, may have meant, best first."""
+    """Up to three of the words that a mistyped or incomplete word may mean, best first."""
     words, word = list(words), word.lower().replace("_", "-")
-    begun = [one for one in words if len(word) > 3 and one.startswith(word)]
+    completions = [known for known in words if len(word) > 3 and known.startswith(word)]
     close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
-    return tuple(dict.fromkeys([*begun, *close]))[:3] or tuple(one for one in words if word in one)[:3]
+    return tuple(dict.fromkeys([*completions, *close]))[:3] or tuple(known for known in words if word in known)[:3]
 
 
 def file_digest(path: Path | None) -> str:
-    """sha256 of a file, as reports carry it of probes; "" when there is none or it cannot be read."""
+    """sha256 of a file, such as the probe in a report; "" without a file or when it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
     except OSError:

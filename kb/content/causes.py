@@ -1,23 +1,33 @@
 """The graph of causes: which incident leads to which, and which one hides another.
 
-An edge may be written at either end (`causes` of the one, `caused_by` of the other) and is one edge. Ids that no
-entry has are left out: the linter names them.
+An edge may be written at either end, as `causes` of one entry or as `caused_by` of the other: it is one edge. Ids that
+no entry has are left out; the linter reports them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kb.content.entry import Entry
+if TYPE_CHECKING:  # loading pydantic takes longer than updating an index
+    from kb.content.entry import Entry
 
 Edge = tuple[str, str]
 
 
+class Links(NamedTuple):
+    """The ids that an entry links to."""
+
+    id: str
+    causes: Sequence[str]
+    caused_by: Sequence[str]
+    masked_by: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`causes` holds (cause, consequence), `masks` (what is seen, what it hides); both sorted."""
+    """`causes` holds (cause, consequence), `masks` holds (visible entry, entry that it hides); both are sorted."""
 
     titles: dict[str, str]
     causes: tuple[Edge, ...]
@@ -30,36 +40,45 @@ class Graph:
         return tuple(consequence for cause, consequence in self.causes if cause == entry_id)
 
     def masked_by(self, entry_id: str) -> tuple[str, ...]:
-        """What is seen in its place."""
-        return tuple(seen for seen, hidden in self.masks if hidden == entry_id)
+        """The entries that are seen in its place."""
+        return tuple(visible for visible, hidden in self.masks if hidden == entry_id)
 
     def hides(self, entry_id: str) -> tuple[str, ...]:
-        return tuple(hidden for seen, hidden in self.masks if seen == entry_id)
+        return tuple(hidden for visible, hidden in self.masks if visible == entry_id)
 
     def around(self, entry_id: str) -> dict[str, Any]:
         """The direct neighbours of an entry, as `kb graph --json` gives them."""
         return {
             "id": entry_id,
             "title": self.titles[entry_id],
-            "causes": self._named(self.consequences_of(entry_id)),
-            "caused_by": self._named(self.causes_of(entry_id)),
-            "masked_by": self._named(self.masked_by(entry_id)),
-            "masks": self._named(self.hides(entry_id)),
+            "causes": self._with_titles(self.consequences_of(entry_id)),
+            "caused_by": self._with_titles(self.causes_of(entry_id)),
+            "masked_by": self._with_titles(self.masked_by(entry_id)),
+            "masks": self._with_titles(self.hides(entry_id)),
         }
 
-    def _named(self, ids: Iterable[str]) -> list[dict[str, str]]:
+    def _with_titles(self, ids: Iterable[str]) -> list[dict[str, str]]:
         return [{"id": id_, "title": self.titles[id_]} for id_ in ids]
 
 
 def graph(entries: Iterable[Entry]) -> Graph:
     """The graph over these entries."""
     entries = tuple(entries)
-    titles = {entry.id: entry.meta.title for entry in entries}
-    causes = {(entry.id, other) for entry in entries for other in entry.meta.causes}
-    causes |= {(other, entry.id) for entry in entries for other in entry.meta.caused_by}
-    masks = {(other, entry.id) for entry in entries for other in entry.meta.masked_by}
-    return Graph(titles, _known(causes, titles), _known(masks, titles))
+    causes, masks = edges(
+        Links(entry.id, entry.meta.causes, entry.meta.caused_by, entry.meta.masked_by) for entry in entries
+    )
+    return Graph({entry.id: entry.meta.title for entry in entries}, causes, masks)
 
 
-def _known(edges: set[Edge], titles: dict[str, str]) -> tuple[Edge, ...]:
-    return tuple(sorted(edge for edge in edges if edge[0] in titles and edge[1] in titles))
+def edges(links: Iterable[Links]) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
+    """(causes, masks) among entries, as in `Graph`."""
+    links = tuple(links)
+    ids = frozenset(link.id for link in links)
+    causes = {(link.id, other) for link in links for other in link.causes}
+    causes |= {(other, link.id) for link in links for other in link.caused_by}
+    masks = {(other, link.id) for link in links for other in link.masked_by}
+    return _known(causes, ids), _known(masks, ids)
+
+
+def _known(edges: set[Edge], ids: frozenset[str]) -> tuple[Edge, ...]:
+    return tuple(sorted(edge for edge in edges if edge[0] in ids and edge[1] in ids))

@@ -7,60 +7,24 @@ incident shows, its logs, and that more than prose.
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from typing import Any
 
-from kb.content.catalog import load_catalog
-from kb.content.causes import graph
-from kb.content.entry import Entry, first_sentence
-from kb.content.roots import Root
+from kb.content.entry import Entry, Status, first_sentence
 from kb.patterns.literals import literals
 from kb.patterns.redos import backtracking_risk
-from kb.search import synonyms
+from kb.search.entry_record import MENTION
 from kb.search.tokenizer import STOP_WORDS, normal
 
 HEADLINE, SHOWN, PROSE = 3.0, 0.5, 0.25  # cross-validated by tests/bench/tuning.py: finer grades do not help
 LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
 
-MENTION = re.compile(r"`([a-z0-9-]+)`")
 PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  # no part of an identifier
 FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
 
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
-
-
-def collect(roots: tuple[Root, ...], notice: Any) -> tuple[Iterator[Document], dict[str, Any]]:
-    """Documents of all entries, and the side table: signatures, links, synonyms, entries left out.
-
-    An entry is forgotten once its document has been taken: ten thousand of either fill a gigabyte.
-    """
-    started = time.monotonic()
-    found = load_catalog(roots)
-    problems = [problem.message for problem in found.problems]
-    for problem in problems:
-        notice(f"left out: {problem}")
-    links = graph(found.current())
-    side = {
-        "signatures": _signatures(found.current()),
-        "causes": links.causes,
-        "masks": links.masks,
-        "synonyms": list(synonyms.synonyms().items()),
-        "problems": problems,
-    }
-    return _documents(found.entries, started, notice), side
-
-
-def _documents(entries: dict[str, Entry], started: float, notice: Any) -> Iterator[Document]:
-    ids = frozenset(entries)
-    is_told = False
-    for entry_id in list(entries):
-        if not is_told and time.monotonic() - started > 1:
-            notice(f"building the search index of {len(ids)} entries (once, and after a change) ...")
-            is_told = True
-        yield document(entries.pop(entry_id), ids)
 
 
 def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
@@ -114,7 +78,10 @@ def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
     return [line for line in lines if len(line) > 3 and not line.startswith(("```", "###"))]
 
 
-def _signatures(entries: list[Entry]) -> list[dict[str, Any]]:
+def signatures(entry: Entry) -> list[dict[str, Any]]:
+    """What is searched for in a text; none of a withdrawn entry."""
+    if entry.meta.status is Status.WITHDRAWN:
+        return []
     return [
         {
             "id": entry.id,
@@ -122,7 +89,6 @@ def _signatures(entries: list[Entry]) -> list[dict[str, Any]]:
             "pattern": signature.pattern,
             "literals": sorted(literals(signature.pattern)),
         }
-        for entry in entries
         for signature in entry.meta.signatures
         if not backtracking_risk(signature.pattern)  # a search must not hang on a text
     ]
@@ -133,10 +99,6 @@ def plain_words(parts: list[tuple[float, str]]) -> list[str]:
     return [word for _, text in parts for word in PLAIN_WORD.findall(text.lower())]
 
 
-def surfaces(seen: Counter[str]) -> dict[str, list[str]]:
-    """For each stemmed English term the spellings used most: what a misspelt word of a question is compared with."""
-    found: dict[str, list[str]] = {}
-    for spelling, _ in seen.most_common():
-        if spelling not in STOP_WORDS:
-            found.setdefault(normal(spelling), []).append(spelling)
-    return {term: spellings[:3] for term, spellings in found.items()}
+def spellings(words: Counter[str]) -> list[tuple[str, int, str]]:
+    """(spelling, how often, stemmed term): what a misspelt word of a query is compared with, the commonest first."""
+    return [(word, count, normal(word)) for word, count in words.most_common() if word not in STOP_WORDS]

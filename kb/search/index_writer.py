@@ -1,4 +1,4 @@
-"""Writes the search index: the entries' texts as postings, and the tables beside them.
+"""Writes a segment of the index: the entries' texts as postings, and the tables beside them.
 
 Only a build loads this: a search starts without Whoosh's writer and without the parsers of entries.
 """
@@ -6,61 +6,115 @@ Only a build loads this: a search starts without Whoosh's writer and without the
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
-import marshal
-import tempfile
-from array import array
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from heapq import merge
-from itertools import groupby
-from operator import itemgetter
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from whoosh import writing
-from whoosh.filedb.filestore import Storage
+from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
+from whoosh.util.numeric import byte_to_length, length_to_byte
 
-from kb.content.roots import Root
+from kb.content.entry import Entry
 from kb.search import document
-from kb.search.whoosh_codec import BODY, Codec, Term, schema
+from kb.search.entry_record import EntryRecord
+from kb.search.fingerprints import recipe
+from kb.search.postings_pool import PostingsPool
+from kb.search.segment import LOOKUPS, RECORDS, TABLES, Segment, Tables
+from kb.search.whoosh_codec import BODY, Codec, schema
 
 GRAM = 5  # characters
-MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
 FACETS = ("area", "tags", "frameworks", "status", "applies_to", "fixed_in")
+PATIENCE_S = 1.0  # a build that takes longer says so
 
-Side = dict[str, Any]
+Notify = Callable[[str], None]
 
 
-def write(storage: Storage, roots: tuple[Root, ...], wanted: str, notice: Callable[[str], None]) -> tuple[Side, Side]:
-    """Write every current entry; returns what is kept beside the index: for any search, and for some."""
-    ids: list[str] = []
+def write_files(directory: Path, entries: dict[str, Entry], ids: Set[str], notify: Notify) -> str:
+    """Write these entries, which are a part of those with `ids`, as a segment; returns its identity.
+
+    The dictionary is empty afterwards: ten thousand entries fill a gigabyte.
+    """
+    tables, lookups, records = _write(FileStorage(str(directory)), entries, ids, notify)
+    for name, content in ((TABLES, tables), (LOOKUPS, lookups), (RECORDS, records)):
+        (directory / name).write_text(json.dumps(content))
+    return str(tables["identity"])
+
+
+def write_in_memory(entries: dict[str, Entry], ids: Set[str], notify: Notify, first: int) -> Segment:
+    """The same without files; returns the segment, whose documents are numbered from `first`."""
+    storage = RamStorage()
+    tables, lookups, _ = _write(storage, entries, ids, notify)
+    return Segment.in_memory(storage, tables, lookups, first)
+
+
+def _write(storage: Storage, entries: dict[str, Entry], ids: Set[str], notify: Notify) -> tuple[Tables, Tables, Tables]:
+    """Returns the tables of the segment: those that every search reads, those that some read, and those of updates."""
     facets: list[dict[str, Any]] = []
+    lengths: list[int] = []
+    records: list[EntryRecord] = []
+    rows: list[dict[str, Any]] = []
     words: Counter[str] = Counter()
-    with _rare_garbage_collection():
-        documents, side = document.collect(roots, notice)
-        with _writing(storage) as writer:
-            for stored, parts in documents:
-                writer.add_document(**{BODY: parts, "document": json.dumps(stored, ensure_ascii=False)})
-                ids.append("" if stored["status"] == "withdrawn" else stored["id"])
-                facets.append({name: stored[name] for name in FACETS})
-                words.update(document.plain_words(parts))
-    grams = _grams([one["literals"] for one in side["signatures"]])
-    later = {"surfaces": document.surfaces(words), "facets": facets}
-    return {**side, "stamp": wanted, "documents": len(ids), "ids": ids, "grams": grams}, later
+    with _rare_garbage_collection(), _writing(storage) as writer:
+        for number, entry in enumerate(_in_order(entries, notify)):
+            stored, parts = document.document(entry, ids)
+            lengths.append(_add(writer, number, json.dumps(stored, ensure_ascii=False), parts))
+            facets.append({name: stored[name] for name in FACETS})
+            records.append(EntryRecord.of(entry).among(ids))
+            rows += ({**signature, "document": number} for signature in document.signatures(entry))
+            words.update(document.plain_words(parts))
+    record_rows = [asdict(record) for record in records]
+    tables = {
+        "recipe": recipe(),
+        "identity": hashlib.sha256(json.dumps(record_rows).encode()).hexdigest(),
+        "ids": [record.id for record in records],
+        "withdrawn": [number for number, record in enumerate(records) if not record.is_current],
+        "lengths": lengths,
+        "rounded_lengths": [byte_to_length(length_to_byte(length)) for length in lengths],
+        "signatures": rows,
+        "grams": _grams([row["literals"] for row in rows]),
+    }
+    return tables, {"spellings": document.spellings(words), "facets": facets}, {"records": record_rows}
+
+
+def _in_order(entries: dict[str, Entry], notify: Notify) -> Iterator[Entry]:
+    started, count = time.monotonic(), len(entries)
+    for entry_id in sorted(entries):
+        if time.monotonic() - started > PATIENCE_S:
+            notify(f"building the search index of {count} entries (once, and after a change) ...")
+            started = float("inf")
+        yield entries.pop(entry_id)
 
 
 @contextmanager
 def _writing(storage: Storage) -> Iterator[writing.SegmentWriter]:
     """A writer of one segment, committed at the end, or on any error given up."""
     writer = storage.create_index(schema()).writer(codec=Codec())
-    writer.pool = _Pool()
+    writer.pool = PostingsPool()
     try:
         yield writer
         writer.commit(optimize=True)
     except BaseException:
         writer.cancel()
         raise
+
+
+def _add(writer: writing.SegmentWriter, number: int, stored: str, parts: list[tuple[float, str]]) -> int:
+    """Add a document as `writer.add_document` does, without its call for each posting; returns its length."""
+    documents, fields = writer.perdocwriter, writer.schema
+    documents.start_doc(number)
+    length: int = writer.pool.add(number, parts)
+    documents.add_field(BODY, fields[BODY], None, length)
+    documents.add_field("document", fields["document"], stored, 0)
+    documents.finish_doc()
+    writer._added = True
+    writer.docnum += 1
+    return length
 
 
 @contextmanager
@@ -79,7 +133,7 @@ def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
     counts = Counter(gram for texts in literals for text in texts for gram in set(_grams_of(text)))
     table: dict[str, list[int]] = {}
     for number, texts in enumerate(literals):
-        for gram in {min(_grams_of(text), key=lambda one: counts[one]) for text in texts} or {""}:
+        for gram in {min(_grams_of(text), key=counts.__getitem__) for text in texts} or {""}:
             table.setdefault(gram, []).append(number)
     return table
 
@@ -87,59 +141,3 @@ def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
 def _grams_of(text: str) -> list[str]:
     """Its pieces of `GRAM` characters; the whole of a shorter text."""
     return [text[at : at + GRAM] for at in range(max(1, len(text) - GRAM + 1))]
-
-
-class _Pool:
-    """Postings on their way into the index, by term. Whoosh's own pool pickles and compares each of them twice.
-
-    Every `MOST_HELD` they go to a temporary file, sorted by term; `iter_postings` merges those.
-    """
-
-    def __init__(self) -> None:
-        self._terms: dict[bytes, Term] = {}
-        self._held = 0
-        self._runs: list[IO[bytes]] = []
-
-    def add(self, posting: tuple[str, bytes, int, float, bytes]) -> None:
-        _, term, number, weight, places = posting
-        found = self._terms.get(term)
-        if found is None:
-            found = self._terms[term] = (array("I"), array("f"), [])
-        found[0].append(number)
-        found[1].append(weight)
-        found[2].append(places)
-        self._held += 1
-        if self._held >= MOST_HELD:
-            self._spill()
-
-    def iter_postings(self) -> Iterator[tuple[bytes, Term]]:
-        """Terms in order, each with all of its postings, in the order of the documents."""
-        held = ((term, self._terms.pop(term)) for term in sorted(self._terms))
-        merged = merge(*map(_read_run, self._runs), held, key=itemgetter(0))
-        for term, parts in groupby(merged, key=itemgetter(0)):
-            (_, (numbers, weights, places)), *others = parts
-            for _, more in others:
-                numbers.extend(more[0])
-                weights.extend(more[1])
-                places.extend(more[2])
-            yield term, (numbers, weights, places)
-
-    def cleanup(self) -> None:
-        for file in self._runs:
-            file.close()
-
-    def _spill(self) -> None:
-        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by cleanup
-        self._runs.append(file)
-        for term in sorted(self._terms):
-            numbers, weights, places = self._terms[term]
-            marshal.dump((term, numbers.tobytes(), weights.tobytes(), places), file)
-        file.seek(0)
-        self._terms, self._held = {}, 0
-
-
-def _read_run(file: IO[bytes]) -> Iterator[tuple[bytes, Term]]:
-    with suppress(EOFError):
-        while True:
-            term, numbers, weights, places = marshal.load(file)  # noqa: S302  # we wrote it a moment ago  # nosec B302
-            yield term, (array("I", numbers), array("f", weights), places)

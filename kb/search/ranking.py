@@ -81,7 +81,7 @@ def search(
     admitted = scoring.totals.keys() & (index.numbers.keys() if passing is None else passing)
     judged = {} if installed is None else _judged(index, admitted, installed)
     shown = min(max(limit, MOST_RIVALS) if preference else limit, MOST_HITS)
-    ranked = _best(scoring.totals, admitted, len(admitted) if judged else shown)
+    ranked = _best(index, scoring.totals, admitted, len(admitted) if judged else shown)
     least = RELEVANT * max(scoring.totals.values(), default=0.0)
     relevant = [number for number in ranked if scoring.totals[number] >= least]
     ranked = [*sorted(relevant, key=lambda number: _standing(judged, number)), *ranked[len(relevant) :]][:shown]
@@ -115,7 +115,7 @@ def _scoring(index: Index, asked: list[Concept], text: str, passing: frozenset[i
 
 
 def _is_answered(index: Index, scoring: _Scoring, admitted: Collection[int]) -> bool:
-    best = next(iter(_best(scoring.totals, admitted, 1)), None)
+    best = next(iter(_best(index, scoring.totals, admitted, 1)), None)
     if best is None or best in scoring.lifts:
         return best is not None
     rarest = index.idf("")
@@ -182,14 +182,14 @@ def _candidates(index: Index, rarest_first: list[Concept]) -> frozenset[int]:
             (alternative, index.champions(alternative.terms, MOST_CHAMPIONS)) for alternative in concept.alternatives
         )
         _add(sums, _best_alternative(parts))
-    return frozenset(_best(sums, sums, MOST_CANDIDATES))
+    return frozenset(_best(index, sums, sums, MOST_CANDIDATES))
 
 
-def _best(scores: Mapping[int, float], numbers: Collection[int], count: int) -> list[int]:
-    """The numbers with the highest scores, best first; of equal ones the lower first."""
+def _best(index: Index, scores: Mapping[int, float], numbers: Collection[int], count: int) -> list[int]:
+    """The numbers with the highest scores, best first; of equal ones the lower id first."""
     least = min(nlargest(count, map(scores.__getitem__, numbers)), default=0.0)
     among = (number for number in numbers if scores[number] >= least)
-    return sorted(among, key=lambda number: (-scores[number], number))[:count]
+    return sorted(among, key=lambda number: (-scores[number], index.ids[number]))[:count]
 
 
 def _add(sums: dict[int, float], scores: Mapping[int, float]) -> None:

@@ -37,6 +37,8 @@ STOP_WORDS = frozenset(
 )
 LONGEST = 64
 
+Forms = tuple[tuple[str, int], ...]  # of one run of text: each form with its offset in words
+
 
 class Term(NamedTuple):
     """One indexed form. `position` counts words; `run` numbers the stretch of text it came from."""
@@ -71,21 +73,28 @@ def normal(word: str) -> str:
 
 def terms(text: str) -> Iterator[Term]:
     """The terms of a text in order. Forms of one identifier share a `run`."""
-    position = 0
-    for number, match in enumerate(RUN.finditer(unicodedata.normalize("NFKC", text))):
-        surface = match.group()
-        kind = str(match.lastgroup)
-        forms, width = _forms(surface, kind)
+    for number, (surface, kind, forms, position) in enumerate(runs(text)):
         for form, offset in forms:
             yield Term(form, position + offset, number, surface, kind == "cjk")
+
+
+def runs(text: str) -> Iterator[tuple[str, str | None, Forms, int]]:
+    """(surface, kind, forms, position) of each run of a text; the offsets of its forms count from its position."""
+    position = 0
+    for match in RUN.finditer(unicodedata.normalize("NFKC", text)):
+        surface, kind = match.group(), match.lastgroup
+        forms, width = (_cached_forms if len(surface) <= LONGEST else _forms_and_width)(surface, kind)
+        yield surface, kind, forms, position
         position += width
 
 
-@_remembered
-def _forms(surface: str, kind: str) -> tuple[tuple[tuple[str, int], ...], int]:
-    """(form, offset) of one run of text, and how many positions it takes."""
+def _forms_and_width(surface: str, kind: str | None) -> tuple[Forms, int]:
+    """The forms of one run, and how many positions it takes."""
     forms = _forms_of(surface, kind)
     return forms, 1 + max(offset for _, offset in forms) if forms else 0
+
+
+_cached_forms = lru_cache(1 << 16)(_forms_and_width)
 
 
 def words(identifier: str) -> tuple[str, ...]:
@@ -93,7 +102,7 @@ def words(identifier: str) -> tuple[str, ...]:
     return tuple(normal(word) for word in SEPARATORS.split(identifier) if word and word.lower() not in STOP_WORDS)
 
 
-def _forms_of(surface: str, kind: str) -> tuple[tuple[str, int], ...]:
+def _forms_of(surface: str, kind: str | None) -> Forms:
     if kind == "cjk":
         if len(surface) == 1:
             return ((surface, 0),)
@@ -117,7 +126,7 @@ def _mangled_names(symbol: str) -> Iterator[str]:
 
 
 @_remembered
-def _identifier_forms(raw: str) -> tuple[tuple[str, int], ...]:
+def _identifier_forms(raw: str) -> Forms:
     """(form, offset) of one run of word characters: whole, solid, and in parts."""
     raw = raw.strip("_-./:")
     if raw.isascii() and raw.isalpha() and (raw.islower() or raw.isupper() or raw.istitle()):

@@ -1,4 +1,4 @@
-"""Postings as kb keeps them in a Whoosh index: whole blocks of bytes, quick to read.
+"""Postings as kb stores them in a Whoosh index: whole blocks of bytes, quick to write and to read.
 
 A call for each posting, as Whoosh's matchers offer it, is what made ten thousand entries slow. Some attributes used
 here and in `kb.search.index_writer` have no public names; Whoosh 2.7.4 is pinned exactly (decision 0003).
@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate
+from pickle import dumps
 from typing import Any, NamedTuple
+from zlib import compress
 
 from whoosh import fields
 from whoosh.codec import whoosh3
 from whoosh.filedb.filestore import Storage
-
-from kb.search import tokenizer
+from whoosh.system import pack_int, pack_long, pack_ushort
+from whoosh.util.numlists import delta_encode
 
 BODY = "body"
-BLOCK = 512  # postings that Whoosh keeps, and reads, together
+BLOCK = 512  # postings that Whoosh stores, and reads, together
 
 Term = tuple["array[int]", "array[float]", list[bytes]]  # its postings: documents, weights, places
 
 
 class Postings(NamedTuple):
-    """Documents of a term or phrase in ascending order, the weight it has in each, and where a term stands there.
+    """Documents of a term or phrase in ascending order, its weight in each, and its places there.
 
     The places of document `at` are the 32-bit numbers from byte `starts[at]` to byte `starts[at + 1]`.
     """
@@ -41,8 +42,36 @@ class Postings(NamedTuple):
         at = bisect_left(self.numbers, number)
         return self.weights[at], array("I", self.places[self.starts[at] : self.starts[at + 1]])
 
+    def without(self, numbers: Container[int]) -> Postings:
+        """The postings of all other documents."""
+        rest = [at for at, number in enumerate(self.numbers) if number not in numbers]
+        pieces = [self.places[self.starts[at] : self.starts[at + 1]] for at in rest]
+        return Postings(
+            array("I", (self.numbers[at] for at in rest)),
+            array("f", (self.weights[at] for at in rest)),
+            array("I", accumulate(map(len, pieces), initial=0)),
+            b"".join(pieces),
+        )
 
-def read(reader: Any, term: str) -> Postings:
+    def shifted(self, by: int) -> Postings:
+        """The same with document numbers that are higher by a number."""
+        return self._replace(numbers=array("I", (number + by for number in self.numbers))) if by else self
+
+
+def joined(parts: Sequence[Postings]) -> Postings:
+    """Postings of ascending ranges of documents as one."""
+    if len(parts) == 1:
+        return parts[0]
+    numbers, weights, starts, places = array("I"), array("f"), array("I", [0]), bytearray()
+    for part in parts:
+        numbers += part.numbers
+        weights += part.weights
+        starts.extend(len(places) + start for start in part.starts[1:])
+        places += part.places
+    return Postings(numbers, weights, starts, bytes(places))
+
+
+def read_postings(reader: Any, term: str) -> Postings:
     """All postings of a term, of a Whoosh reader."""
     numbers, weights, sizes, places = array("I"), array("f"), array("I"), bytearray()
     matcher = reader.postings(BODY, term)
@@ -66,50 +95,43 @@ def adjacent(places: list[array[int]]) -> int:
     return len(ends)
 
 
-class Body(fields.TEXT):  # type: ignore[misc]  # Whoosh is untyped
-    """Whoosh's view of `analysis.terms`. A value is a list of (weight, text); a place is four bytes, no pickle."""
-
-    def index(self, value: list[tuple[float, str]], **_: object) -> Iterator[tuple[bytes, int, float, bytes]]:
-        """(term, how often, weights added up, places) of each term of a document."""
-        places: dict[str, list[int]] = defaultdict(list)
-        weights: dict[str, float] = defaultdict(float)
-        offset = 0
-        for weight, text in value:
-            last = 0
-            for term, position, *_rest in tokenizer.terms(text):
-                places[term].append(offset + position)
-                weights[term] += weight
-                last = position + 1
-            offset += last + 10  # no phrase reaches over the border of two parts
-        for term, at in places.items():
-            yield term.encode(), len(at), weights[term], array("I", at).tobytes()
-
-
 def schema() -> fields.Schema:
-    return fields.Schema(**{BODY: Body(), "document": fields.STORED})
+    return fields.Schema(**{BODY: fields.TEXT(), "document": fields.STORED})
 
 
 class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
-    """Writes the postings of a term as blocks: weights and places as one piece of bytes, quick to read.
-
-    The attributes of its writer are private; 2.7.4 is pinned exactly.
-    """
+    """Writes the postings of a term as blocks, in Whoosh's format but without its posting by posting."""
 
     def add_postings(self, schema: fields.Schema, _: object, terms: Iterable[tuple[bytes, Term]]) -> None:
         self.start_field(BODY, schema[BODY])
+        field = pack_ushort(self._fieldid)
+        start = self._postfile.tell()
         for term, (numbers, weights, places) in terms:
-            self.start_term(term)
-            self._postwriter._compression = 3 if len(numbers) > 8 else 0  # most terms are rare, and not worth its time
-            for at in range(0, len(numbers), BLOCK):
-                if at:
-                    self._postwriter._write_block()
-                some = places[at : at + BLOCK]
-                sizes = array("I", map(len, some))
-                self._postwriter._ids = numbers[at : at + BLOCK]
-                self._postwriter._weights = array("f", [1.0]) * len(some)
-                self._postwriter._values = [weights[at : at + BLOCK].tobytes() + sizes.tobytes() + b"".join(some)]
-            self.finish_term()
+            block = _blocks(numbers, weights, places)
+            self._postfile.write(block)
+            count = len(numbers)
+            info = whoosh3.W3TermInfo._struct.pack(False, count, count, 0, 0, 0, numbers[0], numbers[-1])
+            self._tindex.add(field + term, info + pack_long(start) + pack_int(len(block)))
+            start += len(block)
         self.finish_field()
+
+
+def _blocks(numbers: array[int], weights: array[float], places: list[bytes]) -> bytes:
+    """The postings of one term as `W3LeafMatcher` reads them; a block's only value holds weights, sizes and places."""
+    count = len(numbers)
+    compression = 3 if count > 8 else 0  # most terms are rare, and not worth its time
+    pieces = [whoosh3.WHOOSH3_HEADER_MAGIC]
+    for at in range(0, count, BLOCK):
+        some, values = numbers[at : at + BLOCK], places[at : at + BLOCK]
+        sizes = array("I", map(len, values))
+        value = b"".join((weights[at : at + BLOCK].tobytes(), sizes.tobytes(), *values))
+        data = dumps((tuple(delta_encode(some)), None, (value,)), 2)
+        if compression:
+            data = compress(data, compression)
+        info = dumps((len(some), some[-1], 0, compression, 0, 0), 2)  # no lengths or weights: we do not use its scorers
+        length = len(info) + len(data)
+        pieces += (pack_int(length if at + BLOCK < count else -length), info, data)
+    return b"".join(pieces)
 
 
 class Codec(whoosh3.W3Codec):  # type: ignore[misc]

@@ -48,12 +48,15 @@ def roots(place: Path) -> tuple[Root, ...]:
 
 def write_terms(place: Path) -> None:
     """The terms of each entry, for the engines that have no analysis for two languages: id and terms on a line."""
-    from kb.search.document import collect
+    from kb.content.catalog import load_catalog
+    from kb.search.document import document
 
+    catalog = load_catalog(roots(place))
     with (place / "terms.txt").open("w", encoding="utf-8") as file:
-        for stored, parts in collect(roots(place), lambda _: None)[0]:
+        for entry in catalog:
+            _, parts = document(entry, catalog.entries.keys())
             words = (term.text for _, text in parts for term in terms(text))
-            file.write(f"{stored['id']}\t{' '.join(words)}\n")
+            file.write(f"{entry.id}\t{' '.join(words)}\n")
 
 
 def read_terms(place: Path) -> list[tuple[str, str]]:
@@ -73,7 +76,7 @@ class Kb(Engine):
         self.open()
 
     def open(self) -> None:
-        from kb.search.index import open_index
+        from kb.search.index_cache import open_index
 
         os.environ["XDG_CACHE_HOME"] = str(self.home)
         self._index = open_index(roots(self.place))

@@ -10,7 +10,8 @@ import pytest
 
 from kb.content.filters import Filter
 from kb.content.roots import builtin_root
-from kb.search.index import Index, open_index
+from kb.search.index import Index
+from kb.search.index_cache import open_index
 from kb.search.ranking import search
 from tests.support.console import CHECKOUT, Kb
 

@@ -11,7 +11,8 @@ from kb.content.entry import Status
 from kb.content.filters import STATUSES, Filter
 from kb.content.roots import root_at
 from kb.errors import UsageError
-from kb.search.index import Index, open_index
+from kb.search.index import Index
+from kb.search.index_cache import open_index
 from kb.search.ranking import search
 from tests.support.console import ContentRoot
 

@@ -11,7 +11,8 @@ import pytest
 
 from kb.content.roots import builtin_root
 from kb.search import synonyms
-from kb.search.index import Index, open_index
+from kb.search.index import Index
+from kb.search.index_cache import open_index
 from kb.search.query import concepts
 from kb.search.ranking import search
 from kb.search.tokenizer import terms

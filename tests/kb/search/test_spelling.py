@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kb.content.roots import builtin_root
-from kb.search.index import Index, open_index
+from kb.search.index import Index
+from kb.search.index_cache import open_index
 from kb.search.ranking import search
 from kb.search.spelling import A_QUESTION, distance
 

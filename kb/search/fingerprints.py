@@ -1,0 +1,76 @@
+"""What tells that an index is out of date: the state of the entry files, and the code that makes an index of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kb import __version__
+from kb.content.roots import Root
+
+PACKAGE = Path(__file__).parents[1]
+GLOSSARY = Path(__file__).with_name("synonyms.toml")
+RECIPE = (  # the modules that decide what an index holds
+    "content/entry.py",
+    "content/parser.py",
+    "patterns/automaton.py",
+    "patterns/literals.py",
+    "patterns/redos.py",
+    "patterns/reserved_sets.py",
+    "search/document.py",
+    "search/entry_record.py",
+    "search/index_writer.py",
+    "search/postings_pool.py",
+    "search/tokenizer.py",
+    "search/whoosh_codec.py",
+)
+
+MOST_READ = 1 << 20  # bytes; a larger file is no entry
+
+FileState = tuple[int, int, str]  # size, time of the last change in nanoseconds, sha256; "" for what is no entry
+
+
+def stamp(roots: tuple[Root, ...]) -> str:
+    """Changes with the size or time of an entry file, of the glossary or of the recipe. Reads none of them."""
+    lines = [__version__]
+    lines += [_line(path) for path in (GLOSSARY, *_recipe_files())]
+    lines += [_line(path) for root in roots for path in root.entry_files()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def recipe() -> str:
+    """Differs for indexes that one version of kb made and another cannot use."""
+    digest = hashlib.sha256(f"{__version__} {sys.byteorder}".encode())
+    for path in _recipe_files():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def file_states(roots: tuple[Root, ...], known: Mapping[str, FileState]) -> dict[Path, FileState]:
+    """The state of every entry file. A file whose size and time are `known` is not read again."""
+    return {path: _file_state(path, known.get(str(path))) for root in roots for path in root.entry_files()}
+
+
+def _file_state(path: Path, known: FileState | None) -> FileState:
+    state = path.stat()
+    if known and (known[0], known[1]) == (state.st_size, state.st_mtime_ns):
+        return known
+    digest = ""
+    if state.st_size <= MOST_READ:
+        with suppress(OSError):  # whoever parses the file says why it cannot be read
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return state.st_size, state.st_mtime_ns, digest
+
+
+def _recipe_files() -> Iterator[Path]:
+    """Those that are there: an installation may have compiled files only."""
+    return (path for path in (PACKAGE / name for name in RECIPE) if path.is_file())
+
+
+def _line(path: Path) -> str:
+    state = os.stat(path)
+    return f"{path} {state.st_size} {state.st_mtime_ns}"

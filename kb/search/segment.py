@@ -1,0 +1,150 @@
+"""One segment of the index: entries that were indexed together, in files that never change.
+
+An index has one or a few of them. Entries that were changed or removed since are `dead`: their postings are there and
+passed over. Opening a Whoosh index runs pickles: a segment is opened only where nobody else can write.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, Self
+
+from whoosh.filedb.filestore import FileStorage, RamStorage
+from whoosh.index import FileIndex
+
+from kb.search.whoosh_codec import BODY, Postings, read_postings
+
+TABLES, LOOKUPS, RECORDS = "tables.json", "lookups.json", "records.json"
+
+Tables = dict[str, Any]
+Signature = dict[str, Any]
+
+
+class Segment:
+    """Open for reading. The numbers of its documents begin at `first`."""
+
+    def __init__(
+        self, opened: FileIndex, tables: Tables, lookups: IO[bytes], first: int = 0, dead: frozenset[int] = frozenset()
+    ) -> None:
+        self._lookups_file = lookups
+        self._first = first
+        self._dead = frozenset(first + number for number in dead)
+        self._tables = tables
+        self.identity: str = tables["identity"]
+        self.end = first + len(tables["ids"])
+        self._reader = opened.reader()
+        try:
+            self._read_one_document()
+        except BaseException:
+            self._reader.close()
+            raise
+
+    def _read_one_document(self) -> None:
+        """A torn segment shows only then."""
+        if int(self._reader.doc_count_all()) != self.end - self._first:
+            raise EOFError("the segment has another number of documents")
+        if self.end > self._first:
+            self.document(self._first)
+
+    @classmethod
+    def open(
+        cls, directory: Path, recipe: str, identity: str = "", first: int = 0, dead: frozenset[int] = frozenset()
+    ) -> Self:
+        """The segment in a directory. Raises anything when it is torn, of another recipe, or another than asked for."""
+        tables = json.loads((directory / TABLES).read_bytes())
+        if tables["recipe"] != recipe or identity not in ("", tables["identity"]):
+            raise ValueError("another segment")
+        # Opened now and read when needed: by then another process may have removed the segment.
+        lookups = (directory / LOOKUPS).open("rb")
+        try:
+            return cls(FileIndex(FileStorage(str(directory), supports_mmap=True)), tables, lookups, first, dead)
+        except BaseException:
+            lookups.close()
+            raise
+
+    @classmethod
+    def in_memory(cls, storage: RamStorage, tables: Tables, lookups: Tables, first: int) -> Self:
+        return cls(FileIndex(storage), tables, io.BytesIO(json.dumps(lookups).encode()), first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._lookups_file.close()
+
+    @property
+    def has_dead(self) -> bool:
+        return bool(self._dead)
+
+    def ids(self) -> Iterator[tuple[int, str]]:
+        """Number and id of every entry that is not dead."""
+        return self._live(self._tables["ids"])
+
+    def withdrawn(self) -> frozenset[int]:
+        return frozenset(self._first + number for number in self._tables["withdrawn"])
+
+    def lengths(self) -> Iterator[tuple[int, int]]:
+        """How many terms each document has."""
+        return self._live(self._tables["lengths"])
+
+    def rounded_lengths(self) -> Iterator[tuple[int, int]]:
+        """The same as Whoosh stores them, in a byte."""
+        return self._live(self._tables["rounded_lengths"])
+
+    @property
+    def signatures(self) -> list[Signature]:
+        return [signature for signature in self._tables["signatures"] if self._is_live(signature)]
+
+    def frequency(self, term: str) -> int:
+        """How many documents have a term."""
+        count = int(self._reader.doc_frequency(BODY, term))
+        return len(self.postings(term).numbers) if count and self._dead else count
+
+    def postings(self, term: str) -> Postings:
+        """Raises what Whoosh raises for a term that no document has."""
+        postings = read_postings(self._reader, term).shifted(self._first)
+        return postings.without(self._dead) if self._dead else postings
+
+    def document(self, number: int) -> str:
+        """What was stored for a document, as JSON."""
+        return str(self._reader.stored_fields(number - self._first)["document"])
+
+    def facets(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        return self._live(self._lookups["facets"])
+
+    def spellings(self) -> list[tuple[str, int, str]]:
+        """(spelling, how often, term) of plain English words, dead entries included; the commonest first."""
+        return [(spelling, count, term) for spelling, count, term in self._lookups["spellings"]]
+
+    def signatures_in(self, text: str) -> list[Signature]:
+        """The signatures that may match a text: it has one of their literals, or they have none."""
+        grams: dict[str, list[int]] = self._tables["grams"]
+        pieces = {text[at : at + length] for length in set(map(len, grams)) for at in range(len(text))}
+        numbers = sorted({number for piece in pieces & grams.keys() for number in grams[piece]})
+        offered = (self._tables["signatures"][number] for number in numbers)
+        return [signature for signature in offered if self._is_live(signature) and _may_match(signature, text)]
+
+    def _live(self, column: list[Any]) -> Iterator[tuple[int, Any]]:
+        rows = enumerate(column, self._first)
+        return (row for row in rows if row[0] not in self._dead) if self._dead else rows
+
+    def _is_live(self, signature: Signature) -> bool:
+        return self._first + signature["document"] not in self._dead
+
+    @cached_property
+    def _lookups(self) -> Tables:
+        """Tables that only some searches read."""
+        lookups: Tables = json.load(self._lookups_file)
+        return lookups
+
+
+def _may_match(signature: Signature, text: str) -> bool:
+    return not signature["literals"] or any(literal in text for literal in signature["literals"])
