@@ -1,12 +1,15 @@
 """The HTTP shell: REST, MCP and pages over one search index and one database. No request runs a probe or names a file.
 
-`kb serve` starts it. By itself: `uvicorn --factory kb.api.app:create_app`, with `KB_ROOTS` for private roots.
+`kb serve` starts it. Under another ASGI server: `uvicorn --factory kb.api.app:create_app`, with `KB_ROOTS` for private
+content roots.
 
-    every request   connection, front, head, access, limits, problems, metrics; app puts all together
-    between them    settings, content, scanning (threads for logs), rollout (new content), snapshot (of the database),
-                    answers (the last ones), unanswered (on their way to the gaps), background
-    REST            search and questions, context, diagnose, entries, reports and intake, feedback, gaps, admin, health;
-                    they share accept, representation, paging; schemas, *_schemas and description are their OpenAPI
-    MCP             mcp and consent (the SDK), mcp_route (HTTP), tools, arguments, environment, triage, machine, plain
-    pages/          for people
+    app, settings   put the parts together
+    requests/       what every request passes: middleware (request id, limits, log), access, upload, problems; and what
+                    routes share: questions, accept, representation, paging
+    state/          what requests share: application (all of it, typed), content, scanning, rollout, snapshot,
+                    response_cache, gap_queue, metrics
+    routes/         REST, one module for each address; /mcp
+    schemas/        documents and /openapi.json
+    mcp/            the MCP server and its tools, over stdio and HTTP
+    pages/          for browsers
 """

@@ -1,4 +1,4 @@
-"""How a service is set up: by arguments in `kb serve` and tests, by `KB_*` variables under another ASGI server."""
+"""Settings of a service: arguments in `kb serve` and tests, `KB_*` variables under another ASGI server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kb.errors import UsageError
 class Anonymous(StrEnum):
     """Who may read without a key."""
 
-    LOOPBACK = "loopback"  # a client on this machine that no proxy speaks for
+    LOOPBACK = "loopback"  # a client on this machine, without a proxy
     NOBODY = "nobody"
     EVERYBODY = "everybody"  # `kb serve --insecure`
 
@@ -25,9 +25,8 @@ class Anonymous(StrEnum):
 class Settings:
     """One service. `database` is a URL or the path of a SQLite file; None is the user's own.
 
-    `rate` limits what one key may ask, `600/minute` for instance; "" limits nothing.
-    `listens_early`: answer "one moment" while the content is read, instead of nothing. Not so for one of several
-    workers at an address: the others have better answers.
+    `rate` limits the requests of one key, `600/minute` for instance; "" is no limit. `listens_early`: answer 503 while
+    the content is read, instead of not at all. One of several workers waits: the others can answer.
     """
 
     roots: tuple[Root, ...]
@@ -40,12 +39,12 @@ class Settings:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ, *, roots: tuple[Root, ...] | None = None
     ) -> Self:
-        """`KB_ROOTS`, `KB_DATABASE_URL`, `KB_ANONYMOUS`, `KB_RATE`. Raises `UsageError` for what makes no sense."""
+        """`KB_ROOTS`, `KB_DATABASE_URL`, `KB_ANONYMOUS`, `KB_RATE`. Raises `UsageError` for an invalid value."""
         try:
             anonymous = Anonymous(environment.get("KB_ANONYMOUS", Anonymous.LOOPBACK))
         except ValueError:
             hint = f"one of {', '.join(Anonymous)}"
-            raise UsageError(f"KB_ANONYMOUS={environment['KB_ANONYMOUS']!r} says nothing", hint) from None
+            raise UsageError(f"invalid KB_ANONYMOUS={environment['KB_ANONYMOUS']!r}", hint) from None
         return cls(
             roots=configured_roots() if roots is None else roots,
             database=environment.get("KB_DATABASE_URL") or None,
@@ -54,5 +53,4 @@ class Settings:
         )
 
     def but(self, **changed: Any) -> Self:
-        """The same with other values."""
         return replace(self, **changed)

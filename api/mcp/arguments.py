@@ -1,4 +1,4 @@
-"""The arguments of the MCP tools: their bounds, and what a model is told of them."""
+"""The arguments of the MCP tools: their bounds, and their descriptions for a model."""
 
 from __future__ import annotations
 

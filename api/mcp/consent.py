@@ -34,9 +34,9 @@ async def _consent(ctx: Context[Tools, Any], id: str, settings: dict[str, str] |
         title = (await tools.content()).catalog.get(id).meta.title
     except KbError as error:
         raise ToolError(tools.error_text(error)) from None
-    given = "".join(f", {name}={value!r}" for name, value in (settings or {}).items())
+    values = "".join(f", {name}={value!r}" for name, value in (settings or {}).items())
     return Elicit(
-        f"Run the probe of {id} ({title}{given}) on this machine? It starts processes that fail as the incident does, "
+        f"Run the probe of {id} ({title}{values}) on this machine? It starts processes that fail as the incident does, "
         "ends them after a deadline, and cleans up. The model gets the report, which names versions and GPUs.",
         Consent,
     )

@@ -1,4 +1,4 @@
-"""What stated versions are exposed to: the ranges of every entry against them. Pure."""
+"""Exposure of an environment: its versions against the version ranges of every entry. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Incident(BaseModel):
 
 
 class CheckAnswer(BaseModel):
-    """What the read-only check of an entry found on this machine, as `kb check --json` gives it."""
+    """The result of the read-only check of an entry on this machine, as in `kb check --json`."""
 
     id: str
     title: str
@@ -64,9 +64,9 @@ class CheckAnswer(BaseModel):
 class EnvironmentDocument(BaseModel):
     """What an environment is exposed to.
 
-    `incidents` are the entries that name versions: what applies first, the severest first. Those of `any_version` name
-    none, so versions say nothing about them. `checks` are what this machine was found exposed to, and what not; null
-    unless it was looked at. A check that could not tell is left out.
+    `incidents` are the entries with version ranges: those that apply first, then by severity. Entries of `any_version`
+    have none. `checks` are the results of checks on this machine, without those that could not tell; null if none
+    were run.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
@@ -80,7 +80,7 @@ class EnvironmentDocument(BaseModel):
 def judge(
     entries: Iterable[Entry], packages: Versions, gpu: str = "", hardware: Mapping[str, str] | None = None
 ) -> EnvironmentDocument:
-    """Judge every entry. `hardware` maps an entry to what its GPU arms proved, in a line (`kb.content.gpu_records`)."""
+    """Judge every entry. `hardware` maps an entry to a summary of its GPU arms (`kb.content.gpu_records`)."""
     entries = tuple(entries)
     named = [entry for entry in entries if entry.meta.applies_to or entry.meta.fixed_in]
     incidents = [_incident(entry, packages, gpu, (hardware or {}).get(entry.id, "")) for entry in named]
@@ -94,14 +94,14 @@ def judge(
 
 
 def _incident(entry: Entry, packages: Versions, gpu: str, proved: str) -> Incident:
-    found = applicability(entry.meta.applies_to, entry.meta.fixed_in, packages)
+    result = applicability(entry.meta.applies_to, entry.meta.fixed_in, packages)
     return Incident(
         id=entry.id,
         title=entry.meta.title,
         status=entry.meta.status,
         severity=entry.meta.severity,
-        state=found.state.value,
-        reason=found.reason,
+        state=result.state.value,
+        reason=result.reason,
         proved=proved if gpu and gpu.lower() in proved.lower() else None,
     )
 

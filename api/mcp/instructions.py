@@ -1,4 +1,4 @@
-"""What a model is told of its task: the instructions of the MCP server and its prompt."""
+"""Instructions for a model: those of the MCP server, and its prompt."""
 
 from __future__ import annotations
 

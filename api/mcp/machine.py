@@ -1,4 +1,4 @@
-"""What a server on stdio may do with the machine it runs on. `kb mcp` brings it: nothing here starts a process."""
+"""What a server on stdio may do on its machine. `kb mcp` implements it: nothing in kb.api starts a process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kb.content.catalog import Catalog
 
 
 class Machine(Protocol):
-    """The machine that a server on stdio runs on. Its methods block, and are called one at a time.
+    """The machine that a server on stdio runs on. Its methods block and are called one at a time.
 
-    `stop` is called meanwhile, from another thread: it ends what runs, and whoever waits for it gets a `LaunchError`.
+    `stop` is called from another thread meanwhile: it ends the running call, which raises `LaunchError`.
     """
 
     def versions(self) -> Mapping[str, str | None]:
         """Package to version in the training environment. Raises `InterpreterError`."""
 
     def gpu(self) -> str:
-        """The name of its first GPU; "" when there is none, or it does not answer."""
+        """The name of its first GPU; "" without a GPU, or when it does not answer."""
 
-    def checks(self, found: Catalog) -> list[dict[str, Any]]:
-        """What the read-only checks of all entries say. Raises `LaunchError`."""
+    def checks(self, catalog: Catalog) -> list[dict[str, Any]]:
+        """The results of the read-only checks of all entries. Raises `LaunchError`."""
 
-    def verify(self, found: Catalog, entry_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    def verify(self, catalog: Catalog, entry_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
         """The report of a verification. Raises `KbError`."""
 
     def stop(self) -> None: ...

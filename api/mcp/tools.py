@@ -62,9 +62,9 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools over one content, which may still be on its way. `machine` only where that is the caller's own.
+    """The tools over one content, which may still be loading. `machine`: only if it is the caller's own.
 
-    `verdict_counts`: what reports say of entries, where others report. `turn`: one thing at a time on that machine.
+    `verdict_counts`: what shared reports say about entries. `turn`: one call at a time on that machine.
     """
 
     content: Callable[[], Awaitable[Content]]
@@ -87,8 +87,8 @@ class Tools:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
         Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first, each
-        with its cause in one sentence and the words that matched. `answered` is false when even the best has but some
-        words in common with the question: then say that nothing is known of it. Read an incident with get_incident
+        with its cause in one sentence and the words that matched. `answered` is false when even the best only has some
+        words in common with the question: then say that kb does not know it. Read an incident with get_incident
         before you advise a fix, and cite its id and the section you rely on.
         """
         question = SearchQuestion(

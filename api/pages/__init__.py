@@ -1,1 +1,1 @@
-"""The pages: search, entry, diagnosis and gaps for people with a browser. Rendered here, readable without scripts."""
+"""Pages for browsers, rendered on the server and usable without scripts."""

@@ -1,4 +1,4 @@
-"""`/entries/{id}`: an entry to act on, with what was verified where and what it leads to."""
+"""`/entries/{id}`: an entry, its verdicts by hardware, and its place in the graph of causes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .verdicts import rows
 PART = re.compile(r"^### +(.+?) *$", re.MULTILINE)
 IN_ENGLISH = ("Symptom", "Root cause", "Fix", "How to tell", "Why it works")
 BELOW = ("Environment", "Known cases")
-IN_CHINESE = ("症状", "原因", "修复", "环境")  # as they are read
+IN_CHINESE = ("症状", "原因", "修复", "环境")  # in reading order
 
 router = APIRouter()
 
@@ -55,17 +55,17 @@ def render_entry(request: Request, content: Content, entry: Entry, lang: str) ->
         picture=_picture(links, entry.id) if is_drawn else "",
         around=_around(links, entry.id) if is_drawn else [],
         service=str(request.base_url).rstrip("/"),
-        told=request.query_params.get("told", ""),
+        is_thanked="helped" in request.query_params,
     )
 
 
 def sections(entry: Entry, lang: str, known: frozenset[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What stands above the verdicts and what below them: `id`, `heading`, `lang` and `html` of each part."""
+    """The parts above the verdicts and those below: `id`, `heading`, `lang` and `html` of each."""
     if lang == "en":
-        return [_section(entry, one, known) for one in IN_ENGLISH], [_section(entry, one, known) for one in BELOW]
+        return [_section(entry, name, known) for name in IN_ENGLISH], [_section(entry, name, known) for name in BELOW]
     parts = chinese_parts(entry.section("中文"))
     above = [_part(name, name, "zh", parts[name], known) for name in IN_CHINESE if name in parts]
-    return above, [_section(entry, one, known) for one in (*IN_ENGLISH[3:], "Known cases")]
+    return above, [_section(entry, name, known) for name in (*IN_ENGLISH[3:], "Known cases")]
 
 
 def chinese_parts(text: str) -> dict[str, str]:
@@ -94,12 +94,12 @@ def _picture(links: Graph, entry_id: str) -> str:
 
 
 def _around(links: Graph, entry_id: str) -> list[tuple[str, list[dict[str, str]]]]:
-    """The picture in words, for who cannot see it."""
+    """The picture in words, for readers who cannot see it."""
     around = links.around(entry_id)
-    told = {
+    headings = {
         "Caused by": around["caused_by"],
         "Leads to": around["causes"],
         "Hidden by": around["masked_by"],
         "Hides": around["masks"],
     }
-    return [(heading, some) for heading, some in told.items() if some]
+    return [(heading, entries) for heading, entries in headings.items() if entries]

@@ -1,4 +1,4 @@
-"""The lines that a diagnosis rests on, each with the lines around it."""
+"""The evidence of a diagnosis: cited lines, each with the lines around it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kb.diagnose.scan.log_prefix import strip_escapes
 from .log_form import UploadedLog
 
 AROUND = 2  # lines on either side
-PIECE = 1 << 20  # bytes that are read at once
-LONGEST_READ = 4096  # bytes of a line; what comes after is passed over
+PIECE = 1 << 20  # bytes read at once
+LONGEST_READ = 4096  # bytes of a line; the rest is skipped
 
 Texts = Mapping[tuple[str, int], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a log; `number` counts from 1, 0 for a sentence of ours."""
+    """A line of a log; `number` counts from 1, and is 0 for an observation."""
 
     number: int
     text: str
@@ -30,61 +30,64 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Lines of one log that follow each other."""
+    """Consecutive lines of one log."""
 
     source: str
     rows: tuple[Row, ...]
 
 
 def texts(logs: Iterable[UploadedLog], lines: Iterable[Line]) -> Texts:
-    """The cited lines and their neighbours by log and number, read again from the logs as far as is needed."""
-    wanted: dict[str, set[int]] = defaultdict(set)
+    """The cited lines and their neighbours by log and number, read again from the logs as far as needed."""
+    numbers: dict[str, set[int]] = defaultdict(set)
     for line in lines:
         if line.number:
-            wanted[line.source].update(range(line.number - AROUND, line.number + AROUND + 1))
+            numbers[line.source].update(range(line.number - AROUND, line.number + AROUND + 1))
     return {
-        (log.name, number): text for log in logs if log.name in wanted for number, text in _read(log, wanted[log.name])
+        (log.name, number): text
+        for log in logs
+        if log.name in numbers
+        for number, text in _read_lines(log, numbers[log.name])
     }
 
 
-def _read(log: UploadedLog, wanted: set[int]) -> Iterator[tuple[int, str]]:
-    """Piece by piece: in a hostile log there are millions of lines before the one that is wanted."""
-    waiting, number, begun = sorted((one for one in wanted if one > 0), reverse=True), 1, b""
+def _read_lines(log: UploadedLog, numbers: set[int]) -> Iterator[tuple[int, str]]:
+    """Piece by piece: a hostile log has millions of lines before the cited one."""
+    pending, number, start = sorted((line for line in numbers if line > 0), reverse=True), 1, b""
     with log.stream().open() as stream:
-        while waiting and (piece := stream.read(PIECE)):
+        while pending and (piece := stream.read(PIECE)):
             ends = piece.count(b"\n")
-            if waiting[-1] < number + ends:
-                whole = (begun + piece).split(b"\n")
-                while waiting and waiting[-1] < number + ends:
-                    yield waiting[-1], _shown(whole[waiting.pop() - number])
-            begun = (piece[piece.rfind(b"\n") + 1 :] if ends else begun + piece)[:LONGEST_READ]
+            if pending[-1] < number + ends:
+                lines = (start + piece).split(b"\n")
+                while pending and pending[-1] < number + ends:
+                    yield pending[-1], _text(lines[pending.pop() - number])
+            start = (piece[piece.rfind(b"\n") + 1 :] if ends else start + piece)[:LONGEST_READ]
             number += ends
-    if begun and waiting and waiting[-1] == number:
-        yield number, _shown(begun)
+    if start and pending and pending[-1] == number:
+        yield number, _text(start)
 
 
-def _shown(line: bytes) -> str:
+def _text(line: bytes) -> str:
     return strip_escapes(line[:LONGEST_READ]).decode("utf-8", "replace").rstrip()[:LONGEST_EVIDENCE]
 
 
 def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
     """Lines near each other make one excerpt."""
-    made: list[Excerpt] = []
-    for line in sorted(map(_placed, lines), key=lambda line: (line.source, line.number)):
+    merged: list[Excerpt] = []
+    for line in sorted(map(_without_number, lines), key=lambda line: (line.source, line.number)):
         rows = tuple(_rows(line, texts))
-        last = made[-1] if made else None
+        last = merged[-1] if merged else None
         end = last.rows[-1].number if last and last.source == line.source else 0
         if last and end and line.number and end >= rows[0].number - 1:
-            made[-1] = Excerpt(line.source, _joined(last.rows, rows))
+            merged[-1] = Excerpt(line.source, _joined(last.rows, rows))
         else:
-            made.append(Excerpt(line.source, rows))
-    return made
+            merged.append(Excerpt(line.source, rows))
+    return merged
 
 
-def _placed(line: Line) -> Line:
-    """What kb concluded from several lines stands at none of them."""
-    is_ours = line.text.startswith(DERIVED_PREFIX)
-    return replace(line, number=0, text=line.text.removeprefix(DERIVED_PREFIX)) if is_ours else line
+def _without_number(line: Line) -> Line:
+    """An observation that kb derived from several lines has no line number."""
+    is_derived = line.text.startswith(DERIVED_PREFIX)
+    return replace(line, number=0, text=line.text.removeprefix(DERIVED_PREFIX)) if is_derived else line
 
 
 def _rows(line: Line, texts: Texts) -> Iterator[Row]:
@@ -102,7 +105,7 @@ def _rows(line: Line, texts: Texts) -> Iterator[Row]:
 
 
 def _joined(first: tuple[Row, ...], second: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Both, each line once: as cited where one of them cites it."""
+    """Both, each line once, cited if either cites it."""
     by_number = {row.number: row for row in (*first, *second)}
     by_number.update((row.number, row) for row in first if row.is_cited)
     return tuple(by_number[number] for number in sorted(by_number))

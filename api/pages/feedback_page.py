@@ -1,4 +1,4 @@
-"""The form below an entry: did it help?"""
+"""The feedback form of an entry."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def feedback_page(
     comment: Annotated[str, Form()] = "",
     lang: Annotated[str, Form()] = "",
 ) -> RedirectResponse:
-    """Keeps it as POST /v1/feedback does, and leads back to the entry."""
+    """Stores feedback as POST /v1/feedback does, and returns to the entry."""
     try:
-        given = FeedbackDocument(entry=entry_id, helped=helped == "yes", gpu=gpu, comment=comment)
+        feedback = FeedbackDocument(entry=entry_id, helped=helped == "yes", gpu=gpu, comment=comment)
     except ValidationError as error:
         raise UsageError(f"{error.errors()[0]['loc'][-1]}: {error.errors()[0]['msg']}") from None
-    post_feedback(request, content, database, caller, given)
-    return RedirectResponse(address(f"/entries/{entry_id}", lang=lang, told=helped) + "#feedback", 303)
+    post_feedback(request, content, database, caller, feedback)
+    return RedirectResponse(address(f"/entries/{entry_id}", lang=lang, helped=helped) + "#feedback", 303)

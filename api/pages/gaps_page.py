@@ -1,4 +1,4 @@
-"""`/gaps`: what people asked and no entry answers, for those who write entries."""
+"""`/gaps`: questions without a good answer, for authors of entries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kb.store import gaps
 from ..state.content import StoreDatabase
 from .page import page
 
-SHOWN = 50
+MOST_GAPS = 50
 
 router = APIRouter()
 
 
 @router.get("/gaps")
 def gaps_page(request: Request, database: StoreDatabase, after: str = "") -> HTMLResponse:
-    found = gaps.page(database, SHOWN + 1, after or None)
-    following = found[SHOWN - 1].digest if len(found) > SHOWN else ""
-    return page(request, "gaps.html", gaps=found[:SHOWN], following=following, after=after)
+    rows = gaps.page(database, MOST_GAPS + 1, after or None)
+    following = rows[MOST_GAPS - 1].digest if len(rows) > MOST_GAPS else ""
+    return page(request, "gaps.html", gaps=rows[:MOST_GAPS], following=following, after=after)

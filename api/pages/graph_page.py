@@ -1,4 +1,4 @@
-"""`/graph`: which incident leads to which, all of them."""
+"""`/graph`: the graph of causes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = APIRouter()
 @router.get("/graph")
 async def graph_page(request: Request, content: ServedContent) -> HTMLResponse:
     links = content.links
-    linked = {one for edge in links.causes for one in edge}
+    linked = {entry for edge in links.causes for entry in edge}
     return page(
         request,
         "graph.html",

@@ -1,4 +1,4 @@
-"""Words within a text, marked."""
+"""Words of a text in `<mark>`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ MARKED = Markup("<mark>{}</mark>")
 
 
 def highlighted(text: str, words: Iterable[str]) -> Markup:
-    """The text as HTML with these words in `<mark>`, in upper or lower case alike; a longer one wins."""
-    wanted = sorted((word for word in words if word.strip()), key=len, reverse=True)
-    if not wanted:
+    """The text as HTML with these words in `<mark>`, ignoring case; the longest match wins."""
+    patterns = sorted((word for word in words if word.strip()), key=len, reverse=True)
+    if not patterns:
         return escape(text)
-    pieces = re.split(f"({'|'.join(map(re.escape, wanted))})", text, flags=re.IGNORECASE)
-    return Markup("").join(
-        Markup("<mark>{}</mark>").format(piece) if i % 2 else escape(piece) for i, piece in enumerate(pieces)
-    )
+    pieces = re.split(f"({'|'.join(map(re.escape, patterns))})", text, flags=re.IGNORECASE)
+    return Markup("").join(MARKED.format(piece) if i % 2 else escape(piece) for i, piece in enumerate(pieces))

@@ -1,4 +1,4 @@
-"""The addresses of the pages, and of what they are drawn with."""
+"""The routes of the pages and of their static files."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ for _part in (search_page, entry_page, feedback_page, diagnose_page, gaps_page, 
 async def static_file(name: str) -> Response:
     if name not in BY_ADDRESS:
         raise HTTPException(404)
-    found = BY_ADDRESS[name]
-    return Response(found.data, media_type=found.media_type, headers=FOREVER)
+    file = BY_ADDRESS[name]
+    return Response(file.data, media_type=file.media_type, headers=FOREVER)

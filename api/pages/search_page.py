@@ -1,4 +1,4 @@
-"""`/`: what this is and what it holds, or the entries that answer a question."""
+"""`/`: the front page with all entries, or the entries that answer a question."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ EXAMPLES = (
 router = APIRouter()
 
 
-class Asked(BaseModel):
-    """What the form of the page holds. Empty members say nothing."""
+class SearchForm(BaseModel):
+    """The form of the page. Empty members are ignored."""
 
     q: str = ""
     tag: list[str] = []
@@ -70,10 +70,10 @@ class Asked(BaseModel):
 
 
 @router.get("/")
-async def search_page(request: Request, asked: Annotated[Asked, Query()]) -> HTMLResponse:
+async def search_page(request: Request, asked: Annotated[SearchForm, Query()]) -> HTMLResponse:
     asked.tag = [tag for tag in asked.tag if tag]
     asked.lang = language(request)
-    shown: dict[str, Any] = {
+    values: dict[str, Any] = {
         "asked": asked,
         "lang": asked.lang,
         "statuses": sorted(STATUSES),
@@ -83,32 +83,32 @@ async def search_page(request: Request, asked: Annotated[Asked, Query()]) -> HTM
     try:
         if asked.q.strip():
             answered = await _answered(request, served_content(request), asked.question)
-            return page(request, "search.html", **shown, **answered)
-        return page(request, "home.html", **shown, **_everything(served_listing(request), asked.only))
+            return page(request, "search.html", **values, **answered)
+        return page(request, "home.html", **values, **_everything(served_listing(request), asked.only))
     except ValidationError as error:
-        return _refused(request, shown, UsageError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"))
-    except UsageError as problem:  # a filter that nothing can pass
-        return _refused(request, shown, problem)
+        return _refused(request, values, UsageError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"))
+    except UsageError as problem:  # a filter that no entry can pass
+        return _refused(request, values, problem)
 
 
-def _refused(request: Request, shown: dict[str, Any], problem: UsageError) -> HTMLResponse:
-    return page(request, "search.html", 422, **{**shown, "problem": problem}, answer=None, hits=[])
+def _refused(request: Request, values: dict[str, Any], problem: UsageError) -> HTMLResponse:
+    return page(request, "search.html", 422, **{**values, "problem": problem}, answer=None, hits=[])
 
 
 async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
     answer = await content.answer(question, application(request).snapshot.verdict_counts)
-    if request.headers.get("sec-fetch-dest", "document") == "document":  # not a question that is still being typed
+    if request.headers.get("sec-fetch-dest", "document") == "document":  # not for each key press
         count(request, "" if question.only else question.q, answer)
     return {"answer": answer, "hits": hits(answer)}
 
 
 def hits(answer: Answer) -> list[dict[str, Any]]:
-    """As the page shows them: with the words that matched marked in the snippet."""
+    """Hits with the matched words marked in the snippet."""
     return [{"hit": hit, "snippet": highlighted(hit.snippet, hit.matched)} for hit in answer.hits]
 
 
 def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
-    """The entries that pass, without a question. Raises `UsageError` for a filter that nothing can pass."""
+    """All entries that pass the filter. Raises `UsageError` for a filter that no entry can pass."""
     current = [summary for summary in listing.summaries if summary["status"] != Status.WITHDRAWN]
     passing = only.admitted(dict(enumerate(current)))
     listed = [current[number] for number in sorted(passing)]
@@ -122,7 +122,7 @@ def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
 
 
 def popular(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Tags with how many entries have each, most first; the rare ones are found by words."""
+    """Tags by number of entries, most first, without the rare ones."""
     counts = Counter(tag for summary in summaries for tag in summary["tags"])
     return [(tag, count) for tag, count in counts.most_common() if count >= LEAST_SHARED]
 

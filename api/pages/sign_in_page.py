@@ -1,4 +1,4 @@
-"""`/sign-in` and `/sign-out`: a browser that carries a key."""
+"""`/sign-in` and `/sign-out`: a key in the cookie of a browser."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ async def sign_out_page() -> Response:
 
 
 def _local(to: str) -> str:
-    """A path of this service: nobody is led to another site."""
+    """A path of this service: no redirect to another site."""
     is_local = to.startswith("/") and not to.startswith(("//", "/\\")) and to.isprintable()
     return to if is_local else "/"

@@ -1,4 +1,4 @@
-"""What was verified where: reports and the records of machines, as the rows of one table."""
+"""The table of verdicts of an entry: shared reports and hardware records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKS = {"verified": "good", "fix-ineffective": "bad", "inverted": "bad", "other
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Reports of one kind of machine that say the same. `day` is that of the last; `count` says how many there are."""
+    """Equal verdicts of one kind of machine: their `count`, and the `day` of the last."""
 
     gpu: str
     driver: str
@@ -22,35 +22,35 @@ class Row:
     fidelity: str
     count: int
     day: str
-    is_earlier: bool  # another wording of the entry was judged
+    is_earlier: bool  # about another wording of the entry
 
     @property
     def mark(self) -> str:
-        """How the verdict is coloured: good, bad, or neither."""
+        """The colour of the verdict: good, bad or neutral."""
         return MARKS.get(self.verdict, "neutral")
 
 
 def rows(entry_id: str, digest: str, verdict_counts: Iterable[VerdictCount], proofs: Iterable[Proof]) -> list[Row]:
-    """Of one entry: the current wording first, then by GPU, driver and torch, newest first."""
-    found = [
+    """Rows of one entry: the current wording first, then by GPU, driver and torch, newest first."""
+    table = [
         Row(
-            standing.gpu,
-            standing.driver,
-            standing.torch,
-            standing.verdict,
-            standing.fidelity,
-            standing.count,
-            str(standing.last)[:10],
-            standing.entry_digest != digest,
+            count.gpu,
+            count.driver,
+            count.torch,
+            count.verdict,
+            count.fidelity,
+            count.count,
+            str(count.last)[:10],
+            count.entry_digest != digest,
         )
-        for standing in verdict_counts
-        if standing.entry_id == entry_id
+        for count in verdict_counts
+        if count.entry_id == entry_id
     ]
-    found += [
+    table += [
         Row(
             proof.gpus, proof.driver, proof.torch, proof.verdict, "hardware", 1, proof.day, proof.entry_digest != digest
         )
         for proof in proofs
     ]
-    found.sort(key=lambda row: row.day, reverse=True)
-    return sorted(found, key=lambda row: (row.is_earlier, row.gpu == "", row.gpu, row.driver, row.torch))
+    table.sort(key=lambda row: row.day, reverse=True)
+    return sorted(table, key=lambda row: (row.is_earlier, row.gpu == "", row.gpu, row.driver, row.torch))

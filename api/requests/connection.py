@@ -1,125 +1,93 @@
-"""One connection of a client, which may neither dawdle over the head of a request nor keep others out.
+"""Connections that are slow to send a request: each has a deadline, and when the server is full the oldest is dropped.
 
-uvicorn waits for the rest of a head for ever, and takes connections until no file descriptor is left.
+uvicorn waits for the rest of a head for ever, and accepts connections until no file descriptor is left (decision 0020).
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-HEAD_S = 10.0  # from the begin of a connection, or from the last answer, to the end of a head
-SWEEP_S = 1.0
-RESERVED = 256  # file descriptors for all that is no connection
-MOST_PLACES = 8192  # each costs some 20 kB
-MOST_HELD = 64 << 10  # bytes: beyond, a client that does not read has to hold up who writes
+HEAD_S = 10.0  # to send a head, from the start of the connection or from the last response
+CHECK_EVERY_S = 1.0
+RESERVED = 256  # file descriptors for everything but connections
+MOST_CONNECTIONS = 8192  # each takes some 20 kB
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Places:
-    """The places of one server, and who of those that hold one owes a part of a request, the longest first."""
+class ConnectionLimit:
+    """The connections of one server that have not sent a whole request, the oldest first."""
 
     def __init__(self) -> None:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most = MOST_PLACES if most == resource.RLIM_INFINITY else max(1, min(MOST_PLACES, most - RESERVED))
-        self._owing: dict[Connection, float] = {}  # since when, on the clock of the loop
-        self._is_sweeping = False
+        is_unlimited = most == resource.RLIM_INFINITY
+        self.most = MOST_CONNECTIONS if is_unlimited else max(1, min(MOST_CONNECTIONS, most - RESERVED))
+        self._unfinished: dict[Connection, float] = {}  # since when, on the clock of the loop
+        self._is_scheduled = False
 
-    def note(self, connection: Connection, loop: asyncio.AbstractEventLoop, *, is_owing: bool) -> None:
-        if not is_owing:
-            self._owing.pop(connection, None)
-        elif connection not in self._owing:
-            self._owing[connection] = loop.time()
-            self._sweep_later(loop)
+    def update(self, connection: Connection, loop: asyncio.AbstractEventLoop, *, is_unfinished: bool) -> None:
+        if not is_unfinished:
+            self._unfinished.pop(connection, None)
+        elif connection not in self._unfinished:
+            self._unfinished[connection] = loop.time()
+            self._schedule(loop)
 
     def make_room(self) -> bool:
-        """Take the place of who has owed for longest; False when nobody owes anything."""
-        for connection in self._owing:
-            del self._owing[connection]
-            connection.leave()
+        """Drop the connection that has been unfinished for longest; False if there is none."""
+        for connection in self._unfinished:
+            del self._unfinished[connection]
+            connection.drop()
             return True
         return False
 
-    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One timer for all connections: one for each would be set and cancelled with every request."""
-        if not self._is_sweeping:
-            self._is_sweeping = True
-            loop.call_later(SWEEP_S, self._sweep, loop)
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer for all connections: timers of their own would be set and cancelled with every request."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_later(CHECK_EVERY_S, self._drop_late, loop)
 
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End connections whose head takes too long. A body that is read has a time of its own, in the front."""
-        self._is_sweeping = False
+    def _drop_late(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Only for heads: while a body is read, `Upload` limits its time."""
+        self._is_scheduled = False
         latest = loop.time() - HEAD_S
-        late = [one for one, since in self._owing.items() if since < latest and one.is_awaited_by_nobody]
+        late = [item for item, since in self._unfinished.items() if since < latest and item.is_unhandled]
         for connection in late:
-            del self._owing[connection]
-            connection.leave()
-        if self._owing:
-            self._sweep_later(loop)
+            del self._unfinished[connection]
+            connection.drop()
+        if self._unfinished:
+            self._schedule(loop)
 
 
-class Joined:
-    """A transport that sends what is written in one turn of the event loop together.
-
-    uvicorn writes the head and the body of an answer apart; two system calls cost as much as finding the answer again.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._held = bytearray()
-
-    def write(self, data: bytes) -> None:
-        if data and not self._held:
-            self._loop.call_soon(self._flush)
-        self._held += data
-        if len(self._held) > MOST_HELD:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        held, self._held = self._held, bytearray()
-        if held:
-            self._transport.write(held)
-
-
-PLACES: WeakKeyDictionary[ServerState, Places] = WeakKeyDictionary()
+LIMITS: WeakKeyDictionary[ServerState, ConnectionLimit] = WeakKeyDictionary()
 
 
 class Connection(H11Protocol):
-    """When all places are taken, who has owed the rest of a request for longest loses the place to who comes."""
+    """uvicorn's protocol with the limit above. It answers 503 when the server is full and no connection can be dropped."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._places = PLACES.setdefault(self.server_state, Places())
+        self._limit = LIMITS.setdefault(self.server_state, ConnectionLimit())
 
     @property
-    def is_awaited_by_nobody(self) -> bool:
-        """It owes a head, or the rest of a body that was answered without it."""
+    def is_unhandled(self) -> bool:
+        """No request is being handled: a head is missing, or the rest of a body that is answered already."""
         is_answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
         return self.conn.their_state is h11.IDLE or (self.conn.their_state is h11.SEND_BODY and is_answered)
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         self.connections.discard(self)
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        if len(self.connections) < self._places.most or self._places.make_room():
+        if len(self.connections) < self._limit.most or self._limit.make_room():
             super().connection_made(transport)
-            self.transport = cast("asyncio.Transport", Joined(transport, self.loop))
-            self._note()
+            self._update()
         else:
             self.transport = transport
             transport.write(FULL)
@@ -127,16 +95,16 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._note()
+        self._update()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._note()
+        self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._places.note(self, self.loop, is_owing=False)
+        self._limit.update(self, self.loop, is_unfinished=False)
         super().connection_lost(exc)
 
-    def _note(self) -> None:
-        is_owing = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
-        self._places.note(self, self.loop, is_owing=is_owing)
+    def _update(self) -> None:
+        is_receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        self._limit.update(self, self.loop, is_unfinished=is_receiving and not self.transport.is_closing())

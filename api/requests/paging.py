@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 Cursor = Annotated[
     str | None,
-    Query(max_length=LONGEST, description="`next` of the page before; without it the list begins."),
+    Query(max_length=LONGEST, description="`next` of the previous page; without it, the first page."),
 ]
 
 
@@ -33,22 +33,22 @@ def cursor(listing: str, position: str) -> str:
     return urlsafe_b64encode(_checksum(listing, text) + text).decode().rstrip("=")
 
 
-def position(listing: str, given: str | None) -> str | None:
+def position(listing: str, cursor_text: str | None) -> str | None:
     """The position in a cursor; None without one. Raises `UsageError` for an invalid cursor."""
-    if given is None:
+    if cursor_text is None:
         return None
     try:
-        text = urlsafe_b64decode(given + "=" * (-len(given) % 4))[CHECKSUM_BYTES:].decode()
-        if cursor(listing, text) == given:
+        text = urlsafe_b64decode(cursor_text + "=" * (-len(cursor_text) % 4))[CHECKSUM_BYTES:].decode()
+        if cursor(listing, text) == cursor_text:
             return text
     except ValueError:  # not base64, UTF-8 or ASCII
         pass
     raise UsageError(*INVALID)
 
 
-def number(listing: str, given: str | None) -> int | None:
+def number(listing: str, cursor_text: str | None) -> int | None:
     """The position in a list by number. Raises like `position`."""
-    text = position(listing, given)
+    text = position(listing, cursor_text)
     if text is None:
         return None
     if not text.isdecimal():  # anybody can compute the checksum

@@ -58,7 +58,7 @@ class Problem(BaseModel):
     status: int = Field(examples=[404])
     detail: str = Field(examples=["no entry is called 'checkpoint-save'"])
     instance: str = Field(examples=["/v1/entries/checkpoint-save"])
-    hint: str = Field("", description="What to do next; absent when there is nothing to say.")
+    hint: str = Field("", description="What to do next; absent when there is no advice.")
     nearest: list[str] = Field([], description="Ids that may have been meant.")
     errors: list[dict[str, str]] = Field([], description="One `parameter` and `detail` for each invalid parameter.")
 
@@ -75,15 +75,15 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def install(app: FastAPI) -> None:
     """Answer errors of routes with problems. The middleware passes all others to `respond`."""
 
-    async def answer(request: Request, error: Exception) -> Response:  # async, or it would run in another thread
+    async def handle(request: Request, error: Exception) -> Response:  # async, or it would run in another thread
         return respond(request, error)
 
     for kind in (KbError, HTTPException, RequestValidationError):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, handle)
 
 
 def respond(request: Request, error: Exception) -> Response:
-    """The answer to any error: a problem document, or a page for a browser that is not asking the API."""
+    """The response to any error: a problem document, or a page for a browser outside the API."""
     if isinstance(error, KbError):
         return _kb_error(request, error)
     if isinstance(error, HTTPException):

@@ -1,4 +1,4 @@
-"""What a client asks, checked: by the query of a GET or the body of a POST, which have the same members."""
+"""Questions of clients, validated: the query of a GET and the body of a POST have the same members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kb.sharing.hardware_boost import Hardware
 
 MOST_VALUES = 20  # of one filter
 LEAST_CHARS, MOST_CHARS = 500, 20_000
-LONGEST_ECHO = 1000  # characters of a question that its answer repeats
+LONGEST_ECHO = 1000  # characters of a question that its response repeats
 
 Value = Annotated[str, Field(max_length=100)]
 Values = Annotated[list[Value] | None, Field(max_length=MOST_VALUES)]
@@ -30,7 +30,7 @@ Text = Annotated[str, Field(max_length=LONGEST_TEXT, json_schema_extra={"pattern
 
 
 class SearchQuestion(BaseModel):
-    """A question about a failure, and what its answer may hold."""
+    """A question about a failure, and limits of its answer."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"q": "ALLGATHER timeout save", "limit": 3, "gpu": "H100"}]}
@@ -47,7 +47,7 @@ class SearchQuestion(BaseModel):
         None, description="Only entries of this status: confirmed, reported, disputed; repeated: of any of them."
     )
     area: Values = Field(None, description=f"Only entries of this area: {', '.join(Area)}; repeated: of any of them.")
-    why: bool = Field(False, description="Say of each hit what its score is made of.")
+    why: bool = Field(False, description="Explain the score of each hit.")
     gpu: Value = Field(
         "", description="Your GPU: good answers whose fix was verified on that model come first.", examples=["H100"]
     )
@@ -65,16 +65,16 @@ class SearchQuestion(BaseModel):
 
 
 class SearchText(SearchQuestion):
-    """A question in a body, where a number is a number: no text stands for one."""
+    """A question in a body: a number must be a JSON number, not text."""
 
     model_config = ConfigDict(strict=True)
 
 
 class ContextQuestion(BaseModel):
-    """A question that a language model is to answer, and how much it may read for that."""
+    """A question for a language model, and how much context it gets."""
 
     q: Text = Field(description="The question, or an error; English or Chinese.", examples=["ALLGATHER timeout save"])
     max_chars: int = Field(
-        4000, ge=LEAST_CHARS, le=MOST_CHARS, description="At most so many characters, citations counted."
+        4000, ge=LEAST_CHARS, le=MOST_CHARS, description="At most this many characters, including citations."
     )
     lang: Literal["en", "zh"] = Field("en", description="The language of the claims.")

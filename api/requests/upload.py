@@ -19,7 +19,7 @@ MOST_BYTES = {"/v1/diagnose": MOST_LOG_BYTES, "/diagnose": MOST_LOG_BYTES, "/mcp
 MOST_BYTES_ELSEWHERE = 256 << 10
 BODY_S = 120.0  # in which a body has to arrive
 STALL_S, LEAST_RATE = 10.0, 32 << 10  # seconds that it may pause, and bytes in a second by which it earns more
-PIECE = 64 << 10  # bytes that a reader is given at once, fewer at the end
+PIECE = 64 << 10  # bytes that a reader gets at once, fewer at the end
 
 
 class Upload:

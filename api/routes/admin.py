@@ -38,7 +38,7 @@ def reindex(request: Request, database: StoreDatabase, caller: Admin) -> Reindex
 @router.get(
     "/audit",
     operation_id="listAudit",
-    summary="Read who wrote what",
+    summary="Read the audit log",
     response_model=AuditPage,
     responses=documented(422, 503),
 )

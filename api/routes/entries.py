@@ -1,4 +1,4 @@
-"""GET /v1/entries, and one entry as JSON, as its Markdown file or as its page."""
+"""GET /v1/entries, and one entry as JSON, Markdown or HTML."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ TEXT = {"schema": {"type": "string"}}
 
 router = APIRouter(prefix="/v1/entries", tags=["entries"])
 
-IfNoneMatch = Annotated[
-    str | None, Header(description="The ETag of what you have: 304 without a body when it is what you would get.")
-]
+IfNoneMatch = Annotated[str | None, Header(description="The ETag of your copy: 304 without a body if it is current.")]
 
 
 @router.get(
@@ -55,15 +53,15 @@ async def list_entries(
     cursor: Cursor = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """Every entry that is not withdrawn, by id, or those that fit all filters.
+    """Every entry that is not withdrawn, by id, or those that pass all filters.
 
     A filter that no entry can pass is an error that names the nearest.
     """
     after = paging.position(LISTING, cursor) or ""
     only = Filter.of(tag, [framework] if framework else None, [status] if status else None, area)
-    found = [one for one in only.listed(content.listing.summaries) if one["id"] > after]
-    shown, following = paging.page(LISTING, found, limit, lambda one: one["id"])
-    body = EntryList.model_validate({"entries": shown, "next": following}).model_dump_json().encode()
+    summaries = [summary for summary in only.listed(content.listing.summaries) if summary["id"] > after]
+    summaries, following = paging.page(LISTING, summaries, limit, lambda summary: summary["id"])
+    body = EntryList.model_validate({"entries": summaries, "next": following}).model_dump_json().encode()
     return represent(body, JSON, if_none_match or "")
 
 
@@ -85,15 +83,15 @@ async def get_entry(
     accept: Annotated[str, Header(include_in_schema=False)] = "*/*",
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """The entry as JSON; under `Accept: text/markdown` the file as it is written, under `text/html` its page."""
+    """The entry as JSON; under `Accept: text/markdown` its file, under `text/html` its page."""
     entry = content.catalog.get(entry_id)
     kind = preferred(accept, (JSON, MARKDOWN, HTML))
     if kind is None:
         raise HTTPException(406, f"an entry is {JSON}, {MARKDOWN} or {HTML}", VARY)
-    return represent(_form(request, content, entry, kind), kind, if_none_match or "", VARY)
+    return represent(_representation(request, content, entry, kind), kind, if_none_match or "", VARY)
 
 
-def _form(request: Request, content: Content, entry: Entry, kind: str) -> bytes:
+def _representation(request: Request, content: Content, entry: Entry, kind: str) -> bytes:
     if kind == MARKDOWN:
         return content.texts[entry.id].encode()
     if kind == HTML:

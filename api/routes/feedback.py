@@ -1,4 +1,4 @@
-"""POST and GET /v1/feedback: did an entry help, and on which kind of machine."""
+"""POST and GET /v1/feedback: whether an entry helped, and on which GPU."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ router = APIRouter(prefix="/v1/feedback", tags=["feedback"])
     responses=documented(404, 413, 422, 503),
 )
 def post_feedback(
-    request: Request, content: ServedContent, database: StoreDatabase, caller: Reader, given: FeedbackDocument
+    request: Request, content: ServedContent, database: StoreDatabase, caller: Reader, document: FeedbackDocument
 ) -> FeedbackDocument:
-    """Counted for the authors of the entry. What is written is kept as it is answered: without names and secrets."""
-    entry = content.catalog.get(given.entry)
+    """Counted for the authors of the entry. The response is what is stored: without names and secrets."""
+    entry = content.catalog.get(document.entry)
     clean = {
-        "gpu": redact_gpu_name(given.gpu),
-        "torch": redact_line(given.torch, MAX_WORD),
-        "comment": redact_line(given.comment, MAX_LINE),
+        "gpu": redact_gpu_name(document.gpu),
+        "torch": redact_line(document.torch, MAX_WORD),
+        "comment": redact_line(document.comment, MAX_LINE),
     }
-    feedback.add(database, entry.id, given.helped, **clean, sender=caller.id, request_id=request.state.id)
-    return given.model_copy(update=clean)
+    feedback.add(database, entry.id, document.helped, **clean, sender=caller.id, request_id=request.state.id)
+    return document.model_copy(update=clean)
 
 
 @router.get(
@@ -58,16 +58,15 @@ def list_feedback(
 ) -> FeedbackPage:
     """One count for each entry and GPU, by entry."""
     after = paging.position(LISTING, cursor) or ""
-    found = sorted(feedback.counts(database, entry))
-    shown, following = paging.page(LISTING, [one for one in found if _place(one) > after], limit, _place)
-    counts = tuple(FeedbackCount(entry=one[0], gpu=one[1], helped=one[2], not_helped=one[3]) for one in shown)
-    return FeedbackPage(feedback=counts, next=following)
+    rest = [count for count in sorted(feedback.counts(database, entry)) if _position(count) > after]
+    counts, following = paging.page(LISTING, rest, limit, _position)
+    return FeedbackPage(feedback=tuple(map(_count_document, counts)), next=following)
 
 
 @router.get(
     "/comments",
     operation_id="listComments",
-    summary="Read what people say of entries",
+    summary="Read comments on entries",
     response_model=CommentPage,
     responses=documented(422, 503),
 )
@@ -77,12 +76,16 @@ def list_comments(
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many comments.")] = 100,
     cursor: Cursor = None,
 ) -> CommentPage:
-    """Newest first, for who cares for the entries: anybody who reads here can write one."""
-    found = feedback.comments(database, limit + 1, paging.number(COMMENTS, cursor))
-    shown, following = paging.page(COMMENTS, found, limit, lambda comment: comment.id)
-    return CommentPage(comments=tuple(map(CommentDocument.of, shown)), next=following)
+    """Newest first, for authors of entries. Any reader can write a comment."""
+    comments = feedback.comments(database, limit + 1, paging.number(COMMENTS, cursor))
+    comments, following = paging.page(COMMENTS, comments, limit, lambda comment: comment.id)
+    return CommentPage(comments=tuple(map(CommentDocument.of, comments)), next=following)
 
 
-def _place(count: tuple[str, str, int, int]) -> str:
-    """In an order that is that of the tuples: no id or name has a line break."""
-    return f"{count[0]}\n{count[1]}"
+def _count_document(count: feedback.FeedbackCount) -> FeedbackCount:
+    return FeedbackCount(entry=count.entry_id, gpu=count.gpu, helped=count.helped, not_helped=count.not_helped)
+
+
+def _position(count: feedback.FeedbackCount) -> str:
+    """Sorts like the tuples: no id or name has a line break."""
+    return f"{count.entry_id}\n{count.gpu}"

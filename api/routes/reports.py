@@ -1,4 +1,4 @@
-"""POST and GET /v1/reports: what verifications proved, sent by the nodes that ran them."""
+"""POST and GET /v1/reports: reports of verifications, shared by the nodes that ran them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..state.content import Content, ServedContent, StoreDatabase
 
 LISTING = "reports"
 MOST_AT_ONCE = 100
-LARGEST_NUMBER = 2**53 - 1  # that every reader of JSON takes for what it is
+LARGEST_NUMBER = 2**53 - 1  # exact in every JSON parser
 
 router = APIRouter(prefix="/v1", tags=["reports"])
 
@@ -40,7 +40,7 @@ IdempotencyKey = Annotated[
         min_length=8,
         max_length=128,
         pattern=r"^[!-~]+$",
-        description="Made up by the sender, once for each report: sent again with it, a report is not kept twice.",
+        description="Chosen by the sender for each report: a report that is sent again with it is stored once.",
         examples=["4f1c2f0e-9d0b-4d43-8a5c-0b7d4f6f2a11"],
     ),
 ]
@@ -71,7 +71,7 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="The number of
     responses={
         200: {
             "model": Receipt,
-            "description": "This report was kept before.",
+            "description": "This report was stored before.",
             "headers": {"Idempotent-Replayed": {"description": "`true`", "schema": {"type": "string"}}},
         },
         201: {"headers": {"Location": {"description": "Where the report is.", "schema": {"type": "string"}}}},
@@ -88,13 +88,13 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="The number of
     },
 )
 async def post_report(request: Request, database: StoreDatabase, caller: Reporter, key: IdempotencyKey) -> JSONResponse:
-    """Kept once, however often it is sent. The report is data: it is validated, redacted again and never run.
+    """Stored once, however often it is sent. The report is data: validated, redacted again, never run.
 
-    Without an answer, or with 503, send it again with the same key: `kb verify --report` does that by itself.
+    Without a response, or after 503, send it again with the same key, as `kb verify --report` does.
     """
     report = await parse_report(request)
-    sent = report.model_dump_json(exclude_unset=True)  # a default that a later version adds is nobody's change
-    digest = hashlib.sha256(sent.encode()).hexdigest()
+    text = report.model_dump_json(exclude_unset=True)  # without defaults, which a later version may add
+    digest = hashlib.sha256(text.encode()).hexdigest()
     clean = to_shared_report(report.model_dump(mode="json")).model_dump(mode="json")
     admitted = await run_in_threadpool(reports.add_shared, database, clean, caller.id, key, digest, request.state.id)
     receipt = Receipt(number=admitted.id, id=report.id, verdict=report.verdict)
@@ -121,11 +121,11 @@ def list_reports(
 ) -> ReportPage:
     """Newest first, those that pass all filters."""
     before = paging.number(LISTING, cursor)
-    found = reports.page(
+    rows = reports.page(
         database, entry=entry, gpu=gpu, torch=torch, verdict=verdict or "", limit=limit + 1, before=before
     )
-    shown, following = paging.page(LISTING, found, limit, lambda kept: kept.id)
-    return ReportPage(reports=tuple(_sent(shown, content)), next=following)
+    rows, following = paging.page(LISTING, rows, limit, lambda report: report.id)
+    return ReportPage(reports=tuple(_shared_documents(rows, content)), next=following)
 
 
 @router.get(
@@ -136,9 +136,9 @@ def list_reports(
     responses=documented(404, 422, 503),
 )
 def get_report(content: ServedContent, database: StoreDatabase, number: Number) -> ReportDocument:
-    """What was shared of one verification."""
-    found = [kept for kept in reports.page(database, limit=1, before=number + 1) if kept.id == number]
-    for document in _sent(found, content):
+    """One shared report."""
+    rows = [report for report in reports.page(database, limit=1, before=number + 1) if report.id == number]
+    for document in _shared_documents(rows, content):
         return document
     raise HTTPException(404)
 
@@ -158,37 +158,37 @@ def list_reports_of_entry(
     ],
     limit: Limit = 20,
 ) -> ReportList:
-    """Newest first: what nodes sent, and what was verified on the machine of this service itself.
+    """Newest first: reports that nodes sent, and those of the machine of this service.
 
-    Reports of an entry that is gone are still here; an entry never verified has none.
+    Reports of an entry that was removed stay; an entry that was never verified has none.
     """
-    sent = tuple(_sent(reports.page(database, entry=entry_id, limit=limit), content))
-    known = {(one.started_at, one.probe_digest) for one in sent}  # by this machine, too, with `kb verify --report`
-    own = _own(reports.history(database, entry_id, limit), content)
-    found = [*sent, *(one for one in own if (one.started_at, one.probe_digest) not in known)]
-    if not found:
+    shared = tuple(_shared_documents(reports.page(database, entry=entry_id, limit=limit), content))
+    keys = {(report.started_at, report.probe_digest) for report in shared}  # this machine may have sent its own
+    own = _own_documents(reports.history(database, entry_id, limit), content)
+    documents = [*shared, *(report for report in own if (report.started_at, report.probe_digest) not in keys)]
+    if not documents:
         content.catalog.get(entry_id)
-    newest = sorted(found, key=lambda report: report.started_at, reverse=True)
+    newest = sorted(documents, key=lambda report: report.started_at, reverse=True)
     return ReportList(id=entry_id, reports=tuple(newest[:limit]))
 
 
-def _sent(found: Iterable[StoredReport], content: Content) -> Iterable[ReportDocument]:
-    """Reports of others. One that another version of kb kept in another form is logged and left out."""
+def _shared_documents(rows: Iterable[StoredReport], content: Content) -> Iterable[ReportDocument]:
+    """A report that another version of kb stored in another form is logged and left out."""
     digests = content.digests
-    for kept in found:
+    for row in rows:
         try:
-            report = SharedReport.model_validate(kept.document, strict=False)
+            report = SharedReport.model_validate(row.document, strict=False)
         except ValidationError as error:
-            log.warning("report %d is not shown: %s", kept.id, error)
+            log.warning("report %d is left out: %s", row.id, error)
         else:
-            yield ReportDocument.of(report, digests, content.probe_digests, kept.id, kept.received_at)
+            yield ReportDocument.of(report, digests, content.probe_digests, row.id, row.received_at)
 
 
-def _own(documents: Iterable[dict[str, object]], content: Content) -> Iterable[ReportDocument]:
-    """Reports of this machine, whose documents tell more than may leave it."""
+def _own_documents(documents: Iterable[dict[str, object]], content: Content) -> Iterable[ReportDocument]:
+    """Reports of this machine, reduced to what may be shared."""
     digests = content.digests
     for document in documents:
         try:
             yield ReportDocument.of(to_shared_report(document), digests, content.probe_digests)
         except UsageError as error:
-            log.warning("a report of %s is not shown: %s", document.get("id"), error)
+            log.warning("a report of %s is left out: %s", document.get("id"), error)

@@ -59,7 +59,7 @@ cached = APIRouter(prefix="/v1", route_class=CachedQueryRoute)
 async def search(request: Request, content: ServedContent, question: Annotated[SearchQuestion, Query()]) -> Response:
     """Paste an error or describe it. Every hit says which words matched; no hit is an empty list, not an error.
 
-    A filter takes hits away and changes no score; one that no entry can pass is an error that names the nearest. With
+    A filter removes hits and changes no score; one that no entry can pass is an error that names the nearest. With
     `gpu` or `torch` those of the good hits come first whose fix was verified on such hardware, and say so. A question
     that is not `answered` is counted among the gaps, without names and secrets.
     """
@@ -75,7 +75,7 @@ async def search(request: Request, content: ServedContent, question: Annotated[S
     responses=documented(422, 503),
 )
 async def search_text(request: Request, content: ServedContent, question: SearchText) -> Response:
-    """The answer of `search`, to a question in a body: for a text that is too long for an address."""
+    """As `search`, with the question in the body, for a text that is too long for an address."""
     return Response(await _body(request, content, question), media_type=JSON)
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json: what FastAPI finds out by itself, and what every operation has because the front gives it to all."""
+"""/openapi.json: what FastAPI derives from the routes, and what the middleware adds to every operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEME = {
     "type": "http",
     "scheme": "bearer",
     "bearerFormat": "kb_<id>_<secret>",
-    "description": "A key of `kb key new`: to read, report or administer. Programs on the same machine read without.",
+    "description": "A key of `kb key new`: to read, report or administer. Programs on this machine need none to read.",
 }
 SCOPES: dict[object, str] = {access.reporter: "report", access.admin: "admin"}
 TAGS = {
@@ -32,17 +32,17 @@ TAGS = {
     "reports": "What verifications proved, on which machines.",
     "feedback": "Did an entry help?",
     "gaps": "Questions without a good answer.",
-    "admin": "For who runs the service.",
-    "health": "For who watches the service.",
+    "admin": "For operators.",
+    "health": "For monitoring.",
 }
-REQUEST_ID = {"description": "Number of this request, for the log of the server.", "schema": {"type": "string"}}
-SECONDS = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
+REQUEST_ID = {"description": "Id of this request in the server log.", "schema": {"type": "string"}}
+SECONDS = {"description": "Seconds to wait before trying again.", "schema": {"type": "integer"}}
 CHALLENGE = {"description": "`Bearer`", "schema": {"type": "string"}}
 HEADERS = {"401": {"WWW-Authenticate": CHALLENGE}, "429": {"Retry-After": SECONDS}, "503": {"Retry-After": SECONDS}}
 
 
 def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Describe the application, which has these routers; once, when it is asked for first."""
+    """Describe the application with these routers, once, on the first request for it."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -59,11 +59,13 @@ def describe(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
     for path, method, operation in operations(document):
         is_open, scope = path in access.OPEN, scopes.get(operation["operationId"], "")
         if not is_open:
-            _add_front(operation, method, scope)
+            _add_middleware(operation, method, scope)
         operation["security"] = [] if is_open else _security(scope)
-        _tell_headers(operation)
+        _add_headers(operation)
     used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
-    document["tags"] = [{"name": name, "description": told} for name, told in TAGS.items() if name in used]
+    document["tags"] = [
+        {"name": name, "description": description} for name, description in TAGS.items() if name in used
+    ]
     components = document.setdefault("components", {})
     components["securitySchemes"] = {KEY: SCHEME}
     components["schemas"] = dict(sorted({**components.get("schemas", {}), **_models()}.items()))
@@ -80,13 +82,13 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 def _scope(dependant: Dependant) -> str:
     """The scope that an operation needs beyond reading; "" for none."""
     for dependency in dependant.dependencies:
-        if found := SCOPES.get(dependency.call, "") or _scope(dependency):
-            return found
+        if scope := SCOPES.get(dependency.call, "") or _scope(dependency):
+            return scope
     return ""
 
 
-def _add_front(operation: dict[str, Any], method: str, scope: str) -> None:
-    """What the front may answer in place of the operation."""
+def _add_middleware(operation: dict[str, Any], method: str, scope: str) -> None:
+    """What the middleware may answer in place of the operation."""
     statuses = [401, 429, 503]
     if scope or method != "get":
         statuses.append(403)
@@ -97,23 +99,23 @@ def _add_front(operation: dict[str, Any], method: str, scope: str) -> None:
 
 
 def _security(scope: str) -> list[dict[str, list[str]]]:
-    """An empty requirement: nobody has to say who they are where the service lets everybody read."""
+    """An empty requirement: no key is needed where the service lets everybody read."""
     return [{KEY: [scope]}] if scope else [{KEY: []}, {}]
 
 
-def _tell_headers(operation: dict[str, Any]) -> None:
+def _add_headers(operation: dict[str, Any]) -> None:
     for status, response in operation["responses"].items():
-        told = {**response.get("headers", {}), **HEADERS.get(status, {}), "X-Request-ID": REQUEST_ID}
-        response["headers"] = told
+        headers = {**response.get("headers", {}), **HEADERS.get(status, {}), "X-Request-ID": REQUEST_ID}
+        response["headers"] = headers
         if MEDIA_TYPE in response.get("content", {}):
             response["content"] = {MEDIA_TYPE: {"schema": {"$ref": REF.format(model=Problem.__name__)}}}
 
 
 def _models() -> dict[str, Any]:
-    """Those that no signature of an operation names."""
-    found: dict[str, Any] = {}
+    """Models that no signature of an operation names."""
+    models: dict[str, Any] = {}
     for model in (Problem, SharedReport):
         schema = model.model_json_schema(ref_template=REF)
-        found |= schema.pop("$defs", {})
-        found[model.__name__] = schema
-    return found
+        models |= schema.pop("$defs", {})
+        models[model.__name__] = schema
+    return models

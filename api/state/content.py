@@ -45,10 +45,10 @@ class Listing:
 
     @classmethod
     def load(cls, roots: Sequence[Root]) -> Self:
-        found = load_catalog(roots)
-        summaries = tuple(entry.summary() for entry in found)
+        catalog = load_catalog(roots)
+        summaries = tuple(entry.summary() for entry in catalog)
         add_gpu_summaries(summaries, roots)
-        return cls(found, summaries)
+        return cls(catalog, summaries)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -75,22 +75,23 @@ class Content:
     def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor, listing: Listing | None = None) -> Self:
         """Raises `KbError`. Entries that cannot be used are left out and logged."""
         listing = listing or Listing.load(roots)
-        found = listing.catalog
+        catalog = listing.catalog
         index = open_index(tuple(roots), log.warning)
-        known = proofs(roots)
+        proofs_by_entry = proofs(roots)
         hardware = {
-            entry.id: gpu_summary(found.probe_file(entry), known.get(entry.id, ()), entry.digest) for entry in found
+            entry.id: gpu_summary(catalog.probe_file(entry), proofs_by_entry.get(entry.id, ()), entry.digest)
+            for entry in catalog
         }
-        probe_digests = {entry.id: file_digest(found.probe_file(entry)) for entry in found}
-        texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in found}
-        links = graph(found.current())
+        probe_digests = {entry.id: file_digest(catalog.probe_file(entry)) for entry in catalog}
+        texts = {entry.id: entry.path.read_text(encoding="utf-8") for entry in catalog}
+        links = graph(catalog.current())
         return cls(
             index=index,
             listing=listing,
             texts=texts,
             probe_digests=probe_digests,
             hardware=hardware,
-            proofs=known,
+            proofs=proofs_by_entry,
             links=links,
             searching=searching,
             scanning=ScanPool(Matcher(index.signatures)),

@@ -79,7 +79,7 @@ def _content_of(reading: Future[Content]) -> Content | None:
 
 def _close(index: Any, searching: ThreadPoolExecutor, scanning: ScanPool) -> None:
     """In the search thread, after the last question, which may still run although nobody waits for it."""
-    searching.submit(index.__exit__, None, None, None)
+    searching.submit(index.close)
     searching.shutdown(wait=False)
     scanning.close()
 

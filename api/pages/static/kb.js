@@ -1,12 +1,12 @@
-// What a browser adds to pages that work without it: search as you type, copying, dropping a log.
+// Enhancements of pages that work without scripts: search as you type, copy buttons, drag and drop of logs.
 "use strict";
 
 document.documentElement.classList.add("js");
 
-const said = document.getElementById("said");
 const byId = (id) => document.getElementById(id);
+const announcement = byId("announcement");
 
-// Ask for a page and put its results in the place of ours. Throws when nobody answers.
+// Fetch a page and replace our results by its own. Throws when there is no response.
 async function show(url, options) {
   const answer = await fetch(url, { headers: { Accept: "text/html" }, ...options });
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -18,7 +18,7 @@ async function show(url, options) {
   return results;
 }
 
-function complain(text) {
+function showError(text) {
   const box = document.createElement("div");
   box.className = "trouble";
   box.setAttribute("role", "alert");
@@ -26,7 +26,7 @@ function complain(text) {
   byId("results").replaceChildren(box);
 }
 
-// Search as you type: the last question wins, and the address follows it.
+// Search as you type: the last question wins and becomes the address.
 function searchAsYouType(form) {
   let timer, asking;
   const ask = async () => {
@@ -38,10 +38,10 @@ function searchAsYouType(form) {
     try {
       const results = await show(url, { signal: asking.signal });
       history.replaceState(null, "", url);
-      said.textContent = results.dataset.said ?? "";
+      announcement.textContent = results.dataset.announcement ?? "";
     } catch (error) {
       if (error.name === "AbortError") return;
-      complain("The service does not answer. Try again in a moment.");
+      showError("The service does not answer. Try again in a moment.");
     }
   };
   form.addEventListener("input", (event) => {
@@ -52,7 +52,7 @@ function searchAsYouType(form) {
 
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = Object.assign(document.createElement("textarea"), { value: text }); // plain http beyond this machine
+  const area = Object.assign(document.createElement("textarea"), { value: text }); // plain http on another machine
   document.body.append(area);
   area.select();
   document.execCommand("copy");
@@ -66,7 +66,7 @@ function addCopyButtons(within) {
     button.addEventListener("click", async () => {
       await copy(text);
       button.textContent = "Copied";
-      said.textContent = "Copied";
+      announcement.textContent = "Copied";
       setTimeout(() => (button.textContent = "Copy"), 2000);
     });
     block.prepend(button);
@@ -81,17 +81,17 @@ function diagnoseHere(form) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const size = [...input.files].reduce((sum, file) => sum + file.size, 0);
-    if (size > Number(form.dataset.most)) return complain("These logs are larger than a page can take. `kb diagnose` reads files of any size.");
+    if (size > Number(form.dataset.most)) return showError("These logs are larger than a page can take. `kb diagnose` reads files of any size.");
     button.disabled = true;
     byId("results").setAttribute("aria-busy", "true");
-    said.textContent = "Reading the log";
+    announcement.textContent = "Reading the log";
     try {
       const results = await show(form.action, { method: "POST", body: new FormData(form) });
-      said.textContent = "Done";
+      announcement.textContent = "Done";
       results.focus();
       results.scrollIntoView({ block: "start" });
     } catch {
-      complain("The service does not answer. Try again in a moment.");
+      showError("The service does not answer. Try again in a moment.");
     }
     button.disabled = false;
   });

@@ -110,7 +110,7 @@ def test_what_failed_first_stands_above_what_followed(serve: Serve, make_app: Ma
     with serve(app) as client:
         wait_until_ready(app)
         html = post(client, files={"log": ("a`<b>.log", log)})
-    first, followed = html.index("failed first</strong>"), html.index("What followed</h2>")
+    first, followed = html.index("failed first</strong>"), html.index("Consequences</h2>")
     assert first < html.index("Next</h2>") < followed
     assert "Rank 3" in html[:first]
     assert "acme.ShardError: &lt;b&gt;odd" in html[first:followed]

@@ -31,7 +31,7 @@ def signed(app: FastAPI, client: httpx.Client) -> Callable[[Scope], str]:
 def test_a_form_says_whether_an_entry_helped(client: httpx.Client, app: FastAPI) -> None:
     given = {"helped": "yes", "gpu": "H100", "comment": "worked at once"}
     answer = client.post("/entries/broken-thing/feedback", data=given, headers=PAGE)
-    assert (answer.status_code, answer.headers["location"]) == (303, "/entries/broken-thing?told=yes#feedback")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/entries/broken-thing?helped=yes#feedback")
     assert feedback.counts(app.state.database) == [("broken-thing", "H100", 1, 0)]
     assert "Thank you" in get(client, answer.headers["location"])
 
