@@ -23,7 +23,7 @@ def test_json_is_read_as_it_was_written(value: Any) -> None:
 
 
 def test_bytes_that_are_not_utf_8_are_replaced() -> None:
-    assert load_json(b'["caf\xe9"]') == ["caf\ufffd"]
+    assert load_json(b'["\xe9t\xe9"]') == ["\ufffdt\ufffd"]
 
 
 @pytest.mark.parametrize("digits", ["9" * 4300, f"9007199254740993.{'0' * 700}1"])
