@@ -80,7 +80,7 @@ def accuracy(
         ),
         "FTS5, whole entries": FullText({entry.id: _whole(entry) for entry in entries}),
     }
-    yield f"| logs | cases | first | of three | wrong first, confidence >= {HIGH} | not known | {' | '.join(engines)} |"
+    yield f"| logs | cases | first | of three | wrong first, confidence >= {HIGH} | unexplained | {' | '.join(engines)} |"
     yield "|---|---|---|---|---|---|" + "---|" * len(engines)
     for group, numbers in _groups(all_cases).items():
         members = [all_cases[number] for number in numbers]
