@@ -24,8 +24,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheel = [*pip, "wheel", "--no-deps", "--wheel-dir", str(home), str(CHECKOUT)]
     subprocess.run(wheel, check=True, timeout=INSTALL_S, cwd=home)
-    (found,) = home.glob("gpu_kb-*.whl")
-    return found
+    (path,) = home.glob("gpu_kb-*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,22 @@ def test_it_holds_every_file_of_the_checkout(built: Path, folder: str, package: 
 
 
 def test_it_searches_offline_and_without_torch(installed: Path) -> None:
-    code, found, said = run(installed, "search", "ALLGATHER timeout save")
-    assert code == 0, said
-    hits = found["hits"]
+    code, document, errors = run(installed, "search", "ALLGATHER timeout save")
+    assert code == 0, errors
+    hits = document["hits"]
     assert isinstance(hits, list)
     assert hits[0]["id"] == "checkpoint-save-allgather-timeout"
     assert hits[0]["origin"] == "built-in"
+
+
+def test_its_first_search_indexes_nothing(installed: Path, tmp_path: Path) -> None:
+    code, _, errors = run(installed, "search", "ALLGATHER timeout save", XDG_CACHE_HOME=str(tmp_path))
+    assert (code, errors) == (0, "")
+    (tables,) = tmp_path.glob("kb/index/*/generation-*/tables.json")
+    (segment,) = json.loads(tables.read_text())["segments"]
+    assert segment["path"] == "built-in"
+    assert segment["dead"] == []
+    assert not list(tmp_path.glob("kb/index/*/segment-*"))
 
 
 def test_verify_names_the_missing_package_and_the_way_to_another_interpreter(installed: Path) -> None:
