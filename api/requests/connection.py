@@ -68,7 +68,7 @@ LIMITS: WeakKeyDictionary[ServerState, ConnectionLimit] = WeakKeyDictionary()
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol with the limit above. It answers 503 when the server is full and no connection can be dropped."""
+    """uvicorn's protocol with the limit above; 503 when the server is full and no connection can be dropped."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

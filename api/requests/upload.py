@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from functools import partial
+from concurrent.futures import Future
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
@@ -25,8 +25,8 @@ PIECE = 64 << 10  # bytes that a reader gets at once, fewer at the end
 class Upload:
     """One body. The application takes `receive`; a route that reads while it arrives takes `pieces` or `stream`.
 
-    Nothing is read ahead: the server stops reading from a client whose body nobody wants yet. All of them raise
-    `HTTPException` for a body that is too slow (408) or too large (413), and `ClientDisconnect`.
+    At most one piece is read ahead: the server stops reading from a client whose body nobody wants yet. All of them
+    raise `HTTPException` for a body that is too slow (408) or too large (413), and `ClientDisconnect`.
     """
 
     def __init__(self, receive: Receive, path: str, headers: Headers) -> None:
@@ -36,6 +36,7 @@ class Upload:
         self._left = self._most
         self._has_ended = False
         self._start = b""
+        self._ahead: Future[bytes] | None = None
         if int(headers.get(b"content-length", b"0")) > self._most:
             raise self._too_large()
 
@@ -67,16 +68,23 @@ class Upload:
             yield piece
 
     def pieces(self) -> Iterator[bytes]:
-        """The body, for a thread, which blocks until a piece is here. To be called in the event loop."""
-        return iter(partial(self._wait_for_next, asyncio.get_running_loop()), b"")
+        """The body after `start`, for a thread: it blocks until a piece is here. Call it in the event loop."""
+        return self._pieces(asyncio.get_running_loop())
 
     async def drop(self) -> None:
         """Receive what nobody read: a client that is still sending would not see its answer."""
+        if self._ahead:
+            await asyncio.wrap_future(self._ahead)
         while await self._next():
             pass
 
-    def _wait_for_next(self, loop: asyncio.AbstractEventLoop) -> bytes:
-        return asyncio.run_coroutine_threadsafe(self._next(), loop).result()
+    def _pieces(self, loop: asyncio.AbstractEventLoop) -> Iterator[bytes]:
+        """The next piece is received while the caller works on this one."""
+        piece, self._start = self._start, b""
+        while piece:
+            self._ahead = None if self._has_ended else asyncio.run_coroutine_threadsafe(self._read(), loop)
+            yield piece
+            piece = self._ahead.result() if self._ahead else b""
 
     async def _next(self) -> bytes:
         piece, self._start = self._start, b""

@@ -80,7 +80,7 @@ def test_a_question_ends_with_the_content_it_began_with_and_that_is_closed_after
     opened, searching = old.index, old.searching
     del old
     wait_for(lambda: gone() is None, "the old content to be let go")
-    wait_for(lambda: opened._later.closed, "the old index to be closed")
+    wait_for(lambda: opened._segments[0]._reader.is_closed, "the old index to be closed")
     wait_for(lambda: searching._shutdown, "its thread to be let go")
 
 
