@@ -132,5 +132,5 @@ def groups(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, str, list[dic
     by_area: dict[str | None, list[dict[str, Any]]] = {}
     for summary in summaries:
         by_area.setdefault(summary["area"], []).append(summary)
-    found = [(area.value, area.meaning, by_area[area]) for area in Area if area in by_area]
-    return [*found, (NO_AREA, "entries without an area", by_area[None])] if None in by_area else found
+    sections = [(area.value, area.meaning, by_area[area]) for area in Area if area in by_area]
+    return [*sections, (NO_AREA, "entries without an area", by_area[None])] if None in by_area else sections
