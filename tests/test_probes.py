@@ -71,11 +71,11 @@ FOLLOWING = {
 
 
 def swap(plan: Plan, experiment: Experiment, launcher: Launcher) -> dict[tuple[str, str], Verdict]:
-    """The verdict for each way of setting the arms, from two runs of each."""
+    """The verdict for each way of setting the arms, from one run of each."""
     patterns = [signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT]
-    keys = [(arm, number) for number in (1, 2) for arm in ARMS]
     with ThreadPoolExecutor(JOBS) as pool:  # they mostly wait, and a verification runs as many at a time
-        done = pool.map(lambda key: launcher.run(plan.task(experiment, key[0]), f"{key[0]}{key[1]}"), keys)
-        runs = dict(zip(keys, done, strict=True))
+        runs = dict(zip(ARMS, pool.map(lambda arm: launcher.run(plan.task(experiment, arm), arm), ARMS), strict=True))
     assert [leftover for run in runs.values() for leftover in run.leftovers] == []
-    return {names: judge(experiment, runs[names[0], 1], runs[names[1], 2], patterns).verdict for names in FOLLOWING}
+    return {
+        (first, second): judge(experiment, runs[first], runs[second], patterns).verdict for first, second in FOLLOWING
+    }

@@ -18,7 +18,7 @@ def test_a_command_is_copied(chromium: Browser, service: Replica) -> None:
     with visit(chromium, url, permissions=["clipboard-read", "clipboard-write"]) as page:
         command = page.locator("pre.command")
         command.get_by_role("button", name="Copy").click()
-        expect(page.locator("#said")).to_have_text("Copied")
+        expect(page.locator("#announcement")).to_have_text("Copied")
         assert page.evaluate("navigator.clipboard.readText()") == f"kb verify {ENTRY} --report {service.url}"
 
 
@@ -31,7 +31,7 @@ def test_a_command_is_copied_where_the_browser_has_no_clipboard_for_pages(chromi
             " Object.defineProperty(navigator, 'clipboard', {value: undefined}) })"
         )
         page.locator("pre.command").get_by_role("button", name="Copy").click()
-        expect(page.locator("#said")).to_have_text("Copied")
+        expect(page.locator("#announcement")).to_have_text("Copied")
         assert page.evaluate("window.read()").startswith(f"kb verify {ENTRY}")
 
 
@@ -51,7 +51,7 @@ def test_the_table_says_where_the_fix_was_verified(chromium: Browser, service: R
         expect(newest).to_contain_text("H100 (sample)")
         expect(newest).to_contain_text("verified")
         expect(newest).to_contain_text("12")
-        expect(rows.filter(has_text="fix-ineffective")).to_contain_text("in an earlier wording")
+        expect(rows.filter(has_text="fix-ineffective")).to_contain_text("of an earlier wording")
         expect(rows.last).to_contain_text("fix-ineffective")
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-KB = Path(sys.executable).with_name("kb")
+from tests.support.console import KB
+from tests.support.in_process import run_kb_here
+
 LOG = """\
 [rank1]:[E818 17:11:30.1 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: \
 WorkNCCL(SeqNum=8, OpType=_ALLGATHER_BASE, NumelIn=30154200, NumelOut=60308400, Timeout(ms)=180000) ran for 180044 ms
@@ -79,14 +80,14 @@ def _write(folder: Path) -> None:
 
 
 def _run(folder: Path, argv: list[str]) -> Any:
-    ended = subprocess.run([KB, *argv, "--json"], cwd=folder, capture_output=True, text=True, timeout=300)
-    return {"code": ended.returncode, "document": json.loads(ended.stdout.replace(str(folder), "FOLDER"))}
+    ended = run_kb_here(*argv, "--json", cwd=folder)
+    return {"code": ended.code, "document": json.loads(ended.out.replace(str(folder), "FOLDER"))}
 
 
 def shape(value: Any) -> Any:
     """Members and types: a list has the shape of its first item, a member that is null any."""
     if isinstance(value, dict):
-        return {name: shape(one) for name, one in sorted(value.items())}
+        return {name: shape(item) for name, item in sorted(value.items())}
     if isinstance(value, list):
         return [shape(value[0])] if value else []
     return "..." if value is None else type(value).__name__
@@ -101,8 +102,8 @@ def _tools(folder: Path) -> Any:
     with subprocess.Popen([KB, "mcp"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        for one in asked:
-            server.stdin.write(json.dumps(one) + "\n")
+        for item in asked:
+            server.stdin.write(json.dumps(item) + "\n")
             server.stdin.flush()
         answer: Any = {}
         while answer.get("id") != 2:

@@ -24,21 +24,21 @@ Instruction = tuple[str, str]
 def stages() -> list[list[Instruction]]:
     """(name, arguments) of every instruction, by the stage that it is in; what stands before the first is left out."""
     text = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", FILE.read_text(), flags=re.MULTILINE))
-    found: list[list[Instruction]] = []
+    result: list[list[Instruction]] = []
     for line in filter(None, text.splitlines()):
         name, _, arguments = line.partition(" ")
         if name == "FROM":
-            found.append([])
-        if found:
-            found[-1].append((name, arguments.strip()))
-    return found
+            result.append([])
+        if result:
+            result[-1].append((name, arguments.strip()))
+    return result
 
 
 BUILD, SERVED = stages()
 
 
 def arguments(stage: list[Instruction], name: str) -> list[str]:
-    return [text for one, text in stage if one == name]
+    return [text for item, text in stage if item == name]
 
 
 def test_it_copies_every_folder_that_the_package_is_made_of_and_none_is_ignored() -> None:
@@ -65,16 +65,16 @@ def test_neither_torch_nor_a_tool_of_developers_is_installed() -> None:
 
 def closure(name: str, extra: str = "") -> set[str]:
     """The packages that a package needs, itself included, as those that are installed say."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [(name, extra)]
     while waiting:
         package, asked = waiting.pop()
-        if (package, asked) == (name, extra) or package not in found:
-            found.add(package)
+        if (package, asked) == (name, extra) or package not in names:
+            names.add(package)
             for requirement in map(Requirement, requires(package) or ()):
                 if requirement.marker is None or requirement.marker.evaluate({"extra": asked}):
                     waiting += [(requirement.name.lower(), extra) for extra in requirement.extras or {""}]
-    return found
+    return names
 
 
 def test_it_runs_as_nobody_in_particular_by_number() -> None:

@@ -22,22 +22,22 @@ Object = dict[str, Any]
 def objects() -> dict[str, Object]:
     """By kind."""
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    found = {document["kind"]: document for document in documents}
-    assert len(found) == len(documents)
-    return found
+    result = {document["kind"]: document for document in documents}
+    assert len(result) == len(documents)
+    return result
 
 
 @pytest.fixture(scope="module")
 def pod(objects: dict[str, Object]) -> Object:
-    found: Object = objects["Deployment"]["spec"]["template"]
-    return found
+    result: Object = objects["Deployment"]["spec"]["template"]
+    return result
 
 
 @pytest.fixture(scope="module")
 def container(pod: Object) -> Object:
-    (found,) = pod["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+    (result,) = pod["spec"]["containers"]
+    assert isinstance(result, dict)
+    return result
 
 
 def test_every_selector_finds_the_pods(objects: dict[str, Object], pod: Object) -> None:
@@ -66,7 +66,7 @@ def test_probes_ask_what_the_service_has_and_a_database_that_is_away_restarts_no
 
 def test_the_settings_are_ones_that_the_service_reads(objects: dict[str, Object], container: Object) -> None:
     given = {**objects["ConfigMap"]["data"], **objects["Secret"]["stringData"]}
-    assert {next(iter(one.values()))["name"] for one in container["envFrom"]} == {"kb"}
+    assert {next(iter(item.values()))["name"] for item in container["envFrom"]} == {"kb"}
     settings = resolve_name("kb.api.settings:Settings").from_environment(given)
     assert settings.anonymous == "nobody"
     assert settings.database == given["KB_DATABASE_URL"]
@@ -108,8 +108,8 @@ def test_it_runs_as_the_user_of_the_image_with_no_rights(pod: Object, container:
 
 
 def test_every_folder_that_is_written_is_mounted(pod: Object, container: Object) -> None:
-    mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
-    assert sorted(mounted) == sorted(one["name"] for one in pod["spec"]["volumes"])
+    mounted = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+    assert sorted(mounted) == sorted(item["name"] for item in pod["spec"]["volumes"])
     assert {Path("/var/cache/kb"), Path("/tmp")} == set(map(Path, mounted.values()))
 
 

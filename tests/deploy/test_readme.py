@@ -41,8 +41,8 @@ REPORT: dict[str, Any] = {
 
 def command(start: str) -> list[str]:
     """The words of the one command that begins so, with the lines that it goes on in."""
-    (found,) = re.findall(rf"^ *({re.escape(start)}(?:[^\n]*\\\n)*[^\n]*)$", README, re.MULTILINE)
-    return shlex.split(found)
+    (result,) = re.findall(rf"^ *({re.escape(start)}(?:[^\n]*\\\n)*[^\n]*)$", README, re.MULTILINE)
+    return shlex.split(result)
 
 
 def execute(store: Database, *statements: str) -> None:
@@ -62,12 +62,12 @@ def test_who_asks_at_once_waits_until_it_is_ready() -> None:
     curl = [word.replace("8000", port) for word in command("curl")]
     asking = subprocess.Popen(curl, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     with asking, listening("--port", port):
-        said, _ = asking.communicate(timeout=120)
-    assert (asking.returncode, json.loads(said)["status"]) == (0, "ready")
+        output, _ = asking.communicate(timeout=120)
+    assert (asking.returncode, json.loads(output)["status"]) == (0, "ready")
 
 
 def test_the_first_key_is_made_with_the_image_and_the_database_of_the_manifest() -> None:
-    objects = {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    objects = {item["kind"]: item for item in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
     (container,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
     words = command("kubectl run")
     options = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
@@ -88,7 +88,7 @@ def test_a_backup_from_the_container_is_a_store_for_its_owner_alone(tmp_path: Pa
     assert copy.stat().st_mode & 0o777 == 0o600
     with Database.open(copy) as store:
         store.prepare()
-        assert [one.key.name for one in keys.everything(store)] == ["test"]
+        assert [item.key.name for item in keys.list_all(store)] == ["test"]
     with closing(sqlite3.connect(copy)) as raw:
         assert raw.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -97,19 +97,19 @@ def test_the_rows_of_one_key_are_deleted_and_what_they_kept_may_come_again(datab
     leaked = re.findall(r"^  (DELETE FROM .*);$", SECURITY, re.MULTILINE)
     (bad,) = {re.findall(r"'(.*)'", statement)[0] for statement in leaked}
     for sender in (bad, "k0000000"):
-        reports.admit(database, REPORT, sender, f"number-{sender}", "digest")
+        reports.add_shared(database, REPORT, sender, f"number-{sender}", "digest")
         feedback.add(database, "nan-loss", True, "", "", "", sender)
     reports.save(database, [REPORT])
     execute(database, *leaked)
     assert (reports.count(database), len(reports.history(database))) == (1, 1)
     assert [(helped, no) for *_, helped, no in feedback.counts(database)] == [(1, 0)]
-    assert reports.admit(database, REPORT, bad, f"number-{bad}", "digest").is_new
+    assert reports.add_shared(database, REPORT, bad, f"number-{bad}", "digest").is_new
 
 
 @pytest.mark.parametrize(("before", "left"), [("2025-01-01", 1), ("2999-01-01", 0)])
 def test_old_reports_are_deleted_and_those_of_this_user_are_not(database: Database, before: str, left: int) -> None:
     (statement,) = re.findall(r"`(DELETE FROM report WHERE received_at [^`]*)`", README)
-    reports.admit(database, REPORT, "k0000000", "number-1", "digest")
+    reports.add_shared(database, REPORT, "k0000000", "number-1", "digest")
     reports.save(database, [REPORT])
     text = statement.replace("2025-01-01", before)
     execute(database, text, text.replace("report", "feedback"), f"DELETE FROM audit WHERE at < '{before}'")

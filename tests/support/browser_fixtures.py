@@ -1,4 +1,4 @@
-"""A Chromium and a service for all tests of a module. A test file says `pytest_plugins = ["tests.support.browser_fixtures"]`."""
+"""A Chromium for a module, a service for all of them. A test file says `pytest_plugins = ["tests.support.browser_fixtures"]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.support.chromium import filled_service, launched
+from tests.support.programs import program
 from tests.support.replicas import Replica
 
 
@@ -18,8 +19,9 @@ def chromium() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path, chromium: Browser) -> Iterator[Replica]:
-    """Asks for Chromium first: without it no service is started for nothing."""
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Iterator[Replica]:
+    """One for all tests with a browser."""
+    program("chromium")  # without it no service is started for nothing
     with filled_service(tmp_path_factory.mktemp("service"), built_in_index) as replica:
         yield replica

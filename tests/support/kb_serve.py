@@ -24,9 +24,9 @@ class Serving:
         self.process = process
         self.log = log
         wait_for(lambda: self._found() or process.poll() is not None, "the server to listen", GENEROUS_S)
-        found = self._found()
-        assert found, f"it ended before it served: {self.said}"
-        self.host, self.port = found[1].strip("[]"), int(found[2])
+        result = self._found()
+        assert result, f"it ended before it served: {self.said}"
+        self.host, self.port = result[1].strip("[]"), int(result[2])
 
     @property
     def said(self) -> str:

@@ -25,8 +25,8 @@ NUMBERS = count(1)
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
     """The server, shared by all tests of a process. A test that kills it need not start it again."""
-    found = binaries()
-    if found is None:
+    result = binaries()
+    if result is None:
         message = "PostgreSQL is not installed (Debian: apt-get install postgresql)"
         if os.environ.get("KB_REQUIRE_ALL") == "1":
             pytest.fail(message)
@@ -35,7 +35,7 @@ def postgres() -> Iterator[Server]:
     directory = Path(tempfile.mkdtemp(prefix="kb-postgres-", dir="/tmp"))
     if os.getuid() == 0:
         os.chown(directory, user().pw_uid, user().pw_gid)
-    server = Server(found, directory, free_port())
+    server = Server(result, directory, free_port())
     try:
         server.init()
         server.start()

@@ -27,9 +27,9 @@ SETTINGS = {
 
 def binaries() -> Path | None:
     """Where initdb and postgres are: Debian keeps them off the PATH."""
-    found = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()]
-    if found:
-        return max(found, key=lambda path: float(path.parent.name))
+    result = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()]
+    if result:
+        return max(result, key=lambda path: float(path.parent.name))
     on_path = shutil.which("initdb")
     return Path(on_path).resolve().parent if on_path else None
 
@@ -98,9 +98,9 @@ class Server:
 
     def _as_user(self, program: Path, *arguments: str) -> list[str]:
         """The command; it ends with this process even where that is killed."""
-        found = user()
+        result = user()
         change = (
-            ["--reuid", str(found.pw_uid), "--regid", str(found.pw_gid), "--clear-groups"] if os.getuid() == 0 else []
+            ["--reuid", str(result.pw_uid), "--regid", str(result.pw_gid), "--clear-groups"] if os.getuid() == 0 else []
         )
         return ["setpriv", "--pdeathsig", "INT", *change, str(program), *arguments]
 

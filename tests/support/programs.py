@@ -20,8 +20,8 @@ def program(name: str) -> str:
     places = [os.environ.get("PATH", os.defpath)]
     for pattern in ELSEWHERE:
         places += sorted(glob(pattern), key=lambda place: (len(place), place), reverse=True)
-    found = shutil.which(name, path=os.pathsep.join(places))
-    return found or missing(f"{name} is not installed: `make system` installs it on Debian")
+    result = shutil.which(name, path=os.pathsep.join(places))
+    return result or missing(f"{name} is not installed: `make system` installs it on Debian")
 
 
 def missing(reason: str) -> NoReturn:

@@ -15,6 +15,9 @@ from typing import Any
 
 import httpx
 
+from kb.store import keys
+from kb.store.database import Database
+from kb.store.keys import Scope
 from tests.support.console import GENEROUS_S, KB, end, wait_for
 
 
@@ -38,16 +41,14 @@ class Place:
         }
         return {**inherited, **own, **self.more}
 
-    def kb(self, *args: str) -> str:
-        """What `kb` prints here."""
-        command = [str(KB), *args]
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=GENEROUS_S, check=True
-        ).stdout
+    def database(self) -> Database:
+        """To be closed."""
+        return Database.open(self.environment["KB_DATABASE_URL"])
 
     def key(self, scope: str) -> str:
         """A new API key."""
-        return self.kb("key", "new", f"for {scope}", "--scope", scope).strip()
+        with self.database() as database:
+            return keys.new(database, f"for {scope}", Scope(scope))[1]
 
 
 class Replica:
@@ -57,9 +58,9 @@ class Replica:
         self.process = process
         self.log = log
         wait_for(lambda: process.poll() is not None or self._served(), "the replica to listen", GENEROUS_S)
-        found = self._served()
-        assert found, f"it ended before it served: {self.said}"
-        self.url, self.port = found[1], int(found[2])
+        result = self._served()
+        assert result, f"it ended before it served: {self.said}"
+        self.url, self.port = result[1], int(result[2])
 
     @property
     def said(self) -> str:

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from tests.support.console import GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
+from tests.support.in_process import run_kb_here
 
 HELLO = {
     "protocolVersion": "2025-11-25",
     "capabilities": {"elicitation": {}},
     "clientInfo": {"name": "a test", "version": "1"},
 }
-WAITS = """\
-    Path({mark!r}).write_text(str(os.getpid()))
-    time.sleep(600)
+WAITS = """
+Path(os.environ["MARK"]).write_text(str(os.getpid()))
+time.sleep(600)
 """
 
 
@@ -99,7 +100,7 @@ def test_nothing_but_the_protocol_is_on_standard_output_and_it_ends_with_its_inp
         server.say(b"this is no JSON")
         server.ask("tools/call", name="search_incidents", arguments={"query": "ALLGATHER timeout save"})
         server.ask("no/such/method")
-        answers = {one["id"]: one for one in (server.hear(), server.hear()) if "id" in one}
+        answers = {item["id"]: item for item in (server.hear(), server.hear()) if "id" in item}
         assert answers["tools/call"]["result"]["structuredContent"]["hits"]
         assert answers["no/such/method"]["error"]["code"] == -32601
         assert server.rest()[:2] == (0, b"")
@@ -113,12 +114,23 @@ def test_a_signal_ends_it_without_a_traceback(number: signal.Signals) -> None:
         assert server.rest() == (-number, b"", b"")
 
 
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of a content root with a probe that takes ten minutes, and of a cache with its index."""
+    folder = tmp_path_factory.mktemp("waits")
+    content = ContentRoot(folder / "content")
+    content.incident("waits", WAITS, 'make(hung("sleep"), deadline_s=600)')
+    variables = {"KB_ROOTS": str(content.path), "XDG_CACHE_HOME": str(folder / "cache")}
+    assert run_kb_here("index", cwd=folder, stdin=b"", **variables).code == 0
+    return variables
+
+
 @pytest.fixture
-def mark(content: ContentRoot, tmp_path: Path) -> Path:
-    """Where the job of a probe that takes ten minutes writes its process id."""
-    path = tmp_path / "pid"
-    content.incident("waits", WAITS.format(mark=str(path)), probe='make(hung("sleep"), deadline_s=600)')
-    return path
+def mark(waits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the job of that probe writes its process id."""
+    for name, value in {**waits, "MARK": str(tmp_path / "pid")}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "pid"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from urllib.parse import quote
@@ -19,43 +20,54 @@ from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import ContentRoot, Kb, is_running, wait_for
-from tests.support.kb_serve import serving
+from tests.support.in_process import run_kb_here
+from tests.support.kb_serve import Serving, serving
 
 
-@pytest.fixture
-def private(tmp_path: Path) -> Path:
-    """A content root that only `--root` names."""
-    root = ContentRoot(tmp_path / "team: private")
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A content root that only `--root` names, and variables of a cache with its index."""
+    folder = tmp_path_factory.mktemp("private")
+    root = ContentRoot(folder / "team: private")
     root.entry("only-ours", title="A thing that only our team has")
-    return root.path
+    variables = {"XDG_CACHE_HOME": str(folder / "cache"), "KB_ROOTS": ""}
+    assert run_kb_here("index", "--root", root.path, cwd=folder, stdin=b"", **variables).code == 0
+    return root.path, variables
 
 
-def test_it_serves_a_private_root_and_the_built_in_entries(private: Path) -> None:
-    with serving("--root", private) as server:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Iterator[Serving]:
+    """With every setting as it is by default."""
+    home = str(tmp_path_factory.mktemp("home"))
+    with serving(HOME=home, XDG_CACHE_HOME=str(built_in_index), XDG_DATA_HOME=home, KB_ROOTS="") as started:
+        yield started
+
+
+def test_it_serves_a_private_root_and_the_built_in_entries(private: tuple[Path, dict[str, str]]) -> None:
+    root, variables = private
+    with serving("--root", root, **variables) as server:
         assert server.lines == [f"kb: serving on http://127.0.0.1:{server.port} (Ctrl-C ends it)"]
         status, result = server.get(f"/v1/search?q={quote('only our team')}")
         assert status == 200
         assert result["hits"][0]["id"] == "only-ours"
-        assert result["hits"][0]["origin"] == str(private)
+        assert result["hits"][0]["origin"] == str(root)
         _, result = server.get(f"/v1/search?q={quote('ALLGATHER timeout save')}&limit=1")
         assert result["hits"][0]["id"] == "checkpoint-save-allgather-timeout"
         assert server.get("/v1/entries/only-our")[1]["nearest"] == ["only-ours"]
 
 
-def test_it_serves_the_reports_of_this_user(kb: Kb, content: ContentRoot) -> None:
-    content.incident("breaks")
-    assert kb("verify", "breaks").code == 0
+def test_it_serves_the_reports_of_this_user(kb: Kb) -> None:
+    assert kb("verify", "batch-size-invariant").code == 0
     with serving() as server:
-        status, result = server.get("/v1/entries/breaks/reports")
+        status, result = server.get("/v1/entries/batch-size-invariant/reports")
     assert status == 200
     assert [item["verdict"] for item in result["reports"]] == ["verified"]
 
 
-def test_the_longest_query_passes_in_chinese_and_a_longer_one_is_a_problem() -> None:
-    with serving() as server:
-        assert server.get(f"/v1/search?q={quote('断' * LONGEST_TEXT)}")[0] == 200
-        status, problem = server.get(f"/v1/search?q={quote('断' * (LONGEST_TEXT + 1))}")
-        assert (status, problem["errors"][0]["parameter"]) == (422, "q")
+def test_the_longest_query_passes_in_chinese_and_a_longer_one_is_a_problem(server: Serving) -> None:
+    assert server.get(f"/v1/search?q={quote('断' * LONGEST_TEXT)}")[0] == 200
+    status, problem = server.get(f"/v1/search?q={quote('断' * (LONGEST_TEXT + 1))}")
+    assert (status, problem["errors"][0]["parameter"]) == (422, "q")
 
 
 def test_an_answer_waits_for_no_acknowledgement() -> None:
@@ -123,12 +135,11 @@ def test_a_setting_that_makes_no_sense_is_a_usage_error(kb: Kb, name: str, value
     assert "Traceback" not in ended.err
 
 
-def test_it_logs_json_lines_without_what_was_asked() -> None:
-    with serving() as server:
-        server.get("/v1/search?q=secret-question", X_Request_ID="request-of-a-test")
-        wait_for(lambda: "request-of-a-test" in server.said, "the line")
-        (line,) = [line for line in server.logged if line.get("request_id") == "request-of-a-test"]
-        assert "secret" not in server.said
+def test_it_logs_json_lines_without_what_was_asked(server: Serving) -> None:
+    server.get("/v1/search?q=secret-question", X_Request_ID="request-of-a-test")
+    wait_for(lambda: "request-of-a-test" in server.said, "the line")
+    (line,) = [line for line in server.logged if line.get("request_id") == "request-of-a-test"]
+    assert "secret" not in server.said
     assert {name: line[name] for name in ("level", "method", "route", "status", "caller")} == {
         "level": "INFO",
         "method": "GET",
@@ -140,10 +151,9 @@ def test_it_logs_json_lines_without_what_was_asked() -> None:
     assert line["duration_ms"] > 0
 
 
-def test_a_server_takes_as_many_connections_as_the_machine_allows() -> None:
+def test_a_server_takes_as_many_connections_as_the_machine_allows(server: Serving) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with serving() as server:
-        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (most, most)
+    assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (most, most)
 
 
 def children(pid: int) -> set[int]:
@@ -153,8 +163,11 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_several_workers_answer_alike_and_end_together(private: Path, number: signal.Signals, code: int) -> None:
-    with serving("--root", private, "--workers", "2") as server:
+def test_several_workers_answer_alike_and_end_together(
+    private: tuple[Path, dict[str, str]], number: signal.Signals, code: int
+) -> None:
+    root, variables = private
+    with serving("--root", root, "--workers", "2", **variables) as server:
         workers = children(server.process.pid)
         assert len(workers) == 2
         for _ in range(20):
@@ -175,8 +188,8 @@ def test_no_worker_outlives_its_supervisor() -> None:
         wait_for(lambda: not any(map(is_running, workers)), "the workers to end")
 
 
-def test_it_listens_on_loopback_alone_unless_told_otherwise() -> None:
-    with serving() as server, pytest.raises(OSError, match="refused"):
+def test_it_listens_on_loopback_alone_unless_told_otherwise(server: Serving) -> None:
+    with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", server.port), timeout=60)
 
 
