@@ -22,7 +22,7 @@ class BuildWithIndex(build_py):
         sys.path.insert(0, str(HERE))
         try:
             from kb.search.built_in_index import build
-            from kb.search.index_cache import BUILT_IN_SEGMENT
+            from kb.search.generation import BUILT_IN_SEGMENT
         finally:
             sys.path.remove(str(HERE))
         home = HERE if self.editable_mode else Path(self.build_lib)

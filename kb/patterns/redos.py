@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from typing import Any
 
 from kb.patterns.automaton import Automaton, build
+from kb.patterns.syntax import (
+    ANY,
+    GROUPREF_EXISTS,
+    IN,
+    LITERAL,
+    LOOK_AROUNDS,
+    NOT_LITERAL,
+    REPEATS,
+    UNBOUNDED,
+    parse,
+    subpatterns,
+)
 
 MAX_CHAIN = 2
+ONE_CHARACTER = (LITERAL, NOT_LITERAL, ANY, IN)
 
 
 @cache
@@ -19,12 +34,37 @@ def backtracking_risk(pattern: str) -> str:
     `(?:\\w+\\.)+` and `\\d+, OpType=(\\w+).*` are neither. This does not model back references or the counts of bounded
     repeats; `kb.patterns.redos_timing` tries those.
     """
+    if _is_harmless(parse(pattern)):
+        return ""
     automaton = build(pattern)
     if any(_is_ambiguous(automaton, loop) for loop in automaton.loops):
         return "an unbounded repeat can match the same text in two ways"
     if _longest_chain(automaton) > MAX_CHAIN:
         return f"more than {MAX_CHAIN} unbounded repeats can match the same text"
     return ""
+
+
+def _is_harmless(parsed: Any) -> bool:
+    """Whether the pattern has few unbounded repeats, each of one character and in no other repeat, as most have.
+
+    Such a repeat can match a text in one way only. An automaton would take twenty times as long to say so.
+    """
+    elements = list(_elements(parsed))
+    if any(op is GROUPREF_EXISTS for op, _ in elements):
+        return False
+    repeats = [element for element in elements if element[0] in REPEATS]
+    unbounded = [body for _, (_, most, body) in repeats if most is UNBOUNDED]
+    nested = any(op in REPEATS for _, (_, _, body) in repeats for op, _ in _elements(body))
+    is_simple = all(len(body) == 1 and body[0][0] in ONE_CHARACTER for body in unbounded)
+    return len(unbounded) <= MAX_CHAIN and is_simple and not (unbounded and nested)
+
+
+def _elements(parsed: Any) -> Iterator[tuple[Any, Any]]:
+    """The elements of a pattern and of the patterns inside it."""
+    for op, value in parsed:
+        yield op, value
+        for inner in [value[1]] if op in LOOK_AROUNDS else subpatterns(op, value):
+            yield from _elements(inner)
 
 
 def _is_ambiguous(automaton: Automaton, loop: range) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from re import _constants, _parser  # type: ignore[attr-defined]  # the parser has no public name; stable since 3.11
 from typing import Any
 
@@ -24,8 +25,9 @@ CATEGORIES = {
 }
 
 
+@lru_cache(16)  # several modules look at one pattern in turn
 def parse(pattern: str) -> Any:
-    """The elements of a pattern, each an operator and its value. Raises `re.error`."""
+    """The elements of a pattern, each an operator and its value; not to be changed. Raises `re.error`."""
     return _parser.parse(pattern)
 
 

@@ -11,31 +11,31 @@ import tempfile
 from pathlib import Path
 
 from kb.content import roots
-from kb.search.index_cache import BUILT_IN_SEGMENT
+from kb.search.generation import BUILT_IN_SEGMENT
+from kb.search.index_writer import write_segment
 
 
 def build(directory: Path = BUILT_IN_SEGMENT) -> int:
     """Index the built-in entries into `directory`, in place of what is there; returns how many they are.
 
-    Raises the `ContentError` of an entry that cannot be indexed.
+    Raises `ValueError` for an entry that cannot be read.
     """
-    from kb.content.catalog import load_catalog
-    from kb.search.index_writer import write_files
-
-    catalog = load_catalog((roots.builtin_root(),))
-    for problem in catalog.problems:
-        raise problem
-    count = len(catalog)
+    root = roots.builtin_root()
+    files = [(path, root.name) for path in root.entry_files()]
     building = Path(tempfile.mkdtemp(prefix="index-", dir=directory.parent))
     try:
-        write_files(building, dict(catalog.entries), catalog.entries.keys(), print)
+        problems = write_segment(building, files, frozenset(path.stem for path, _ in files))
+        if problems:
+            raise ValueError("; ".join(problems.values()))
+        for lock in building.glob("*_WRITELOCK"):
+            lock.unlink()
         building.chmod(0o755)
         shutil.rmtree(directory, ignore_errors=True)
         building.rename(directory)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    return count
+    return len(files)
 
 
 if __name__ == "__main__":

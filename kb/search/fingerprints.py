@@ -21,6 +21,7 @@ RECIPE = (  # the modules that decide what an index holds
     "patterns/literals.py",
     "patterns/redos.py",
     "patterns/reserved_sets.py",
+    "patterns/syntax.py",
     "search/document.py",
     "search/entry_record.py",
     "search/index_writer.py",

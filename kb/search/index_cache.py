@@ -1,39 +1,34 @@
 """Opens the search index, and brings it up to date: a disposable cache of the content roots.
 
 Opening a Whoosh index runs pickles, so it lives in a directory of mode 0700 that kb built itself and is never
-downloaded; only the segment of the built-in entries is installed, with the code. A generation names its segments. It is
-written into a fresh directory and swapped in by renaming a pointer; a reader holds one generation. Entries that changed
-are indexed as a further segment. What is foreign, torn or unreadable is built again, and when the cache cannot be
-written at all, in memory.
+downloaded; only the segment of the built-in entries is installed, with the code. Entries that changed are indexed as a
+further segment. What is foreign, torn or unreadable is built again, and when the cache cannot be written at all, in
+memory.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kb.content.roots import Root
 from kb.errors import IndexUnavailable
 from kb.paths import cache_home
+from kb.search import generation
 from kb.search.fingerprints import FileState, file_states, recipe, stamp
 from kb.search.index import Index
-from kb.search.segment import Segment
 
 if TYPE_CHECKING:
     from kb.search.index_update import IndexedSegment, Plan
 
 LOCK_S = 60.0
-BUILT_IN = "built-in"
-BUILT_IN_SEGMENT = Path(__file__).with_name("built_in_index")
-POINTER, TABLES, FILES = "current.json", "tables.json", "files.json"
 
 Notify = Callable[[str], None]
 
@@ -64,45 +59,26 @@ def open_index(roots: tuple[Root, ...], notify: Notify = lambda _: None, *, forc
 
 def open_if_fresh(roots: tuple[Root, ...]) -> Index | None:
     """The index when every entry is indexed as it is now; builds nothing."""
-    from kb.search.index_update import needs_indexing, plan
+    from kb.search.index_update import generation_tables
 
-    index = _open(home(roots), stamp(roots))
+    directory = home(roots)
+    index = _open(directory, stamp(roots))
     if index:
         return index
-    segments, known = _indexed(home(roots))
-    states = file_states(roots, known)
-    if needs_indexing(roots, states, segments):
-        return None
-    return _in_memory(home(roots), plan(roots, states, segments), lambda _: None)
+    planned, _ = _planned(directory, roots)
+    return None if planned.pending else generation.open_tables(directory, generation_tables(planned, (), {}), recipe())
 
 
 def _open(directory: Path, wanted: str) -> Index | None:
     """The current generation, or None when there is none, it is stale, it is not ours, or it cannot be read."""
-    segments: list[Segment] = []
-    try:
-        if not _is_ours(directory):
-            return None
-        pointer = json.loads((directory / POINTER).read_bytes())
-        if pointer["stamp"] != wanted:
-            return None
-        tables = json.loads((directory / Path(pointer["generation"]).name / TABLES).read_bytes())
-        for row in tables["segments"]:
-            first = segments[-1].end if segments else 0
-            path = _segment_path(directory, row["path"])
-            segments.append(Segment.open(path, tables["recipe"], row["identity"], first, frozenset(row["dead"])))
-        return Index(segments, tables)
-    except Exception:  # Whoosh raises anything on a torn index: EOFError, zlib.error, TypeError, struct.error ...
-        for segment in segments:
-            segment.close()
-        return None
-
-
-def _segment_path(directory: Path, name: str) -> Path:
-    return BUILT_IN_SEGMENT if name == BUILT_IN else directory / Path(name).name
+    return generation.open_generation(directory, wanted) if _is_ours(directory) else None
 
 
 def _is_ours(directory: Path) -> bool:
-    state = directory.lstat()
+    try:
+        state = directory.lstat()
+    except OSError:
+        return False
     return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
 
 
@@ -132,104 +108,71 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _indexed(directory: Path) -> tuple[list[IndexedSegment], dict[str, FileState]]:
-    """The segments that can be used again, and the states of files when the current generation was made."""
+def _planned(directory: Path, roots: tuple[Root, ...], *, is_new: bool = False) -> tuple[Plan, dict[Path, FileState]]:
+    """The plan for the files as they are, and their states. One that `is_new` uses no segment again."""
+    from kb.search.index_update import plan
+
+    is_ours = not is_new and _is_ours(directory)
+    states = file_states(roots, generation.file_states_of(directory) if is_ours else {})
+    names = generation.segment_names(directory) if is_ours else [] if is_new else [generation.BUILT_IN]
+    segments = (_load(directory, name) for name in names)
+    return plan(roots, states, [segment for segment in segments if segment]), states
+
+
+def _load(directory: Path, name: str) -> IndexedSegment | None:
     from kb.search.index_update import IndexedSegment
 
-    paths = [BUILT_IN_SEGMENT]
-    states: dict[str, FileState] = {}
-    with suppress(Exception):  # what is torn is not used
-        if _is_ours(directory):
-            paths += sorted(directory.glob("segment-*"))
-            generation = json.loads((directory / POINTER).read_bytes())["generation"]
-            rows = json.loads((directory / Path(generation).name / FILES).read_bytes())
-            states = {path: (size, changed, digest) for path, (size, changed, digest) in rows.items()}
-    names = (BUILT_IN if path == BUILT_IN_SEGMENT else path.name for path in paths)
-    segments = (IndexedSegment.load(path, name, recipe()) for path, name in zip(paths, names, strict=True))
-    return [segment for segment in segments if segment], states
+    return IndexedSegment.load(generation.segment_path(directory, name), name, recipe())
 
 
 def _update(directory: Path, roots: tuple[Root, ...], wanted: str, notify: Notify, *, force: bool) -> Index:
     """Write a new generation and open it: of the segments that are there, or if that fails without them."""
-    from kb.search.index_update import plan
-
-    segments, known = ([], {}) if force else _indexed(directory)
-    states = file_states(roots, known)
-    for usable in (segments, []) if segments else ([],):
-        _write_generation(directory, plan(roots, states, usable), states, wanted, notify)
+    for is_new in (True,) if force else (False, True):
+        planned, states = _planned(directory, roots, is_new=is_new)
+        _write(directory, planned, states, wanted, notify)
         index = _open(directory, wanted)
         if index:
             return index
     raise IndexUnavailable(f"the index just built in {directory} cannot be read", "`kb doctor` says more")
 
 
-def _write_generation(
-    directory: Path, planned: Plan, states: dict[Path, FileState], wanted: str, notify: Notify
-) -> None:
-    import shutil
-    import tempfile
+def _write(directory: Path, planned: Plan, states: dict[Path, FileState], wanted: str, notify: Notify) -> None:
+    from kb.search.index_update import generation_tables
 
-    made: list[Path] = []
+    unreadable: dict[str, str] = {}
+    count = 0
+    if planned.pending:
+        from kb.search import index_workers
 
-    def make(prefix: str) -> Path:
-        made.append(Path(tempfile.mkdtemp(prefix=prefix, dir=directory)))
-        return made[-1]
-
-    try:
-        rows = [
-            {"path": segment.path, "identity": segment.identity, "dead": dead} for segment, dead in planned.segments
-        ]
-        _notify_problems(planned, notify)
-        if planned.entries:
-            from kb.search.index_writer import write_files
-
-            path = make("segment-")
-            identity = write_files(path, planned.entries, planned.ids, notify)
-            rows.append({"path": path.name, "identity": identity, "dead": ()})
-        generation = make("generation-")
-        (generation / TABLES).write_text(json.dumps({**planned.tables, "segments": rows, "recipe": recipe()}))
-        (generation / FILES).write_text(json.dumps({str(path): state for path, state in states.items()}))
-        pointer = directory / f"{POINTER}.part"
-        pointer.write_text(json.dumps({"stamp": wanted, "generation": generation.name}))
-        pointer.replace(directory / POINTER)
-    except BaseException:
-        for path in made:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
-    used = {generation.name, *(row["path"] for row in rows)}
-    for old in (*directory.glob("generation-*"), *directory.glob("segment-*")):
-        if old.name not in used:  # a reader that still holds it keeps its files open
-            shutil.rmtree(old, ignore_errors=True)
+        count = index_workers.segments_for(len(planned.pending))
+    with generation.new_segments(directory, count) as paths:
+        if paths:
+            files = [(file.path, file.origin) for file in planned.pending]
+            unreadable = index_workers.write_segments(paths, files, planned.ids, notify)
+        segments = [segment for path in paths if (segment := _load(directory, path.name))]
+        tables = {**generation_tables(planned, segments, unreadable), "recipe": recipe()}
+        _notify_problems(tables["problems"], notify)
+        generation.save_generation(directory, wanted, tables, states)
 
 
 def _open_in_memory(directory: Path, roots: tuple[Root, ...], notify: Notify, error: OSError) -> Index:
-    from kb.search.index_update import plan
+    """The index, with the entries that no segment has in memory."""
+    from kb.search.index_update import generation_tables
 
-    segments, known = _indexed(directory)
-    planned = plan(roots, file_states(roots, known), segments)
-    if planned.entries:
-        reason = error.strerror or str(error)
-        notify(f"the index cannot be kept in {directory} ({reason}); this search builds it in memory")
-    _notify_problems(planned, notify)
-    return _in_memory(directory, planned, notify)
+    planned, _ = _planned(directory, roots)
+    if not planned.pending:
+        return generation.open_tables(directory, generation_tables(planned, (), {}), recipe())
+    from kb.search.index_writer import write_in_memory
+
+    reason = error.strerror or str(error)
+    notify(f"the index cannot be kept in {directory} ({reason}); this search builds it in memory")
+    files = [(file.path, file.origin) for file in planned.pending]
+    in_memory, indexed, unreadable = write_in_memory(files, planned.ids, notify)
+    tables = generation_tables(planned, [indexed], unreadable)
+    _notify_problems(tables["problems"], notify)
+    return generation.open_tables(directory, tables, recipe(), in_memory)
 
 
-def _notify_problems(planned: Plan, notify: Notify) -> None:
-    for problem in planned.tables["problems"]:
+def _notify_problems(problems: list[str], notify: Notify) -> None:
+    for problem in problems:
         notify(f"left out: {problem}")
-
-
-def _in_memory(directory: Path, planned: Plan, notify: Notify) -> Index:
-    """The generation, with the entries that no segment has in memory."""
-    tables: dict[str, Any] = planned.tables
-    segments: list[Segment] = []
-    for indexed, dead in planned.segments:
-        first = segments[-1].end if segments else 0
-        path = _segment_path(directory, indexed.path)
-        segments.append(Segment.open(path, recipe(), indexed.identity, first, frozenset(dead)))
-    if planned.entries:
-        from kb.search.index_writer import write_in_memory
-
-        first = segments[-1].end if segments else 0
-        segments.append(write_in_memory(planned.entries, planned.ids, notify, first))
-    return Index(segments, tables)

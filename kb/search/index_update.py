@@ -1,7 +1,7 @@
-"""What a new generation of the index is made of: entries that indexed segments still hold, and entries to index now.
+"""What a new generation of the index is made of: entries that segments hold already, and entry files to index now.
 
 Reading and indexing an entry takes some hundredths of a second, so an entry is indexed again only when its text has
-changed, or when an id that it mentions has become, or is no longer, an entry's.
+changed, or when an id that it mentions has become, or is no longer, that of an entry.
 """
 
 from __future__ import annotations
@@ -9,29 +9,24 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kb.content.admission import refusal
 from kb.content.causes import edges
 from kb.content.roots import Root
-from kb.errors import ContentError
 from kb.search import synonyms
 from kb.search.entry_record import EntryRecord
 from kb.search.fingerprints import FileState
 from kb.search.segment import RECORDS, Segment
-
-if TYPE_CHECKING:
-    from kb.content.entry import Entry
 
 MOST_SEGMENTS = 8  # each costs a search some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedSegment:
-    """A segment on disk that can be used again. `path` is how a generation refers to it."""
+    """A segment that can be used again. `path` is how a generation refers to it."""
 
     path: str
     identity: str
@@ -49,143 +44,130 @@ class IndexedSegment:
             return None
 
 
+class EntryFile(NamedTuple):
+    """An entry file in its present state."""
+
+    path: Path
+    origin: str
+    digest: str
+
+    @property
+    def id(self) -> str:
+        """The id of its entry, if it can be read at all: another one is an error."""
+        return self.path.stem
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """As of `EntryRecord`."""
+        return self.origin, self.id, self.digest
+
+
 class Place(NamedTuple):
     """Where an entry is indexed."""
 
-    segment: int
+    segment: IndexedSegment
     number: int
+
+    @property
+    def record(self) -> EntryRecord:
+        return self.segment.records[self.number]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A generation before it is written. `entries` are to be indexed now, as a segment after the `segments`.
+    """A generation before it is written. `pending` are the files to index now, by id."""
 
-    `segments` are those used again, each with the numbers of its dead documents.
-    """
-
-    segments: tuple[tuple[IndexedSegment, tuple[int, ...]], ...]
-    entries: dict[str, Entry]
+    files: tuple[EntryFile, ...]
     ids: frozenset[str]
-    tables: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """An entry file: its record, and either its place or its parsed entry."""
-
-    path: Path
-    origin: str
-    record: EntryRecord
-    place: Place | None
-    entry: Entry | None
+    places: Mapping[tuple[str, str, str], Place]
+    pending: tuple[EntryFile, ...]
 
 
 def plan(roots: Sequence[Root], states: Mapping[Path, FileState], segments: Sequence[IndexedSegment]) -> Plan:
-    """The generation that holds every admitted entry once. Reads the files that no segment has."""
-    places = _usable_places(roots, states, segments)
-    candidates, problems = _admitted(roots, states, segments, places)
-    ids = frozenset(candidates)
-    for candidate in candidates.values():
-        if candidate.place and not candidate.record.is_valid_among(ids):
-            _index_again(candidate)
-    used: dict[int, set[int]] = {}
-    for candidate in candidates.values():
-        if candidate.place:
-            used.setdefault(candidate.place.segment, set()).add(candidate.place.number)
-    current = [candidate.record for candidate in candidates.values() if candidate.record.is_current]
-    causes, masks = edges(record.links for record in current)
-    return Plan(
-        segments=tuple(
-            (segments[at], tuple(sorted(set(range(len(segments[at].records))) - numbers)))
-            for at, numbers in sorted(used.items())
-        ),
-        entries={entry_id: candidate.entry for entry_id, candidate in candidates.items() if candidate.entry},
-        ids=ids,
-        tables={
-            "causes": causes,
-            "masks": masks,
-            "synonyms": list(synonyms.synonyms().items()),
-            "problems": [problem.message for problem in problems],
-        },
+    """Which files have to be indexed. `segments` are those that can be used again."""
+    files = tuple(
+        EntryFile(path, root.name, state[2])
+        for root in roots
+        for path, state in states.items()
+        if path.parent == root.entries
     )
+    ids = frozenset(file.id for file in files)
+    places = _dense(
+        {
+            record.key: Place(segment, number)
+            for segment in segments
+            for number, record in enumerate(segment.records)
+            if record.is_valid_among(ids)
+        },
+        files,
+    )
+    pending = (file for file in files if file.key not in places)
+    return Plan(files, ids, places, tuple(sorted(pending, key=lambda file: file.id)))
 
 
-def needs_indexing(roots: Sequence[Root], states: Mapping[Path, FileState], segments: Sequence[IndexedSegment]) -> bool:
-    """Whether a file has not been indexed as it is now."""
-    places = _usable_places(roots, states, segments)
-    return any(_key(root, path, states) not in places for root in roots for path in _files(root, states))
+def _dense(places: dict[tuple[str, str, str], Place], files: Iterable[EntryFile]) -> dict[tuple[str, str, str], Place]:
+    """The places without those in segments that are better written again.
 
-
-def _admitted(
-    roots: Sequence[Root],
-    states: Mapping[Path, FileState],
-    segments: Sequence[IndexedSegment],
-    places: Mapping[tuple[str, str, str], Place],
-) -> tuple[dict[str, _Candidate], list[ContentError]]:
-    """The entries by id, as `load_catalog` admits them, and why others are left out."""
-    candidates: dict[str, _Candidate] = {}
-    problems: list[ContentError] = []
-    for root in roots:
-        for path in _files(root, states):
-            try:
-                candidate = _candidate(root, path, places.get(_key(root, path, states)), segments)
-            except ContentError as problem:
-                problems.append(problem)
-                continue
-            record = candidate.record
-            earlier = candidates.get(record.id)
-            earlier_path = earlier.path if earlier else None
-            refused = refusal(path, record.id_line, record.id, record.replaces, earlier_path)
-            if refused:
-                problems.append(refused)
-            else:
-                candidates[record.id] = candidate
-    return candidates, problems
-
-
-def _candidate(root: Root, path: Path, place: Place | None, segments: Sequence[IndexedSegment]) -> _Candidate:
-    if place:
-        return _Candidate(path, root.name, segments[place.segment].records[place.number], place, None)
-    entry = _read_entry(path, root.name)
-    return _Candidate(path, root.name, EntryRecord.of(entry), None, entry)
-
-
-def _index_again(candidate: _Candidate) -> None:
-    with suppress(ContentError):  # changed in this very moment: the next search sees it
-        candidate.entry = _read_entry(candidate.path, candidate.origin)
-        candidate.place = None
-
-
-def _read_entry(path: Path, origin: str) -> Entry:
-    from kb.content.parser import read_entry  # most updates find a place for all or nearly all entries
-
-    return read_entry(path, origin)
-
-
-def _usable_places(
-    roots: Sequence[Root], states: Mapping[Path, FileState], segments: Sequence[IndexedSegment]
-) -> dict[tuple[str, str, str], Place]:
-    """Where the entries with these keys are, less the segments that are better written again.
-
-    That are segments of which less than half is in use, and the smallest when there are many: each costs every search
+    That are segments of which half or less is in use, and the smallest when there are many: each costs every search
     some time.
     """
-    places = {
-        record.key: Place(at, number)
-        for at, segment in enumerate(segments)
+    used = Counter(places[file.key].segment.identity for file in files if file.key in places)
+    sizes = {place.segment.identity: len(place.segment.records) for place in places.values()}
+    dense = [identity for identity, count in used.items() if 2 * count > sizes[identity]]
+    if len(dense) >= MOST_SEGMENTS:
+        dense = sorted(dense, key=used.__getitem__)[-MOST_SEGMENTS // 2 :]
+    return {key: place for key, place in places.items() if place.segment.identity in dense}
+
+
+def generation_tables(
+    planned: Plan, indexed: Sequence[IndexedSegment], unreadable: Mapping[str, str]
+) -> dict[str, Any]:
+    """The tables of the generation, once the pending files are indexed. `unreadable` are paths and their problems.
+
+    Entries are admitted as `load_catalog` does it. What a segment holds besides is dead.
+    """
+    new = {
+        (record.origin, record.id): Place(segment, number)
+        for segment in indexed
         for number, record in enumerate(segment.records)
     }
-    wanted = {_key(root, path, states) for root in roots for path in _files(root, states)}
-    used = Counter(places[key].segment for key in wanted & places.keys())
-    dense = [at for at, count in used.items() if 2 * count > len(segments[at].records)]
-    if len(dense) >= MOST_SEGMENTS:
-        dense = sorted(dense, key=lambda at: used[at])[-MOST_SEGMENTS // 2 :]
-    return {key: place for key, place in places.items() if place.segment in dense}
+    admitted: dict[str, tuple[Path, Place]] = {}
+    problems: list[str] = []
+    for file in planned.files:
+        place = planned.places.get(file.key) or new.get((file.origin, file.id))
+        if place is None:
+            problems.append(unreadable.get(str(file.path), f"{file.path} cannot be read"))
+            continue
+        record = place.record
+        earlier, _ = admitted.get(file.id, (None, None))
+        problem = refusal(file.path, record.id_line, record.id, record.replaces, earlier)
+        if problem:
+            problems.append(problem.message)
+        else:
+            admitted[file.id] = file.path, place
+    records = [place.record for _, place in admitted.values()]
+    causes, masks = edges(record.links for record in records if record.is_current)
+    return {
+        "segments": _rows(place for _, place in admitted.values()),
+        "causes": causes,
+        "masks": masks,
+        "synonyms": list(synonyms.synonyms().items()),
+        "problems": problems,
+    }
 
 
-def _key(root: Root, path: Path, states: Mapping[Path, FileState]) -> tuple[str, str, str]:
-    return root.name, path.stem, states[path][2]
-
-
-def _files(root: Root, states: Mapping[Path, FileState]) -> Iterable[Path]:
-    return (path for path in states if path.parent == root.entries)
+def _rows(places: Iterable[Place]) -> list[dict[str, Any]]:
+    """The segments in use, with the numbers of their dead documents."""
+    segments: dict[str, IndexedSegment] = {}
+    numbers: dict[str, set[int]] = {}
+    for segment, number in places:
+        segments[segment.path] = segment
+        numbers.setdefault(segment.path, set()).add(number)
+    return [
+        {
+            "path": path,
+            "identity": segments[path].identity,
+            "dead": sorted(set(range(len(segments[path].records))) - numbers[path]),
+        }
+        for path in sorted(segments)
+    ]

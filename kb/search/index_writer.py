@@ -10,9 +10,10 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
 from whoosh.util.numeric import byte_to_length, length_to_byte
 
 from kb.content.entry import Entry
+from kb.content.parser import read_entry
+from kb.errors import ContentError
 from kb.search import document
 from kb.search.entry_record import EntryRecord
 from kb.search.fingerprints import recipe
+from kb.search.index_update import IndexedSegment
 from kb.search.postings_pool import PostingsPool
 from kb.search.segment import LOOKUPS, RECORDS, TABLES, Segment, Tables
 from kb.search.whoosh_codec import BODY, Codec, schema
@@ -32,36 +36,45 @@ GRAM = 5  # characters
 FACETS = ("area", "tags", "frameworks", "status", "applies_to", "fixed_in")
 PATIENCE_S = 1.0  # a build that takes longer says so
 
+Files = Sequence[tuple[Path, str]]  # each with the origin of its entry; in the order of the ids
 Notify = Callable[[str], None]
 
 
-def write_files(directory: Path, entries: dict[str, Entry], ids: Set[str], notify: Notify) -> str:
-    """Write these entries, which are a part of those with `ids`, as a segment; returns its identity.
+def write_segment(directory: Path, files: Files, ids: Set[str], notify: Notify = lambda _: None) -> dict[str, str]:
+    """Index entry files into an empty directory. `ids` are those of all entries.
 
-    The dictionary is empty afterwards: ten thousand entries fill a gigabyte.
+    Returns the problems of files that cannot be read, by path. Of ten thousand entries one is in memory at a time.
     """
-    tables, lookups, records = _write(FileStorage(str(directory)), entries, ids, notify)
+    tables, lookups, records, problems = _write(FileStorage(str(directory)), files, ids, notify)
     for name, content in ((TABLES, tables), (LOOKUPS, lookups), (RECORDS, records)):
         (directory / name).write_text(json.dumps(content))
-    return str(tables["identity"])
+    return problems
 
 
-def write_in_memory(entries: dict[str, Entry], ids: Set[str], notify: Notify, first: int) -> Segment:
-    """The same without files; returns the segment, whose documents are numbered from `first`."""
+def write_in_memory(
+    files: Files, ids: Set[str], notify: Notify
+) -> tuple[Callable[[int, frozenset[int]], Segment], IndexedSegment, dict[str, str]]:
+    """The same without files; returns what opens the segment, given its first number and dead documents, its records,
+    and the problems.
+    """
     storage = RamStorage()
-    tables, lookups, _ = _write(storage, entries, ids, notify)
-    return Segment.in_memory(storage, tables, lookups, first)
+    tables, lookups, records, problems = _write(storage, files, ids, notify)
+    indexed = IndexedSegment("", tables["identity"], tuple(EntryRecord(**row) for row in records["records"]))
+    return partial(Segment.in_memory, storage, tables, lookups), indexed, problems
 
 
-def _write(storage: Storage, entries: dict[str, Entry], ids: Set[str], notify: Notify) -> tuple[Tables, Tables, Tables]:
-    """Returns the tables of the segment: those that every search reads, those that some read, and those of updates."""
+def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tuple[Tables, Tables, Tables, Tables]:
+    """Returns the tables of the segment: those that every search reads, those that some read, those of updates; and the
+    problems of files.
+    """
     facets: list[dict[str, Any]] = []
     lengths: list[int] = []
+    problems: dict[str, str] = {}
     records: list[EntryRecord] = []
     rows: list[dict[str, Any]] = []
     words: Counter[str] = Counter()
     with _rare_garbage_collection(), _writing(storage) as writer:
-        for number, entry in enumerate(_in_order(entries, notify)):
+        for number, entry in enumerate(_entries(files, problems, notify)):
             stored, parts = document.document(entry, ids)
             lengths.append(_add(writer, number, json.dumps(stored, ensure_ascii=False), parts))
             facets.append({name: stored[name] for name in FACETS})
@@ -79,16 +92,24 @@ def _write(storage: Storage, entries: dict[str, Entry], ids: Set[str], notify: N
         "signatures": rows,
         "grams": _grams([row["literals"] for row in rows]),
     }
-    return tables, {"spellings": document.spellings(words), "facets": facets}, {"records": record_rows}
+    return tables, {"spellings": document.spellings(words), "facets": facets}, {"records": record_rows}, problems
 
 
-def _in_order(entries: dict[str, Entry], notify: Notify) -> Iterator[Entry]:
-    started, count = time.monotonic(), len(entries)
-    for entry_id in sorted(entries):
+def _entries(files: Files, problems: dict[str, str], notify: Notify) -> Iterator[Entry]:
+    """The entries that can be read. The problems of others are added to `problems`."""
+    started = time.monotonic()
+    for path, origin in files:
         if time.monotonic() - started > PATIENCE_S:
-            notify(f"building the search index of {count} entries (once, and after a change) ...")
+            notify(building(len(files)))
             started = float("inf")
-        yield entries.pop(entry_id)
+        try:
+            yield read_entry(path, origin)
+        except ContentError as problem:
+            problems[str(path)] = problem.message
+
+
+def building(count: int) -> str:
+    return f"building the search index of {count} entries (once, and after a change) ..."
 
 
 @contextmanager

@@ -76,14 +76,14 @@ def _places(parts: list[tuple[float, str]]) -> tuple[dict[str, list[int]], dict[
     weights: defaultdict[str, float] = defaultdict(float)
     start = 0
     for weight, text in parts:
-        end = start
-        for _, _, forms, position in runs(text):
-            here = start + position
+        here = end = start
+        for forms, width in runs(text):
             for term, offset in forms:
-                end = here + offset
-                places[term].append(end)
+                places[term].append(here + offset)
                 weights[term] += weight
-            end += bool(forms)
+            if forms:
+                end = here + forms[-1][1] + 1
+            here += width
         start = end + BETWEEN_PARTS
     return places, weights
 

@@ -67,8 +67,8 @@ class Segment:
             raise
 
     @classmethod
-    def in_memory(cls, storage: RamStorage, tables: Tables, lookups: Tables, first: int) -> Self:
-        return cls(FileIndex(storage), tables, io.BytesIO(json.dumps(lookups).encode()), first)
+    def in_memory(cls, storage: RamStorage, tables: Tables, lookups: Tables, first: int, dead: frozenset[int]) -> Self:
+        return cls(FileIndex(storage), tables, io.BytesIO(json.dumps(lookups).encode()), first, dead)
 
     def __enter__(self) -> Self:
         return self

@@ -15,12 +15,15 @@ from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from whoosh.lang.porter import stem
 
+IDEOGRAPH = r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
 RUN = re.compile(
-    r"""(?P<cjk>[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]+)
-      | (?P<number>\d+(?:\.\d+)+ | (?<![\w.\-])-\d+ | 0[xX][0-9a-fA-F]+)
-      | (?P<word>[A-Za-z0-9_]+(?:[.\-/:]+[A-Za-z0-9_]+)*)""",
+    rf"""{IDEOGRAPH}+
+      | \d+(?:\.\d+)+ | (?<![\w.\-])-\d+ | 0[xX][0-9a-fA-F]+
+      | [A-Za-z0-9_]+(?:[.\-/:]+[A-Za-z0-9_]+)*""",
     re.VERBOSE,  # IGNORECASE would fold 28,000 ideographs one by one, at every start
 )
+CJK = re.compile(IDEOGRAPH)
+HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]+")
 SEPARATORS = re.compile(r"[_\-./:]+")
 PARTS = re.compile(r"[A-Z]{2,}(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 RELEASE = re.compile(r"\d+(?:\.\d+)+")
@@ -37,7 +40,10 @@ STOP_WORDS = frozenset(
 )
 LONGEST = 64
 
+MOST_CACHED = 1 << 16
+
 Forms = tuple[tuple[str, int], ...]  # of one run of text: each form with its offset in words
+Run = tuple[Forms, int]  # with the number of words that it takes
 
 
 class Term(NamedTuple):
@@ -56,7 +62,7 @@ More = TypeVarTuple("More")
 
 def _remembered(make: Callable[[str, *More], Made]) -> Callable[[str, *More], Made]:
     """`lru_cache` for words of ordinary length: longer ones hardly come again, and would be kept for good."""
-    kept = lru_cache(1 << 16)(make)
+    kept = lru_cache(MOST_CACHED)(make)
 
     def found(word: str, /, *more: *More) -> Made:
         return kept(word, *more) if len(word) <= LONGEST else make(word, *more)
@@ -73,28 +79,38 @@ def normal(word: str) -> str:
 
 def terms(text: str) -> Iterator[Term]:
     """The terms of a text in order. Forms of one identifier share a `run`."""
-    for number, (surface, kind, forms, position) in enumerate(runs(text)):
-        for form, offset in forms:
-            yield Term(form, position + offset, number, surface, kind == "cjk")
-
-
-def runs(text: str) -> Iterator[tuple[str, str | None, Forms, int]]:
-    """(surface, kind, forms, position) of each run of a text; the offsets of its forms count from its position."""
     position = 0
-    for match in RUN.finditer(unicodedata.normalize("NFKC", text)):
-        surface, kind = match.group(), match.lastgroup
-        forms, width = (_cached_forms if len(surface) <= LONGEST else _forms_and_width)(surface, kind)
-        yield surface, kind, forms, position
+    for number, surface in enumerate(_surfaces(text)):
+        forms, width = _RUNS[surface]
+        for form, offset in forms:
+            yield Term(form, position + offset, number, surface, CJK.match(surface) is not None)
         position += width
 
 
-def _forms_and_width(surface: str, kind: str | None) -> tuple[Forms, int]:
-    """The forms of one run, and how many positions it takes."""
-    forms = _forms_of(surface, kind)
-    return forms, 1 + max(offset for _, offset in forms) if forms else 0
+def runs(text: str) -> Iterator[Run]:
+    """The same without what only queries need."""
+    return map(_RUNS.__getitem__, _surfaces(text))
 
 
-_cached_forms = lru_cache(1 << 16)(_forms_and_width)
+def _surfaces(text: str) -> list[str]:
+    """The runs of a text as they are written."""
+    return RUN.findall(unicodedata.normalize("NFKC", text))
+
+
+class _Runs(dict[str, Run]):
+    """Runs by surface, a cache: a lookup of `lru_cache` takes twice as long. What is long hardly comes again."""
+
+    def __missing__(self, surface: str) -> Run:
+        forms = _forms_of(surface)
+        run = forms, 1 + max(offset for _, offset in forms) if forms else 0
+        if len(surface) <= LONGEST:
+            if len(self) >= MOST_CACHED:
+                self.clear()
+            self[surface] = run
+        return run
+
+
+_RUNS = _Runs()
 
 
 def words(identifier: str) -> tuple[str, ...]:
@@ -102,12 +118,12 @@ def words(identifier: str) -> tuple[str, ...]:
     return tuple(normal(word) for word in SEPARATORS.split(identifier) if word and word.lower() not in STOP_WORDS)
 
 
-def _forms_of(surface: str, kind: str | None) -> Forms:
-    if kind == "cjk":
+def _forms_of(surface: str) -> Forms:
+    if CJK.match(surface):
         if len(surface) == 1:
             return ((surface, 0),)
         return tuple((surface[i : i + 2], i) for i in range(len(surface) - 1))
-    if kind == "number" and surface[:2].lower() == "0x":
+    if HEXADECIMAL.fullmatch(surface):
         return ((surface.lower(), 0),)
     if surface[0] == "-":  # an exit code: -9 as it stands, and as 9
         return ((surface, 0), *_identifier_forms(surface.lstrip("-")))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kb.content.roots import builtin_root, configured_roots
-from kb.search import built_in_index, index_cache
+from kb.search import built_in_index, generation, index_cache
 from tests.support.console import KB, ContentRoot, Kb, end
 
 QUESTION = "ALLGATHER timeout save"
@@ -35,7 +35,7 @@ def may_mount() -> bool:
 def no_built_in_segment(few_entries: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three entries, and none of them indexed by the installation; returns where it would have its segment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache, "BUILT_IN_SEGMENT", tmp_path / "built-in")
+    monkeypatch.setattr(generation, "BUILT_IN_SEGMENT", tmp_path / "built-in")
     return tmp_path / "built-in"
 
 

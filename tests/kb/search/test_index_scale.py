@@ -11,7 +11,7 @@ import pytest
 from kb.content.catalog import load_catalog
 from kb.content.roots import Root, builtin_root
 from kb.patterns.literals import find
-from kb.search import document, index_cache, postings_pool, ranking, tokenizer, whoosh_codec
+from kb.search import document, generation, postings_pool, ranking, tokenizer, whoosh_codec
 from kb.search.index import Index
 from kb.search.index_cache import open_index
 from kb.search.query import LONGEST_TEXT
@@ -121,7 +121,7 @@ def test_leaving_out_what_only_common_words_find_keeps_the_first_answers(
 def test_an_index_in_memory_answers_as_the_one_on_disk(
     roots: tuple[Root, ...], large: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_cache, "BUILT_IN_SEGMENT", tmp_path / "none")
+    monkeypatch.setattr(generation, "BUILT_IN_SEGMENT", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     notices: list[str] = []
     with open_index(roots, notices.append) as opened:

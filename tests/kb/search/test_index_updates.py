@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from whoosh.filedb.filestore import Storage
 
 from kb.content import roots as content_roots
 from kb.content.roots import Root, configured_roots
-from kb.search import built_in_index, fingerprints, index_cache, index_update, index_writer
+from kb.search import built_in_index, fingerprints, generation, index_cache, index_update, index_workers, index_writer
 from kb.search.index import Index
 from kb.search.index_cache import open_if_fresh, open_index
 from kb.search.ranking import search
@@ -33,7 +35,7 @@ QUESTIONS = (
 def installation(few_entries: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installation of three entries with their segment, and an empty cache; returns the segment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache, "BUILT_IN_SEGMENT", tmp_path / "built-in")
+    monkeypatch.setattr(generation, "BUILT_IN_SEGMENT", tmp_path / "built-in")
     built_in_index.build(tmp_path / "built-in")
     return tmp_path / "built-in"
 
@@ -44,9 +46,9 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     builds: list[list[str]] = []
     write = index_writer._write
 
-    def spy(storage: object, entries: dict[str, object], *rest: object) -> object:
-        builds.append(sorted(entries))
-        return write(storage, entries, *rest)  # type: ignore[arg-type]  # passed on
+    def spy(storage: Storage, files: index_writer.Files, *rest: Any) -> object:
+        builds.append([path.stem for path, _ in files])
+        return write(storage, files, *rest)
 
     monkeypatch.setattr(index_writer, "_write", spy)
     return builds
@@ -155,8 +157,8 @@ CHANGES = {
     remove: None,
     withdraw: ["first"],
     replace_a_built_in_entry: ["address-in-use"],
-    take_an_id: None,
-    break_an_entry: None,
+    take_an_id: ["address-in-use"],
+    break_an_entry: ["first"],
     add_one_that_another_mentions: ["mentioned", "second"],
     edit_a_built_in_entry: ["address-in-use"],
     link: ["first"],
@@ -230,6 +232,32 @@ def test_doctor_takes_the_installed_index_for_fresh_and_an_edited_entry_for_stal
     assert open_if_fresh(configured_roots()) is None
 
 
+def test_a_bulk_build_is_shared_among_processes_and_answers_as_one_of_one_process(
+    content: ContentRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        content.entry(f"entry-{number}", has_probe=False, symptom=f"The zirconium broke {number} times.")
+    (content.path / "entries" / "broken.md").write_text("no front matter")
+    expected = answers()
+    monkeypatch.setattr(index_workers, "segments_for", lambda _: 3)
+    with open_index(configured_roots(), force=True) as index:
+        assert contents_of(index) == expected
+    assert len(segments()) == 3
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/bin/none"])
+def test_without_other_processes_a_bulk_build_is_done_by_one(
+    content: ContentRoot, monkeypatch: pytest.MonkeyPatch, python: str
+) -> None:
+    for number in range(4):
+        content.entry(f"entry-{number}", has_probe=False)
+    expected = answers()
+    monkeypatch.setattr(index_workers, "segments_for", lambda _: 2)
+    monkeypatch.setattr(sys, "executable", python)
+    with open_index(configured_roots(), force=True) as index:
+        assert contents_of(index) == expected
+
+
 def test_what_is_read_is_there_after_closing() -> None:
     index = open_index(configured_roots())
     index.document(0)
@@ -252,5 +280,5 @@ def test_the_recipe_names_every_module_that_only_a_build_loads() -> None:
 
 def test_the_installed_segment_belongs_to_the_entries_that_are_installed_with_it() -> None:
     root: Root = content_roots.builtin_root()
-    rows = json.loads((index_cache.BUILT_IN_SEGMENT / "records.json").read_text())["records"]
+    rows = json.loads((generation.BUILT_IN_SEGMENT / "records.json").read_text())["records"]
     assert {row["id"] for row in rows} == {path.stem for path in root.entry_files()}
