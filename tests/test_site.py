@@ -53,12 +53,13 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def test_every_entry_has_a_page_with_its_verdicts(site: Path) -> None:
-    found = load_catalog((builtin_root(),))
-    for entry in found.current():
+    catalog = load_catalog((builtin_root(),))
+    for entry in catalog.current():
         text = (site / "entries" / entry.id / "index.html").read_text(encoding="utf-8")
         assert f"kb verify {entry.id}" in text
         assert (gpu_records.NEVER in text) == (
-            gpu_records.has_gpu_arms(found.probe_file(entry)) and entry.id not in gpu_records.proofs((builtin_root(),))
+            gpu_records.has_gpu_arms(catalog.probe_file(entry))
+            and entry.id not in gpu_records.proofs((builtin_root(),))
         )
 
 

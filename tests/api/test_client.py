@@ -35,7 +35,7 @@ with AuthenticatedClient(url, token=key, raise_on_unexpected_status=True, httpx_
     report = SharedReport.from_dict(document)
     receipts = [post_report.sync_detailed(client=client, body=report, idempotency_key="key-of-a-test") for _ in "12"]
     kept = get_report.sync(receipts[0].parsed.number, client=client)
-    said = post_feedback.sync(client=client, body=FeedbackDocument(entry=entry.id, helped=True))
+    counts = post_feedback.sync(client=client, body=FeedbackDocument(entry=entry.id, helped=True))
     unknown = get_entry.sync("no-such-entry", client=client)
     page = list_entries.sync(client=client, limit=2)
     rest = list_entries.sync(client=client, limit=2, cursor=page.next_)
@@ -44,13 +44,13 @@ with AuthenticatedClient(url, token=key, raise_on_unexpected_status=True, httpx_
         "hit": found.hits[0].id,
         "same": same.hits[0].id,
         "entry": [entry.id, entry.severity.value, "Fix" in entry.sections.to_dict()],
-        "statuses": [one.status_code for one in receipts],
-        "numbers": [one.parsed.number for one in receipts],
+        "statuses": [receipt.status_code for receipt in receipts],
+        "numbers": [receipt.parsed.number for receipt in receipts],
         "kept": [kept.verdict.value, kept.machine.gpus, kept.started_at.isoformat()],
-        "helped": said.helped,
+        "helped": counts.helped,
         "unknown": unknown.type_,
-        "pages": sorted({one.id for one in page.entries + rest.entries}) == [
-            one.id for one in page.entries + rest.entries
+        "pages": sorted({receipt.id for receipt in page.entries + rest.entries}) == [
+            receipt.id for receipt in page.entries + rest.entries
         ],
     }))
 """
@@ -59,16 +59,16 @@ with AuthenticatedClient(url, token=key, raise_on_unexpected_status=True, httpx_
 @pytest.fixture
 def python() -> Path:
     """The interpreter of an environment that holds the generator, made once."""
-    found, mark = HOME / "bin" / "python", HOME / GENERATOR
+    result, mark = HOME / "bin" / "python", HOME / GENERATOR
     if not mark.exists():
         shutil.rmtree(HOME, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", HOME], check=True, timeout=GENEROUS_S)
-        install = [str(found), "-m", "pip", "install", "--quiet", "--only-binary=:all:", GENERATOR]
+        install = [str(result), "-m", "pip", "install", "--quiet", "--only-binary=:all:", GENERATOR]
         ended = subprocess.run(install, capture_output=True, text=True, timeout=GENEROUS_S)
         if ended.returncode:
             missing(f"{GENERATOR} cannot be installed: {ended.stderr.strip()[-300:]}")
         mark.touch()
-    return found
+    return result
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def test_a_generated_client_searches_reads_and_reports(python: Path, place: Plac
         _, description = replica.get("/openapi.json")
         left_out = generate(python, description, tmp_path)
         report = description["paths"]["/v1/reports"]["post"]["requestBody"]["content"]["application/json"]["example"]
-        found = use(python, tmp_path, replica.url, key, json.dumps(report))
+        result = use(python, tmp_path, replica.url, key, json.dumps(report))
     assert set(left_out) == {"WARNING parsing POST /v1/diagnose within diagnose."}  # bodies that are no JSON
-    assert found == {
+    assert result == {
         "hit": "checkpoint-save-allgather-timeout",
         "same": "checkpoint-save-allgather-timeout",
         "entry": ["checkpoint-save-allgather-timeout", "high", True],

@@ -51,8 +51,8 @@ NAMES = {"tag": "tags", "framework": "frameworks", "status": "statuses", "area":
 
 def asked_by_people() -> list[dict[str, Any]]:
     """Real questions that the ranking was tuned with: the others are for measuring it."""
-    found = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    return [one for one in found if one["split"] == "dev"]
+    result = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    return [item for item in result if item["split"] == "dev"]
 
 
 def some_questions() -> list[str]:
@@ -89,9 +89,9 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     def document(command: str, *args: str) -> dict[str, Any]:
         capsys.readouterr()
         assert run([command, "--json", *args]) in (0, 1)
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        assert found["ok"]
-        return {name: value for name, value in found.items() if name not in ENVELOPE}
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert result["ok"]
+        return {name: value for name, value in result.items() if name not in ENVELOPE}
 
     return document
 
@@ -106,7 +106,7 @@ def test_the_same_question_has_the_same_hits(service: Service, cli: Callable[...
         posted = service.rest.post("/v1/search", json={"q": question, "limit": 5}).json()
         assert [rest, posted] == [expected, expected], question
         for model in service.models:
-            assert model.told("search_incidents", query=question, limit=5) == expected, question
+            assert model.answer("search_incidents", query=question, limit=5) == expected, question
 
 
 def test_filters_mean_the_same(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
@@ -119,7 +119,7 @@ def test_filters_mean_the_same(service: Service, cli: Callable[..., dict[str, An
         assert service.rest.get("/v1/search", params=parameters).json() == expected
         given = {NAMES[name]: values for name, values in only.items()}
         for model in service.models:
-            assert model.told("search_incidents", query="timeout", limit=9, **given) == expected
+            assert model.answer("search_incidents", query="timeout", limit=9, **given) == expected
 
 
 def test_the_same_log_has_the_same_diagnosis(
@@ -134,7 +134,7 @@ def test_the_same_log_has_the_same_diagnosis(
         assert expected.pop("saved") is None
         assert service.rest.post("/v1/diagnose", content=log.encode()).json() == expected, log
         for model in service.models:
-            assert model.told("diagnose_log", text=log) == expected, log
+            assert model.answer("diagnose_log", text=log) == expected, log
 
 
 def test_the_same_entry_is_the_same_document(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
@@ -146,7 +146,7 @@ def test_the_same_entry_is_the_same_document(service: Service, cli: Callable[...
             del document["probe_file"]
             assert document == expected
         for model in service.models:
-            assert model.told("get_incident", id=entry_id) == expected
+            assert model.answer("get_incident", id=entry_id) == expected
 
 
 def test_an_entry_is_the_same_text(service: Service) -> None:
@@ -161,6 +161,6 @@ def test_an_entry_is_the_same_text(service: Service) -> None:
 
 def test_versions_are_judged_alike_here_and_there(service: Service) -> None:
     packages = {"torch": "2.1.0", "nccl": "2.18.1", "deepspeed": None}
-    there, here = (model.told("check_environment", packages=packages, gpu="H100") for model in service.models)
+    there, here = (model.answer("check_environment", packages=packages, gpu="H100") for model in service.models)
     assert there == here
-    assert {one["state"] for one in here["incidents"]} == {"applies", "unknown", "does-not-apply"}
+    assert {item["state"] for item in here["incidents"]} == {"applies", "unknown", "does-not-apply"}

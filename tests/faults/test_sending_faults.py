@@ -14,7 +14,7 @@ import pytest
 from kb.sharing.outbox import Outbox
 from kb.store import keys
 from tests.support.console import wait_for
-from tests.support.fake_service import Peer, delivery_of, drop, keep_and_hang, listening, report, start_node
+from tests.support.fake_service import FakeService, delivery_of, drop, keep_and_hang, listening, report, start_node
 from tests.support.programs import program
 from tests.support.replicas import Place, Replica, started
 
@@ -28,9 +28,9 @@ Arrived = Callable[[], Counter[str]]
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    with listening() as peer:
-        yield peer
+def service() -> Iterator[FakeService]:
+    with listening() as service:
+        yield service
 
 
 def waiting(directory: Path, url: str) -> int:
@@ -38,43 +38,43 @@ def waiting(directory: Path, url: str) -> int:
 
 
 def test_a_sender_killed_before_any_of_its_actions_loses_nothing_and_sends_nothing_twice(
-    peer: Peer, tmp_path: Path
+    service: FakeService, tmp_path: Path
 ) -> None:
-    actions = delivery_of(start_node(tmp_path / "whole", peer.url, report()))["actions"]
+    actions = delivery_of(start_node(tmp_path / "whole", service.url, report()))["actions"]
     assert actions > 8
     unfinished = 0
     for number in range(1, actions + 1):
         directory, entry_id = tmp_path / str(number), f"killed-at-{number}"
-        assert delivery_of(start_node(directory, peer.url, report(entry_id), KILL_AT=str(number))) == {}
-        was_queued = waiting(directory, peer.url) == 1
-        has_arrived = [json.loads(body)["id"] for body in peer.kept.values()].count(entry_id)
+        assert delivery_of(start_node(directory, service.url, report(entry_id), KILL_AT=str(number))) == {}
+        was_queued = waiting(directory, service.url) == 1
+        has_arrived = [json.loads(body)["id"] for body in service.kept.values()].count(entry_id)
         unfinished += was_queued
-        assert delivery_of(start_node(directory, peer.url))["sent"] == was_queued
-        arrived = [json.loads(body)["id"] for body in peer.kept.values()].count(entry_id)
+        assert delivery_of(start_node(directory, service.url))["sent"] == was_queued
+        arrived = [json.loads(body)["id"] for body in service.kept.values()].count(entry_id)
         assert arrived == max(was_queued, has_arrived)
-        assert waiting(directory, peer.url) == 0
+        assert waiting(directory, service.url) == 0
     assert unfinished > 4
 
 
 def test_a_sender_killed_while_it_waits_for_the_answer_sends_again_under_the_same_key(
-    peer: Peer, tmp_path: Path
+    service: FakeService, tmp_path: Path
 ) -> None:
-    peer.behaviours = [keep_and_hang]
-    node = start_node(tmp_path, peer.url, report())
-    wait_for(lambda: peer.kept, "the service to have the report")
+    service.behaviours = [keep_and_hang]
+    node = start_node(tmp_path, service.url, report())
+    wait_for(lambda: service.kept, "the service to have the report")
     node.kill()
     assert delivery_of(node) == {}
-    assert delivery_of(start_node(tmp_path, peer.url))["sent"] == 1
-    assert len(peer.requests) == 2
-    assert len(peer.kept) == 1
+    assert delivery_of(start_node(tmp_path, service.url))["sent"] == 1
+    assert len(service.requests) == 2
+    assert len(service.kept) == 1
 
 
-def test_a_service_that_loses_every_answer_has_each_report_once(peer: Peer, tmp_path: Path) -> None:
-    peer.behaviours = [drop] * 3
-    lost = delivery_of(start_node(tmp_path, peer.url, *(report(f"entry-{number}") for number in range(3))))
+def test_a_service_that_loses_every_answer_has_each_report_once(service: FakeService, tmp_path: Path) -> None:
+    service.behaviours = [drop] * 3
+    lost = delivery_of(start_node(tmp_path, service.url, *(report(f"entry-{number}") for number in range(3))))
     assert (lost["sent"], lost["queued"]) == (0, 3)
-    assert delivery_of(start_node(tmp_path, peer.url))["sent"] == 3
-    assert len(peer.kept) == 3
+    assert delivery_of(start_node(tmp_path, service.url))["sent"] == 3
+    assert len(service.kept) == 3
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def test_a_forged_cursor_is_an_error_of_who_forged_it(server: Serving, text: str
 
 
 def test_bodies_that_stall_keep_no_place_from_those_that_arrive(server: Serving, text: str) -> None:
-    said = f"Host: localhost\r\nAuthorization: Bearer {text}\r\nContent-Length: 30000000\r\nContent-Type:"
+    message = f"Host: localhost\r\nAuthorization: Bearer {text}\r\nContent-Length: 30000000\r\nContent-Type:"
     log, form = b"the first line\n" * 10_000, b"--x\r\n"
     with ExitStack() as held:
         for path, kind, begun in (
@@ -81,7 +81,7 @@ def test_bodies_that_stall_keep_no_place_from_those_that_arrive(server: Serving,
         ):
             for _ in range(SLOTS):
                 client = held.enter_context(socket.create_connection((server.host, server.port), GENEROUS_S))
-                client.sendall(f"POST {path} HTTP/1.1\r\n{said} {kind}\r\n\r\n".encode() + begun)
+                client.sendall(f"POST {path} HTTP/1.1\r\n{message} {kind}\r\n\r\n".encode() + begun)
         assert server.ask("POST", "/v1/diagnose", b"ValueError: x", Authorization=f"Bearer {text}")[0] == 200
 
 
@@ -125,4 +125,4 @@ def test_the_database_is_for_its_owner_wherever_it_lies(server: Serving, databas
 
 
 def test_nothing_of_this_was_a_fault_of_the_server(server: Serving) -> None:
-    assert not [one for one in server.logged if one["level"] == "ERROR"]
+    assert not [item for item in server.logged if item["level"] == "ERROR"]

@@ -39,13 +39,13 @@ def many() -> Iterator[int]:
 
 
 @contextmanager
-def connected(server: Serving, count: int, said: bytes) -> Iterator[list[socket.socket]]:
+def connected(server: Serving, count: int, text: bytes) -> Iterator[list[socket.socket]]:
     """So many clients that say this and no more."""
     with ExitStack() as held:
         clients = []
         for _ in range(count):
             client = held.enter_context(socket.create_connection((server.host, server.port), timeout=60))
-            client.sendall(said)
+            client.sendall(text)
             clients.append(client)
         yield clients
 
@@ -60,7 +60,7 @@ def open_files(server: Serving) -> int:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         b"",
         b"GET /v1/search?q=",
@@ -68,9 +68,9 @@ def open_files(server: Serving) -> int:
     ],
     ids=["nothing", "half a head", "half a body"],
 )
-def test_ten_thousand_slow_clients_keep_nobody_from_an_answer(server: Serving, many: int, said: bytes) -> None:
+def test_ten_thousand_slow_clients_keep_nobody_from_an_answer(server: Serving, many: int, text: bytes) -> None:
     """Where this machine allows fewer connections to one process, as many as it allows."""
-    with connected(server, many, said):
+    with connected(server, many, text):
         for _ in range(20):
             answers(server)
     wait_for(lambda: open_files(server) < 200, "the connections to be closed")
@@ -119,8 +119,8 @@ def test_a_body_of_10_gb_is_refused_before_any_of_it_is_sent(server: Serving) ->
 
 def test_a_body_without_an_end_is_cut_at_the_limit(server: Serving) -> None:
     head = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-    said = head + b"Content-Type: application/json\r\n\r\n"
-    with connected(server, 1, said) as (client,), pytest.raises(OSError, match=r"reset|Broken pipe"):
+    text = head + b"Content-Type: application/json\r\n\r\n"
+    with connected(server, 1, text) as (client,), pytest.raises(OSError, match=r"reset|Broken pipe"):
         for _ in range(100_000):
             client.sendall(b"1000\r\n" + b"[" * 4096 + b"\r\n")
     answers(server)
@@ -150,10 +150,10 @@ def test_a_head_that_is_a_bomb_or_none_is_answered_or_ended_and_no_fault_of_ours
     with connected(server, 1, b"") as (client,):
         try:
             client.sendall(head)
-            said = client.recv(1 << 16)
+            text = client.recv(1 << 16)
         except OSError:
-            said = b""  # it hung up while we spoke
-    assert not said or said.split(b" ")[1] < b"500"
+            text = b""  # it hung up while we spoke
+    assert not text or text.split(b" ")[1] < b"500"
     answers(server)
 
 
@@ -184,5 +184,5 @@ def test_no_path_leads_out_of_what_is_served(server: Serving, path: str) -> None
 
 def test_a_question_is_answered_after_all_of_this_and_nothing_failed_here(server: Serving) -> None:
     answers(server)
-    assert "Traceback" not in server.said
+    assert "Traceback" not in server.output
     assert not [line for line in server.logged if line["level"] == "ERROR"]

@@ -39,10 +39,10 @@ def write(server: Serving, comment: str = "", **headers: str) -> tuple[int, dict
 
 def read(server: Serving, stopping: Event, **headers: str) -> set[int]:
     """The statuses of one client that asks one question after the other."""
-    found = set()
+    names = set()
     while not stopping.is_set():
-        found.add(server.ask("GET", "/v1/search?q=ALLGATHER+timeout+save", **headers)[0])
-    return found
+        names.add(server.ask("GET", "/v1/search?q=ALLGATHER+timeout+save", **headers)[0])
+    return names
 
 
 def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_come_again(
@@ -60,7 +60,7 @@ def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_com
             for _ in range(3):
                 status, answered = write(server, **header)
                 assert (status, answered["retry-after"]) == (503, "1")
-            wait_for(lambda: "what was read before is served" in server.said, "the service to notice")
+            wait_for(lambda: "what was read before is served" in server.output, "the service to notice")
             assert server.get("/readyz")[0] == 200
             assert {path: server.ask("GET", path, **header)[0] for path in WITHOUT_IT} == WITHOUT_IT
             wait_for(lambda: b"kb_database_up 0.0" in server.ask("GET", "/metrics", **header)[2], "the metric")
@@ -68,7 +68,7 @@ def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_com
             wait_for(lambda: write(server, **header)[0] == 201, "writing to work again")
         finally:
             stopping.set()
-        assert set().union(*(one.result(60) for one in asked)) == {200}
+        assert set().union(*(item.result(60) for item in asked)) == {200}
     with Database.open(postgres_url) as store:
         assert [(helped, not_helped) for *_, helped, not_helped in feedback.counts(store)] == [(2, 0)]
 
@@ -98,7 +98,7 @@ def test_beyond_loopback_it_starts_while_the_database_is_away_and_is_ready_when_
     postgres.kill()
     with listening("--host", "0.0.0.0", KB_DATABASE_URL=postgres_url) as server:
         assert "nobody gets an answer" in server.lines[0]
-        wait_for(lambda: "it was never read" in server.said, "the service to notice", GENEROUS_S)
+        wait_for(lambda: "it was never read" in server.output, "the service to notice", GENEROUS_S)
         wait_for(lambda: "no key" in server.get("/readyz")[1]["detail"], "the index", GENEROUS_S)
         status, answered, body = server.ask("GET", "/readyz")
         assert (status, answered["content-type"], answered["retry-after"]) == (503, "application/problem+json", "1")
@@ -106,7 +106,7 @@ def test_beyond_loopback_it_starts_while_the_database_is_away_and_is_ready_when_
         assert server.get("/healthz")[0] == 200
         assert server.get("/v1/entries")[0] == 401
         assert server.get("/v1/entries", **header)[0] == 503
-        assert "is served" not in server.said
+        assert "is served" not in server.output
         postgres.start()
         wait_for(lambda: server.get("/readyz")[0] == 200, "the keys to be read")
         assert server.get("/v1/entries", **header)[0] == 200

@@ -73,5 +73,5 @@ def test_no_answer_and_no_line_of_the_log_holds_a_key(server: Serving, database:
         _, headers, body = server.ask("GET", path, Authorization=f"Bearer {text}", Accept_Encoding="identity")
         assert secret not in str(headers) + body.decode()
     server.ask("GET", f"/v1/search?q={text}", Authorization=f"Bearer {text}x", Cookie=f"kb_key={text}")
-    assert secret not in server.said
+    assert secret not in server.output
     assert secret.encode() not in database.read_bytes()

@@ -18,8 +18,8 @@ CLIENTS = 6
 
 def workers(server: Serving) -> set[int]:
     pid = server.process.pid
-    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return set(filter(is_worker, found))
+    result = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return set(filter(is_worker, result))
 
 
 def is_worker(pid: int) -> bool:
@@ -48,13 +48,13 @@ def test_a_killed_worker_takes_no_more_than_its_own_requests_along_and_is_replac
             killed = min(before)
             os.kill(killed, signal.SIGKILL)
             wait_for(lambda: len(workers(server) - {killed}) == 2, "another worker")
-            count = server.said.count('"route": "/v1/search"')
-            wait_for(lambda: server.said.count('"route": "/v1/search"') > count + 100, "a hundred more answers")
+            count = server.output.count('"route": "/v1/search"')
+            wait_for(lambda: server.output.count('"route": "/v1/search"') > count + 100, "a hundred more answers")
         finally:
             stopping.set()
-        ended = [one.result(60) for one in asked]
+        ended = [item.result(60) for item in asked]
         assert sum(broken for _, broken, _ in ended) <= CLIENTS  # each client has one request in flight
         assert set().union(*(statuses for *_, statuses in ended)) == {200}
         assert sum(answered for answered, *_ in ended) > 100
-        assert f"worker {killed} is gone" in server.said
+        assert f"worker {killed} is gone" in server.output
         assert len(workers(server)) == 2

@@ -74,10 +74,10 @@ class Watch:
         self.troubles.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def _console(self, said: ConsoleMessage) -> None:
-        is_expected = bool(self._expected) and self._expected in said.text
-        if said.type in ("error", "warning") and not is_expected:
-            self.troubles.append(f"console: {said.text}")
+    def _console(self, message: ConsoleMessage) -> None:
+        is_expected = bool(self._expected) and self._expected in message.text
+        if message.type in ("error", "warning") and not is_expected:
+            self.troubles.append(f"console: {message.text}")
 
     def _request(self, request: Request) -> None:
         if urlsplit(request.url).hostname not in ("127.0.0.1", None):

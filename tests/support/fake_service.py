@@ -83,7 +83,7 @@ def delivery_of(node: subprocess.Popen[bytes]) -> dict[str, Any]:
     return document
 
 
-class Peer(ThreadingHTTPServer):
+class FakeService(ThreadingHTTPServer):
     """`behaviours` are used up, one a request; when there are none left it does as a kb service does."""
 
     daemon_threads = True
@@ -105,7 +105,7 @@ class Peer(ThreadingHTTPServer):
 class Request(BaseHTTPRequestHandler):
     """One request, read as a whole."""
 
-    server: Peer
+    server: FakeService
     key: str
     body: bytes
 
@@ -193,14 +193,14 @@ def trickle(request: Request) -> None:
 
 
 @contextmanager
-def listening() -> Iterator[Peer]:
-    """A peer that answers in threads of this process."""
-    with Peer() as peer:
-        thread = threading.Thread(target=peer.serve_forever, kwargs={"poll_interval": 0.05})
+def listening() -> Iterator[FakeService]:
+    """A service that answers in threads of this process."""
+    with FakeService() as service:
+        thread = threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield peer
+            yield service
         finally:
-            peer.leave.set()
-            peer.shutdown()
+            service.leave.set()
+            service.shutdown()
             thread.join(60)

@@ -23,24 +23,24 @@ class Serving:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self.log = log
-        wait_for(lambda: self._found() or process.poll() is not None, "the server to listen", GENEROUS_S)
-        result = self._found()
-        assert result, f"it ended before it served: {self.said}"
+        wait_for(lambda: self._address() or process.poll() is not None, "the server to listen", GENEROUS_S)
+        result = self._address()
+        assert result, f"it ended before it served: {self.output}"
         self.host, self.port = result[1].strip("[]"), int(result[2])
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     @property
     def lines(self) -> list[str]:
         """What it has said for people."""
-        return [line for line in self.said.splitlines() if line.startswith("kb: ")]
+        return [line for line in self.output.splitlines() if line.startswith("kb: ")]
 
     @property
     def logged(self) -> list[dict[str, Any]]:
         """What it has said for machines."""
-        return [json.loads(line) for line in self.said.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
 
     def ask(
         self, method: str, path: str, body: bytes | None = None, /, **headers: str
@@ -64,8 +64,8 @@ class Serving:
         self.process.send_signal(number)
         return self.process.wait(60)
 
-    def _found(self) -> re.Match[str] | None:
-        return re.search(r"serving on http://(\S+):(\d+) ", self.said)
+    def _address(self) -> re.Match[str] | None:
+        return re.search(r"serving on http://(\S+):(\d+) ", self.output)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class Model:
     def call(self, tool: str, **arguments: Any) -> CallToolResult:
         return self._portal.call(partial(self.client.call_tool, tool, arguments))
 
-    def told(self, tool: str, **arguments: Any) -> dict[str, Any]:
+    def answer(self, tool: str, **arguments: Any) -> dict[str, Any]:
         """The structured answer of a call that succeeds."""
         result = self.call(tool, **arguments)
         assert not result.is_error, result.content

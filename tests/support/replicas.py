@@ -59,11 +59,11 @@ class Replica:
         self.log = log
         wait_for(lambda: process.poll() is not None or self._served(), "the replica to listen", GENEROUS_S)
         result = self._served()
-        assert result, f"it ended before it served: {self.said}"
+        assert result, f"it ended before it served: {self.output}"
         self.url, self.port = result[1], int(result[2])
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
@@ -72,7 +72,7 @@ class Replica:
         return answer.status_code, json.loads(answer.content)
 
     def _served(self) -> re.Match[str] | None:
-        return re.search(r"serving on (http://\S+:(\d+))", self.said)
+        return re.search(r"serving on (http://\S+:(\d+))", self.output)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def test_with_consent_the_probe_runs_and_the_report_is_kept(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk.person.says("accept", run=True)
-    report = desk.model.told("verify_fix", id="breaks")
+    report = desk.model.answer("verify_fix", id="breaks")
     assert (report["id"], report["verdict"], report["fidelity"]) == ("breaks", "verified", "cpu")
     assert report["leftovers"] == []
     assert desk.place.ran == "ran ran "
@@ -115,7 +115,7 @@ def test_an_answer_that_says_no_is_no_consent(desk: Desk) -> None:
 
 def test_consent_is_for_one_run(desk: Desk) -> None:
     desk.person.says("accept", run=True)
-    desk.model.told("verify_fix", id="breaks")
+    desk.model.answer("verify_fix", id="breaks")
     desk.person.says("decline")
     desk.model.refused("verify_fix", id="breaks")
     assert (len(desk.person.asked), desk.place.ran) == (2, "ran ran ")

@@ -67,10 +67,10 @@ def test_it_offers_what_stdio_offers(model: Model) -> None:
 
 
 def test_every_tool_answers(model: Model) -> None:
-    assert model.told("search_incidents", query="ALLGATHER timeout save")["hits"][0]["id"] == ENTRY
-    assert model.told("get_incident", id=ENTRY)["id"] == ENTRY
-    assert model.told("diagnose_log", text=LOG)["findings"][0]["id"] == "address-in-use"
-    assert model.told("check_environment", packages={"torch": "2.1.0"})["incidents"]
+    assert model.answer("search_incidents", query="ALLGATHER timeout save")["hits"][0]["id"] == ENTRY
+    assert model.answer("get_incident", id=ENTRY)["id"] == ENTRY
+    assert model.answer("diagnose_log", text=LOG)["findings"][0]["id"] == "address-in-use"
+    assert model.answer("check_environment", packages={"torch": "2.1.0"})["incidents"]
 
 
 def test_resources_and_the_prompt_are_there(model: Model) -> None:
@@ -97,7 +97,7 @@ def test_a_fix_that_reports_verified_on_the_readers_gpu_says_so(replica: Replica
     with over_http(replica.url) as model:
 
         def verified_on(gpu: str) -> Any:
-            result = model.told("search_incidents", query="ALLGATHER timeout save", gpu=gpu, torch="2.7.0")
+            result = model.answer("search_incidents", query="ALLGATHER timeout save", gpu=gpu, torch="2.7.0")
             assert result["hits"][0]["id"] == ENTRY
             return result["hits"][0].get("verified_on")
 
@@ -142,7 +142,7 @@ def test_a_key_opens_it(closed: Replica, place: Place) -> None:
     key = place.key("read")
     wait_for(lambda: post(closed, "tools/list", key).status_code == 200, "the key to be known")
     with over_http(closed.url, key) as model:
-        assert model.told("get_incident", id=ENTRY)["id"] == ENTRY
+        assert model.answer("get_incident", id=ENTRY)["id"] == ENTRY
     assert post(closed, "tools/list", f"{key[:-1]}_").status_code == 401
 
 
@@ -197,14 +197,14 @@ def test_a_client_that_vanishes_in_a_call_disturbs_nobody(replica: Replica) -> N
         with socket.create_connection(("127.0.0.1", replica.port), timeout=60) as client:
             client.sendall(start + sent)
     with over_http(replica.url) as model:
-        assert model.told("diagnose_log", text=LOG)["read"]["lines"] == 1
-    assert "Traceback" not in replica.said
+        assert model.answer("diagnose_log", text=LOG)["read"]["lines"] == 1
+    assert "Traceback" not in replica.output
 
 
 def test_a_question_without_an_answer_is_counted_as_a_gap(replica: Replica, place: Place) -> None:
     key = place.key("admin")
     with over_http(replica.url) as model:
-        result = model.told("search_incidents", query="the zeppelin of the quartermaster is purple")
+        result = model.answer("search_incidents", query="the zeppelin of the quartermaster is purple")
     assert not result["answered"]
 
     def is_counted() -> bool:

@@ -81,16 +81,16 @@ def test_a_search_answers_as_data_and_as_text(model: Model) -> None:
 
 
 def test_filters_of_a_search_count(model: Model) -> None:
-    result = model.told("search_incidents", query="timeout", tags=["fsdp"], statuses=["confirmed"])["hits"]
+    result = model.answer("search_incidents", query="timeout", tags=["fsdp"], statuses=["confirmed"])["hits"]
     assert result
     assert all("fsdp" in hit["tags"] and hit["status"] == "confirmed" for hit in result)
     assert "nearest:" in model.refused("search_incidents", query="timeout", tags=["fsdpp"])
 
 
 def test_an_incident_comes_whole_or_in_one_language(model: Model) -> None:
-    whole = model.told("get_incident", id=ENTRY)["sections"]
-    chinese = model.told("get_incident", id=ENTRY, language="zh")["sections"]
-    english = model.told("get_incident", id=ENTRY, language="en")["sections"]
+    whole = model.answer("get_incident", id=ENTRY)["sections"]
+    chinese = model.answer("get_incident", id=ENTRY, language="zh")["sections"]
+    english = model.answer("get_incident", id=ENTRY, language="en")["sections"]
     assert list(chinese) == ["中文"]
     assert {**english, **chinese} == whole
 
@@ -100,7 +100,7 @@ def test_an_unknown_incident_names_the_nearest(model: Model) -> None:
 
 
 def test_a_log_is_diagnosed(model: Model) -> None:
-    result = model.told("diagnose_log", text=LOG)
+    result = model.answer("diagnose_log", text=LOG)
     assert result["findings"][0]["id"] == "address-in-use"
     assert result["findings"][0]["evidence"][0]["text"] == LOG.strip()
 
@@ -148,7 +148,7 @@ def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
 
 
 def test_stated_versions_are_judged(model: Model) -> None:
-    document = model.told("check_environment", packages={"torch": "2.1.0"}, gpu="H100")
+    document = model.answer("check_environment", packages={"torch": "2.1.0"}, gpu="H100")
     by_id = {item["id"]: item for item in document["incidents"]}
     assert by_id[ENTRY]["state"] == "applies"
     assert "torch 2.1.0" in by_id[ENTRY]["reason"]
@@ -157,7 +157,7 @@ def test_stated_versions_are_judged(model: Model) -> None:
 
 
 def test_without_versions_it_looks_at_this_machine(model: Model) -> None:
-    document = model.told("check_environment")
+    document = model.answer("check_environment")
     assert document["packages"]["python"] == platform.python_version()
     assert "address-in-use" in [item["id"] for item in document["checks"]]
 
@@ -208,6 +208,6 @@ def test_a_private_root_is_served_and_what_is_broken_in_it_is_said_on_stderr(tmp
     root.entry("only-ours", title="A thing that only our team has")
     root.entry("broken").write_text("no front matter")
     with (tmp_path / "stderr").open("w") as stderr, over_stdio("--root", root.path, stderr=stderr) as model:
-        assert model.told("search_incidents", query="only our team")["hits"][0]["id"] == "only-ours"
+        assert model.answer("search_incidents", query="only our team")["hits"][0]["id"] == "only-ours"
         assert "broken.md" in model.refused("get_incident", id="broken")
     assert "broken.md" in (tmp_path / "stderr").read_text()

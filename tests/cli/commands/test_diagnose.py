@@ -52,7 +52,7 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def found(kb: Kb, *args: str | Path, stdin: bytes = b"") -> Any:
+def diagnosed(kb: Kb, *args: str | Path, stdin: bytes = b"") -> Any:
     """The one document; diagnostics of a build of the index aside, nothing stands on stderr."""
     ended = kb("diagnose", *args, "--json", stdin=stdin)
     assert ended.code in (0, 1), ended.err
@@ -79,7 +79,7 @@ def test_the_answer_names_the_entry_the_line_the_rank_and_the_next_step(kb: Kb, 
 
 def test_a_flood_of_64_ranks_is_one_piece_of_evidence_with_a_count(kb: Kb, tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("".join(f"[rank{r}]: {SHM.format(rank=r)}\n" for r in range(64)))
-    first = found(kb, "train.log")["findings"][0]
+    first = diagnosed(kb, "train.log")["findings"][0]
     assert (first["id"], first["count"], first["ranks"]) == ("shm-too-small", 64, list(range(64)))
     assert len(first["evidence"]) < 10
     assert "64 lines in all, of ranks 0-63" in kb("diagnose", "train.log").out
@@ -89,7 +89,7 @@ def test_a_flood_of_64_ranks_is_one_piece_of_evidence_with_a_count(kb: Kb, tmp_p
 def test_an_oom_stands_above_the_timeouts_and_the_launcher(kb: Kb, tmp_path: Path, is_late: bool) -> None:
     waiting = "".join(watchdog(rank) for rank in (0, 1, 2, 4))
     (tmp_path / "job.log").write_text(HEALTHY + (waiting + OOM if is_late else OOM + waiting))
-    answer = found(kb, "job.log")
+    answer = diagnosed(kb, "job.log")
     assert ids(answer)[0] == "oom-activations"
     assert answer["findings"][0]["role"] == "root"
     assert "oom-masked-as-nccl-timeout" in ids(answer)
@@ -104,14 +104,14 @@ def test_a_rank_that_waited_is_not_called_the_first_whatever_torchrun_says(kb: K
     assert "failed first" not in ended.out
     assert "   absent   rank 2: did not wait where the others waited" in ended.out
     assert "next     Read what rank 2 did" in ended.out
-    ranks = found(kb, "job.log")["ranks"]
+    ranks = diagnosed(kb, "job.log")["ranks"]
     assert (ranks["failed_first"], ranks["absent"]) == (None, [2])
 
 
 def test_other_operations_at_one_number_are_divergence_and_the_rank_is_named(kb: Kb, tmp_path: Path) -> None:
     lines = [watchdog(rank, op="ALLGATHER" if rank == 2 else "ALLREDUCE") for rank in range(4)]
     (tmp_path / "job.log").write_text(HEALTHY + "".join(lines))
-    answer = found(kb, "job.log")
+    answer = diagnosed(kb, "job.log")
     assert ids(answer)[0] == "rank-divergent-collectives"
     assert [(item["rank"], item["line"]) for item in answer["observations"]] == [(2, 109)]
     assert "rank 2 in ALLGATHER" in answer["observations"][0]["text"]
@@ -123,7 +123,7 @@ def test_the_folders_that_torchrun_leaves_name_the_ranks(kb: Kb, job: Path) -> N
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_text("step 1\nstep 2\n")
         (folder / "stderr.log").write_text(SHM.format(rank=rank) + "\n" if rank == 2 else "")
-    answer = found(kb, job)
+    answer = diagnosed(kb, job)
     (cited,) = answer["findings"][0]["evidence"]
     assert (cited["rank"], cited["line"], cited["source"]) == (2, 1, f"{job}/none_ab12/attempt_0/2/stderr.log")
     assert answer["ranks"]["failed_first"] == 2
@@ -134,7 +134,7 @@ def test_times_decide_which_rank_was_first_not_the_order_of_the_files(kb: Kb, jo
     for rank, time in ((0, "03:14:09"), (1, "03:13:01")):
         line = f"E1121 {time}.377000 71242 comm.cc:12] {SHM.format(rank=rank)}\n"
         (job / f"rank{rank}.log").write_text(line)
-    answer = found(kb, job)
+    answer = diagnosed(kb, job)
     assert answer["ranks"]["failed_first"] == 1
     assert answer["ranks"]["first_failure"]["source"].endswith("rank1.log")
 
@@ -142,7 +142,7 @@ def test_times_decide_which_rank_was_first_not_the_order_of_the_files(kb: Kb, jo
 def test_without_times_several_files_do_not_tell_who_was_first(kb: Kb, job: Path) -> None:
     for rank in (0, 1):
         (job / f"rank{rank}.log").write_text(SHM.format(rank=rank) + "\n")
-    assert found(kb, job)["ranks"]["failed_first"] is None
+    assert diagnosed(kb, job)["ranks"]["failed_first"] is None
     assert "several ranks failed; order unknown" in kb("diagnose", job).out
 
 
@@ -150,7 +150,7 @@ def test_standard_input_and_packed_files_are_read_as_plain_ones_are(kb: Kb, tmp_
     log = (HEALTHY + "[rank1]: " + SHM.format(rank=1) + "\n").encode()
     (tmp_path / "train.log").write_bytes(log)
     (tmp_path / "packed").write_bytes(gzip.compress(log))
-    plain, packed, piped = found(kb, "train.log"), found(kb, "packed"), found(kb, "-", stdin=log)
+    plain, packed, piped = diagnosed(kb, "train.log"), diagnosed(kb, "packed"), diagnosed(kb, "-", stdin=log)
     places = [item["findings"][0]["evidence"][0] for item in (plain, packed, piped)]
     assert [place.pop("source") for place in places] == ["train.log", "packed", "-"]
     assert places[0] == places[1] == places[2]
@@ -159,7 +159,7 @@ def test_standard_input_and_packed_files_are_read_as_plain_ones_are(kb: Kb, tmp_
 def test_chinese_words_around_the_error_change_nothing(kb: Kb, tmp_path: Path) -> None:
     log = "[2026-11-21 03:00:00] 开始训练，共 8 卡\n[2026-11-21 03:05:00] 错误：3 号卡显存不足\n" + OOM
     (tmp_path / "train.log").write_text(log + "训练失败，请检查日志\n")
-    answer = found(kb, "train.log")
+    answer = diagnosed(kb, "train.log")
     assert answer["findings"][0]["id"].startswith("oom-")
     assert answer["ranks"]["failed_first"] == 3
 
@@ -169,7 +169,7 @@ def test_a_healthy_log_is_not_explained_and_not_unexplained(kb: Kb, tmp_path: Pa
     ended = kb("diagnose", "train.log")
     assert ended.code == 1
     assert ended.out == "no line reports a failure in English or Chinese: 100 lines of 1 file read\n"
-    answer = found(kb, "train.log")
+    answer = diagnosed(kb, "train.log")
     assert (answer["findings"], answer["unexplained"], answer["next_step"]) == ([], False, None)
 
 
@@ -187,7 +187,7 @@ def test_advice_alone_explains_nothing(kb: Kb, tmp_path: Path) -> None:
         "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
         "avoid fragmentation.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
     )
-    answer = found(kb, "train.log")
+    answer = diagnosed(kb, "train.log")
     assert not answer["seen"]
     assert all(item["role"] == "similar" and item["confidence"] < 0.35 for item in answer["findings"])
 
@@ -222,7 +222,7 @@ def test_what_nothing_explains_is_shown_as_it_was_seen(kb: Kb, tmp_path: Path) -
     assert "   seen     train.log:2 rank 2  acme.sharding.ShardError: shard 17 of 32" in ended.out
     assert "   first    rank 2 failed first: train.log:2" in ended.out
     assert "--save-unexplained" in ended.out
-    answer = found(kb, "train.log")
+    answer = diagnosed(kb, "train.log")
     assert (answer["unexplained"], answer["saved"]) == (True, None)
 
 
@@ -276,7 +276,7 @@ def test_the_probe_that_reads_a_log_is_given_this_one(kb: Kb, tmp_path: Path) ->
 
 def test_what_is_kept_is_redacted_and_becomes_a_draft(kb: Kb, tmp_path: Path, home: Path) -> None:
     (tmp_path / "train.log").write_text(UNKNOWN)
-    answer = found(kb, "train.log", "--save-unexplained")
+    answer = diagnosed(kb, "train.log", "--save-unexplained")
     kept = Path(answer["saved"])
     assert kept.is_relative_to(home)
     assert "10.0.3.7" not in kept.read_text()
@@ -289,14 +289,14 @@ def test_what_is_kept_is_redacted_and_becomes_a_draft(kb: Kb, tmp_path: Path, ho
 
 def test_what_is_explained_is_not_kept(kb: Kb, tmp_path: Path, home: Path) -> None:
     (tmp_path / "train.log").write_text(SHM.format(rank=0) + "\n")
-    assert found(kb, "train.log", "--save-unexplained")["saved"] is None
+    assert diagnosed(kb, "train.log", "--save-unexplained")["saved"] is None
     assert not list(home.rglob("unexplained"))
 
 
 def test_the_limit_holds_for_text_and_document(kb: Kb, tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text(OOM + watchdog(0) + watchdog(1) + SUMMARY)
-    assert len(found(kb, "job.log")["findings"]) > 2
-    assert len(found(kb, "job.log", "--limit", "2")["findings"]) == 2
+    assert len(diagnosed(kb, "job.log")["findings"]) > 2
+    assert len(diagnosed(kb, "job.log", "--limit", "2")["findings"]) == 2
     assert "2. " not in kb("diagnose", "job.log", "--limit", "1").out
 
 
@@ -349,7 +349,7 @@ def test_a_wrong_call_is_exit_2(kb: Kb, tmp_path: Path, args: list[str]) -> None
 def test_what_could_not_be_read_is_said_and_the_rest_is_answered(kb: Kb, job: Path) -> None:
     (job / "model.bin").write_bytes(b"PK\x03\x04" + b"\0" * 99)
     (job / "train.log.gz").write_bytes(gzip.compress(SHM.format(rank=0).encode() + b"\n" + b"x" * 9999)[:-9])
-    answer = found(kb, job)
+    answer = diagnosed(kb, job)
     assert ids(answer)[0] == "shm-too-small"
     assert any("binary" in item for item in answer["problems"])
     assert any("ends too early" in item for item in answer["problems"])

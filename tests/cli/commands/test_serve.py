@@ -85,7 +85,7 @@ def test_a_signal_ends_it_without_a_traceback_although_a_client_is_half_way(numb
         client.sendall(b"GET /v1/search?q=")
         assert server.get("/healthz")[0] == 200
         assert server.stop(number) == code
-        assert "Traceback" not in server.said
+        assert "Traceback" not in server.output
         assert {line["level"] for line in server.logged} <= {"INFO"}
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", server.port), timeout=60)
@@ -137,9 +137,9 @@ def test_a_setting_that_makes_no_sense_is_a_usage_error(kb: Kb, name: str, value
 
 def test_it_logs_json_lines_without_what_was_asked(server: Serving) -> None:
     server.get("/v1/search?q=secret-question", X_Request_ID="request-of-a-test")
-    wait_for(lambda: "request-of-a-test" in server.said, "the line")
+    wait_for(lambda: "request-of-a-test" in server.output, "the line")
     (line,) = [line for line in server.logged if line.get("request_id") == "request-of-a-test"]
-    assert "secret" not in server.said
+    assert "secret" not in server.output
     assert {name: line[name] for name in ("level", "method", "route", "status", "caller")} == {
         "level": "INFO",
         "method": "GET",
@@ -178,7 +178,7 @@ def test_several_workers_answer_alike_and_end_together(
         )
         assert server.stop(number) == code
         assert not any(map(is_running, workers))
-        assert "Traceback" not in server.said
+        assert "Traceback" not in server.output
 
 
 def test_no_worker_outlives_its_supervisor() -> None:

@@ -49,24 +49,24 @@ def diagnosed(kb: Kb, *paths: Path) -> Any:
 
 @pytest.mark.parametrize("entry_id", ARMS)
 def test_the_folder_of_a_control_arm_is_diagnosed_as_its_entry(kb: Kb, kept: Path, entry_id: str) -> None:
-    found = diagnosed(kb, control(kept, entry_id))
-    assert (found["findings"][0]["id"], found["findings"][0]["role"]) == (entry_id, "root")
-    assert found["problems"] == [], "what kb itself filed there is passed over"
+    diagnosis = diagnosed(kb, control(kept, entry_id))
+    assert (diagnosis["findings"][0]["id"], diagnosis["findings"][0]["role"]) == (entry_id, "root")
+    assert diagnosis["problems"] == [], "what kb itself filed there is passed over"
 
 
 def test_the_flight_recorder_dumps_of_a_hang_alone_name_the_entry_and_the_rank(kb: Kb, kept: Path) -> None:
     folder = control(kept, "rank-divergent-collectives")
     dumps = sorted(folder.glob("nccl_trace_rank_*"))
     assert [dump.name for dump in dumps] == ["nccl_trace_rank_0", "nccl_trace_rank_1"]
-    found = diagnosed(kb, *dumps)
-    assert (found["findings"][0]["id"], found["findings"][0]["role"]) == ("rank-divergent-collectives", "root")
-    assert found["ranks"]["absent"] == [1]
-    assert any(line["text"].startswith("rank 1 never issued collective 4 ") for line in found["observations"])
+    diagnosis = diagnosed(kb, *dumps)
+    assert (diagnosis["findings"][0]["id"], diagnosis["findings"][0]["role"]) == ("rank-divergent-collectives", "root")
+    assert diagnosis["ranks"]["absent"] == [1]
+    assert any(line["text"].startswith("rank 1 never issued collective 4 ") for line in diagnosis["observations"])
 
 
 def test_the_dumps_of_a_slow_rank_name_it_and_how_late_it_came(kb: Kb, kept: Path) -> None:
-    found = diagnosed(kb, *control(kept, "slow-rank-exceeds-timeout").glob("nccl_trace_rank_*"))
-    (late,) = [line for line in found["observations"] if " came to collective " in line["text"]]
+    diagnosis = diagnosed(kb, *control(kept, "slow-rank-exceeds-timeout").glob("nccl_trace_rank_*"))
+    (late,) = [line for line in diagnosis["observations"] if " came to collective " in line["text"]]
     assert late["rank"] == 0
     assert "which waits for 1.5 s" in late["text"]
 
@@ -80,8 +80,8 @@ def test_a_ranks_log_ends_as_a_job_of_its_own_would(kept: Path) -> None:
 
 def test_a_treatment_arm_has_no_findings(kb: Kb, kept: Path) -> None:
     for entry_id, experiment in ARMS.items():
-        found = diagnosed(kb, kept / f"{entry_id}-{experiment}-treatment")
-        assert found["findings"] == [], entry_id
+        diagnosis = diagnosed(kb, kept / f"{entry_id}-{experiment}-treatment")
+        assert diagnosis["findings"] == [], entry_id
 
 
 def test_a_rank_that_died_of_a_signal_is_reported_as_torchrun_reports_it(
@@ -94,4 +94,4 @@ def test_a_rank_that_died_of_a_signal_is_reported_as_torchrun_reports_it(
     assert rank == "  rank      : 0 (local_rank: 0)"
     assert code.startswith("  exitcode  : -9 (pid: ")
     assert cause.startswith("  traceback : Signal 9 (SIGKILL) received by PID ")
-    assert "host-oom-killed" in [one["id"] for one in diagnosed(kb, folder)["findings"]]
+    assert "host-oom-killed" in [item["id"] for item in diagnosed(kb, folder)["findings"]]

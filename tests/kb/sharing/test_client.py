@@ -11,18 +11,29 @@ import pytest
 from kb.errors import UsageError
 from kb.sharing.client import Service
 from kb.sharing.response import DeliveryStatus, Response
-from tests.support.fake_service import Behaviour, Peer, drop, drop_unread, garbage, hang, listening, says, take, torn
+from tests.support.fake_service import (
+    Behaviour,
+    FakeService,
+    drop,
+    drop_unread,
+    garbage,
+    hang,
+    listening,
+    says,
+    take,
+    torn,
+)
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    with listening() as peer:
-        yield peer
+def service() -> Iterator[FakeService]:
+    with listening() as service:
+        yield service
 
 
-def post(peer: Peer, *behaviours: Behaviour, api_key: str = "", timeout_s: float = 60) -> Response:
-    peer.behaviours += behaviours
-    return Service.at(peer.url, api_key).post("key-1", b'{"id": "the-entry"}', timeout_s)
+def post(service: FakeService, *behaviours: Behaviour, api_key: str = "", timeout_s: float = 60) -> Response:
+    service.behaviours += behaviours
+    return Service.at(service.url, api_key).post("key-1", b'{"id": "the-entry"}', timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -68,22 +79,22 @@ def test_plain_http_beyond_this_machine_is_exposed(url: str, is_exposed: bool) -
     assert Service.at(url).is_exposed is is_exposed
 
 
-def test_a_try_carries_key_body_and_a_path_below_the_address(peer: Peer) -> None:
-    assert Service.at(f"{peer.url}/team/", "kb_secret").post("key-1", b"{}", 60).status is DeliveryStatus.ACCEPTED
-    (request,) = peer.requests
+def test_a_try_carries_key_body_and_a_path_below_the_address(service: FakeService) -> None:
+    assert Service.at(f"{service.url}/team/", "kb_secret").post("key-1", b"{}", 60).status is DeliveryStatus.ACCEPTED
+    (request,) = service.requests
     assert (request.path, request.body, request.key) == ("/team/v1/reports", b"{}", "key-1")
     assert request.headers["Authorization"] == "Bearer kb_secret"
     assert request.headers["Content-Type"] == "application/json"
 
 
-def test_without_a_key_none_is_sent(peer: Peer) -> None:
-    post(peer)
-    assert peer.requests[0].headers["Authorization"] is None
+def test_without_a_key_none_is_sent(service: FakeService) -> None:
+    post(service)
+    assert service.requests[0].headers["Authorization"] is None
 
 
-def test_a_new_report_and_a_repeated_one_are_taken(peer: Peer) -> None:
-    assert post(peer) == post(peer) == Response(DeliveryStatus.ACCEPTED)
-    assert len(peer.kept) == 1
+def test_a_new_report_and_a_repeated_one_are_taken(service: FakeService) -> None:
+    assert post(service) == post(service) == Response(DeliveryStatus.ACCEPTED)
+    assert len(service.kept) == 1
 
 
 ANSWERS = {
@@ -124,17 +135,17 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_each_answer_has_its_meaning(peer: Peer, name: str) -> None:
+def test_each_answer_has_its_meaning(service: FakeService, name: str) -> None:
     behaviour, status, *words = ANSWERS[name]
-    answer = post(peer, behaviour)
+    answer = post(service, behaviour)
     assert answer.status is status
     assert all(word in answer.problem for word in words), answer.problem
-    assert peer.url in answer.problem
+    assert service.url in answer.problem
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_key_that_is_not_accepted_is_named_by_its_variable_only(peer: Peer, status: int) -> None:
-    answer = post(peer, says(status), api_key="kb_secret")
+def test_a_key_that_is_not_accepted_is_named_by_its_variable_only(service: FakeService, status: int) -> None:
+    answer = post(service, says(status), api_key="kb_secret")
     assert answer.status is DeliveryStatus.UNAVAILABLE
     assert "KB_API_KEY" in answer.problem
     assert "kb_secret" not in answer.problem
@@ -142,15 +153,17 @@ def test_a_key_that_is_not_accepted_is_named_by_its_variable_only(peer: Peer, st
 
 @pytest.mark.parametrize(("given", "seconds"), [("7", 7), ("0", 0), ("soon", 1), ("-5", 1), ("9" * 30, 1), ("", 1)])
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_service_is_given_the_time_it_asks_for(peer: Peer, status: int, given: str, seconds: int) -> None:
-    answer = post(peer, says(status, "later", Retry_After=given))
+def test_a_busy_service_is_given_the_time_it_asks_for(
+    service: FakeService, status: int, given: str, seconds: int
+) -> None:
+    answer = post(service, says(status, "later", Retry_After=given))
     assert (answer.status, answer.wait_s) == (DeliveryStatus.BUSY, seconds)
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_a_key_follows_no_redirect(peer: Peer, status: int) -> None:
+def test_a_key_follows_no_redirect(service: FakeService, status: int) -> None:
     with listening() as elsewhere:
-        answer = post(peer, says(status, Location=f"{elsewhere.url}/v1/reports"), api_key="kb_secret")
+        answer = post(service, says(status, Location=f"{elsewhere.url}/v1/reports"), api_key="kb_secret")
         assert not elsewhere.requests
     assert answer.status is DeliveryStatus.UNAVAILABLE
     assert elsewhere.url in answer.problem
@@ -170,33 +183,33 @@ def test_a_name_that_nobody_knows_is_closed() -> None:
     assert "https://nowhere.invalid cannot be reached" in answer.problem
 
 
-def test_an_answer_that_never_comes_times_out(peer: Peer) -> None:
-    answer = post(peer, hang, timeout_s=0.2)
-    assert answer == Response(DeliveryStatus.FAILED, f"{peer.url} sent no response: timed out")
+def test_an_answer_that_never_comes_times_out(service: FakeService) -> None:
+    answer = post(service, hang, timeout_s=0.2)
+    assert answer == Response(DeliveryStatus.FAILED, f"{service.url} sent no response: timed out")
 
 
-def test_what_a_service_says_cannot_move_the_terminal(peer: Peer) -> None:
-    answer = post(peer, says(422, "\x1b[2J\r\nkb: all is well\u202e" + "x" * 9999))
+def test_what_a_service_says_cannot_move_the_terminal(service: FakeService) -> None:
+    answer = post(service, says(422, "\x1b[2J\r\nkb: all is well\u202e" + "x" * 9999))
     assert answer.problem.isprintable()
     assert len(answer.problem) < 500
 
 
 def test_an_environments_proxy_is_asked_for_others_and_not_for_this_machine(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     with listening() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
-        assert post(peer).status is DeliveryStatus.ACCEPTED
+        assert post(service).status is DeliveryStatus.ACCEPTED
         assert not proxy.requests
         assert Service.at("http://kb.example.org").post("key-2", b"{}", 60).status is DeliveryStatus.ACCEPTED
         assert [request.path for request in proxy.requests] == ["http://kb.example.org/v1/reports"]
 
 
-def test_take_is_what_a_service_does(peer: Peer) -> None:
+def test_take_is_what_a_service_does(service: FakeService) -> None:
     """The same key with the same body is one report."""
-    peer.behaviours += [drop, take]
-    assert post(peer).status is DeliveryStatus.FAILED
-    assert post(peer).status is DeliveryStatus.ACCEPTED
-    assert len(peer.kept) == 1
+    service.behaviours += [drop, take]
+    assert post(service).status is DeliveryStatus.FAILED
+    assert post(service).status is DeliveryStatus.ACCEPTED
+    assert len(service.kept) == 1
