@@ -20,6 +20,8 @@ from kb.verify.plan import Plan, make_plan
 from kb.verify.runner import JOBS
 from kb.verify.verdict import Verdict, judge
 
+pytestmark = pytest.mark.slow
+
 CATALOG = load_catalog((builtin_root(),))
 IDS = [entry.id for entry in CATALOG if entry.meta.probe]
 

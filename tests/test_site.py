@@ -16,6 +16,8 @@ from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
 from tests.support.console import CHECKOUT
 
+pytestmark = pytest.mark.slow
+
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 
 

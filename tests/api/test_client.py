@@ -16,6 +16,8 @@ from tests.support.console import CHECKOUT, GENEROUS_S
 from tests.support.programs import missing
 from tests.support.replicas import Place, started
 
+pytestmark = pytest.mark.slow
+
 GENERATOR = "openapi-python-client==0.29.1"
 HOME = CHECKOUT / "build" / "client-venv"  # an environment of its own: the generator needs another typer than kb
 USED = """\

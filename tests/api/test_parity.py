@@ -16,6 +16,8 @@ from tests.support.console import CHECKOUT
 from tests.support.mcp_client import Model, over_http, over_stdio
 from tests.support.replicas import Place, started
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = CHECKOUT / "tests" / "bench" / "questions.jsonl"
 ENVELOPE = ("schema", "ok")
 OWN = (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.support.chromium import visit
 from tests.support.replicas import Replica
 from tests.support.sample_data import ENTRY
+
+pytestmark = pytest.mark.slow
 
 pytest_plugins = ["tests.support.browser_fixtures"]
 

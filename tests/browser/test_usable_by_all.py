@@ -12,6 +12,8 @@ from tests.support.chromium import DESKTOP, PHONE, visit
 from tests.support.replicas import Replica
 from tests.support.sample_data import ENTRY, QUESTION
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["tests.support.browser_fixtures"]
 
 PAGES = {

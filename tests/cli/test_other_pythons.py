@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.console import Kb
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = ("3.9", "3.10", "3.12", "3.13")
 
 

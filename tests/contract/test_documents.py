@@ -6,7 +6,11 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.contract.documents import documents
+
+pytestmark = pytest.mark.slow
 
 KEPT = Path(__file__).with_name("documents.json")
 

@@ -24,6 +24,8 @@ from tests.support.console import GENEROUS_S, ContentRoot, wait_for
 from tests.support.nginx import Proxy, nginx
 from tests.support.replicas import Place, Replica, started
 
+pytestmark = pytest.mark.slow
+
 PATHS = (
     "/v1/search?q=ALLGATHER+timeout+save&limit=3",
     "/v1/search?q=保存+超时",

@@ -21,6 +21,8 @@ from tests.support.replicas import Place, Replica, started
 if TYPE_CHECKING:
     from tests.support.postgres_server import Server as Postgres
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["tests.support.postgres_fixtures"]
 NODES = 20
 SMALL_DISK = 40 << 10  # bytes of one file: less than the store has, so that its journal has room for few reports

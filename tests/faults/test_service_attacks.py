@@ -18,6 +18,8 @@ from kb.store.keys import Scope
 from tests.support.console import GENEROUS_S, wait_for
 from tests.support.kb_serve import Serving, serving
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 4  # logs that are read at the same time
 FORGED = {"Cookie": f"kb_key=kb_aaaaaaaa_{'A' * 43}", "Sec-Fetch-Site": "same-origin"}
 

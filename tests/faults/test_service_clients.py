@@ -16,6 +16,8 @@ import pytest
 from tests.support.console import wait_for
 from tests.support.kb_serve import Serving, serving
 
+pytestmark = pytest.mark.slow
+
 SLOW = 10_000
 OURS = 200  # file descriptors of a test for everything else
 ASKED = b"GET /v1/search?q=timeout HTTP/1.1\r\nHost: localhost\r\n"

@@ -8,12 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
+import pytest
+
 from kb.store import feedback, keys
 from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import GENEROUS_S, wait_for
 from tests.support.kb_serve import Serving, listening, serving
 from tests.support.postgres_server import Server as Postgres
+
+pytestmark = pytest.mark.slow
 
 pytest_plugins = ["tests.support.postgres_fixtures"]
 

@@ -16,6 +16,8 @@ from tests.support.chromium import launched, visit
 from tests.support.replicas import Place, Replica, started
 from tests.support.sample_data import report
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "<script>alert(1)</script>"
 TEMPLATE = "{{ 1337 * 1337 }}${1337*1337}"
 COMPUTED = "1787569"

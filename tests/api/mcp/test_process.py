@@ -17,6 +17,8 @@ import pytest
 from tests.support.console import GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
 from tests.support.in_process import run_kb_here
 
+pytestmark = pytest.mark.slow
+
 HELLO = {
     "protocolVersion": "2025-11-25",
     "capabilities": {"elicitation": {}},

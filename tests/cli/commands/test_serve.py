@@ -23,6 +23,8 @@ from tests.support.console import ContentRoot, Kb, is_running, wait_for
 from tests.support.in_process import run_kb_here
 from tests.support.kb_serve import Serving, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.console import GENEROUS_S, ContentRoot, Kb, run_kb
 
+pytestmark = pytest.mark.slow
+
 ARMS = {
     "rank-divergent-collectives": "gloo",
     "slow-rank-exceeds-timeout": "gloo",
