@@ -22,11 +22,10 @@ WIDTH, ROW, HEIGHT, GAP, LANE = 760, 58, 30, 22, 14
 SWEEPS = 24
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle }
-.count { font-size: 10px; fill: #59636e }
 rect { fill: #f6f8fa; stroke: #8c959f }
 path { fill: none; stroke: #8c959f; stroke-width: 1.2; marker-end: url(#head) }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .count { fill: #9198a1 } rect { fill: #161b22; stroke: #656c76 } path { stroke: #656c76 }
+  text { fill: #e6edf3 } rect { fill: #161b22; stroke: #656c76 } path { stroke: #656c76 }
 }"""
 
 Edges = set[tuple[str, str]]
@@ -91,13 +90,11 @@ def draw() -> str:
     _order(rows, [link for chain in chains for link in pairwise(chain)])
     places = _places(rows)
     parts = [f"<path d='{_curve([places[node] for node in chain])}'/>" for chain in chains]
-    for package, paths in sorted(files.items()):
+    for package in sorted(files):
         x, y = places[package]
-        count = sum(path.name != "__init__.py" for path in paths)
         width = _width(package)
         parts.append(f"<rect x='{x - width / 2:g}' y='{y:g}' width='{width}' height='{HEIGHT}' rx='5'/>")
-        label = f"{package} <tspan class='count'>{count}</tspan>" if count > 1 else package
-        parts.append(f"<text x='{x:g}' y='{y + 20:g}'>{label}</text>")
+        parts.append(f"<text x='{x:g}' y='{y + 20:g}'>{package}</text>")
     height = len(rows) * ROW
     head = "<marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
     return "\n".join(
@@ -153,7 +150,7 @@ def _places(rows: list[list[Node]]) -> dict[Node, tuple[float, float]]:
 
 
 def _width(node: Node) -> int:
-    return 34 + 8 * len(node) if isinstance(node, str) else LANE
+    return 28 + 8 * len(node) if isinstance(node, str) else LANE
 
 
 def _curve(points: list[tuple[float, float]]) -> str:

@@ -33,9 +33,20 @@ def described() -> Any:
 
 
 def fits_is_read(_: CheckContext, response: schemathesis.Response, case: schemathesis.Case[Any]) -> None:
-    """What fits the description may ask for something that is not there, but is never called malformed."""
+    """What fits the description may ask for something that is not there, but is never called malformed.
+
+    For JSON Schema 5.0 is an integer. The models are strict, and no client of ours writes an integer like that.
+    """
+    if has_whole_float(case.body):
+        return
     if case.meta and case.meta.generation.mode.is_positive and response.status_code in (400, 422):
         assert response.json()["type"] != "urn:kb:problem:invalid-request", response.text
+
+
+def has_whole_float(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(has_whole_float, value.values()))
+    return isinstance(value, float) and value.is_integer()
 
 
 @schemathesis.serializer("application/gzip", "application/zstd")
