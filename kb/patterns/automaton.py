@@ -9,11 +9,11 @@ never the growth. Look-arounds consume nothing: their automata are built, but no
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import product
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from kb.patterns.syntax import (
     ANY,
@@ -38,6 +38,9 @@ from kb.patterns.syntax import (
 COPIES = 3
 ALPHABET = frozenset(map(chr, range(9, 127))) | {"中"}
 
+Ways = Mapping[int, int]  # position to number of ways; plain dictionaries, a third of the time of `Counter`
+NO_WAYS: Ways = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
@@ -45,7 +48,7 @@ class Automaton:
     positions of every outermost unbounded repeat."""
 
     classes: tuple[frozenset[str], ...]
-    after: dict[int, Counter[int]]
+    after: Mapping[int, Ways]
     loops: tuple[range, ...]
 
 
@@ -85,13 +88,12 @@ def _of_alphabet(kind: Any, value: Any) -> frozenset[str]:
     return frozenset(character for character in ALPHABET if is_member((kind, value), character))
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Part of a pattern: in how many ways it matches nothing, and begins and ends with each position."""
 
     empty: int = 1
-    first: Counter[int] = field(default_factory=Counter)
-    last: Counter[int] = field(default_factory=Counter)
+    first: Ways = NO_WAYS
+    last: Ways = NO_WAYS
 
 
 class _Builder:
@@ -99,7 +101,7 @@ class _Builder:
 
     def __init__(self, *, ignores_case: bool) -> None:
         self.classes: list[frozenset[str]] = []
-        self.after: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self.after: defaultdict[int, defaultdict[int, int]] = defaultdict(partial(defaultdict, int))
         self.loops: list[range] = []
         self._ignores_case = ignores_case
         self._depth = 0
@@ -130,18 +132,20 @@ class _Builder:
         if self._ignores_case:
             matched |= {character.swapcase() for character in matched}
         self.classes.append(matched)
-        position = Counter({len(self.classes) - 1: 1})
+        position = {len(self.classes) - 1: 1}
         return _Part(0, position, position)
 
     def _join(self, left: _Part, right: _Part) -> _Part:
         self._connect(left, right)
-        first = left.first + _times(right.first, left.empty) if left.empty else left.first
-        last = right.last + _times(left.last, right.empty) if right.empty else right.last
+        first = _sum(left.first, right.first, left.empty) if left.empty else left.first
+        last = _sum(right.last, left.last, right.empty) if right.empty else right.last
         return _Part(left.empty * right.empty, first, last)
 
     def _connect(self, left: _Part, right: _Part) -> None:
-        for (start, ways_to_start), (end, ways_from_end) in product(left.last.items(), right.first.items()):
-            self.after[start][end] += ways_to_start * ways_from_end
+        for start, ways_to_start in left.last.items():
+            after = self.after[start]
+            for end, ways_from_end in right.first.items():
+                after[end] += ways_to_start * ways_from_end
 
     def _repeat(self, minimum: int, maximum: Any, body: Any) -> _Part:
         whole = _Part()
@@ -171,12 +175,15 @@ def _optional(part: _Part) -> _Part:
 
 
 def _choice(parts: list[_Part]) -> _Part:
-    first, last = Counter[int](), Counter[int]()
+    first = last = NO_WAYS
     for part in parts:
-        first += part.first
-        last += part.last
+        first, last = _sum(first, part.first), _sum(last, part.last)
     return _Part(sum(part.empty for part in parts), first, last)
 
 
-def _times(ways: Counter[int], factor: int) -> Counter[int]:
-    return Counter({position: count * factor for position, count in ways.items() if factor})
+def _sum(ways: Ways, more: Ways, factor: int = 1) -> Ways:
+    """All ways, `more` of them `factor` times."""
+    total = dict(ways)
+    for position, count in more.items():
+        total[position] = total.get(position, 0) + count * factor
+    return total

@@ -5,13 +5,12 @@ from __future__ import annotations
 import marshal
 import tempfile
 from array import array
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
-from typing import IO
+from typing import IO, Any
 
 from kb.search.tokenizer import runs
 from kb.search.whoosh_codec import Term
@@ -30,18 +29,18 @@ class PostingsPool:
 
     def add(self, number: int, parts: list[tuple[float, str]]) -> int:
         """Add a document, a list of (weight, text); returns its length in terms."""
-        places, weights = _places(parts)
         terms = self._terms
-        for term, at in places.items():
+        document = _weights_and_places(parts)
+        for term, (weight, *places) in document.items():
             if (postings := terms.get(term)) is None:
                 postings = terms[term] = (array("I"), array("f"), [])
             postings[0].append(number)
-            postings[1].append(weights[term])
-            postings[2].append(array("I", at).tobytes())
-        self._count += len(places)
+            postings[1].append(weight)
+            postings[2].append(array("I", places).tobytes())
+        self._count += len(document)
         if self._count >= MOST_HELD:
             self._spill()
-        return sum(map(len, places.values()))
+        return sum(map(len, document.values())) - len(document)
 
     def iter_postings(self) -> Iterator[tuple[bytes, Term]]:
         """Terms in order, each with all of its postings, in the order of the documents."""
@@ -70,22 +69,28 @@ class PostingsPool:
         self._terms, self._count = {}, 0
 
 
-def _places(parts: list[tuple[float, str]]) -> tuple[dict[str, list[int]], dict[str, float]]:
-    """The places of each term of a document, and its weights in the parts added up."""
-    places: defaultdict[str, list[int]] = defaultdict(list)
-    weights: defaultdict[str, float] = defaultdict(float)
+def _weights_and_places(parts: list[tuple[float, str]]) -> dict[str, list[Any]]:
+    """For each term of a document a list: its weights in the parts, added up, and then its places.
+
+    One dictionary takes four fifths of the time of two.
+    """
+    document: dict[str, list[Any]] = {}
     start = 0
     for weight, text in parts:
         here = end = start
         for forms, width in runs(text):
             for term, offset in forms:
-                places[term].append(here + offset)
-                weights[term] += weight
+                row = document.get(term)
+                if row is None:
+                    document[term] = [weight, here + offset]
+                else:
+                    row[0] += weight
+                    row.append(here + offset)
             if forms:
                 end = here + forms[-1][1] + 1
             here += width
         start = end + BETWEEN_PARTS
-    return places, weights
+    return document
 
 
 def _read(file: IO[bytes]) -> Iterator[tuple[str, Term]]:

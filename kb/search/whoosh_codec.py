@@ -125,7 +125,7 @@ def _blocks(numbers: array[int], weights: array[float], places: list[bytes]) -> 
         some, values = numbers[at : at + BLOCK], places[at : at + BLOCK]
         sizes = array("I", map(len, values))
         value = b"".join((weights[at : at + BLOCK].tobytes(), sizes.tobytes(), *values))
-        data = dumps((tuple(delta_encode(some)), None, (value,)), 2)
+        data = dumps((tuple(delta_encode(some)), None, (value,)), 3)  # 2 would write bytes as text
         if compression:
             data = compress(data, compression)
         info = dumps((len(some), some[-1], 0, compression, 0, 0), 2)  # no lengths or weights: we do not use its scorers
