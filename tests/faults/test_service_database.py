@@ -64,7 +64,7 @@ def test_when_postgresql_is_killed_reading_goes_on_and_who_writes_is_told_to_com
             for _ in range(3):
                 status, answered = write(server, **header)
                 assert (status, answered["retry-after"]) == (503, "1")
-            wait_for(lambda: "what was read before is served" in server.output, "the service to notice")
+            wait_for(lambda: "the last state that was read is served" in server.output, "the service to notice")
             assert server.get("/readyz")[0] == 200
             assert {path: server.ask("GET", path, **header)[0] for path in WITHOUT_IT} == WITHOUT_IT
             wait_for(lambda: b"kb_database_up 0.0" in server.ask("GET", "/metrics", **header)[2], "the metric")
@@ -103,7 +103,7 @@ def test_beyond_loopback_it_starts_while_the_database_is_away_and_is_ready_when_
     with listening("--host", "0.0.0.0", KB_DATABASE_URL=postgres_url) as server:
         assert "nobody gets an answer" in server.lines[0]
         wait_for(lambda: "it was never read" in server.output, "the service to notice", GENEROUS_S)
-        wait_for(lambda: "no key" in server.get("/readyz")[1]["detail"], "the index", GENEROUS_S)
+        wait_for(lambda: "keys cannot be checked" in server.get("/readyz")[1]["detail"], "the index", GENEROUS_S)
         status, answered, body = server.ask("GET", "/readyz")
         assert (status, answered["content-type"], answered["retry-after"]) == (503, "application/problem+json", "1")
         assert "until the database is read" in json.loads(body)["detail"]
