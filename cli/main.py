@@ -12,8 +12,6 @@
 | 130 | interrupted |
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,15 +1,14 @@
-"""`kb search`: the entries that answer a question or a pasted log line."""
+"""`kb search`: the entries that answer a question or a pasted log line.
 
-from __future__ import annotations
+Annotations are no strings here: Typer would evaluate each of them five times.
+"""
 
-import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from kb.content.area import Area
-from kb.content.filters import Filter
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 from kb.search.explanation import Explanation
@@ -23,7 +22,9 @@ from ..terminal.stdin import stdin
 
 MOST_INPUT = 4 << 20  # bytes read from standard input
 STATES = {"applies": "applies", "unknown": "unknown", "does-not-apply": "does not apply"}
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+if TYPE_CHECKING:
+    from kb.content.filters import Filter
 
 
 def search(
@@ -61,7 +62,7 @@ def search(
         raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
     if python and not applies_here:
         raise UsageError("--python says nothing without --applies-here", "add --applies-here")
-    only = Filter.of(tag, framework, status, area)
+    only = _filter(tag, framework, status, area)
     installed = _installed(interpreter_of(python)) if applies_here else None
     with open_index(configured_roots(tuple(roots or ())), notice) as index:
         answer = find(index, text, limit, only=only, installed=installed, explain=why)
@@ -76,7 +77,7 @@ def search(
             problems=index.problems,
         )
     else:
-        _print(answer, in_chinese=bool(CHINESE.search(text)))
+        _print(answer, in_chinese=any("\u4e00" <= character <= "\u9fff" for character in text))
     return 0 if answer.hits else 1
 
 
@@ -86,8 +87,18 @@ def _text(query: list[str]) -> str:
     return given.decode(errors="replace")
 
 
+def _filter(
+    tag: list[str] | None, framework: list[str] | None, status: list[str] | None, area: list[str] | None
+) -> Optional["Filter"]:
+    if not (tag or framework or status or area):
+        return None
+    from kb.content.filters import Filter
+
+    return Filter.of(tag, framework, status, area)
+
+
 def _installed(python: Path) -> dict[str, str | None]:
-    from kb.machine import installed  # only who asks pays for the question
+    from kb.machine import installed  # only --applies-here pays for it
 
     return installed.versions(python)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,8 +76,7 @@ def configured_roots(extra: tuple[Path, ...] = ()) -> tuple[Root, ...]:
 
 def _packages() -> list[Root]:
     """Roots that installed packages declare. Slow metadata is read only when a file mentions the group."""
-    files = (path for part in sys.path if part for path in Path(part).glob("*-info/entry_points.txt"))
-    if not any(GROUP.encode() in path.read_bytes() for path in files):
+    if not any(GROUP.encode() in text for part in sys.path if part for text in _entry_points(part)):
         return []
     from importlib.metadata import entry_points
 
@@ -85,3 +86,14 @@ def _packages() -> list[Root]:
         for location in (spec.submodule_search_locations or ()) if spec else ():
             roots.append(root_at(Path(location), point.name))
     return roots
+
+
+def _entry_points(folder: str) -> Iterator[bytes]:
+    """The files of entry points of the packages in a folder. Paths would take three times as long."""
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith("-info")]
+    except OSError:
+        return
+    for name in names:
+        with suppress(OSError), open(f"{folder}/{name}/entry_points.txt", "rb", buffering=0) as file:
+            yield file.read()

@@ -29,7 +29,7 @@ from kb.search.entry_record import EntryRecord
 from kb.search.fingerprints import recipe
 from kb.search.index_update import IndexedSegment
 from kb.search.postings_pool import PostingsPool
-from kb.search.segment import LOOKUPS, RECORDS, TABLES, Segment, Tables
+from kb.search.segment import LOOKUPS, RECORDS, SIGNATURES, TABLES, Segment, Tables
 from kb.search.whoosh_codec import BODY, Codec, schema
 
 GRAM = 5  # characters
@@ -45,8 +45,8 @@ def write_segment(directory: Path, files: Files, ids: Set[str], notify: Notify =
 
     Returns the problems of files that cannot be read, by path. Of ten thousand entries one is in memory at a time.
     """
-    tables, lookups, records, problems = _write(FileStorage(str(directory)), files, ids, notify)
-    for name, content in ((TABLES, tables), (LOOKUPS, lookups), (RECORDS, records)):
+    tables, problems = _write(FileStorage(str(directory)), files, ids, notify)
+    for name, content in tables.items():
         (directory / name).write_text(json.dumps(content))
     return problems
 
@@ -58,20 +58,19 @@ def write_in_memory(
     and the problems.
     """
     storage = RamStorage()
-    tables, lookups, records, problems = _write(storage, files, ids, notify)
-    indexed = IndexedSegment("", tables["identity"], tuple(EntryRecord(**row) for row in records["records"]))
-    return partial(Segment.in_memory, storage, tables, lookups), indexed, problems
+    tables, problems = _write(storage, files, ids, notify)
+    records = tuple(EntryRecord(**row) for row in tables[RECORDS]["records"])
+    indexed = IndexedSegment("", tables[TABLES]["identity"], records)
+    return partial(Segment.in_memory, storage, tables), indexed, problems
 
 
-def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tuple[Tables, Tables, Tables, Tables]:
-    """Returns the tables of the segment: those that every search reads, those that some read, those of updates; and the
-    problems of files.
-    """
+def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tuple[dict[str, Tables], dict[str, str]]:
+    """Returns the tables of the segment by the names of their files, and the problems of files."""
     facets: list[dict[str, Any]] = []
     lengths: list[int] = []
     problems: dict[str, str] = {}
     records: list[EntryRecord] = []
-    rows: list[dict[str, Any]] = []
+    signatures: list[dict[str, Any]] = []
     words: Counter[str] = Counter()
     with _rare_garbage_collection(), _writing(storage) as writer:
         for number, entry in enumerate(_entries(files, problems, notify)):
@@ -79,20 +78,24 @@ def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tup
             lengths.append(_add(writer, number, json.dumps(stored, ensure_ascii=False), parts))
             facets.append({name: stored[name] for name in FACETS})
             records.append(EntryRecord.of(entry).among(ids))
-            rows += ({**signature, "document": number} for signature in document.signatures(entry))
+            signatures += ({**signature, "document": number} for signature in document.signatures(entry))
             words.update(document.plain_words(parts))
-    record_rows = [asdict(record) for record in records]
+    rows = [asdict(record) for record in records]
     tables = {
         "recipe": recipe(),
-        "identity": hashlib.sha256(json.dumps(record_rows).encode()).hexdigest(),
+        "identity": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
         "ids": [record.id for record in records],
         "withdrawn": [number for number, record in enumerate(records) if not record.is_current],
         "lengths": lengths,
         "rounded_lengths": [byte_to_length(length_to_byte(length)) for length in lengths],
-        "signatures": rows,
-        "grams": _grams([row["literals"] for row in rows]),
+        "grams": _grams([signature["literals"] for signature in signatures]),
     }
-    return tables, {"spellings": document.spellings(words), "facets": facets}, {"records": record_rows}, problems
+    return {
+        TABLES: tables,
+        SIGNATURES: {"signatures": signatures},
+        LOOKUPS: {"spellings": document.spellings(words), "facets": facets},
+        RECORDS: {"records": rows},
+    }, problems
 
 
 def _entries(files: Files, problems: dict[str, str], notify: Notify) -> Iterator[Entry]:

@@ -7,11 +7,10 @@ document is scored by the best alternative of each concept, so synonyms never ad
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kb.search.tokenizer import Term, normal, terms, words
+from kb.search.tokenizer import Term, normal, normalized, terms, words
 
 LONGEST_TEXT = 8000  # characters of a query that are looked at
 MOST_CONCEPTS = 24
@@ -65,17 +64,17 @@ Synonyms = Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]
 def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple[Concept, ...]:
     """The distinct concepts of a text in order. `has` says whether a term is in the index."""
     longest = max(map(len, synonyms), default=0)
-    text = unicodedata.normalize("NFKC", text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
+    text = normalized(text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
     units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))
-    found: dict[tuple[Alternative, ...], Concept] = {}
+    distinct: dict[tuple[Alternative, ...], Concept] = {}
     at = 0
     while at < len(units):
         known = _synonym(units[at : at + longest], synonyms) or _joined(units, at, has)
-        taken, concept = known or (1, _single(units[at]))
+        length, concept = known or (1, _single(units[at]))
         if known or not _is_bridge(units, at, longest, synonyms):
-            found.setdefault(concept.alternatives, concept)
-        at += taken
-    return tuple(found.values())
+            distinct.setdefault(concept.alternatives, concept)
+        at += length
+    return tuple(distinct.values())
 
 
 def _is_bridge(units: list[_Unit], at: int, longest: int, synonyms: Synonyms) -> bool:

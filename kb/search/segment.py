@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -18,22 +17,44 @@ from whoosh.index import FileIndex
 
 from kb.search.whoosh_codec import BODY, Postings, read_postings
 
-TABLES, LOOKUPS, RECORDS = "tables.json", "lookups.json", "records.json"
+TABLES = "tables.json"  # what every search reads
+SIGNATURES, LOOKUPS = "signatures.json", "lookups.json"  # what only some read
+RECORDS = "records.json"  # what updates read
 
 Tables = dict[str, Any]
 Signature = dict[str, Any]
 
 
+class LazyTables:
+    """Tables by name whose files are opened at once and read when needed: by then another process may have removed
+    them.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, IO[bytes]] = {}
+        self._tables: dict[str, Tables] = {}
+
+    def add(self, name: str, file: IO[bytes]) -> None:
+        self._files[name] = file
+
+    def __getitem__(self, name: str) -> Tables:
+        if name not in self._tables:
+            self._tables[name] = json.load(self._files[name])
+        return self._tables[name]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
 class Segment:
     """Open for reading. The numbers of its documents begin at `first`."""
 
-    def __init__(
-        self, opened: FileIndex, tables: Tables, lookups: IO[bytes], first: int = 0, dead: frozenset[int] = frozenset()
-    ) -> None:
-        self._lookups_file = lookups
+    def __init__(self, opened: FileIndex, tables: Tables, lazy: LazyTables, first: int, dead: frozenset[int]) -> None:
         self._first = first
         self._dead = frozenset(first + number for number in dead)
         self._tables = tables
+        self._lazy = lazy
         self.identity: str = tables["identity"]
         self.end = first + len(tables["ids"])
         self._reader = opened.reader()
@@ -58,17 +79,22 @@ class Segment:
         tables = json.loads((directory / TABLES).read_bytes())
         if tables["recipe"] != recipe or identity not in ("", tables["identity"]):
             raise ValueError("another segment")
-        # Opened now and read when needed: by then another process may have removed the segment.
-        lookups = (directory / LOOKUPS).open("rb")
+        lazy = LazyTables()
         try:
-            return cls(FileIndex(FileStorage(str(directory), supports_mmap=True)), tables, lookups, first, dead)
+            for name in (SIGNATURES, LOOKUPS):
+                lazy.add(name, (directory / name).open("rb"))
+            return cls(FileIndex(FileStorage(str(directory), supports_mmap=True)), tables, lazy, first, dead)
         except BaseException:
-            lookups.close()
+            lazy.close()
             raise
 
     @classmethod
-    def in_memory(cls, storage: RamStorage, tables: Tables, lookups: Tables, first: int, dead: frozenset[int]) -> Self:
-        return cls(FileIndex(storage), tables, io.BytesIO(json.dumps(lookups).encode()), first, dead)
+    def in_memory(cls, storage: RamStorage, tables: dict[str, Tables], first: int, dead: frozenset[int]) -> Self:
+        """The segment of a storage, and of what the files are called and hold otherwise."""
+        lazy = LazyTables()
+        for name in (SIGNATURES, LOOKUPS):
+            lazy.add(name, io.BytesIO(json.dumps(tables[name]).encode()))
+        return cls(FileIndex(storage), tables[TABLES], lazy, first, dead)
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +104,7 @@ class Segment:
 
     def close(self) -> None:
         self._reader.close()
-        self._lookups_file.close()
+        self._lazy.close()
 
     @property
     def has_dead(self) -> bool:
@@ -101,7 +127,7 @@ class Segment:
 
     @property
     def signatures(self) -> list[Signature]:
-        return [signature for signature in self._tables["signatures"] if self._is_live(signature)]
+        return [signature for signature in self._lazy[SIGNATURES]["signatures"] if self._is_live(signature)]
 
     def frequency(self, term: str) -> int:
         """How many documents have a term."""
@@ -118,18 +144,21 @@ class Segment:
         return str(self._reader.stored_fields(number - self._first)["document"])
 
     def facets(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        return self._live(self._lookups["facets"])
+        return self._live(self._lazy[LOOKUPS]["facets"])
 
     def spellings(self) -> list[tuple[str, int, str]]:
         """(spelling, how often, term) of plain English words, dead entries included; the commonest first."""
-        return [(spelling, count, term) for spelling, count, term in self._lookups["spellings"]]
+        return [(spelling, count, term) for spelling, count, term in self._lazy[LOOKUPS]["spellings"]]
 
     def signatures_in(self, text: str) -> list[Signature]:
         """The signatures that may match a text: it has one of their literals, or they have none."""
         grams: dict[str, list[int]] = self._tables["grams"]
         pieces = {text[at : at + length] for length in set(map(len, grams)) for at in range(len(text))}
         numbers = sorted({number for piece in pieces & grams.keys() for number in grams[piece]})
-        offered = (self._tables["signatures"][number] for number in numbers)
+        if not numbers:
+            return []
+        signatures = self._lazy[SIGNATURES]["signatures"]
+        offered = (signatures[number] for number in numbers)
         return [signature for signature in offered if self._is_live(signature) and _may_match(signature, text)]
 
     def _live(self, column: list[Any]) -> Iterator[tuple[int, Any]]:
@@ -138,12 +167,6 @@ class Segment:
 
     def _is_live(self, signature: Signature) -> bool:
         return self._first + signature["document"] not in self._dead
-
-    @cached_property
-    def _lookups(self) -> Tables:
-        """Tables that only some searches read."""
-        lookups: Tables = json.load(self._lookups_file)
-        return lookups
 
 
 def _may_match(signature: Signature, text: str) -> bool:

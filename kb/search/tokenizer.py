@@ -8,21 +8,17 @@ dictionary, no missing words). Offsets let a phrase of parts match a phrase of w
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from whoosh.lang.porter import stem
 
-IDEOGRAPH = r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
-RUN = re.compile(
-    rf"""{IDEOGRAPH}+
-      | \d+(?:\.\d+)+ | (?<![\w.\-])-\d+ | 0[xX][0-9a-fA-F]+
-      | [A-Za-z0-9_]+(?:[.\-/:]+[A-Za-z0-9_]+)*""",
-    re.VERBOSE,  # IGNORECASE would fold 28,000 ideographs one by one, at every start
-)
-CJK = re.compile(IDEOGRAPH)
+ASCII_RUN = r"""
+    \d+(?:\.\d+)+ | (?<![\w.\-])-\d+ | 0[xX][0-9a-fA-F]+  # numbers, versions, exit codes
+    | [A-Za-z0-9_]+(?:[.\-/:]+[A-Za-z0-9_]+)*  # words and identifiers
+"""
+CJK_RUN = r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]+"
 HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]+")
 SEPARATORS = re.compile(r"[_\-./:]+")
 PARTS = re.compile(r"[A-Z]{2,}(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
@@ -83,7 +79,7 @@ def terms(text: str) -> Iterator[Term]:
     for number, surface in enumerate(_surfaces(text)):
         forms, width = _RUNS[surface]
         for form, offset in forms:
-            yield Term(form, position + offset, number, surface, CJK.match(surface) is not None)
+            yield Term(form, position + offset, number, surface, _is_cjk(surface))
         position += width
 
 
@@ -94,7 +90,29 @@ def runs(text: str) -> Iterator[Run]:
 
 def _surfaces(text: str) -> list[str]:
     """The runs of a text as they are written."""
-    return RUN.findall(unicodedata.normalize("NFKC", text))
+    pattern = ASCII_RUN if text.isascii() else f"{CJK_RUN} | {ASCII_RUN}"
+    return _pattern(pattern).findall(normalized(text))
+
+
+def normalized(text: str) -> str:
+    """Full-width letters as ASCII, and the like (NFKC)."""
+    if text.isascii():
+        return text
+    import unicodedata  # not needed for most searches
+
+    return unicodedata.normalize("NFKC", text)
+
+
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    """Compiled when needed: 28,000 ideographs take longer than all the rest."""
+    return re.compile(pattern, re.VERBOSE)
+
+
+def _is_cjk(surface: str) -> bool:
+    return (
+        "\u3400" <= surface[0] <= "\u4dbf" or "\u4e00" <= surface[0] <= "\u9fff" or "\uf900" <= surface[0] <= "\ufaff"
+    )
 
 
 class _Runs(dict[str, Run]):
@@ -119,7 +137,7 @@ def words(identifier: str) -> tuple[str, ...]:
 
 
 def _forms_of(surface: str) -> Forms:
-    if CJK.match(surface):
+    if _is_cjk(surface):
         if len(surface) == 1:
             return ((surface, 0),)
         return tuple((surface[i : i + 2], i) for i in range(len(surface) - 1))

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from kb.content.roots import builtin_root
-from kb.search import document, index, query, ranking, spelling, synonyms
+from kb.search import document, index, query, ranking, scoring, spelling, synonyms
 from kb.search.index import Index
 from kb.search.index_cache import open_index
 
@@ -61,7 +61,7 @@ WEIGHTS = (
     Weight(document, "PROSE", 0.0, (0.1, 0.5, 1.0)),
     Weight(index, "K1", 1.2, (3.0, 5.0, 12.0)),
     Weight(index, "B", 0.0, (0.4, 1.0)),
-    Weight(ranking, "LEAST_COVERAGE", 1.0, (0.4, 0.55, 0.85)),
+    Weight(scoring, "LEAST_COVERAGE", 1.0, (0.4, 0.55, 0.85)),
     Weight(query, "SYNONYM_WEIGHT", 0.0, (0.3, 0.7, 1.0)),
     Weight(query, "WHOLE_WEIGHT", 1.0, (1.5, 3.0)),
     Weight(spelling, "CORRECTION_WEIGHT", 0.0, (0.5, 1.0)),

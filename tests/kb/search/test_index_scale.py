@@ -11,7 +11,7 @@ import pytest
 from kb.content.catalog import load_catalog
 from kb.content.roots import Root, builtin_root
 from kb.patterns.literals import find
-from kb.search import document, generation, postings_pool, ranking, tokenizer, whoosh_codec
+from kb.search import document, generation, postings_pool, ranking, scoring, tokenizer, whoosh_codec
 from kb.search.index import Index
 from kb.search.index_cache import open_index
 from kb.search.query import LONGEST_TEXT
@@ -112,9 +112,9 @@ def test_leaving_out_what_only_common_words_find_keeps_the_first_answers(
     large: Index, roots: tuple[Root, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = [entry.meta.title for entry in load_catalog(roots[:1])]
-    monkeypatch.setattr(ranking, "MOST_CANDIDATES", 1 << 30)
+    monkeypatch.setattr(scoring, "MOST_CANDIDATES", 1 << 30)
     whole = [ranking.search(large, question, 1).hits[0].id for question in questions]
-    monkeypatch.setattr(ranking, "MOST_CANDIDATES", 10)
+    monkeypatch.setattr(scoring, "MOST_CANDIDATES", 10)
     assert [ranking.search(large, question, 1).hits[0].id for question in questions] == whole
 
 
