@@ -1,10 +1,11 @@
 """Installing kb from its sources indexes the built-in entries, so that the first search builds nothing (decision 0018).
 
-Everything else is declared in pyproject.toml.
+A checkout is also compiled, as pip compiles what it installs. Everything else is declared in pyproject.toml.
 """
 
 from __future__ import annotations
 
+import compileall
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class BuildWithIndex(build_py):
             sys.path.remove(str(HERE))
         home = HERE if self.editable_mode else Path(self.build_lib)
         build(home / BUILT_IN_SEGMENT.relative_to(HERE))
+        if self.editable_mode:
+            for folder in ("api", "cli", "kb"):
+                compileall.compile_dir(HERE / folder, quiet=1)
 
 
 setup(cmdclass={"build_py": BuildWithIndex})

@@ -48,8 +48,11 @@ async def diagnose(request: Request, content: ServedContent) -> DiagnosisDocumen
     await body.start()
     diagnosing = asyncio.ensure_future(content.diagnose([Stream("body", body.pieces(), most=MOST_UNPACKED)]))
     await asyncio.wait([diagnosing])
+    failure = diagnosing.exception()  # also where `drop` fails first, or asyncio logs that nobody retrieved it
     await body.drop()
-    diagnosis = await diagnosing
+    if failure:
+        raise failure
+    diagnosis = diagnosing.result()
     if not diagnosis.bytes and not diagnosis.problems:
         raise UsageError("the body is empty", "send the log as it is: curl --data-binary @train.log")
     application(request).gaps.add_diagnosis(diagnosis)

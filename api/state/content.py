@@ -22,7 +22,7 @@ from kb.diagnose.scan.signature_matcher import Matcher
 from kb.errors import IndexUnavailable
 from kb.search.index import Index
 from kb.search.index_cache import open_index
-from kb.search.ranking import EVERYTHING, Preference, search
+from kb.search.ranking import Preference, search
 from kb.search.results import Answer
 from kb.sharing.hardware_boost import preference
 from kb.store.database import Database
@@ -120,7 +120,7 @@ class Content:
         self,
         text: str,
         limit: int,
-        only: Filter = EVERYTHING,
+        only: Filter | None = None,
         preferred: Preference | None = None,
         *,
         explain: bool = False,
