@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,8 @@ def _writing(storage: Storage) -> Iterator[writing.SegmentWriter]:
         yield writer
         writer.commit(optimize=True)
     except BaseException:
-        writer.cancel()
+        with suppress(Exception):  # after a failed write Whoosh fails again, on files that it closed
+            writer.cancel()
         raise
 
 
