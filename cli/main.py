@@ -64,11 +64,11 @@ def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
     built.callback()(kb)
     for name in names:
         module, short_help = COMMANDS[name]
-        found = getattr(import_module(f".commands.{module}", __package__), module)
-        if isinstance(found, typer.Typer):
-            built.add_typer(found, name=name, short_help=short_help)
+        command = getattr(import_module(f".commands.{module}", __package__), module)
+        if isinstance(command, typer.Typer):
+            built.add_typer(command, name=name, short_help=short_help)
         else:
-            built.command(name, short_help=short_help)(found)
+            built.command(name, short_help=short_help)(command)
     return built
 
 

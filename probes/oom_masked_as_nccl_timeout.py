@@ -67,7 +67,7 @@ TOO_LONG = "rank 1's batch is larger than its memory; it skips the batch and wit
 FITS = "rank 1's batch fits, so it comes to the all-reduce"
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"
 GLOO = r"Timed out waiting \d+ms for (recv|send) operation"
-ONE_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; the out-of-memory error is CUDA's own"
+SAME_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; the out-of-memory error is CUDA's own"
 
 gloo = Experiment(
     name="gloo",
@@ -92,14 +92,14 @@ probe = Probe(
                 expect=raised(GLOO),
                 because=TOO_LONG,
                 fidelity="stand-in",
-                stands_for=ONE_GPU,
+                stands_for=SAME_GPU,
             ),
             treatment=Arm(
                 partial(train_step, longest_batch_mib=64),
                 expect=completed(),
                 because=FITS,
                 fidelity="stand-in",
-                stands_for=ONE_GPU,
+                stands_for=SAME_GPU,
             ),
             needs=Needs(gpus=1, gpu_memory_mib=CARD_MIB),
             deadline_s=60,

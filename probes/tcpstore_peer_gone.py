@@ -117,8 +117,8 @@ def agents_here() -> Mapping[str, str]:
             name, _, value = word.partition("=")
             options[name.replace("_", "-")] = value or "".join(words[at + 1 : at + 2])
         endpoint = options.get("--rdzv-endpoint") or "localhost:29400"
-        is_one_node = options.get("--nnodes", "1").split(":")[-1] == "1"
-        if options.get("--rdzv-backend") == "c10d" and is_one_node and not endpoint.endswith(":0"):
+        is_single_node = options.get("--nnodes", "1").split(":")[-1] == "1"
+        if options.get("--rdzv-backend") == "c10d" and is_single_node and not endpoint.endswith(":0"):
             result[path.parent.name] = endpoint
     return result
 

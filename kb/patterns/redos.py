@@ -22,7 +22,7 @@ from kb.patterns.syntax import (
 )
 
 MAX_CHAIN = 2
-ONE_CHARACTER = (LITERAL, NOT_LITERAL, ANY, IN)
+SINGLE_CHARACTERS = (LITERAL, NOT_LITERAL, ANY, IN)
 
 
 @cache
@@ -55,7 +55,7 @@ def _is_harmless(parsed: Any) -> bool:
     repeats = [element for element in elements if element[0] in REPEATS]
     unbounded = [body for _, (_, most, body) in repeats if most is UNBOUNDED]
     nested = any(op in REPEATS for _, (_, _, body) in repeats for op, _ in _elements(body))
-    is_simple = all(len(body) == 1 and body[0][0] in ONE_CHARACTER for body in unbounded)
+    is_simple = all(len(body) == 1 and body[0][0] in SINGLE_CHARACTERS for body in unbounded)
     return len(unbounded) <= MAX_CHAIN and is_simple and not (unbounded and nested)
 
 

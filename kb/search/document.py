@@ -55,7 +55,7 @@ def _own(text: str, entry: Entry, ids: Set[str]) -> str:
     """The text without the logs of other incidents and without the ids of other entries."""
     for log in entry.look_alikes:
         text = text.replace(log.text, "")
-    return MENTION.sub(lambda found: "" if found[1] in ids and found[1] != entry.id else found[0], text)
+    return MENTION.sub(lambda match: "" if match[1] in ids and match[1] != entry.id else match[0], text)
 
 
 def _tells(entry: Entry) -> list[str]:

@@ -103,11 +103,11 @@ def snippet(lines: list[str], matched: tuple[str, ...]) -> str:
     """The stored line with most of the matched words, cut around the first of them."""
     words = [word.lower() for word in matched]
 
-    def found_in(line: str) -> int:
+    def matches_in(line: str) -> int:
         low = line.lower()
         return len([word for word in words if word in low])  # quicker than a sum over a generator
 
-    line = max(lines, key=found_in, default="")
+    line = max(lines, key=matches_in, default="")
     at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
     start = max(0, at - SNIPPET_LENGTH // 3)
     cut = line[start : start + SNIPPET_LENGTH]

@@ -59,12 +59,12 @@ class Segment:
         self.end = first + len(tables["ids"])
         self._reader = opened.reader()
         try:
-            self._read_one_document()
+            self._read_first_document()
         except BaseException:
             self._reader.close()
             raise
 
-    def _read_one_document(self) -> None:
+    def _read_first_document(self) -> None:
         """A torn segment shows only then."""
         if int(self._reader.doc_count_all()) != self.end - self._first:
             raise EOFError("the segment has another number of documents")

@@ -47,33 +47,33 @@ def _words(surface: str) -> list[str]:
 
 def _spellings(index: Index, letters: set[str]) -> dict[str, list[tuple[str, list[str]]]]:
     """Terms with their spellings, by first letter. That one is seldom mistaken, and leaves little to compare with."""
-    found: dict[str, list[tuple[str, list[str]]]] = {letter: [] for letter in letters}
+    by_letter: dict[str, list[tuple[str, list[str]]]] = {letter: [] for letter in letters}
     for term, spellings in index.surfaces.items():
         if term[0] in letters:
-            found[term[0]].append((term, spellings))
-    return found
+            by_letter[term[0]].append((term, spellings))
+    return by_letter
 
 
 def _nearest(index: Index, word: str, spellings: list[tuple[str, list[str]]]) -> tuple[str, ...]:
     """Terms of which a spelling is as near to the word as any, if it is near at all; the commonest first."""
     most = 1 if len(word) < 6 else 2
-    found = {term: min(distance(word, spelling, most) for spelling in some) for term, some in spellings}
-    least = min(found.values(), default=most + 1)
-    near = sorted((term for term, how_far in found.items() if how_far == least <= most), key=index.idf)
+    distances = {term: min(distance(word, spelling, most) for spelling in some) for term, some in spellings}
+    least = min(distances.values(), default=most + 1)
+    near = sorted((term for term, edits in distances.items() if edits == least <= most), key=index.idf)
     return tuple(near[:MOST_SPELLINGS])
 
 
-def distance(one: str, other: str, most: int) -> int:
+def distance(word: str, other: str, most: int) -> int:
     """Edits between two words, where letters that changed places are one edit; `most + 1` for all beyond `most`."""
-    if abs(len(one) - len(other)) > most or len(set(one) ^ set(other)) > 2 * most:
+    if abs(len(word) - len(other)) > most or len(set(word) ^ set(other)) > 2 * most:
         return most + 1
     before: list[int] = []
     last = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+    for i, a in enumerate(word, 1):
         row = [i]
         for j, b in enumerate(other, 1):
             cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
-            if i > 1 < j and a == other[j - 2] and b == one[i - 2]:
+            if i > 1 < j and a == other[j - 2] and b == word[i - 2]:
                 cost = min(cost, before[j - 2] + 1)
             row.append(cost)
         before, last = last, row
@@ -93,5 +93,5 @@ def _respelled(index: Index, text: str, nearest: Corrections) -> str:
         for word, near in nearest.items()
         if near
     }
-    respelled = WORD.sub(lambda found: spelt.get(found.group().lower(), found.group()), text)
+    respelled = WORD.sub(lambda match: spelt.get(match.group().lower(), match.group()), text)
     return "" if respelled == text else respelled

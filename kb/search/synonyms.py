@@ -27,12 +27,12 @@ def synonyms() -> dict[Key, tuple[Key, ...]]:
 
 def table(groups: list[list[str]]) -> dict[Key, tuple[Key, ...]]:
     """`synonyms` of groups other than the shipped ones."""
-    found: dict[Key, dict[Key, None]] = {}
+    related: dict[Key, dict[Key, None]] = {}
     for group in groups:
         keys = list(dict.fromkeys(key_of(word) for word in group))
         for key in keys:
-            found.setdefault(key, {}).update((other, None) for other in keys if other != key)
-    return {key: tuple(others) for key, others in found.items()}
+            related.setdefault(key, {}).update((other, None) for other in keys if other != key)
+    return {key: tuple(others) for key, others in related.items()}
 
 
 def key_of(word: str) -> Key:

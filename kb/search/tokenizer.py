@@ -60,10 +60,10 @@ def _remembered(make: Callable[[str, *More], Made]) -> Callable[[str, *More], Ma
     """`lru_cache` for words of ordinary length: longer ones hardly come again, and would be kept for good."""
     kept = lru_cache(MOST_CACHED)(make)
 
-    def found(word: str, /, *more: *More) -> Made:
+    def cached(word: str, /, *more: *More) -> Made:
         return kept(word, *more) if len(word) <= LONGEST else make(word, *more)
 
-    return found
+    return cached
 
 
 @_remembered
@@ -154,9 +154,9 @@ def _forms_of(surface: str) -> Forms:
 def _mangled_names(symbol: str) -> Iterator[str]:
     """The names in a C++ symbol as linkers print it: `_ZN3c105Error` has c10 and Error, each after its length."""
     at = 0
-    while found := NUMBER.search(symbol, at):
-        at = found.end() + int(found.group()[:3])
-        yield symbol[found.end() : at]
+    while length := NUMBER.search(symbol, at):
+        at = length.end() + int(length.group()[:3])
+        yield symbol[length.end() : at]
 
 
 @_remembered

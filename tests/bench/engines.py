@@ -61,7 +61,7 @@ def write_terms(place: Path) -> None:
 
 def read_terms(place: Path) -> list[tuple[str, str]]:
     lines = (place / "terms.txt").read_text(encoding="utf-8").split("\n")
-    return [(one, words) for one, _, words in (line.partition("\t") for line in lines) if one]
+    return [(entry_id, words) for entry_id, _, words in (line.partition("\t") for line in lines) if entry_id]
 
 
 def query_terms(text: str) -> list[str]:
@@ -133,8 +133,8 @@ class Tantivy(Engine):
         import tantivy
 
         writer = tantivy.Index(self._schema(), path=str(self.home)).writer(heap_size=100_000_000, num_threads=1)
-        for one, words in read_terms(self.place):
-            writer.add_document(tantivy.Document(id=one, body=words))
+        for entry_id, words in read_terms(self.place):
+            writer.add_document(tantivy.Document(id=entry_id, body=words))
         writer.commit()
         writer.wait_merging_threads()
 
@@ -162,7 +162,7 @@ class Bm25s(Engine):
         retriever = bm25s.BM25()
         retriever.index([words.split(" ") for _, words in entries], show_progress=False)
         retriever.save(self.home)
-        (self.home / "ids.json").write_text(json.dumps([one for one, _ in entries]))
+        (self.home / "ids.json").write_text(json.dumps([entry_id for entry_id, _ in entries]))
 
     def open(self) -> None:
         import bm25s

@@ -108,8 +108,8 @@ def _front(entry_id: str, model: Entry, words: Vocabulary) -> dict[str, Any]:
         "tags": list(meta.tags),
         "aliases": [words.reword(alias) for alias in meta.aliases],
         "signatures": [
-            {"pattern": _pattern(sample), "role": one.role.value, "source": one.source, "sample": sample}
-            for one, sample in samples
+            {"pattern": _pattern(sample), "role": signature.role.value, "source": signature.source, "sample": sample}
+            for signature, sample in samples
         ],
         "not_signatures": [words.reword(line) for line in meta.not_signatures],
         "applies_to": dict(meta.applies_to),

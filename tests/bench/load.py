@@ -64,8 +64,8 @@ def wrk(port: int, paths: Path, seconds: float, first: int | None = None) -> Loa
     options = ["--threads", "1", "--connections", str(CONNECTIONS), "--duration", f"{seconds:.0f}s"]
     numbered = [] if first is None else [str(first)]
     script = ["--script", str(SCRIPT), f"http://127.0.0.1:{port}", "--", str(paths), *numbered]
-    said = subprocess.run(["wrk", *options, *script], capture_output=True, text=True, check=True).stdout
-    return Load(**json.loads(said.splitlines()[-1]))
+    output = subprocess.run(["wrk", *options, *script], capture_output=True, text=True, check=True).stdout
+    return Load(**json.loads(output.splitlines()[-1]))
 
 
 @contextmanager

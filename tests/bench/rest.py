@@ -29,7 +29,7 @@ def measure() -> Iterator[str]:
         _client(port, 200)
         with ProcessPoolExecutor(CLIENTS) as pool:
             results = list(pool.map(_client, [port] * CLIENTS, [REQUESTS // CLIENTS] * CLIENTS))
-    seconds = sorted(one for some, _ in results for one in some)
+    seconds = sorted(second for some, _ in results for second in some)
     errors = sum(count for _, count in results)
     cuts = quantiles(seconds, n=100)
     yield f"| `GET /v1/search`, {len(seconds)} requests, {CLIENTS} clients | measured | bar |"

@@ -61,10 +61,10 @@ def main() -> int:
     options = parser.parse_args()
     cases = [json.loads(line) for line in options.cases.read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as name:
-        found = {one.name: one for one in _measure(Path(name), (builtin_root(),), cases)}
-        _print(_relevance(found, cases))
-        _print(_speed(found))
-        missed = [*_missed_relevance(found, cases, *options.bars)]
+        by_engine = {measured.name: measured for measured in _measure(Path(name), (builtin_root(),), cases)}
+        _print(_relevance(by_engine, cases))
+        _print(_speed(by_engine))
+        missed = [*_missed_relevance(by_engine, cases, *options.bars)]
         for size in SIZES[: 1 if options.small else 2]:
             grown = [*_measure(Path(name), (builtin_root(), generated.generate(Path(name) / str(size), size)), cases)]
             _print(_growth(size, grown))
@@ -97,22 +97,22 @@ def _step(step: str, name: str, place: Path) -> Cost:
     return cost
 
 
-def _relevance(found: dict[str, Measured], cases: list[Case]) -> Iterator[str]:
+def _relevance(by_engine: dict[str, Measured], cases: list[Case]) -> Iterator[str]:
     yield f"| {len(cases)} questions, {sum(case['lang'] == 'zh' for case in cases)} of them Chinese | recall@1 | @3 | MRR | en @1, @3 | zh @1, @3 |"
     yield "|---|---|---|---|---|---|"
-    for name, one in found.items():
-        every, en, zh = (_score(one, cases, langs) for langs in (("en", "zh"), ("en",), ("zh",)))
+    for name, measured in by_engine.items():
+        every, en, zh = (_score(measured, cases, langs) for langs in (("en", "zh"), ("en",), ("zh",)))
         yield (
             f"| {engines.TITLES[name]} | {every[0]:.3f} | {every[1]:.3f} | {every[2]:.3f} "
             f"| {en[0]:.3f}, {en[1]:.3f} | {zh[0]:.3f}, {zh[1]:.3f} |"
         )
 
 
-def _speed(found: dict[str, Measured]) -> Iterator[str]:
+def _speed(by_engine: dict[str, Measured]) -> Iterator[str]:
     yield "| | ms per query, p50 | p95 | worst of the hostile texts, ms | cold start, s | peak memory, MiB |"
     yield "|---|---|---|---|---|---|"
-    for name, one in found.items():
-        cells = f"{one.p50:.2f} | {one.p95:.2f} | {one.worst[0]:.0f} ({one.worst[1]}) | {one.cold_s:.2f} | {one.peak_mib:.0f}"
+    for name, measured in by_engine.items():
+        cells = f"{measured.p50:.2f} | {measured.p95:.2f} | {measured.worst[0]:.0f} ({measured.worst[1]}) | {measured.cold_s:.2f} | {measured.peak_mib:.0f}"
         yield f"| {engines.TITLES[name]} | {cells} |"
 
 
@@ -122,18 +122,18 @@ def _growth(size: int, grown: list[Measured]) -> Iterator[str]:
         "| worst of the hostile texts, ms | cold start, s | peak, MiB |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    for one in grown:
+    for measured in grown:
         yield (
-            f"| {engines.TITLES[one.name]} | {one.build.wall_s:.0f} ({one.build.cpu_s:.0f}) | {one.build.peak_mib:.0f} | {one.index_mib:.0f} "
-            f"| {one.p50:.2f} | {one.p95:.2f} | {one.worst[0]:.0f} ({one.worst[1]}) | {one.cold_s:.2f} | {one.peak_mib:.0f} |"
+            f"| {engines.TITLES[measured.name]} | {measured.build.wall_s:.0f} ({measured.build.cpu_s:.0f}) | {measured.build.peak_mib:.0f} | {measured.index_mib:.0f} "
+            f"| {measured.p50:.2f} | {measured.p95:.2f} | {measured.worst[0]:.0f} ({measured.worst[1]}) | {measured.cold_s:.2f} | {measured.peak_mib:.0f} |"
         )
 
 
-def _score(one: Measured, cases: list[Case], langs: tuple[str, ...]) -> tuple[float, float, float]:
+def _score(measured: Measured, cases: list[Case], langs: tuple[str, ...]) -> tuple[float, float, float]:
     """Recall at 1, recall at 3 and mean reciprocal rank over the questions in these languages."""
     ranks = [
-        next((at for at, found in enumerate(ids, 1) if found in {*case["labels"], *case["also_ok"]}), 0)
-        for case, ids in zip(cases, one.answers, strict=True)
+        next((at for at, entry_id in enumerate(ids, 1) if entry_id in {*case["labels"], *case["also_ok"]}), 0)
+        for case, ids in zip(cases, measured.answers, strict=True)
         if case["lang"] in langs
     ]
     count = len(ranks) or 1
@@ -141,9 +141,9 @@ def _score(one: Measured, cases: list[Case], langs: tuple[str, ...]) -> tuple[fl
     return at_1, at_3, sum(1 / rank for rank in ranks if rank) / count
 
 
-def _missed_relevance(found: dict[str, Measured], cases: list[Case], *bars: float) -> Iterator[str]:
-    kb, fts5 = (_score(found[name], cases, ("en", "zh")) for name in ("kb", "fts5"))
-    en, zh = (_score(found["kb"], cases, (lang,)) for lang in ("en", "zh"))
+def _missed_relevance(by_engine: dict[str, Measured], cases: list[Case], *bars: float) -> Iterator[str]:
+    kb, fts5 = (_score(by_engine[name], cases, ("en", "zh")) for name in ("kb", "fts5"))
+    en, zh = (_score(by_engine["kb"], cases, (lang,)) for lang in ("en", "zh"))
     for at, bar, ours, theirs, english, chinese in zip((1, 3), bars, kb, fts5, en, zh, strict=False):
         if ours < bar:
             yield f"recall@{at} is {ours:.3f}, the bar {bar}"

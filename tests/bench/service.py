@@ -52,7 +52,7 @@ def main() -> int:
 def _throughput(home: Path, missed: list[str]) -> Iterator[str]:
     """Rounds of each in turn, so that all meet the same noise; the median round of each counts."""
     asked = _paths(home)
-    with load.kb(home) as (port, _), load.constant(home, _one_answer(port, asked)) as other:
+    with load.kb(home) as (port, _), load.constant(home, _median_answer(port, asked)) as other:
         load.wrk(port, asked, 5)
         measured = [
             (
@@ -63,7 +63,7 @@ def _throughput(home: Path, missed: list[str]) -> Iterator[str]:
             for number in range(1, ROUNDS + 1)
         ]
     least, again, new = (
-        sorted(rounds, key=lambda one: one.rate)[ROUNDS // 2] for rounds in zip(*measured, strict=True)
+        sorted(rounds, key=lambda result: result.rate)[ROUNDS // 2] for rounds in zip(*measured, strict=True)
     )
     yield f"| {load.CONNECTIONS} connections | requests/s | share | p50, ms | p99, ms | p99 beside p50 | errors |"
     yield "|---|---|---|---|---|---|---|"
@@ -72,15 +72,19 @@ def _throughput(home: Path, missed: list[str]) -> Iterator[str]:
     yield _row("`GET /v1/search`, each question new", new, least)
     if again.rate < SHARE * least.rate:
         missed.append(f"{again.rate / least.rate:.2f} of the constant document, at least {SHARE}")
-    missed += [f"p99 is {one.p99_ms / one.p50_ms:.1f} p50" for one in (again, new) if one.p99_ms > TAIL * one.p50_ms]
-    missed += [f"{one.errors} errors" for one in (least, again, new) if one.errors]
+    missed += [
+        f"p99 is {result.p99_ms / result.p50_ms:.1f} p50"
+        for result in (again, new)
+        if result.p99_ms > TAIL * result.p50_ms
+    ]
+    missed += [f"{result.errors} errors" for result in (least, again, new) if result.errors]
 
 
-def _row(name: str, one: load.Load, least: load.Load) -> str:
-    tail = one.p99_ms / one.p50_ms
+def _row(name: str, result: load.Load, least: load.Load) -> str:
+    tail = result.p99_ms / result.p50_ms
     return (
-        f"| {name} | {one.rate:.0f} | {one.rate / least.rate:.2f} | {one.p50_ms:.1f} | {one.p99_ms:.1f} "
-        f"| {tail:.1f} | {one.errors} |"
+        f"| {name} | {result.rate:.0f} | {result.rate / least.rate:.2f} | {result.p50_ms:.1f} | {result.p99_ms:.1f} "
+        f"| {tail:.1f} | {result.errors} |"
     )
 
 
@@ -89,9 +93,9 @@ def _memory(home: Path, requests: int, missed: list[str]) -> Iterator[str]:
     asked, done, warm, sizes = _paths(home), 0, 0.0, []
     with load.kb(home) as (port, pid):
         while done < WARM_UP + requests:
-            one = load.wrk(port, asked, 9)
+            again = load.wrk(port, asked, 9)
             new = load.wrk(port, asked, 1, first=1_000_000 + done)
-            done += one.requests + new.requests
+            done += again.requests + new.requests
             sizes.append(load.memory_mib(pid))
             warm = warm or (sizes[-1] if done >= WARM_UP else 0.0)
     growth = sizes[-1] / warm - 1
@@ -115,7 +119,7 @@ def _beside(home: Path, missed: list[str]) -> Iterator[str]:
             time.sleep(2)
             busy = _searches(port, asked)
             stop.touch()
-            done = sum(one.result() for one in sending)
+            done = sum(upload.result() for upload in sending)
             rows.append(
                 (f"beside {UPLOADERS} clients that send {name} of 10 MB ({done} were read)", busy, f"{WAIT_MS:.0f} ms")
             )
@@ -149,13 +153,13 @@ def _flight_dump(size: int) -> bytes:
 
 def _searches(port: int, paths: list[str]) -> tuple[float, float]:
     """(p50, p99) in milliseconds, each over a connection of its own, as somebody asks who was not there before."""
-    found = []
+    times = []
     for number in range(SEARCHES):
         started = time.perf_counter()
         status, _ = _ask(port, "GET", f"{paths[number % len(paths)]}+{number}")
         assert status == 200
-        found.append((time.perf_counter() - started) * 1000)
-    cuts = quantiles(found, n=100)
+        times.append((time.perf_counter() - started) * 1000)
+    cuts = quantiles(times, n=100)
     return cuts[49], cuts[98]
 
 
@@ -179,7 +183,7 @@ def _ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[
         connection.close()
 
 
-def _one_answer(port: int, asked: Path) -> bytes:
+def _median_answer(port: int, asked: Path) -> bytes:
     """The answer whose size is the median of all."""
     answers = [_ask(port, "GET", path)[1] for path in asked.read_text().splitlines()]
     return sorted(answers, key=len)[len(answers) // 2]

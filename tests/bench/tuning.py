@@ -84,8 +84,8 @@ def read(files: Sequence[Path], split: str | None) -> list[Question]:
     """The questions of these files, each once."""
     cases = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     chosen = [case for case in cases if split is None or case.get("split", split) == split]
-    found = [Question(case["query"], case["lang"], frozenset(case["labels"] + case["also_ok"])) for case in chosen]
-    return list({question.text: question for question in found}.values())
+    questions = [Question(case["query"], case["lang"], frozenset(case["labels"] + case["also_ok"])) for case in chosen]
+    return list({question.text: question for question in questions}.values())
 
 
 def of_weights(questions: Sequence[Question]) -> Iterator[str]:

@@ -47,8 +47,8 @@ def stream(data: bytes) -> Scan:
     return scan([Stream("body", iter([data]))], MATCHER)
 
 
-def shows_oom(found: Scan) -> bool:
-    return any(match.role == "root" and "out of memory" in match.text for match in found.matches)
+def shows_oom(scan: Scan) -> bool:
+    return any(match.role == "root" and "out of memory" in match.text for match in scan.matches)
 
 
 @given(st.binary(max_size=5000))

@@ -74,10 +74,10 @@ SECTIONS = ("Symptom", "Environment", "Root cause", "How to tell", "Fix", "Why i
 IN_CHINESE = ("症状", "环境", "原因", "修复")
 
 FOREIGN = "img, iframe, object, embed, base, form[action^=http], style, link[href^=http], script:not([src^='/static/'])"
-FOUND_OUT = """() => [...document.querySelectorAll("*")].flatMap(one => [...one.attributes]
+INJECTED = """() => [...document.querySelectorAll("*")].flatMap(element => [...element.attributes]
   .filter(attribute => /^on/i.test(attribute.name)
     || (/^(href|src|action|xlink:href|formaction)$/i.test(attribute.name) && /^\\s*(javascript|data|vbscript):/i.test(attribute.value)))
-  .map(attribute => `${one.tagName} ${attribute.name}=${attribute.value}`))"""
+  .map(attribute => `${element.tagName} ${attribute.name}=${attribute.value}`))"""
 
 
 def hostile_entry() -> str:
@@ -117,7 +117,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path, chro
 def expect_inert(page: Page) -> None:
     """Beside what `visit` watches: nothing in the document could run later."""
     assert page.locator(FOREIGN).count() == 0
-    assert page.evaluate(FOUND_OUT) == []
+    assert page.evaluate(INJECTED) == []
     assert COMPUTED not in page.content()
     for link in page.locator("a[href^='https://example.org']").all():
         assert "noopener" in (link.get_attribute("rel") or "")

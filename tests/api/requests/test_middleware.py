@@ -125,7 +125,7 @@ def test_a_long_answer_is_packed_for_who_takes_it_packed(client: httpx.Client) -
 
 
 @pytest.mark.parametrize(
-    ("path", "most", "said"),
+    ("path", "most", "detail"),
     [
         ("/v1/diagnose", 32 << 20, "32 MB; `kb diagnose` reads files of any size"),
         ("/v1/search", 256 << 10, "256 kB"),
@@ -134,7 +134,7 @@ def test_a_long_answer_is_packed_for_who_takes_it_packed(client: httpx.Client) -
     ],
 )
 def test_a_body_that_is_announced_too_large_is_refused_before_it_is_read(
-    client: httpx.Client, path: str, most: int, said: str
+    client: httpx.Client, path: str, most: int, detail: str
 ) -> None:
     read = []
 
@@ -145,7 +145,7 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_is_read(
     headers = {"Content-Length": str(most + 1), "Content-Type": "application/json"}
     response = client.post(path, content=body(), headers=headers)
     assert response.status_code == 413
-    assert response.json()["detail"].endswith(said)
+    assert response.json()["detail"].endswith(detail)
     assert response.headers["connection"] == "close"
     assert not read
 

@@ -89,7 +89,7 @@ def test_no_rate_limits_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_same"),
+    ("address", "other", "is_same"),
     [
         ("192.0.2.1", "192.0.2.2", False),
         ("2001:db8::1", "2001:db8::ffff:1", True),  # one host has a whole /64
@@ -100,5 +100,5 @@ def test_no_rate_limits_nothing() -> None:
         ("x" * 100_000, "x" * 100_000 + "y", True),  # what a proxy says of its client, kept for each of many
     ],
 )
-def test_a_client_is_an_address_or_a_network_of_ipv6(one: str, other: str, is_same: bool) -> None:
-    assert (limits.client_network(one) == limits.client_network(other)) is is_same
+def test_a_client_is_an_address_or_a_network_of_ipv6(address: str, other: str, is_same: bool) -> None:
+    assert (limits.client_network(address) == limits.client_network(other)) is is_same

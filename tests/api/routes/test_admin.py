@@ -41,9 +41,9 @@ def reindex(client: httpx.Client, admin: dict[str, str]) -> int:
 def test_new_content_is_served_by_every_replica_and_none_is_ever_not_ready(
     make_app: Callable[..., FastAPI], serve: Serve, entries: ContentRoot, admin: dict[str, str]
 ) -> None:
-    one_app, other_app = make_app(), make_app()
-    with serve(one_app) as item, serve(other_app) as other:
-        for app in (one_app, other_app):
+    first_app, other_app = make_app(), make_app()
+    with serve(first_app) as item, serve(other_app) as other:
+        for app in (first_app, other_app):
             wait_until_ready(app)
         entries.entry("brand-new", title="A brand new thing")
         assert not finds(item, "brand-new")

@@ -30,8 +30,8 @@ def samples(client: httpx.Client) -> dict[Sample, float]:
     }
 
 
-def requests(found: dict[Sample, float], **labels: str) -> float:
-    return found.get(("kb_requests_total", tuple(sorted(labels.items()))), 0.0)
+def requests(samples: dict[Sample, float], **labels: str) -> float:
+    return samples.get(("kb_requests_total", tuple(sorted(labels.items()))), 0.0)
 
 
 def test_requests_are_counted_by_the_template_of_their_route(client: httpx.Client) -> None:

@@ -98,7 +98,7 @@ STACK = """Thread 0x00007f703b050b80 (most recent call first):
 
 
 @pytest.mark.parametrize(
-    ("file", "function", "found"),
+    ("file", "function", "expected"),
     [
         ("filelock/_api.py", "acquire", ({"stale-cache-lock"}, set())),
         ("torch/utils/file_baton.py", "wait", ({"stale-cache-lock"}, set())),
@@ -108,7 +108,7 @@ STACK = """Thread 0x00007f703b050b80 (most recent call first):
     ],
 )
 def test_the_stack_of_the_missing_rank_points_to_what_it_does(
-    file: str, function: str, found: tuple[set[str], set[str]]
+    file: str, function: str, expected: tuple[set[str], set[str]]
 ) -> None:
     (line,) = read_stacks(STACK.format(file=file, function=function), "rank1.stacks", 1)
-    assert (roots(line.text), cascades(line.text)) == found, line.text
+    assert (roots(line.text), cascades(line.text)) == expected, line.text

@@ -64,7 +64,7 @@ def share(index: Index, texts: list[str]) -> float:
 
 def test_real_questions_and_their_logs_are_answered(index: Index) -> None:
     asked = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    ours = [one for one in asked if one["split"] == "dev"]
+    ours = [case for case in asked if case["split"] == "dev"]
     assert share(index, [our["query"] for our in ours]) >= 0.95
     assert share(index, [our["log"] for our in ours if our["log"]]) >= 0.97
 

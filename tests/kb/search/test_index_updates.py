@@ -138,7 +138,7 @@ def break_an_entry(content: ContentRoot) -> None:
     (content.path / "entries" / "first.md").write_text("no front matter")
 
 
-def add_one_that_another_mentions(content: ContentRoot) -> None:
+def add_mentioned_entry(content: ContentRoot) -> None:
     content.entry("mentioned", has_probe=False)
 
 
@@ -159,7 +159,7 @@ CHANGES = {
     replace_a_built_in_entry: ["address-in-use"],
     take_an_id: ["address-in-use"],
     break_an_entry: ["first"],
-    add_one_that_another_mentions: ["mentioned", "second"],
+    add_mentioned_entry: ["mentioned", "second"],
     edit_a_built_in_entry: ["address-in-use"],
     link: ["first"],
 }
@@ -173,7 +173,7 @@ def test_a_change_costs_the_entries_it_concerns_and_the_index_is_as_built_anew(
         content.entry(name, has_probe=False, symptom=f"The {name} thing broke, as in `mentioned`.")
     answers()
     indexed.clear()
-    if change is add_one_that_another_mentions:
+    if change is add_mentioned_entry:
         ids = ["fifth", "first", "fourth", "mentioned", "second"]
     change(content)
     answers()

@@ -105,14 +105,14 @@ def test_statuses_are_those_of_entries_that_answer() -> None:
 
 
 def test_what_applies_comes_first_and_what_does_not_last(index: Index) -> None:
-    found = search(index, QUESTION, installed={"torch": "2.4.1", "flash-attn": "2.5"}).hits
-    states = [hit.applicability.state for hit in found if hit.applicability]
+    hits = search(index, QUESTION, installed={"torch": "2.4.1", "flash-attn": "2.5"}).hits
+    states = [hit.applicability.state for hit in hits if hit.applicability]
     assert states == [State.APPLIES, State.UNKNOWN, State.UNKNOWN, State.DOES_NOT_APPLY]
-    assert found[0].id == "old-torch"
-    assert found[0].applicability
-    assert "torch 2.4.1 is within >=2.1,<2.5" in found[0].applicability.reason
-    assert found[-1].id == "new-torch"
-    assert found[1].score >= found[2].score
+    assert hits[0].id == "old-torch"
+    assert hits[0].applicability
+    assert "torch 2.4.1 is within >=2.1,<2.5" in hits[0].applicability.reason
+    assert hits[-1].id == "new-torch"
+    assert hits[1].score >= hits[2].score
     assert search(index, QUESTION, 1, installed={"torch": "2.6"}).hits[0].id == "new-torch"
 
 

@@ -93,14 +93,14 @@ def test_an_identifier_is_found_in_every_spelling(index: Index, name: str) -> No
 @pytest.mark.parametrize("written", ["multi-gpu", "multi gpu", "Multi-GPU", "multiple gpus", "多卡"])
 def test_a_hyphen_does_not_hide_a_word_of_the_glossary(written: str) -> None:
     (concept,) = concepts(written, lambda _: False, synonyms.synonyms())
-    said = {"".join(alternative.terms) for alternative in concept.alternatives}
-    assert "多卡" in said
-    assert "multigpu" in said
+    alternatives = {"".join(alternative.terms) for alternative in concept.alternatives}
+    assert "多卡" in alternatives
+    assert "multigpu" in alternatives
 
 
 def test_the_names_in_a_mangled_symbol_are_terms() -> None:
-    found = {term.text for term in terms("undefined symbol: _ZN3c104cuda11some_kernelERKNS_6TensorE")}
-    assert {"c10", "cuda", "some_kernel", "tensor"} <= found
+    texts = {term.text for term in terms("undefined symbol: _ZN3c104cuda11some_kernelERKNS_6TensorE")}
+    assert {"c10", "cuda", "some_kernel", "tensor"} <= texts
 
 
 def test_a_symbol_that_no_entry_shows_is_still_a_symbol_of_torch(index: Index) -> None:
@@ -129,8 +129,8 @@ def test_chinese_is_found_alone_and_with_english_words_in_it(index: Index, quest
 
 
 def test_a_bigram_across_two_known_chinese_words_is_no_concept() -> None:
-    found = [concept.surface for concept in concepts("单机多卡超时", lambda _: False, synonyms.synonyms())]
-    assert found == ["单机", "多卡", "超时"]
+    surfaces = [concept.surface for concept in concepts("单机多卡超时", lambda _: False, synonyms.synonyms())]
+    assert surfaces == ["单机", "多卡", "超时"]
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,14 @@ def test_nothing_is_respelled_in_what_was_pasted(index: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "edits"),
+    ("word", "other", "edits"),
     [("save", "save", 0), ("tset", "test", 1), ("timout", "timeout", 1), ("bakned", "backend", 2), ("save", "load", 3)],
 )
-def test_letters_that_changed_places_are_one_edit(one: str, other: str, edits: int) -> None:
-    assert distance(one, other, 2) == edits
+def test_letters_that_changed_places_are_one_edit(word: str, other: str, edits: int) -> None:
+    assert distance(word, other, 2) == edits
 
 
 @given(st.text("abc", max_size=8), st.text("abc", max_size=8))
-def test_a_distance_is_symmetric_and_bounded(one: str, other: str) -> None:
-    assert distance(one, other, 2) == distance(other, one, 2) <= 3
-    assert (distance(one, other, 2) == 0) == (one == other)
+def test_a_distance_is_symmetric_and_bounded(word: str, other: str) -> None:
+    assert distance(word, other, 2) == distance(other, word, 2) <= 3
+    assert (distance(word, other, 2) == 0) == (word == other)

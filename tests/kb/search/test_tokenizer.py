@@ -17,7 +17,7 @@ def forms(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "one, other",
+    "word, other",
     [
         ("ALLGATHER", "all_gather"),
         ("_ALLGATHER_BASE", "allgather"),
@@ -33,8 +33,8 @@ def forms(text: str) -> set[str]:
         ("ｔｉｍｅｏｕｔ", "timeout"),
     ],
 )
-def test_forms_of_one_thing_meet(one: str, other: str) -> None:
-    assert forms(one) & forms(other)
+def test_forms_of_one_thing_meet(word: str, other: str) -> None:
+    assert forms(word) & forms(other)
 
 
 @pytest.mark.parametrize("text, absent", [("ZeRO", "ze"), ("P2P", "2"), ("bf16", "16"), ("the", "the")])

@@ -64,10 +64,10 @@ def test_the_model_is_the_word_that_tells_gpus_apart(name: str, model: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("version", "found"), [("2.7.1+cu126", "2.7"), ("v2.10", "2.10"), (" 2.7", "2.7"), ("2", ""), ("new", "")]
+    ("version", "expected"), [("2.7.1+cu126", "2.7"), ("v2.10", "2.10"), (" 2.7", "2.7"), ("2", ""), ("new", "")]
 )
-def test_a_release_is_the_first_two_numbers_of_a_version(version: str, found: str) -> None:
-    assert release(version) == found
+def test_a_release_is_the_first_two_numbers_of_a_version(version: str, expected: str) -> None:
+    assert release(version) == expected
 
 
 def test_a_fix_verified_on_the_same_gpu_comes_first_and_says_so() -> None:

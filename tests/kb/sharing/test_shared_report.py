@@ -229,11 +229,11 @@ def test_the_largest_report_stays_below_the_limit() -> None:
     assert len(largest.model_dump_json().encode()) < MAX_BYTES
 
 
-@given(said=st.text(max_size=700))
+@given(message=st.text(max_size=700))
 @settings(max_examples=60)
-def test_any_sentence_can_be_shared(said: str) -> None:
+def test_any_sentence_can_be_shared(message: str) -> None:
     shared_report = to_shared_report(
-        document(reason=said, check={"state": "unknown", "evidence": [said], "advice": said})
+        document(reason=message, check={"state": "unknown", "evidence": [message], "advice": message})
     )
     assert SharedReport.model_validate_json(shared_report.model_dump_json()) == shared_report
 

@@ -168,7 +168,7 @@ def test_a_clock_that_jumps_back_changes_no_order(
 
 
 @pytest.mark.parametrize(
-    ("filters", "found"),
+    ("filters", "expected"),
     [
         ({}, ["d", "c", "b", "a"]),
         ({"entry": "b"}, ["b"]),
@@ -188,13 +188,13 @@ def test_a_clock_that_jumps_back_changes_no_order(
     ids=str,
 )
 def test_a_filter_finds_its_reports(
-    database: Database, admit: Admit, filters: dict[str, str], found: list[str]
+    database: Database, admit: Admit, filters: dict[str, str], expected: list[str]
 ) -> None:
     admit("a", H100, "2.7.1+cu126")
     admit("b", A100, "2.7.0")
     admit("c", H100, "2.70.0", verdict="not-reproduced")
     admit("d", "", "")
-    assert entries(database, **filters) == found
+    assert entries(database, **filters) == expected
 
 
 @pytest.mark.parametrize("text", HOSTILE)

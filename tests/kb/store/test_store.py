@@ -174,7 +174,7 @@ def newer(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda path: path.write_text("this is not a database " * 100), "not a database"),
         (another_program, "database of another program"),
@@ -185,12 +185,12 @@ def newer(path: Path) -> None:
     ],
     ids=["text", "another program", "another program, empty", "torn", "newer", "directory"],
 )
-def test_a_file_that_cannot_be_used_is_named_and_left_alone(path: Path, make: Any, said: str) -> None:
+def test_a_file_that_cannot_be_used_is_named_and_left_alone(path: Path, make: Any, message: str) -> None:
     path.parent.mkdir()
     make(path)
     before = path.read_bytes() if path.is_file() else None
     for use in (lambda: save(Database.open(path), [report()]), lambda: history(Database.open(path))):
-        with pytest.raises(StoreUnavailable, match=said) as caught:
+        with pytest.raises(StoreUnavailable, match=message) as caught:
             use()
         assert str(path) in caught.value.message
         assert caught.value.hint

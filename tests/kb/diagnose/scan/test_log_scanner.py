@@ -241,8 +241,8 @@ def test_the_last_line_of_a_log_is_reported() -> None:
 
 def test_a_frame_in_a_box_adds_no_match_of_the_lines_before_it() -> None:
     log = "boom 1\n│ /home/someone/train.py:71 in forward │\n".encode()
-    several_lines, one_line = r"boom[^,]{1,99}, line 71, in forward", r"(boom|forward) ?\d"
-    assert [(match.pattern, match.count) for match in look(log, several_lines, one_line).matches] == [
-        (one_line, 1),
+    several_lines, single_line = r"boom[^,]{1,99}, line 71, in forward", r"(boom|forward) ?\d"
+    assert [(match.pattern, match.count) for match in look(log, several_lines, single_line).matches] == [
+        (single_line, 1),
         (several_lines, 1),
     ]
