@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from kb.content.entry import Entry
+from kb.content.entry import TRANSLATION, Entry
 from kb.content.graded_text import Mark, graded_texts
 from kb.content.grades import GRADES, Grade
 
 FIRST = ("Root cause", "Fix")  # what a reader needs most
 AFTERWARDS = ("How to tell", "Why it works", "Environment", "Symptom", "Known cases")
-CHINESE = "中文"
 FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("症状", "环境")
 
 PROBE, STATED = "seen in the probe", "stated"
@@ -138,7 +137,7 @@ def claims(entry: Entry, headings: Iterable[str]) -> Iterator[Claim]:
 def _text(entry: Entry, heading: str) -> str:
     if heading in entry.sections:
         return entry.section(heading)
-    _, _, rest = entry.section(CHINESE).partition(f"### {heading}\n")
+    _, _, rest = entry.section(TRANSLATION).partition(f"### {heading}\n")
     return rest.partition("\n### ")[0]
 
 

@@ -23,6 +23,7 @@ from kb.patterns.reserved_sets import may_change
 ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 
 SECTIONS = ("Symptom", "Environment", "Root cause", "How to tell", "Fix", "Why it works", "Known cases", "中文")
+TRANSLATION = SECTIONS[-1]
 CHINESE_PARTS = ("症状", "环境", "原因", "修复")
 
 
@@ -108,7 +109,7 @@ class FrontMatter(_Strict):
 
     id: EntryId
     title: Annotated[str, Field(min_length=1, max_length=120)]
-    title_zh: Annotated[str, Field(min_length=1, max_length=80)]
+    title_zh: Annotated[str, Field(min_length=1, max_length=80, default_factory=lambda data: data.get("title", ""))]
     status: Annotated[Status, Field(strict=False)]
     severity: Annotated[Severity, Field(strict=False)]
     area: Annotated[Area | None, Field(strict=False)] = None  # optional: a private root may be older than areas

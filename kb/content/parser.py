@@ -66,6 +66,21 @@ def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
     )
 
 
+def front_matter_problems(data: bytes, path: Path) -> tuple[ContentError, ...]:
+    """Everything that is wrong with the front matter; `parse_entry` raises the first."""
+    tokens = _blocks().parse(data.decode("utf-8", errors="replace"))
+    if not tokens or tokens[0].type != "front_matter":
+        return ()
+    try:
+        values, lines = _load_yaml(tokens[0].content, path)
+        FrontMatter.model_validate(values)
+    except ContentError as problem:
+        return (problem,)
+    except ValidationError as error:
+        return _problems(error, lines, path)
+    return ()
+
+
 def markdown_parser() -> MarkdownIt:
     """CommonMark with tables and front matter; raw HTML stays text."""
     return MarkdownIt("commonmark", {"html": False}).enable("table").use(front_matter_plugin)
@@ -107,12 +122,17 @@ def _validate(values: Any, lines: Lines, path: Path) -> FrontMatter:
     try:
         return FrontMatter.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = tuple(part for part in first["loc"] if isinstance(part, str | int))
-        line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), 1)
-        name = ".".join(str(part) for part in where)
-        message = first["msg"].removeprefix("Value error, ")
-        raise ContentError(path, line, "front-matter", f"{name}: {message}") from None
+        raise _problems(error, lines, path)[0] from None
+
+
+def _problems(error: ValidationError, lines: Lines, path: Path) -> tuple[ContentError, ...]:
+    return tuple(_problem(detail["loc"], detail["msg"], lines, path) for detail in error.errors(include_url=False))
+
+
+def _problem(where: tuple[int | str, ...], message: str, lines: Lines, path: Path) -> ContentError:
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), 1)
+    name = ".".join(str(part) for part in where)
+    return ContentError(path, line, "front-matter", f"{name}: {message.removeprefix('Value error, ')}")
 
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, where PyYAML has it

@@ -22,9 +22,10 @@ class Kind(StrEnum):
 class Block:
     """A heading, paragraph, table cell or code block.
 
-    `tag` is h1 to h6 for a heading, the language for a code block. `line` of a code block is the line before its code.
-    `section` and `part` are the level-two and level-three headings above the block, `item` is the line of its outermost
-    list item, 0 outside lists. In the `text` of prose a blank replaces each code span; `spans` has them, with lines.
+    `tag` is h1 to h6 for a heading, the info string (`python`, `log look-alike`) for a code block, whose `line`
+    is the line before its code. `section` and `part` are the level-two and level-three headings above the block, `item`
+    is the line of its outermost list item, 0 outside lists. In the `text` of prose a blank replaces each code span;
+    `spans` has them, with lines.
     """
 
     kind: Kind
@@ -53,9 +54,9 @@ def _blocks(tokens: list[Token]) -> Iterator[Block]:
         elif token.type == "list_item_close":
             items.pop()
         elif token.type in ("fence", "code_block"):
-            language = (token.info.split() or [""])[0]
             fence = line if token.type == "fence" else line - 1
-            yield Block(Kind.CODE, language, section, part, items[0] if items else 0, fence, token.content)
+            info = " ".join(token.info.split())
+            yield Block(Kind.CODE, info, section, part, items[0] if items else 0, fence, token.content)
         elif token.type == "inline":
             prose, spans = _prose(token, line)
             section, part = _section_and_part(tag, prose.strip(), section, part)

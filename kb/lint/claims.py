@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from kb.content.grades import GRADES, LIKE_A_MARK, MARK, Grade
 from kb.lint.body import Kind
-from kb.lint.rule import EntryFile, EntryRule, Remark
+from kb.lint.rule import EntryFile, EntryRule, EntryText, Remark, TextRule
 
 CLAIMING = ("Root cause", "Fix", "Why it works", "Known cases")
 
 
-def unmarked_claim(file: EntryFile) -> Iterator[Remark]:
+def unmarked_claim(file: EntryText) -> Iterator[Remark]:
     """Every paragraph and list item of Root cause, Fix, Why it works and Known cases has a mark, except lead-ins."""
     texts: dict[int, str] = {}
     for block in file.blocks(Kind.PROSE, *CLAIMING):
@@ -24,7 +24,7 @@ def unmarked_claim(file: EntryFile) -> Iterator[Remark]:
             yield line, f"no mark says how this is known: {' '.join(text.split())[:60]!r}"
 
 
-def unknown_mark(file: EntryFile) -> Iterator[Remark]:
+def unknown_mark(file: EntryText) -> Iterator[Remark]:
     """Marks are `[probe]`, `[source N]`, `[thread N]`, `[claimed N]` and `[inferred]`."""
     for line, text in _in_brackets(file):
         if not MARK.fullmatch(text):
@@ -77,7 +77,7 @@ def unused_reference(file: EntryFile) -> Iterator[Remark]:
             yield file.line("references", number - 1), f"no mark in the body cites reference {number}"
 
 
-def _in_brackets(file: EntryFile) -> Iterator[tuple[int, str]]:
+def _in_brackets(file: EntryText) -> Iterator[tuple[int, str]]:
     """Line and text of every mark, and of everything that looks like a mark."""
     for block in file.texts():
         for match in LIKE_A_MARK.finditer(block.text):
@@ -91,9 +91,12 @@ def _numbered(file: EntryFile) -> Iterator[tuple[int, str, int]]:
             yield line, mark[2], int(mark[3])
 
 
-RULES: tuple[EntryRule, ...] = (
+TEXT_RULES: tuple[TextRule, ...] = (
     unmarked_claim,
     unknown_mark,
+)
+RULES: tuple[EntryRule, ...] = (
+    *TEXT_RULES,
     dangling_mark,
     wrong_grade,
     probe_mark_without_probe,

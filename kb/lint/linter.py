@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+from kb.content import languages
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.entry import Entry
+from kb.content.languages import Language
+from kb.content.parser import LARGEST, front_matter_problems
 from kb.content.roots import BUILT_IN, Root
-from kb.errors import UsageError
+from kb.errors import ContentError, UsageError
 from kb.harness.launcher import Launcher, Task
 from kb.lint import claims, glossary, links, probes, sections, signatures
 from kb.lint.body import blocks
 from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy_lines import HEALTHY_LINES
-from kb.lint.rule import EntryFile, EntryRule, ProbeFile, ProbeRule, Violation, name_of
+from kb.lint.rule import EntryFile, EntryRule, EntryText, ProbeFile, ProbeRule, Remark, TextRule, Violation, name_of
 from kb.patterns import redos_timing
 from kb.patterns.redos import backtracking_risk
 from kb.runtime.declaration import from_description
 from kb.search.synonyms import FILE
 from kb.verify.checks import failure_reason
 from kb.verify.plan import DESCRIBE_S
+
+Declared = dict[Path, frozenset[Language]]
+File = TypeVar("File", EntryFile, EntryText, ProbeFile)
 
 MAX_LOADING = 4  # probes at a time
 
@@ -38,9 +45,10 @@ ENTRY_RULES: tuple[EntryRule, ...] = (
     *claims.RULES,
     *sections.RULES,
 )
+TEXT_RULES: tuple[TextRule, ...] = (*claims.TEXT_RULES, *sections.TEXT_RULES)
 PROBE_RULES: tuple[ProbeRule, ...] = probes.RULES
 GLOSSARY_RULES = glossary.RULES
-READING_RULES = {  # of kb.content.parser and catalog: an entry that breaks one of these is not checked further
+READING_RULES = {  # of kb.content: of an entry that breaks one of these only the text is checked further
     "too-large": "An entry file is at most 1 MiB.",
     "unreadable": "An entry file is readable.",
     "not-utf8": "An entry is UTF-8.",
@@ -52,6 +60,7 @@ READING_RULES = {  # of kb.content.parser and catalog: an entry that breaks one 
     "duplicate-section": "No section occurs twice.",
     "duplicate-id": "An id is used once in all roots, unless the later entry says `replaces`.",
     "replaces-nothing": "An entry replaces the entry with its own id in an earlier root.",
+    "root-declaration": "The file entries/root.toml declares the `languages` of the root: en, zh or both.",
 }
 
 
@@ -84,8 +93,10 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     for path in only.difference((problem.path for problem in problems), (entry.path for entry in entries)):
         raise UsageError(f"{path} is not an entry of a content root, or another root replaces it")
     files = _with_declarations(_probe_files(catalog, entries, () if only else roots))
-    violations = [Violation(problem.path, problem.line, problem.rule, problem.detail) for problem in problems]
-    violations += [violation for file in _entry_files(catalog, entries) for violation in check_entry(file)]
+    declared, invalid = _declared_languages(roots)
+    violations = [_violation(problem) for problem in invalid]
+    violations += [violation for problem in problems for violation in check_unusable(problem, declared)]
+    violations += [violation for file in _entry_files(catalog, entries, declared) for violation in check_entry(file)]
     violations += [violation for file in files for violation in check_probe(file)]
     if not only and any(root.name == BUILT_IN for root in roots):
         violations += check_glossary(FILE)
@@ -93,13 +104,40 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
 
 
 def check_entry(file: EntryFile) -> Iterator[Violation]:
-    for rule in ENTRY_RULES:
-        for line, message in rule(file):
-            yield Violation(file.entry.path, line, name_of(rule), message)
+    yield from _broken(ENTRY_RULES, file)
+
+
+def check_unusable(problem: ContentError, declared: Declared) -> Iterator[Violation]:
+    """The problem of an entry that cannot be used, the others of its front matter, and the violations in its text."""
+    yield _violation(problem)
+    data = _entry_bytes(problem.path)
+    source = data.decode("utf-8", errors="replace")
+    if not source.strip() or problem.rule == "no-front-matter":
+        return  # without front matter nobody knows where the text begins
+    for other in front_matter_problems(data, problem.path):
+        if (other.line, other.detail) != (problem.line, problem.detail):
+            yield _violation(other)
+    yield from _broken(TEXT_RULES, EntryText(problem.path, source, blocks(source), declared[problem.path.parent]))
+
+
+def _entry_bytes(path: Path) -> bytes:
+    """Empty where it cannot be read, or is too large to be an entry: its problem says so."""
+    try:
+        return path.read_bytes() if path.stat().st_size <= LARGEST else b""
+    except OSError:
+        return b""
+
+
+def _violation(problem: ContentError) -> Violation:
+    return Violation(problem.path, problem.line, problem.rule, problem.detail)
 
 
 def check_probe(file: ProbeFile) -> Iterator[Violation]:
-    for rule in PROBE_RULES:
+    yield from _broken(PROBE_RULES, file)
+
+
+def _broken(rules: Sequence[Callable[[File], Iterator[Remark]]], file: File) -> Iterator[Violation]:
+    for rule in rules:
         for line, message in rule(file):
             yield Violation(file.path, line, name_of(rule), message)
 
@@ -115,14 +153,29 @@ def check_glossary(path: Path) -> Iterator[Violation]:
             yield Violation(path, line, name_of(rule), message)
 
 
-def _entry_files(catalog: Catalog, entries: list[Entry]) -> Iterator[EntryFile]:
+def _entry_files(catalog: Catalog, entries: list[Entry], declared: Declared) -> Iterator[EntryFile]:
     ids = frozenset(catalog.entries) | {problem.path.stem for problem in catalog.problems}
     slow = slow_patterns(entries)
     today = datetime.date.today()
     for entry in entries:
         probe = catalog.probe_file(entry)
         text = entry.path.read_text(encoding="utf-8")
-        yield EntryFile(entry, text, blocks(text), ids, bool(probe and probe.is_file()), slow, today)
+        written = declared[entry.path.parent]
+        has_probe_file = bool(probe and probe.is_file())
+        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, has_probe_file, slow, today)
+
+
+def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentError]]:
+    """The languages of each `entries/` folder, and the problems of declarations."""
+    declared: Declared = {}
+    problems: list[ContentError] = []
+    for root in roots:
+        try:
+            declared[root.entries] = languages.languages(root.entries)
+        except ContentError as problem:
+            declared[root.entries] = languages.DEFAULT
+            problems.append(problem)
+    return declared, problems
 
 
 def slow_patterns(entries: Iterable[Entry], limit_s: float = redos_timing.LIMIT_S) -> frozenset[str]:

@@ -1,8 +1,9 @@
 """The input and output of a rule of `kb lint`.
 
 A rule is a function: its name with hyphens is the rule's name, its docstring the requirement, in one sentence. It
-yields a line and a message for every violation. Rules for entries get an `EntryFile`, rules for probes a `ProbeFile`,
-rules for the glossary a `GlossaryFile` (in kb.lint.glossary): data that is read before, so that rules are pure.
+yields a line and a message for every violation. Rules for entries get an `EntryFile`, or an `EntryText` when they need
+no front matter, rules for probes a `ProbeFile`, rules for the glossary a `GlossaryFile` (in kb.lint.glossary): data
+that is read before, so that rules are pure.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kb.content.entry import Entry, FrontMatter
+from kb.content.languages import Language
 from kb.lint.body import Block, Kind
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
@@ -36,15 +38,40 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class EntryFile:
+class EntryText:
+    """The text of an entry file, whose front matter may be invalid. `languages` are those that its root declares."""
+
+    path: Path
+    source: str
+    body: tuple[Block, ...]
+    languages: frozenset[Language]
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether the entry is written in English, with a Chinese title and a Chinese part."""
+        return len(self.languages) > 1
+
+    @property
+    def sections(self) -> frozenset[str]:
+        return frozenset(block.section for block in self.blocks(Kind.HEADING))
+
+    def blocks(self, kind: Kind, *sections: str) -> Iterator[Block]:
+        """Blocks of a kind in these sections, or in all."""
+        return (block for block in self.body if block.kind is kind and (block.section in sections or not sections))
+
+    def texts(self) -> Iterator[Block]:
+        """All prose: paragraphs, list items, table cells."""
+        return (block for block in self.body if block.kind in (Kind.PROSE, Kind.CELL))
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFile(EntryText):
     """An entry to check, and the data that rules compare it with.
 
     `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end.
     """
 
     entry: Entry
-    source: str
-    body: tuple[Block, ...]
     ids: frozenset[str]
     has_probe_file: bool
     slow: frozenset[str]
@@ -57,14 +84,6 @@ class EntryFile:
     def line(self, *at: str | int) -> int:
         """Line of a front-matter path such as `("signatures", 0, "pattern")`, or of its nearest ancestor."""
         return next((self.entry.lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in self.entry.lines), 1)
-
-    def blocks(self, kind: Kind, *sections: str) -> Iterator[Block]:
-        """Blocks of a kind in these sections, or in all."""
-        return (block for block in self.body if block.kind is kind and (block.section in sections or not sections))
-
-    def texts(self) -> Iterator[Block]:
-        """All prose: paragraphs, list items, table cells."""
-        return (block for block in self.body if block.kind in (Kind.PROSE, Kind.CELL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +100,7 @@ class ProbeFile:
     needs_gpus: bool | None = None
 
 
+TextRule = Callable[[EntryText], Iterator[Remark]]
 EntryRule = Callable[[EntryFile], Iterator[Remark]]
 ProbeRule = Callable[[ProbeFile], Iterator[Remark]]
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from packaging.utils import canonicalize_name
 
 from kb.content.area import Area
-from kb.content.entry import CHINESE_PARTS, SECTIONS
+from kb.content.entry import CHINESE_PARTS, SECTIONS, TRANSLATION
+from kb.content.languages import Language
 from kb.lint.body import Block, Kind
-from kb.lint.rule import CHINESE, EntryFile, EntryRule, Remark
+from kb.lint.rule import CHINESE, EntryFile, EntryRule, EntryText, Remark, TextRule
 
 LONGEST_CAUSE = 240
 LEAST_LOGS = 2
@@ -20,29 +21,31 @@ TRANSPORT_FOLKLORE = ("NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1")
 CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|;|&|$)")
 
 
-def headings(file: EntryFile) -> Iterator[Remark]:
-    """The body has the eight level-two headings, in order, and no others."""
+def headings(file: EntryText) -> Iterator[Remark]:
+    """The body has the level-two headings, in order, and no others; 中文 in a root with two languages."""
     present = [(block.section, block.line) for block in file.blocks(Kind.HEADING) if block.tag == "h2"]
-    yield from _order(present, SECTIONS, 1)
+    optional = () if file.is_translated else (TRANSLATION,)
+    yield from _order(present, SECTIONS, 1, optional)
 
 
-def empty_section(file: EntryFile) -> Iterator[Remark]:
+def empty_section(file: EntryText) -> Iterator[Remark]:
     """No section is empty."""
     for block in file.blocks(Kind.HEADING):
         if block.tag == "h2" and not any(_has_text(other) for other in file.body if other.section == block.section):
             yield block.line, f"the section {block.section!r} is empty"
 
 
-def few_logs(file: EntryFile) -> Iterator[Remark]:
+def few_logs(file: EntryText) -> Iterator[Remark]:
     """Symptom has at least two fenced log blocks, of two frameworks, versions or rank layouts."""
     count = sum(block.tag == "log" for block in file.blocks(Kind.CODE, "Symptom"))
-    if "Symptom" in file.entry.sections and count < LEAST_LOGS:
+    if "Symptom" in file.sections and count < LEAST_LOGS:
         yield _heading_line(file, "Symptom"), f"Symptom has {count} ```log blocks; at least {LEAST_LOGS} are required"
 
 
-def no_look_alike(file: EntryFile) -> Iterator[Remark]:
+def no_look_alike(file: EntryText) -> Iterator[Remark]:
     """How to tell shows the log of a similar incident, fenced as ```log look-alike."""
-    if "How to tell" in file.entry.sections and not file.entry.look_alikes:
+    has_look_alike = any(block.tag == "log look-alike" for block in file.blocks(Kind.CODE))
+    if "How to tell" in file.sections and not has_look_alike:
         yield _heading_line(file, "How to tell"), "How to tell has no ```log look-alike block"
 
 
@@ -53,23 +56,25 @@ def long_cause(file: EntryFile) -> Iterator[Remark]:
         yield line, f"the first sentence has {len(file.entry.cause)} characters; the limit is {LONGEST_CAUSE}"
 
 
-def chinese_parts(file: EntryFile) -> Iterator[Remark]:
+def chinese_parts(file: EntryText) -> Iterator[Remark]:
     """中文 has the level-three headings 症状, 环境, 原因 and 修复, in this order, and text under each."""
-    if "中文" not in file.entry.sections:
+    if TRANSLATION not in file.sections:
         return
-    present = [(block.part, block.line) for block in file.blocks(Kind.HEADING, "中文") if block.tag == "h3"]
-    yield from _order(present, CHINESE_PARTS, _heading_line(file, "中文"))
+    present = [(block.part, block.line) for block in file.blocks(Kind.HEADING, TRANSLATION) if block.tag == "h3"]
+    yield from _order(present, CHINESE_PARTS, _heading_line(file, TRANSLATION))
     for part, line in present:
-        if not any(_has_text(block) for block in file.body if (block.section, block.part) == ("中文", part)):
+        if not any(_has_text(block) for block in file.body if (block.section, block.part) == (TRANSLATION, part)):
             yield line, f"the part {part!r} is empty"
 
 
 def chinese_text(file: EntryFile) -> Iterator[Remark]:
-    """title_zh and every part of 中文 are written in Chinese."""
-    if not CHINESE.search(file.meta.title_zh):
+    """title_zh and every part of 中文 are written in Chinese; a root with two languages requires title_zh."""
+    if ("title_zh",) in file.entry.lines and not CHINESE.search(file.meta.title_zh):
         yield file.line("title_zh"), "title_zh is not in Chinese"
+    elif file.is_translated and ("title_zh",) not in file.entry.lines:
+        yield file.line("title"), "title_zh is missing: the root is written in English and Chinese"
     parts: dict[str, list[Block]] = {}
-    for block in file.blocks(Kind.PROSE, "中文"):
+    for block in file.blocks(Kind.PROSE, TRANSLATION):
         parts.setdefault(block.part, []).append(block)
     for part, texts in parts.items():
         if not any(CHINESE.search(text.text) for text in texts):
@@ -77,12 +82,12 @@ def chinese_text(file: EntryFile) -> Iterator[Remark]:
 
 
 def aliases(file: EntryFile) -> Iterator[Remark]:
-    """At least one alias is Chinese and one English, because people search in both."""
-    chinese = [bool(CHINESE.search(alias)) for alias in file.meta.aliases]
-    english = [bool(ENGLISH.search(alias)) and not CHINESE.search(alias) for alias in file.meta.aliases]
-    for language, has_alias in (("Chinese", any(chinese)), ("English", any(english))):
-        if not has_alias:
-            yield file.line("aliases"), f"no alias is in {language}"
+    """At least one alias is in each language of the root, because people search in all of them."""
+    chinese = {alias for alias in file.meta.aliases if CHINESE.search(alias)}
+    english = {alias for alias in file.meta.aliases if ENGLISH.search(alias)} - chinese
+    for language, written in ((Language.CHINESE, chinese), (Language.ENGLISH, english)):
+        if language in file.languages and not written:
+            yield file.line("aliases"), f"no alias is in {language.name.capitalize()}"
 
 
 def missing_area(file: EntryFile) -> Iterator[Remark]:
@@ -97,7 +102,7 @@ def reviewed_in_future(file: EntryFile) -> Iterator[Remark]:
         yield file.line("reviewed"), f"{file.meta.reviewed} is in the future: today is {file.today}"
 
 
-def unfinished(file: EntryFile) -> Iterator[Remark]:
+def unfinished(file: EntryText) -> Iterator[Remark]:
     """No TODO is left in an entry."""
     for number, line in enumerate(file.source.splitlines(), 1):
         if "TODO" in line:
@@ -123,11 +128,13 @@ def folklore(file: EntryFile) -> Iterator[Remark]:
                 yield block.line + number, "this deletes every downloaded model and data set: delete one directory only"
 
 
-def _order(present: Sequence[tuple[str, int]], expected: Sequence[str], fallback: int) -> Iterator[Remark]:
+def _order(
+    present: Sequence[tuple[str, int]], expected: Sequence[str], fallback: int, optional: Sequence[str] = ()
+) -> Iterator[Remark]:
     """Missing headings, unknown headings, or the first one that is out of order."""
     names = [name for name, _ in present]
     for name in expected:
-        if name not in names:
+        if name not in names and name not in optional:
             yield fallback, f"the heading {name!r} is missing"
     for name, line in present:
         if name not in expected:
@@ -144,22 +151,25 @@ def _has_text(block: Block) -> bool:
     return block.kind is not Kind.HEADING
 
 
-def _heading_line(file: EntryFile, section: str) -> int:
+def _heading_line(file: EntryText, section: str) -> int:
     return next((block.line for block in file.blocks(Kind.HEADING, section)), 1)
 
 
-RULES: tuple[EntryRule, ...] = (
+TEXT_RULES: tuple[TextRule, ...] = (
     headings,
     empty_section,
     few_logs,
     no_look_alike,
-    long_cause,
     chinese_parts,
+    unfinished,
+)
+RULES: tuple[EntryRule, ...] = (
+    *TEXT_RULES,
+    long_cause,
     chinese_text,
     aliases,
     missing_area,
     reviewed_in_future,
-    unfinished,
     package_name,
     folklore,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kb.content.entry import FrontMatter
+from kb.content.languages import Language
 from kb.content.parser import parse_entry
 from kb.content.roots import root_at
 from kb.errors import ContentError, UsageError
@@ -17,7 +18,7 @@ from kb.lint.body import blocks
 from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, check_probe, lint, rules, slow_patterns
 from kb.lint.rule import EntryFile, ProbeFile, Violation
 from tests.support.console import CHECKOUT, ContentRoot
-from tests.support.lint_examples import EXAMPLES, GLOSSARIES, SOUND, Edits, Example, edited
+from tests.support.lint_examples import EXAMPLES, GLOSSARIES, SOUND, TELL, Edits, Example, edited
 
 ENTRY_FILE = Path("/content/entries/example.md")
 IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
@@ -25,14 +26,14 @@ TODAY = datetime.date(2026, 1, 1)
 NAMES = [f"{number}-{example.rule}" for number, example in enumerate(EXAMPLES)]
 
 
-def violations_in(text: str) -> list[Violation]:
+def violations_in(text: str, languages: frozenset[Language] = frozenset(Language)) -> list[Violation]:
     """The violations in the text of an entry, without any file."""
     try:
         entry = parse_entry(text.encode(), ENTRY_FILE, "test")
     except ContentError as error:
         return [Violation(error.path, error.line, error.rule, error.detail)]
     slow = slow_patterns([entry], limit_s=0.2) if len(entry.meta.signatures) > 1 else frozenset()
-    return list(check_entry(EntryFile(entry, text, blocks(text), IDS, True, slow, TODAY)))
+    return list(check_entry(EntryFile(ENTRY_FILE, text, blocks(text), languages, entry, IDS, True, slow, TODAY)))
 
 
 def test_the_sound_entry_is_clean() -> None:
@@ -78,6 +79,7 @@ FILES = {
     "not-utf8": "entries/latin.md",
     "duplicate-id": "entries/taken.md",
     "replaces-nothing": "entries/replacement.md",
+    "root-declaration": "entries/root.toml",
     "missing-probe": "entries/no-probe.md",
     "broken-probe": "probes/broken.py",
     "orphan-probe": "probes/orphan.py",
@@ -102,6 +104,7 @@ def broken_root(content: ContentRoot) -> None:
     content.incident("replacement")
     content.entry("replacement", extra="replaces: replacement\n")
     content.entry("no-probe")
+    (content.path / "entries" / "root.toml").write_text('languages = ["en", "fr"]')
     content.raw_probe("broken", "from kb.probe import Probe\n\nprobe = Probe()\n")
     content.probe("orphan")
     content.incident("begun", body="pass  # TODO")
@@ -118,6 +121,55 @@ def linted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     content = ContentRoot(tmp_path_factory.mktemp("content") / "team")
     broken_root(content)
     return content.path, lint((root_at(earlier.path), root_at(content.path)))
+
+
+CHINESE_TEXTS = {"title_zh: 测试条目\n": "", ", 测试]": "]"}
+ENGLISH_ALIAS = {"made for a test, ": ""}
+
+
+@pytest.mark.parametrize(
+    ("languages", "missing", "rules"),
+    [
+        ({Language.ENGLISH}, CHINESE_TEXTS, set()),
+        ({Language.CHINESE}, ENGLISH_ALIAS, set()),
+        ({Language.ENGLISH}, ENGLISH_ALIAS, {"aliases"}),
+        (set(Language), CHINESE_TEXTS, {"aliases", "chinese-text", "headings"}),
+    ],
+)
+def test_an_entry_is_written_in_the_languages_that_its_root_declares(
+    languages: set[Language], missing: dict[str, str], rules: set[str]
+) -> None:
+    text = edited(missing).partition("## 中文")[0]
+    assert {violation.rule for violation in violations_in(text, frozenset(languages))} == rules
+
+
+@pytest.mark.parametrize(
+    "declaration", ["languages = []", "languages = 'en'", "language = ['en']", "languages = [['en']]", "languages = ["]
+)
+def test_an_invalid_declaration_is_a_violation_and_the_root_counts_as_english(tmp_path: Path, declaration: str) -> None:
+    content = ContentRoot(tmp_path)
+    content.incident("sound")
+    (tmp_path / "entries" / "root.toml").write_text(declaration)
+    (violation,) = lint((root_at(tmp_path),)).violations
+    assert (violation.rule, violation.path.name) == ("root-declaration", "root.toml")
+
+
+@pytest.mark.parametrize(
+    ("edits", "problems"),
+    [
+        ({"status: confirmed": "status: done", "severity: low": "severity: bad"}, ["front-matter", "front-matter"]),
+        ({"tags: [test]": "tags: [test"}, ["yaml"]),
+        ({"tags: [test]": "tags: [test]\ntags: [twice]"}, ["duplicate-key"]),
+    ],
+)
+def test_an_entry_with_invalid_front_matter_shows_its_other_violations_too(
+    content: ContentRoot, edits: dict[str, str], problems: list[str]
+) -> None:
+    content.incident("example")
+    path = content.path / "entries" / "example.md"
+    path.write_text(edited({**edits, TELL: "TODO [nothing 1]", "```log look-alike": "```text"}), encoding="utf-8")
+    rules = [violation.rule for violation in lint((root_at(content.path),), frozenset({path})).violations]
+    assert sorted(rules) == sorted([*problems, "unfinished", "unknown-mark", "no-look-alike"])
 
 
 @pytest.mark.parametrize("rule, file", FILES.items(), ids=FILES)
@@ -166,6 +218,7 @@ def test_only_module_level_imports_are_restricted() -> None:
 def test_only_the_given_entries_and_their_probes_are_checked(tmp_path: Path) -> None:
     content = ContentRoot(tmp_path / "team")
     broken_root(content)
+    (content.path / "entries" / "root.toml").unlink()
     given = content.path / "entries" / "imports.md"
     result = lint((root_at(content.path),), frozenset({given}))
     assert [(violation.rule, violation.path.name) for violation in result.violations] == [

@@ -1,0 +1,46 @@
+"""The languages of a content root: what its `entries/root.toml` declares as `languages = ["en", "zh"]`.
+
+Without that file a root is written in English. Only `kb lint` and `kb new` ask: what reads entries shows what is there.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kb.errors import ContentError
+
+FILE = "root.toml"
+
+
+class Language(StrEnum):
+    """What entries can be written in; the headings of their sections are English in both."""
+
+    ENGLISH = "en"
+    CHINESE = "zh"
+
+
+DEFAULT = frozenset({Language.ENGLISH})
+
+
+def languages(entries: Path) -> frozenset[Language]:
+    """The languages of the root with this `entries/` folder. Raises `ContentError` for an invalid declaration."""
+    path = entries / FILE
+    try:
+        return _validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return DEFAULT
+    except (OSError, ValueError) as error:
+        raise ContentError(path, 1, "root-declaration", str(error)) from None
+
+
+def _validate(declaration: dict[str, Any]) -> frozenset[Language]:
+    unknown = [key for key in declaration if key != "languages"]
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; the only key is `languages`")
+    values = declaration.get("languages", [])
+    if not isinstance(values, list) or not values or not all(value in list(Language) for value in values):
+        raise ValueError(f"languages: a list of {', '.join(Language)}, with at least one of them")
+    return frozenset(Language(value) for value in values)
