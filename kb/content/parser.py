@@ -25,6 +25,9 @@ from kb.errors import ContentError
 
 MAYBE_ANCHOR = re.compile(r"(?<![^\s\[\]{},:?-])[&*]\S")  # without a match the slow, exact check is not needed
 LARGEST = 1 << 20  # bytes
+DEEPEST = 50  # levels of the front matter
+NESTING = "[{-?:"  # each level takes one of these; with fewer than MAYBE_DEEP the exact check is not needed
+MAYBE_DEEP = 2000
 Lines = dict[tuple[str | int, ...], int]
 
 
@@ -141,7 +144,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten t
 def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     """Front matter as plain values, and the line in the file of every key and list item."""
     try:
-        _refuse_anchors(text)
+        _refuse_bombs(text)
         loader = _LOADER(text)
         try:
             node = loader.get_single_node()
@@ -156,12 +159,16 @@ def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         raise ContentError(path, 1, "yaml", str(error).splitlines()[0]) from None
 
 
-def _refuse_anchors(text: str) -> None:
-    """Anchors make alias bombs possible, and no entry needs them."""
-    if not MAYBE_ANCHOR.search(text):
+def _refuse_bombs(text: str) -> None:
+    """Anchors, which make alias bombs possible, and nesting that libyaml, which recurses in C, would crash on."""
+    if not MAYBE_ANCHOR.search(text) and sum(map(text.count, NESTING)) < MAYBE_DEEP:
         return
+    depth = 0
     events: Any = yaml.parse(text, Loader=_LOADER)
     for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"more than {DEEPEST} levels", problem_mark=event.start_mark)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
                 problem="anchors and aliases are not allowed here", problem_mark=event.start_mark

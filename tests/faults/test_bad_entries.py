@@ -41,6 +41,14 @@ def alias_bomb(path: Path) -> None:
     path.write_text(path.read_text().replace("tags: [test]", "tags: &a [test]\naliases: [*a, *a]", 1))
 
 
+def nested_front_matter(path: Path) -> None:
+    path.write_text(path.read_text().replace("tags: [test]", f"tags: {'[' * 30_000}"))
+
+
+def nested_front_matter_in_blocks(path: Path) -> None:
+    path.write_text(path.read_text().replace("tags: [test]", f"tags:\n  {'- ' * 30_000}x"))
+
+
 BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (broken_yaml, "yaml"),
     (duplicate_key, "duplicate-key"),
@@ -48,6 +56,8 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (ten_megabytes, "too-large"),
     (other_id, "id-is-not-file-name"),
     (alias_bomb, "yaml"),
+    (nested_front_matter, "yaml"),
+    (nested_front_matter_in_blocks, "yaml"),
 ]
 
 
