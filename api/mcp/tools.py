@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from anyio import CancelScope
 
+from kb.content.entry import TRANSLATION
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.inputs.sources import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
@@ -45,7 +46,6 @@ from .machine import Machine
 
 MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
 STOP_EVERY_S = 0.1
-CHINESE = "中文"
 PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
 
 Result = TypeVar("Result")
@@ -192,6 +192,6 @@ class Tools:
 
 
 def _in_language(language: Literal["en", "zh"] | None, sections: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: text for name, text in sections.items() if language is None or (name == CHINESE) == (language == "zh")
-    }
+    if language is None or (language == "zh" and TRANSLATION not in sections):  # a root may be written in English alone
+        return dict(sections)
+    return {name: text for name, text in sections.items() if (name == TRANSLATION) == (language == "zh")}

@@ -11,19 +11,19 @@ from fastapi.responses import Response
 
 from kb.content import causes_svg
 from kb.content.causes import Graph
-from kb.content.entry import Entry
+from kb.content.entry import TRANSLATION, Entry
 from kb.content.html import section_html
 from kb.search.document import chinese_cause
 
 from ..state.application import application
 from ..state.content import Content, ServedContent
-from .page import LANGUAGES, address, language, page
+from .page import LANGUAGES, address, chosen_language, language, page
 from .verdicts import rows
 
 PART = re.compile(r"^### +(.+?) *$", re.MULTILINE)
 IN_ENGLISH = ("Symptom", "Root cause", "Fix", "How to tell", "Why it works")
 BELOW = ("Environment", "Known cases")
-IN_CHINESE = ("症状", "原因", "修复", "环境")  # in reading order
+IN_CHINESE = {"症状": "symptom", "原因": "root-cause", "修复": "fix", "环境": "environment"}  # in reading order
 
 router = APIRouter()
 
@@ -36,8 +36,7 @@ async def entry_page(request: Request, content: ServedContent, entry_id: str) ->
 def render_entry(request: Request, content: Content, entry: Entry, lang: str) -> Response:
     """The page of an entry, in `en` or `zh`."""
     links = content.links
-    known = frozenset(content.catalog.entries)
-    above, below = sections(entry, lang, known)
+    above, below = sections(entry, lang, frozenset(content.catalog.entries), chosen_language(request))
     counts = application(request).snapshot.verdict_counts
     verdicts = rows(entry.id, entry.digest, counts, content.proofs.get(entry.id, ()))
     is_drawn = entry.id in links.titles
@@ -46,26 +45,35 @@ def render_entry(request: Request, content: Content, entry: Entry, lang: str) ->
         "entry.html",
         entry=entry,
         meta=entry.meta,
-        cause=(chinese_cause(entry) if lang == "zh" else "") or entry.cause,
-        lang=lang,
+        cause_zh=chinese_cause(entry) if lang == "zh" else "",
         hardware=content.hardware[entry.id],
         above=above,
         below=below,
         verdicts=verdicts,
-        picture=_picture(links, entry.id) if is_drawn else "",
-        around=_around(links, entry.id) if is_drawn else [],
+        picture=_picture(links, entry.id, chosen_language(request)) if is_drawn else "",
+        around=_around(content, entry.id) if is_drawn else [],
         service=str(request.base_url).rstrip("/"),
         is_thanked="helped" in request.query_params,
     )
 
 
-def sections(entry: Entry, lang: str, known: frozenset[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The parts above the verdicts and those below: `id`, `heading`, `lang` and `html` of each."""
-    if lang == "en":
-        return [_section(entry, name, known) for name in IN_ENGLISH], [_section(entry, name, known) for name in BELOW]
-    parts = chinese_parts(entry.section("中文"))
-    above = [_part(name, name, "zh", parts[name], known) for name in IN_CHINESE if name in parts]
-    return above, [_section(entry, name, known) for name in (*IN_ENGLISH[3:], "Known cases")]
+def sections(
+    entry: Entry, lang: str, known: frozenset[str], chosen: str = ""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The parts above the verdicts and those below: `id`, `heading`, `lang` and `html` of each.
+
+    An entry without Chinese text is shown in English. A part has the same `id` in both languages, for links.
+    """
+    parts = chinese_parts(entry.section("中文")) if lang == "zh" else {}
+    if not parts:
+        above, below = IN_ENGLISH, BELOW
+        return [_section(entry, name, known, chosen) for name in above], [
+            _section(entry, name, known, chosen) for name in below
+        ]
+    chinese = [
+        _part(anchor, name, "zh", parts[name], known, chosen) for name, anchor in IN_CHINESE.items() if name in parts
+    ]
+    return chinese, [_section(entry, name, known, chosen) for name in (*IN_ENGLISH[3:], "Known cases")]
 
 
 def chinese_parts(text: str) -> dict[str, str]:
@@ -74,32 +82,36 @@ def chinese_parts(text: str) -> dict[str, str]:
     return dict(zip(pieces[::2], pieces[1::2], strict=True))
 
 
-def _section(entry: Entry, heading: str, known: frozenset[str]) -> dict[str, Any]:
-    return _part(heading.lower().replace(" ", "-"), heading, "en", entry.section(heading), known)
+def _section(entry: Entry, heading: str, known: frozenset[str], chosen: str) -> dict[str, Any]:
+    return _part(heading.lower().replace(" ", "-"), heading, "en", entry.section(heading), known, chosen)
 
 
-def _part(anchor: str, heading: str, lang: str, text: str, known: frozenset[str]) -> dict[str, Any]:
-    return {"id": anchor, "heading": heading, "lang": LANGUAGES[lang], "html": linked_html(text, known, lang)}
+def _part(anchor: str, heading: str, lang: str, text: str, known: frozenset[str], chosen: str) -> dict[str, Any]:
+    return {"id": anchor, "heading": heading, "lang": LANGUAGES[lang], "html": linked_html(text, known, chosen)}
 
 
 @lru_cache(maxsize=1024)
-def linked_html(text: str, known: frozenset[str], lang: str = "en") -> str:
-    """Markdown as clean HTML, with links to the entries that are known."""
-    lang = "" if lang == "en" else lang
+def linked_html(text: str, known: frozenset[str], lang: str = "") -> str:
+    """Markdown as clean HTML, with links to the entries that are known, in this language unless the browser decides."""
     return section_html(text, lambda entry: address(f"/entries/{entry}", lang=lang) if entry in known else "")
 
 
-def _picture(links: Graph, entry_id: str) -> str:
-    return causes_svg.neighbourhood(links, entry_id, lambda link: f"/entries/{link}")
+def _picture(links: Graph, entry_id: str, lang: str) -> str:
+    return causes_svg.neighbourhood(links, entry_id, lambda link: address(f"/entries/{link}", lang=lang))
 
 
-def _around(links: Graph, entry_id: str) -> list[tuple[str, list[dict[str, str]]]]:
+def _around(content: Content, entry_id: str) -> list[tuple[str, list[dict[str, str]]]]:
     """The picture in words, for readers who cannot see it."""
-    around = links.around(entry_id)
+    links = content.links
     headings = {
-        "Caused by": around["caused_by"],
-        "Leads to": around["causes"],
-        "Hidden by": around["masked_by"],
-        "Hides": around["masks"],
+        "Caused by": links.causes_of(entry_id),
+        "Leads to": links.consequences_of(entry_id),
+        "Hidden by": links.masked_by(entry_id),
+        "Hides": links.hides(entry_id),
     }
-    return [(heading, entries) for heading, entries in headings.items() if entries]
+    return [(heading, [_titles(content, id_) for id_ in ids]) for heading, ids in headings.items() if ids]
+
+
+def _titles(content: Content, entry_id: str) -> dict[str, str]:
+    meta = content.catalog.entries[entry_id].meta
+    return {"id": entry_id, "title": meta.title, "title_zh": meta.title_zh}

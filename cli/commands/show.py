@@ -58,6 +58,8 @@ def _section(entry: Entry, name: str) -> str:
 
 def page(entry: Entry, lang: str, hardware: str = "") -> str:
     """The entry as Markdown to read: the sections of one language, and the references its marks point to."""
+    from kb.content.entry import TRANSLATION
+
     meta = entry.meta
     title = meta.title_zh if lang == "zh" else meta.title
     facts = [
@@ -69,10 +71,12 @@ def page(entry: Entry, lang: str, hardware: str = "") -> str:
         entry.origin,
     ]
     head = f"# {title}\n\n{' · '.join(facts)}"
-    if lang == "zh":
-        body = entry.section("中文")
+    if lang == "zh" and TRANSLATION in entry.sections:  # a root may be written in English alone
+        body = entry.section(TRANSLATION)
     else:
-        body = "\n\n".join(f"## {name}\n\n{section.text}" for name, section in entry.sections.items() if name != "中文")
+        body = "\n\n".join(
+            f"## {name}\n\n{section.text}" for name, section in entry.sections.items() if name != TRANSLATION
+        )
     references = "\n".join(
         f"{number}. {reference.shows} ({reference.grade}): {reference.url}"
         for number, reference in enumerate(meta.references, 1)

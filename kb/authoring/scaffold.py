@@ -7,21 +7,20 @@ from pathlib import Path
 
 from kb.authoring.log_excerpt import NO_DRAFT, Draft
 from kb.content.area import Area
-from kb.content.entry import ID
+from kb.content.entry import CHINESE_PARTS, ID, TRANSLATION
+from kb.content.languages import Language, languages
 from kb.errors import UsageError
 
 ENTRY = """\
 ---
 id: {id}
 title: "TODO the symptom in one line, as an engineer would say it"
-title_zh: "TODO 一句话说明症状"
-status: reported
+{title_zh}status: reported
 severity: high
 area: {area}  # TODO keep it, or one of {areas}
 tags: [TODO]
 aliases:
-  - TODO what people type, in English
-  - TODO 大家会怎么搜
+{aliases}
 signatures:
 {signatures}
 not_signatures: []
@@ -76,25 +75,10 @@ TODO [probe]
 ## Known cases
 
 - TODO framework, model, GPUs, what was done. [claimed 1]
+{translation}"""
 
-## 中文
-
-### 症状
-
-TODO 症状
-
-### 环境
-
-TODO 环境
-
-### 原因
-
-TODO 原因
-
-### 修复
-
-TODO 修复
-"""
+TITLE_ZH = 'title_zh: "TODO 一句话说明症状"\n'
+ALIASES = {Language.ENGLISH: "  - TODO what people type, in English", Language.CHINESE: "  - TODO 大家会怎么搜"}
 
 PROBE = '''\
 """TODO the incident in one sentence: what the job does, and why it fails."""
@@ -146,7 +130,8 @@ def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_
 
     The log of the entry and the signatures to choose from come from the draft.
 
-    Raises `UsageError` for an invalid id, and for files that exist: nothing is overwritten.
+    Raises `UsageError` for an invalid id, and for files that exist: nothing is overwritten; `ContentError` for an
+    invalid declaration of the root's languages.
     """
     if not ID.fullmatch(entry_id):
         raise UsageError(
@@ -155,7 +140,7 @@ def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_
         )
     stem = entry_id.replace("-", "_")
     files = {
-        home / "entries" / f"{entry_id}.md": _entry(entry_id, stem, today, draft),
+        home / "entries" / f"{entry_id}.md": _entry(entry_id, stem, today, draft, languages(home / "entries")),
         home / "probes" / f"{stem}.py": PROBE,
     }
     for path in files:
@@ -171,7 +156,8 @@ def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_
     return entry, probe
 
 
-def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
+def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft, written: frozenset[Language]) -> str:
+    is_translated = len(written) > 1
     ticks = "`" * max(3, draft.longest_fence + 1)
     return ENTRY.format(
         id=entry_id,
@@ -179,6 +165,9 @@ def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
         today=today,
         area=Area.LAUNCH,
         areas=", ".join(Area),
+        title_zh=TITLE_ZH if is_translated else "",
+        aliases="\n".join(ALIASES[language] for language in Language if language in written),
+        translation=_translation() if is_translated else "",
         signatures="\n".join(
             SIGNATURE.format(
                 pattern=_quoted(candidate.pattern),
@@ -193,6 +182,11 @@ def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft) -> str:
         fence=ticks,
         log=draft.log,
     )
+
+
+def _translation() -> str:
+    parts = "".join(f"\n### {part}\n\nTODO {part}\n" for part in CHINESE_PARTS)
+    return f"\n## {TRANSLATION}\n{parts}"
 
 
 def _quoted(text: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.graded_text import Mark, graded_texts
@@ -16,6 +15,7 @@ from kb.content.grades import GRADES, Grade
 FIRST = ("Root cause", "Fix")  # what a reader needs most
 AFTERWARDS = ("How to tell", "Why it works", "Environment", "Symptom", "Known cases")
 FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("症状", "环境")
+CAUSES, FIXES = zip(FIRST, FIRST_ZH, strict=True)
 
 PROBE, STATED = "seen in the probe", "stated"
 STRENGTH = (
@@ -93,12 +93,17 @@ def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) ->
     claims get room first: of each entry the first claim of its cause, the fix, the rest of the cause. The choice ends
     at the first claim that does not fit, once one has been chosen.
     """
-    parts = (FIRST_ZH, AFTERWARDS_ZH) if in_chinese else (FIRST, AFTERWARDS)
     entries = tuple(entries)
-    candidates = list(chain.from_iterable(claims(entry, headings) for headings in parts for entry in entries))
+    headings = [_headings(entry, in_chinese=in_chinese) for entry in entries]
+    candidates = [
+        claim
+        for part in (0, 1)
+        for entry, parts in zip(entries, headings, strict=True)
+        for claim in claims(entry, parts[part])
+    ]
     numbers: list[int] = []
     room = most + 1  # the last line has no line end
-    for number in _most_useful_first(candidates, *parts[0]):
+    for number in _most_useful_first(candidates):
         size = len(candidates[number].cited) + 1
         if size <= room:
             numbers.append(number)
@@ -109,7 +114,13 @@ def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) ->
     return Context(chosen, "\n".join(claim.cited for claim in chosen), len(chosen) < len(candidates))
 
 
-def _most_useful_first(candidates: list[Claim], cause: str, fix: str) -> list[int]:
+def _headings(entry: Entry, *, in_chinese: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The headings of cause and fix, and those after them; in English where an entry has no Chinese."""
+    is_chinese = in_chinese and TRANSLATION in entry.sections
+    return (FIRST_ZH, AFTERWARDS_ZH) if is_chinese else (FIRST, AFTERWARDS)
+
+
+def _most_useful_first(candidates: list[Claim]) -> list[int]:
     """The numbers of the claims, entry by entry, causes and fixes before all others."""
     first_causes: dict[str, int] = {}
     places: dict[str, int] = {}
@@ -117,9 +128,9 @@ def _most_useful_first(candidates: list[Claim], cause: str, fix: str) -> list[in
     def rank(number: int) -> tuple[int, int]:
         claim = candidates[number]
         place = places.setdefault(claim.entry, len(places))
-        if claim.section == fix:
+        if claim.section in FIXES:
             return place, 1
-        if claim.section != cause:
+        if claim.section not in CAUSES:
             return len(candidates), 0
         return place, 0 if first_causes.setdefault(claim.entry, number) == number else 2
 

@@ -12,6 +12,7 @@ from tests.support.console import BREAKS, ContentRoot, Kb
 
 pytestmark = pytest.mark.usefixtures("few_entries")
 
+TITLE = "The thing called loader-stalls-on-nfs"
 REPLACED = "checkpoint-save-allgather-timeout"
 
 
@@ -96,3 +97,31 @@ def test_the_graph_shows_both_directions_and_ends_in_a_circle(team: ContentRoot,
     tree = kb("graph", "first").out
     assert len(re.findall("second", tree)) == 4, tree
     assert kb("graph", "frist").code == 2
+
+
+@pytest.mark.parametrize(("languages", "is_translated"), [("", False), ('["en"]', False), ('["en", "zh"]', True)])
+def test_a_new_incident_is_written_in_the_languages_of_its_root(
+    tmp_path: Path, kb: Kb, languages: str, is_translated: bool
+) -> None:
+    home = tmp_path / "other"
+    (home / "entries").mkdir(parents=True)
+    if languages:
+        (home / "entries" / "root.toml").write_text(f"languages = {languages}\n")
+    assert kb("new", "loader-stalls-on-nfs", "--root", home).code == 0
+    entry = home / "entries" / "loader-stalls-on-nfs.md"
+    assert ("中文" in entry.read_text(), "title_zh" in entry.read_text()) == (is_translated, is_translated)
+    findings = kb("lint", entry, "--json").json["findings"]
+    assert {finding["rule"] for finding in findings} == {"unfinished", "unfinished-probe"}
+
+
+def test_an_english_entry_answers_in_english_where_chinese_is_asked_for(team: ContentRoot, kb: Kb) -> None:
+    team.incident("loader-stalls-on-nfs")
+    entry = team.path / "entries" / "loader-stalls-on-nfs.md"
+    english = entry.read_text().replace("title_zh: 测试条目\n", "").replace(", 测试]", "]").partition("## 中文")[0]
+    entry.write_text(english)
+    assert kb("lint", entry).code == 0
+    assert kb("show", "loader-stalls-on-nfs", "--json").json["title_zh"] == TITLE
+    shown = kb("show", "loader-stalls-on-nfs", "--lang", "zh")
+    assert (shown.code, "Do not break it." in shown.out) == (0, True)
+    (hit, *_) = kb("search", "the thing broke: code 99 卡住", "--json").json["hits"]
+    assert (hit["id"], hit["title_zh"]) == ("loader-stalls-on-nfs", TITLE)
