@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from kb.diagnose.diagnosis import Diagnosis
-from kb.diagnose.evidence import DERIVED_PREFIX, Line
+from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Line
 from kb.diagnose.finding import Finding
-from kb.diagnose.first_failure import SINCE_EPOCH
 from kb.diagnose.next_step import CERTAIN
 from kb.harness.collective import name_ranks
 

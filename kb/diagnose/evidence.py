@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 LONGEST_EVIDENCE = 400  # characters of a line that are stored
 DERIVED_PREFIX = "kb: "  # begins a sentence that kb derived from several lines
+SINCE_EPOCH = 1e9  # seconds; smaller ones count from the start of a machine and compare within one file
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,12 @@ class Line:
         return f"{self.source}:{self.number}" if self.number else self.source
 
     def to_json(self) -> dict[str, Any]:
-        """As answers cite it: `line` is null for a derived text."""
+        """As answers cite it: `line` is null for a derived text, `time` (ISO 8601, UTC) where no date is known."""
         return {
             "source": self.source,
             "line": self.number or None,
             "rank": self.rank,
-            "time": self.time,
+            "time": utc_time(self.time),
             "text": self.text,
         }
 
@@ -118,3 +120,13 @@ class Scan:
     bytes: int = 0
     problems: tuple[str, ...] = ()
     text: str = ""
+
+
+def utc_time(seconds: float | None) -> str | None:
+    """`2026-03-01T08:30:00Z`; None for what is not a moment of the calendar, such as seconds since a machine started."""
+    if seconds is None or seconds < SINCE_EPOCH:
+        return None
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):  # a zone can lead beyond the year 9999
+        return None

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kb.diagnose.evidence import DERIVED_PREFIX, Exit, Line, Scan
+from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Exit, Line, Scan
 from kb.diagnose.failure_lines import is_aftermath, is_failure, is_raised
 from kb.diagnose.ranking import Candidate
 
 MOST_RANKS = 64
-SINCE_EPOCH = 1e9  # seconds; smaller ones count from the start of a machine and compare within one file
 ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that something else ended: SIGTERM
 ABSENT = re.compile(r"ranks? ([\d, and-]{1,400}) (?:never issued|reported no timeout)")
 
