@@ -48,9 +48,9 @@ async def verify_fix(
     consent: Annotated[ElicitationResult[Consent], Resolve(_consent)],
     settings: Settings = None,
 ) -> dict[str, Any]:
-    """Prove an incident and its fix on this machine: the job must fail without the fix, and complete with it.
+    """Verify an incident and its fix on this machine: the job must fail without the fix, and complete with it.
 
-    The person is asked for consent each time. It takes seconds to minutes. `verdict` says what was proved and
+    The person is asked for consent each time. It takes seconds to minutes. `verdict` is the result and
     `fidelity` on what: a verdict of fidelity cpu says nothing about NCCL.
     """
     if not isinstance(consent, AcceptedElicitation) or not consent.data.run:

@@ -62,7 +62,7 @@ class Server(MCPServer[Tools]):
             )
         self._tools = tools
         self.resource("kb://entries/{id}", name="entry", title="An incident", mime_type=MARKDOWN)(self.entry)
-        self.prompt(title="Triage of a failed job", description="From a log or a symptom to a proved fix.")(triage)
+        self.prompt(title="Triage of a failed job", description="From a log or a symptom to a verified fix.")(triage)
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         try:

@@ -65,7 +65,7 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="The number of
 @router.post(
     "/reports",
     operation_id="postReport",
-    summary="Share what a verification proved",
+    summary="Share the verdict of a verification",
     status_code=201,
     response_model=Receipt,
     responses={
@@ -105,7 +105,7 @@ async def post_report(request: Request, database: StoreDatabase, caller: Reporte
 @router.get(
     "/reports",
     operation_id="listReports",
-    summary="Read what verifications proved, on which machines",
+    summary="Read verdicts, by machine",
     response_model=ReportPage,
     responses=documented(422, 503),
 )
@@ -146,7 +146,7 @@ def get_report(content: ServedContent, database: StoreDatabase, number: Number) 
 @router.get(
     "/entries/{id}/reports",
     operation_id="listReportsOfEntry",
-    summary="Read what verifications of an entry proved",
+    summary="Read the verdicts of an entry",
     response_model=ReportList,
     responses=documented(404, 422, 503),
 )

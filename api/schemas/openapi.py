@@ -29,7 +29,7 @@ TAGS = {
     "diagnose": "What made a job fail, from its log.",
     "context": "Cited claims for a language model.",
     "entries": "The incidents: symptom, cause, fix.",
-    "reports": "What verifications proved, on which machines.",
+    "reports": "What verifications showed, on which machines.",
     "feedback": "Did an entry help?",
     "gaps": "Questions without a good answer.",
     "admin": "For operators.",

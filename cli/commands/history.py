@@ -1,4 +1,4 @@
-"""`kb history`: what earlier verifications proved on this machine."""
+"""`kb history`: earlier verdicts on this machine."""
 
 from __future__ import annotations
 

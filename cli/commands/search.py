@@ -128,8 +128,8 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
         print(labelled("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
     if hit.why:
         _print_why(hit.why)
-    print(f"   seen as  {style(hit.snippet, dim=True)}")
-    print(f"   prove    {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
+    print(f"   example  {style(hit.snippet, dim=True)}")
+    print(f"   verify   {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
     print()
 
 

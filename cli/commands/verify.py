@@ -1,4 +1,4 @@
-"""`kb verify`: run an entry's probe on this machine and say what it proved."""
+"""`kb verify`: run an entry's probe on this machine and print the verdict."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verify(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Prove an entry here: its control arm must fail with the entry's signature, its treatment must complete.
+    """Verify an entry here: its control arm must fail with the entry's signature, its treatment must complete.
 
     Exit codes: 0 verified or clear; 1 exposed, fix-ineffective, inverted, other-failure; 2 bad input;
     3 not-reproduced, inconclusive; 4 not-applicable; 124 deadline; 130 interrupted.

@@ -170,9 +170,9 @@ def _against(candidate: Candidate, ranks: RankSummary, effects: set[str]) -> tup
     if candidate.role == "similar":
         objections.append("no signature of it was printed, only the wording is alike")
     if candidate.role == "last":
-        objections.append("nothing failed in words: the log merely stops where this incident stops")
+        objections.append("no error was printed: the log stops where this incident stops")
     if candidate.caused_by:
-        objections.append(f"it follows from {', '.join(candidate.caused_by)}, which was seen as well")
+        objections.append(f"it follows from {', '.join(candidate.caused_by)}, which matched as well")
     if shared := [other for other in candidate.shared_with if other not in effects]:
         objections.append(f"the same lines fit {', '.join(shared)}")
     if candidate.role == "cascade" and not candidate.caused_by:

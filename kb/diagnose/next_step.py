@@ -1,4 +1,4 @@
-"""The one thing to do next: tell the remaining candidates apart, prove the only one, or read the first failure.
+"""The one thing to do next: tell the remaining candidates apart, verify the only one, or read the first failure.
 
 Under `How to tell` an entry says how it differs from its look-alikes: an item there that names the other candidate is
 the observation to make.
@@ -16,7 +16,7 @@ from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary
 from kb.harness.collective import name_ranks
 
-CERTAIN = 0.8  # confidence from which a finding is to be proved, not told apart from others
+CERTAIN = 0.8  # confidence from which a finding is to be verified, not compared with others
 LIKELY = 0.35  # confidence below which an entry is no candidate
 MOST_CANDIDATES = 3
 STREAMS = ("", "-", "body", "pasted text")  # what the command and the service call a log that is in no file
@@ -100,7 +100,7 @@ def _first_test(finding: Finding, documents: Documents) -> NextStep | None:
 def _proof(finding: Finding, documents: Documents) -> NextStep:
     command = _command(finding, documents)
     if finding.probe:
-        text = f"Prove it on this machine, then apply the fix: `kb show {finding.id}`."
+        text = f"Verify it on this machine, then apply the fix: `kb show {finding.id}`."
         return NextStep(text, finding.id, (finding.id,), command)
     return NextStep("Read its fix.", finding.id, (finding.id,), command)
 
