@@ -9,15 +9,19 @@ import datetime
 import io
 import json
 import os
+import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
 from kb.errors import KbError, OutputLost
+from kb.printable import HAZARDS, printable
 
+OWN_STYLE = re.compile(r"(\x1b\[(?:[0-4]|7|9|3[0-7]|9[0-7]|;)*m)")  # what `style` and Rich write: no hidden text
+UNSAFE_JSON = re.compile(f"[{HAZARDS}]")
+ERASE_LINE = "\r\x1b[K"
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 RootOption = Annotated[
     list[Path] | None,
@@ -45,24 +49,24 @@ def clock(moment: datetime.datetime) -> str:
     return moment.astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-class PatientStdout(io.TextIOBase):
-    """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code stays true.
+class SafeStream(io.TextIOBase):
+    """Everything that a command prints passes here, and nothing reaches the terminal but text and our colours.
 
-    Left to itself, Typer ends with 1 and the interpreter with 120, whatever the verdict was. Any other reason why it
-    cannot be written is an `OutputLost`. What it has once `has_begun` cannot be taken back.
+    An error is ignored: where stderr cannot be written, as beside a full stdout, the exit code must still be true.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.has_begun = False
 
     def write(self, text: str) -> int:
-        self.has_begun = True
+        self.write_unchanged(text if text.isprintable() else _safe(text, has_color=has_color(self._stream)))
+        return len(text)
+
+    def write_unchanged(self, text: str) -> None:
         try:
-            return self._stream.write(text)
+            self._stream.write(text)
         except OSError as error:
             self._drop(error)
-            return len(text)
 
     def flush(self) -> None:
         try:
@@ -71,9 +75,7 @@ class PatientStdout(io.TextIOBase):
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise OutputLost(f"standard output cannot be written: {error.strerror}", "is the disk full?") from error
+        pass
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -86,17 +88,46 @@ class PatientStdout(io.TextIOBase):
         return self._stream.encoding
 
 
+class PatientStdout(SafeStream):
+    """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code stays true.
+
+    Left to itself, Typer ends with 1 and the interpreter with 120, whatever the verdict was. Any other reason why it
+    cannot be written is an `OutputLost`. What it has once `has_begun` cannot be taken back.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.has_begun = False
+
+    def write_unchanged(self, text: str) -> None:
+        self.has_begun = True
+        super().write_unchanged(text)
+
+    def _drop(self, error: OSError) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise OutputLost(f"standard output cannot be written: {error.strerror}", "is the disk full?") from error
+
+
+def _safe(text: str, *, has_color: bool) -> str:
+    """Printable, except for colours where there are any."""
+    if not has_color:
+        return printable(text)
+    parts = OWN_STYLE.split(text)
+    return "".join(part if number % 2 else printable(part) for number, part in enumerate(parts))
+
+
 def claim_streams() -> None:
     """Give every command streams that it can write to.
 
     What the terminal has no characters for is replaced. A stream that whoever started kb has closed swallows
     everything: without one, `print` writes diagnostics to stdout, and the next file to be opened becomes stdout.
     """
-    stdout = sys.stdout or _nowhere()
-    sys.stderr = sys.stderr or _nowhere()
+    stdout, stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     if isinstance(stdout, io.TextIOWrapper):
         stdout.reconfigure(errors="replace")
     sys.stdout = PatientStdout(stdout)
+    sys.stderr = SafeStream(stderr)
 
 
 def _nowhere() -> TextIO:
@@ -109,9 +140,14 @@ def emit(command: str, *, ok: bool = True, **fields: Any) -> None:
 
 
 def print_json(document: Any, indent: int | None) -> None:
-    """JSON is UTF-8 (RFC 8259): where stdout is anything else, or the text is no Unicode, all but ASCII is escaped."""
-    text = json.dumps(document, ensure_ascii=False, indent=indent, default=str)
+    """JSON is UTF-8 (RFC 8259): where stdout is anything else, or the text is not Unicode, all but ASCII is escaped."""
+    text = UNSAFE_JSON.sub(_json_escape, json.dumps(document, ensure_ascii=False, indent=indent, default=str))
     print(text if _is_utf8(text) else json.dumps(document, indent=indent, default=str))
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    """The same character to a program, and nothing that a terminal would obey."""
+    return json.dumps(match.group())[1:-1]
 
 
 def _is_utf8(text: str) -> bool:
@@ -138,14 +174,22 @@ def complain(error: KbError) -> None:
         _say(f"{style('hint:', 'cyan', on=sys.stderr)}  {error.hint}")
 
 
+def draw(text: str) -> None:
+    """Replace the line of stderr that the cursor is in, on a terminal."""
+    write = getattr(sys.stderr, "write_unchanged", sys.stderr.write)
+    write(f"{ERASE_LINE}{printable(text)}")
+    sys.stderr.flush()
+
+
 def _say(line: str) -> None:
-    """On stderr. Where it cannot be written, as beside a full stdout, the exit code must still be the true one."""
-    with suppress(OSError):
-        print(line, file=sys.stderr)
+    print(line, file=sys.stderr)
 
 
 def style(text: str, color: str = "", *, bold: bool = False, dim: bool = False, on: Any = None) -> str:
     """Colour on a terminal, plain text elsewhere; NO_COLOR and FORCE_COLOR are honoured (no-color.org)."""
-    stream = on or sys.stdout
-    wanted = bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and not os.environ.get("NO_COLOR"))
-    return typer.style(text, fg=color or None, bold=bold or None, dim=dim or None) if wanted else text
+    return typer.style(text, fg=color or None, bold=bold or None, dim=dim or None) if has_color(on) else text
+
+
+def has_color(stream: Any = None) -> bool:
+    """Whether colours are wanted there, by default on stdout."""
+    return bool(os.environ.get("FORCE_COLOR")) or ((stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR"))

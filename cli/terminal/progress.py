@@ -12,6 +12,8 @@ import time
 from types import TracebackType
 from typing import Self
 
+from .output import draw
+
 TURN_S = 0.2
 TURN_BYTES = 16 << 20  # read between two turns
 
@@ -54,8 +56,7 @@ class StatusLine:
 
     def _write(self, text: str) -> None:
         width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write(f"\r\x1b[K{text[:width]}")
-        sys.stderr.flush()
+        draw(text[:width])
 
 
 class ReadingLine:
@@ -71,12 +72,11 @@ class ReadingLine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._reported:
-            sys.stderr.write("\r\x1b[K")
+            draw("")
 
     def read(self, count: int) -> None:
         self._bytes += count
         if self._is_terminal and self._bytes - self._reported > TURN_BYTES:
             self._reported = self._bytes
             rate = self._bytes / 1e6 / max(1e-3, time.monotonic() - self._began)
-            sys.stderr.write(f"\r\x1b[Kread {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")
-            sys.stderr.flush()
+            draw(f"read {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")

@@ -15,6 +15,7 @@ from functools import lru_cache
 FRONT = 160  # characters at the beginning of a line in which a time is looked for
 DAY = 86400.0
 LATEST = 4e9  # seconds since the epoch: a file may claim to be written at any time, the calendar has an end
+CALENDAR_END = 253_402_300_800.0  # the year 10000, to which a zone can lead
 
 CLOCK = re.compile(
     r"""(\d\d):(?<![\d:]...)(\d\d):(\d\d)(?!\d|:\d)
@@ -51,7 +52,10 @@ def parse_timestamp(text: str, written: float | None = None) -> float | None:
     hours, minutes, seconds, fraction, zone, year = clock.groups()
     second_of_day = int(hours) * 3600 + int(minutes) * 60 + int(seconds) + float(f"0.{fraction or 0}")
     midnight = _day(date[0], year, written)
-    return None if midnight is None else midnight + second_of_day - _offset(zone)
+    if midnight is None:
+        return None
+    moment = midnight + second_of_day - _offset(zone)
+    return moment if moment < CALENDAR_END else None
 
 
 @lru_cache(maxsize=1024)
