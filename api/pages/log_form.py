@@ -58,7 +58,7 @@ async def parse_log_form(headers: Headers, body: AsyncGenerator[bytes, None]) ->
     finally:
         await form.close()
     if not logs:
-        raise UsageError("there is no log in this form", HINT)
+        raise UsageError("the form has no log", HINT)
     return list(_with_shares(list(_with_unique_names(logs))))
 
 

@@ -54,7 +54,7 @@ def forget_gap(
     caller: Admin,
     digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest of a gap.", examples=[DIGEST])],
 ) -> Response:
-    """After its entry is written, or when it is no question for kb. It counts from one when it is asked again."""
+    """After its entry is written, or when kb is not meant to answer it. It counts from one when it is asked again."""
     try:
         gaps.forget(database, digest, actor=caller.id, request_id=request.state.id)
     except UsageError as error:

@@ -30,7 +30,7 @@ class Metrics:
         self._labelled: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def count_request(self, route: str, method: str, status: int, seconds: float) -> None:
-        """`route` is a template such as /v1/entries/{id}: what clients send is no label."""
+        """`route` is a template such as /v1/entries/{id}: what clients send is not a label."""
         requests, durations = self._labelled.get((route, method, status)) or self._label(route, method, status)
         requests.inc()
         durations.observe(seconds)

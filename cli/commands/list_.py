@@ -49,7 +49,7 @@ def list_(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """List the entries. Exit code 0 when there is one, 1 when none fits."""
+    """List the entries. Exit code 0 when at least one is listed, 1 when none matches."""
     chosen = configured_roots(tuple(roots or ()))
     with open_index(chosen, notice) as index:
         documents = Filter.of(tag, framework, status, area).listed(document for _, document in index.documents())

@@ -1,4 +1,4 @@
-"""Boilerplate that messages add whatever happened: it advises, guesses or announces, and is no evidence."""
+"""Boilerplate that messages add whatever happened: it advises, guesses or announces, and is not evidence."""
 
 from __future__ import annotations
 

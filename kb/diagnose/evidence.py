@@ -123,7 +123,7 @@ class Scan:
 
 
 def utc_time(seconds: float | None) -> str | None:
-    """`2026-03-01T08:30:00Z`; None for what is not a moment of the calendar, such as seconds since a machine started."""
+    """`2026-03-01T08:30:00Z`; None for anything else, such as seconds since a machine started."""
     if seconds is None or seconds < SINCE_EPOCH:
         return None
     try:

@@ -17,7 +17,7 @@ from kb.diagnose.first_failure import RankSummary
 from kb.harness.collective import name_ranks
 
 CERTAIN = 0.8  # confidence from which a finding is to be verified, not compared with others
-LIKELY = 0.35  # confidence below which an entry is no candidate
+LIKELY = 0.35  # confidence below which an entry is not a candidate
 MOST_CANDIDATES = 3
 STREAMS = ("", "-", "body", "pasted text")  # what the command and the service call a log that is in no file
 PACKED = (".gz", ".zst")
@@ -41,7 +41,7 @@ class NextStep:
 def candidates(findings: Sequence[Finding]) -> list[Finding]:
     """The findings that may still be the cause: only the first if it is certain, and never a consequence.
 
-    If a root signature matched, what waiting ranks print is no rival of it.
+    If a root signature matched, what waiting ranks print does not compete with it.
     """
     likely = [finding for finding in findings if not finding.caused_by and finding.confidence >= LIKELY]
     if any(finding.role == "root" for finding in likely):

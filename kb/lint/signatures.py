@@ -44,7 +44,7 @@ def matches_healthy_log(file: EntryFile) -> Iterator[Remark]:
     for line, signature in _runnable(file):
         healthy = next((text for text in HEALTHY_LINES if find(signature.pattern, text)), "")
         if healthy and signature.role is not Role.CONTEXT:
-            yield line, f"the {signature.role} pattern matches a line that is no evidence: {healthy!r}"
+            yield line, f"the {signature.role} pattern matches a line that is not evidence: {healthy!r}"
 
 
 def ambiguous_repeat(file: EntryFile) -> Iterator[Remark]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kb.patterns.syntax import BRANCH, IN, LITERAL, REPEATS, SUBPATTERN, ZERO_WIDTH, has_flag, parse
 
-LONG_LITERAL = 8  # characters; a literal this long is no common word
+LONG_LITERAL = 8  # characters; a literal this long is not a common word
 MAX_TEXTS = 32  # a larger set is dropped in favour of a shorter text that more matches share
 
 # Lines that healthy jobs print over and over, as transformers, torchtitan, Megatron, DeepSpeed, tqdm and NCCL word it.

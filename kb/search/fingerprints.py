@@ -30,9 +30,9 @@ RECIPE = (  # the modules that decide what an index holds
     "search/whoosh_codec.py",
 )
 
-MOST_READ = 1 << 20  # bytes; a larger file is no entry
+MOST_READ = 1 << 20  # bytes; a larger file is not an entry
 
-FileState = tuple[int, int, str]  # size, time of the last change in nanoseconds, sha256; "" for what is no entry
+FileState = tuple[int, int, str]  # size, time of the last change in nanoseconds, sha256; "" for what is not an entry
 
 
 def stamp(roots: tuple[Root, ...]) -> str:

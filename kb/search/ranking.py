@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # only a search with a filter pays for it
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
 MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
-RELEVANT = 0.5  # of the best score: what has less is no answer to prefer because it applies
+RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 
 Preference = Callable[[Sequence[Hit]], Sequence[Hit]]  # the same hits in another order

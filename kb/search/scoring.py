@@ -108,7 +108,7 @@ def _candidates(index: Index, rarest_first: list[Concept]) -> frozenset[int]:
     """The entries that are worth scoring in a large index: the best when each word counts for its champions alone.
 
     Champions are the `MOST_CHAMPIONS` entries that score highest for one alternative. The candidates get what they
-    would get in a full scoring; an entry that is no champion of any word is passed over, and the ranking can differ.
+    would get in a full scoring; an entry that is not a champion of any word is passed over, and the ranking can differ.
     With 10,000 entries and 300 questions the first answer differed for one, one of the first three for ten.
     """
     sums: Scores = {}

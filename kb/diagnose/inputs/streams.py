@@ -42,7 +42,7 @@ def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> i
         return _stream(_read_until(file, status.st_size, name, report), name, report, file)
     if waits and stat.S_ISFIFO(status.st_mode):
         return _stream(_read_all(file.read, name, report), name, report, file)
-    report(f"{name}: is no regular file any more")
+    report(f"{name}: is no longer a regular file")
     file.close()
     return _stream(iter(()), name, report)
 

@@ -59,7 +59,7 @@ def read_dump(data: bytes, source: str) -> FlightDump:
     """Raises `Unreadable`."""
     dump = load_pickle(data) if data[:1] == pickle.PROTO else load_json(data)
     if not isinstance(dump, dict) or not any(key in dump for key in KEYS):
-        raise Unreadable("it is no flight-recorder dump: it has neither entries nor process groups")
+        raise Unreadable("not a flight-recorder dump: it has neither entries nor process groups")
     entries = dump.get("entries") or []  # JSON leaves the key out when there are none
     if not isinstance(entries, list):
         raise Unreadable("its entries are not a list")

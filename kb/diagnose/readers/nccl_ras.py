@@ -59,7 +59,7 @@ Statement = tuple[str, int | None]  # a sentence, the rank of the job that it is
 def _from_json(document: Any) -> list[Statement]:
     communicators = document.get("communicators") if isinstance(document, dict) else None
     if not isinstance(communicators, list):
-        raise Unreadable("it is no RAS report: it has no list of communicators")
+        raise Unreadable("not a RAS report: it has no list of communicators")
     communicators = [communicator for communicator in communicators[:MOST_LINES] if isinstance(communicator, dict)]
     keys = ("ranks", "missing_ranks")
     gpus = {_gpu(rank) for communicator in communicators for key in keys for rank in _dicts(communicator, key)}
@@ -216,7 +216,7 @@ class _TextReport:
 
 def _from_text(text: str) -> list[Statement]:
     if not re.search(r"^(Job summary|Communicators\.\.\.|RAS Monitor Mode|Group +Comms )|PEER_", text, re.MULTILINE):
-        raise Unreadable("it is no RAS report: it has neither a job summary nor communicators")
+        raise Unreadable("not a RAS report: it has neither a job summary nor communicators")
     report = _TextReport()
     for line in text.splitlines():
         report.read_line(line.rstrip()[:1000])

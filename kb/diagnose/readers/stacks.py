@@ -111,7 +111,7 @@ def read_stacks(text: str, source: str, rank: int | None = None) -> list[Line]:
     is_json = re.match(r"\s*\[\s*[\]{]", text[:LONGEST_LINE]) is not None
     processes = _from_json(text, rank) if is_json else _from_text(text, rank)
     if not any(thread.frames for process in processes for thread in process.threads):
-        raise Unreadable("there is no stack in it")
+        raise Unreadable("it contains no stack")
     sentences = ((process, _sentence(process)) for process in processes)
     return [Line(source, 0, sentence[:LONGEST_EVIDENCE], process.rank) for process, sentence in sentences if sentence]
 
@@ -121,7 +121,7 @@ def _from_json(text: str, rank: int | None) -> list[Process]:
     processes: dict[int | None, Process] = {}
     for thread in load_json(text)[:MOST_THREADS]:
         if not isinstance(thread, dict) or not isinstance(thread.get("frames"), list):
-            raise Unreadable("it is no dump of py-spy: a thread has no frames")
+            raise Unreadable("not a py-spy dump: a thread has no frames")
         pid = as_integer(thread.get("pid"))
         frames = [_json_frame(frame) for frame in thread["frames"][:MOST_FRAMES] if isinstance(frame, dict)]
         process = processes.setdefault(pid, Process(rank, pid))

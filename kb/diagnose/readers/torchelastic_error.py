@@ -22,7 +22,7 @@ def read_error_file(data: bytes, source: str, rank: int | None = None) -> list[L
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     document = load_json(data)
     if not isinstance(document, dict) or not isinstance(document.get("message"), (str, dict)):
-        raise Unreadable("it is no error file of torchrun: it has no message")
+        raise Unreadable("not a torchrun error file: it has no message")
     inner = document["message"] if isinstance(document["message"], dict) else document
     extra = inner.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}

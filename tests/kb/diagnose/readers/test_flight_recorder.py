@@ -19,7 +19,7 @@ from kb.diagnose.scan.signature_matcher import Matcher
 from tests.support.flight_dumps import dump_of, entry
 from tests.support.strategies import PLAIN_DATA
 
-NO_DUMP = "it is no flight-recorder dump: it has neither entries nor process groups"
+NO_DUMP = "not a flight-recorder dump: it has neither entries nor process groups"
 
 
 def test_frames_of_libraries_are_not_the_users() -> None:

@@ -75,7 +75,7 @@ def test_a_long_line_is_cut_and_of_many_the_last_count() -> None:
     ("data", "reason"),
     [
         *((data, "it is not JSON: ") for data in (b"", b"{", b'{"message":"' + b"x" * 20)),
-        *((data, "it is no error file of torchrun: it has no message") for data in (b"[]", b"{}", b'{"message": 3}')),
+        *((data, "not a torchrun error file: it has no message") for data in (b"[]", b"{}", b'{"message": 3}')),
         (b"[" * 100_000, "its JSON is nested too deeply"),
     ],
 )
