@@ -37,7 +37,7 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
         "applies_to": meta.applies_to,
         "fixed_in": meta.fixed_in,
         "lines": _lines(entry, sections),
-        "tells": _tells(entry),
+        "tells": tells(entry),
     }
     parts = [
         (HEADLINE, f"{entry.id.replace('-', ' ')} {meta.title}"),
@@ -58,7 +58,7 @@ def _own(text: str, entry: Entry, ids: Set[str]) -> str:
     return MENTION.sub(lambda match: "" if match[1] in ids and match[1] != entry.id else match[0], text)
 
 
-def _tells(entry: Entry) -> list[str]:
+def tells(entry: Entry) -> list[str]:
     """The list items of `How to tell`: each an observation that separates this incident from others."""
     prose = FENCED.sub("", entry.section(LOOK_ALIKES))
     return [" ".join(item.split()) for item in ITEM.split(prose)[1:]]
