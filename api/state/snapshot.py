@@ -22,6 +22,7 @@ from .background import repeated
 REFRESH_S = 2.0  # a revoked key is refused and new content is read after this, in every replica
 USES_S = 30.0  # between two writes of the last uses of keys
 RETRY_S = 0.5  # between two reads for an unknown key
+LONGEST_WAIT_S = 3.0  # of a request with an unknown key for a database that does not answer
 KEYS_VALID_S = 15 * 60.0  # for which keys are accepted without a database that could have revoked them
 
 
@@ -83,10 +84,15 @@ class Snapshot:
         self._uses[key_id] = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
 
     async def refresh_soon(self) -> None:
-        """Read the database, for a key newer than the snapshot. Callers share a read, at most one in 0.5 s."""
+        """Read the database, for a key newer than the snapshot. Callers share a read, at most one in 0.5 s.
+
+        Raises `StoreUnavailable` when the database takes too long.
+        """
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.ensure_future(self._refresh_once())
-        await asyncio.shield(self._refreshing)
+        done, _ = await asyncio.wait([self._refreshing], timeout=LONGEST_WAIT_S)
+        if not done:
+            raise StoreUnavailable("keys cannot be checked while the database does not answer")
 
     async def _refresh_once(self) -> None:
         await asyncio.sleep(self._read_at + RETRY_S - self._clock())
@@ -106,7 +112,8 @@ class Snapshot:
                 yield
         finally:
             with suppress(StoreUnavailable):
-                self._write_uses()
+                if self.is_up:
+                    self._write_uses()
 
     def refresh(self) -> None:
         """Read the database, or keep the last state. Never raises."""

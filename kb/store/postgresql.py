@@ -1,7 +1,7 @@
 """A store in a PostgreSQL database, which several hosts share.
 
-Connecting, each statement and a silent network have limits. There is no limit for a connection in use to a server that
-is stopped while its kernel still answers: libpq waits.
+Connecting, each statement and a silent network have limits on the server. For a server that is stopped while its kernel
+still answers, kb itself gives up a statement, and with it the connection.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from sqlalchemy import URL, Connection, Engine, column, create_engine, select, table
+from sqlalchemy import URL, Connection, Engine, column, create_engine, event, select, table
 
 from kb.errors import UsageError
 from kb.store.schema import TABLE
@@ -22,7 +22,7 @@ CONNECTION: dict[str, Any] = {  # options in the URL take precedence
     "keepalives_idle": 5,  # seconds; the same while waiting for the host
     "keepalives_interval": 2,
     "keepalives_count": 3,
-    "options": "-c statement_timeout=10s -c lock_timeout=5s -c idle_in_transaction_session_timeout=30s",
+    "options": "-c statement_timeout=5s -c lock_timeout=4s -c idle_in_transaction_session_timeout=30s",
     "application_name": "kb",
 }
 POOL: dict[str, Any] = {"pool_size": 5, "max_overflow": 5, "pool_timeout": 5.0, "pool_pre_ping": True}
@@ -54,6 +54,7 @@ class PostgresqlDatabase:
             raise UsageError(
                 "PostgreSQL needs psycopg, which is not installed here", "pip install 'gpu-kb[server]'"
             ) from None
+        event.listen(engine, "do_connect", _connect)
         return cls(public_url.render_as_string(), engine)
 
     def exists(self) -> bool:
@@ -69,6 +70,7 @@ class PostgresqlDatabase:
         return _schema(connection)
 
     def lock_schema(self, connection: Connection) -> int:
+        _driver_connection(connection).deadline_s = 2 * MIGRATION_MS / 1000
         connection.exec_driver_sql(f"SET LOCAL lock_timeout={MIGRATION_MS}")
         connection.exec_driver_sql(f"SET LOCAL statement_timeout={MIGRATION_MS}")
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK})")
@@ -82,6 +84,17 @@ class PostgresqlDatabase:
 
     def hint(self, cause: BaseException) -> str:
         return HINTS.get(str(getattr(cause, "sqlstate", "")), UNREACHABLE)
+
+
+def _connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
+    """Imported here: without PostgreSQL its driver need not be installed."""
+    from kb.store.postgresql_connection import DeadlineConnection
+
+    return DeadlineConnection.connect(*arguments, **options)
+
+
+def _driver_connection(connection: Connection) -> Any:
+    return connection.connection.driver_connection
 
 
 def _schema(connection: Connection) -> int:

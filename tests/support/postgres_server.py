@@ -8,7 +8,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +73,19 @@ class Server:
         assert self.process
         self.process.wait(GENEROUS_S)
         wait_for(lambda: not any(map(is_running, family)), "PostgreSQL to be gone")
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped in the block, as on a machine that hangs: connections stay, and nobody answers."""
+        family = [self.pid, *_children(self.pid)]
+        for pid in family:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
         if self.process and self.process.poll() is None:

@@ -88,6 +88,21 @@ def test_a_server_killed_in_the_middle_of_a_write_keeps_nothing_of_it(postgres: 
         assert session.get(StateRow, "half") is None
 
 
+def test_a_server_that_stops_answering_is_given_up_and_is_used_again_when_it_goes_on(
+    postgres: Server, opened: Database
+) -> None:
+    """Stopped processes: the kernel of their machine still takes what is sent."""
+    opened.prepare()
+    with opened.reading(), postgres.frozen():
+        pass  # a connection of the pool is in use
+    with postgres.frozen():
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                save(opened, [REPORT])
+    save(opened, [REPORT])
+    assert len(history(opened)) == 1
+
+
 def test_reports_that_were_acknowledged_outlive_a_kill(postgres: Server, opened: Database) -> None:
     acknowledged: list[int] = []
 
@@ -124,7 +139,7 @@ def test_every_connection_limits_its_statements_and_its_wait_for_locks(opened: D
             session.connection().exec_driver_sql(f"SHOW {name}").scalar()
             for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout", "application_name")
         ]
-    assert shown == ["10s", "5s", "30s", "kb"]
+    assert shown == ["5s", "4s", "30s", "kb"]
 
 
 def test_more_threads_than_connections_wait_for_one(opened: Database) -> None:
