@@ -32,7 +32,7 @@ def load_json(data: bytes | str) -> Any:
     except RecursionError:
         raise Unreadable("its JSON is nested too deeply") from None
     except ValueError as error:  # also a number of more digits than Python converts
-        raise Unreadable(f"it is not JSON: {str(error)[:200]}") from None
+        raise Unreadable(f"not JSON: {str(error)[:200]}") from None
 
 
 def _yield_to_threads(document: dict[str, Any]) -> dict[str, Any]:

@@ -49,10 +49,10 @@ def test_dumps_of_the_first_versions_are_read() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b"\xff\xfe", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"\xff\xfe", "not JSON: Expecting value: line 1 column 1 (char 0)"),
         (b"[" * 100_000, "its JSON is nested too deeply"),
-        (b'{"entries": ' + b"9" * 10_000 + b"}", "it is not JSON: a number has more than 40 digits"),
+        (b'{"entries": ' + b"9" * 10_000 + b"}", "not JSON: a number has more than 40 digits"),
         (b"\x80\x04", "its pickle is damaged"),
         (b"\x80\x04cos\nsystem\n.", "its pickle has the instruction 0x63, which plain data does not need"),
         (b"[]", NO_DUMP),

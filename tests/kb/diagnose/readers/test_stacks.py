@@ -171,7 +171,7 @@ def test_what_this_interpreters_faulthandler_prints_is_read(tmp_path: Path) -> N
     [
         *((text, "it contains no stack") for text in ("", "hello\nworld", "[]", "[3]", "[[]]", GATHERS[:90])),
         ("[{}]", "not a py-spy dump: a thread has no frames"),
-        ("[{", "it is not JSON: "),
+        ("[{", "not JSON: "),
         ('[{"a":' + "[" * 100_000, "its JSON is nested too deeply"),
     ],
 )
@@ -209,5 +209,5 @@ def test_json_is_a_sentence_if_it_has_a_frame(value: Any) -> None:
     if isinstance(frames, list) and any(isinstance(frame, dict) for frame in frames):
         assert all(SENTENCE.match(line.text) for line in read_stacks(json.dumps([value]), "x"))
     else:
-        with pytest.raises(Unreadable, match=r"^(it contains no stack|it is no dump of py-spy: )"):
+        with pytest.raises(Unreadable, match=r"^(it contains no stack|not a py-spy dump: )"):
             read_stacks(json.dumps([value]), "x")
