@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
+from markupsafe import Markup
 
 from kb.diagnose.diagnosis import Diagnosis
+from kb.diagnose.evidence import DERIVED_PREFIX, Line
+from kb.diagnose.finding import Finding
+from kb.diagnose.next_step import LIKELY
 from kb.errors import UsageError
 
 from ..requests.upload import MOST_LOG_BYTES, upload
@@ -18,7 +21,8 @@ from ..state.content import Content, ServedContent
 from .entry_page import linked_html
 from .excerpt import Texts, excerpts, texts
 from .log_form import UploadedLog, parse_log_form
-from .page import language, page
+from .page import chosen_language, language, page
+from .translation import translated
 
 MOST_FINDINGS = 5
 MOST_LINES = 4  # of a finding
@@ -26,7 +30,7 @@ MOST_FAILURES = 8
 ROLES = {
     "root": ("cause", "a line that names this cause was printed"),
     "cascade": ("consequence", "a consequence of this was printed, mostly by the ranks that waited"),
-    "last": ("ends here", "nothing failed in words; the log stops where this incident stops"),
+    "last": ("ends here", "no error was printed; the log stops where this incident stops"),
     "similar": ("similar words", "no signature of it matched, only the wording is similar"),
 }
 
@@ -49,30 +53,62 @@ async def diagnose_page(request: Request, content: ServedContent) -> HTMLRespons
     except UsageError as problem:
         return _page(request, 422, problem=problem)
     application(request).gaps.add_diagnosis(diagnosis)
-    return _page(request, answer=diagnosis, **_view(content, diagnosis, neighbours, language(request)))
+    view = _view(content, diagnosis, neighbours, language(request), chosen_language(request))
+    return _page(request, answer=diagnosis, **view)
 
 
 async def _diagnose(content: Content, logs: list[UploadedLog]) -> tuple[Diagnosis, Texts]:
     diagnosis = await content.diagnose([log.stream() for log in logs])
     lines = [line for finding in diagnosis.findings[:MOST_FINDINGS] for line in finding.evidence[:MOST_LINES]]
     lines += [failure.line for failure in diagnosis.failures[:MOST_FAILURES]]
+    if diagnosis.ranks.first_failure:
+        lines.append(diagnosis.ranks.first_failure)
     return diagnosis, await asyncio.get_running_loop().run_in_executor(content.scanning.threads, texts, logs, lines)
 
 
-def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str) -> dict[str, Any]:
-    known = frozenset(content.catalog.entries)
-    failures = diagnosis.failures[:MOST_FAILURES]
-    step = diagnosis.next_step
+def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, chosen: str) -> dict[str, Any]:
+    """What the template shows. Only an entry that is likely to explain the log is shown with what to do about it."""
+    findings = diagnosis.findings[:MOST_FINDINGS]
+    likely = [] if diagnosis.is_cause_unknown else [finding for finding in findings if finding.confidence >= LIKELY]
+    failures = [failure.line for failure in diagnosis.failures[:MOST_FAILURES]]
+    first = diagnosis.ranks.first_failure or next(iter(failures), None)
+    is_explained = bool(likely) and not diagnosis.unexplained
+    others = failures if is_explained else [line for line in failures if line != first]
+    step = None if diagnosis.is_cause_unknown else diagnosis.next_step  # the page says it beside the first failure
     return {
-        "findings": [
-            {"finding": finding, "excerpts": excerpts(finding.evidence[:MOST_LINES], neighbours)}
-            for finding in diagnosis.findings[:MOST_FINDINGS]
-        ],
-        "seen": list(chain.from_iterable(excerpts([failure.line], neighbours) for failure in failures)),
-        "next_step": linked_html(step.text, known, lang) if step else "",
+        "nothing_read": bool(diagnosis.problems) and not (diagnosis.lines or diagnosis.observations or findings),
+        "is_explained": is_explained,
+        "first": excerpts([first], neighbours) if first else [],
+        "rank": diagnosis.ranks.failed_first,
+        "findings": [_item(finding, neighbours) for finding in likely if is_explained],
+        "weaker": [_item(finding, neighbours) for finding in findings if not (is_explained and finding in likely)],
+        "seen": [excerpt for line in others for excerpt in excerpts([line], neighbours)],
+        "next_step": _step_html(step.text, frozenset(content.catalog.entries), lang, chosen) if step else "",
     }
 
 
+def _item(finding: Finding, neighbours: Texts) -> dict[str, Any]:
+    evidence = finding.evidence[0] if finding.evidence else None
+    return {
+        "finding": finding,
+        "excerpts": excerpts(finding.evidence[:MOST_LINES], neighbours),
+        "evidence": citation(evidence) if evidence else "",
+    }
+
+
+def citation(line: Line) -> str:
+    """A line as a ticket cites it."""
+    rank = "" if line.rank is None else f" (rank {line.rank})"
+    return f"{line.place}{rank}: {line.text.removeprefix(DERIVED_PREFIX)}"
+
+
+def _step_html(text: str, known: frozenset[str], lang: str, chosen: str) -> Markup:
+    """A step of kb in the language of the page; one from an entry is in English."""
+    chinese = translated(text) if lang == "zh" else ""
+    html = Markup(linked_html(chinese or text, known, chosen))
+    return html if chinese or lang == "en" else Markup('<div lang="en">{}</div>').format(html)
+
+
 def _page(request: Request, status: int = 200, **values: Any) -> HTMLResponse:
-    defaults = {"answer": None, "problem": None, "lang": language(request), "roles": ROLES, "most": MOST_LOG_BYTES}
+    defaults = {"answer": None, "problem": None, "roles": ROLES, "most": MOST_LOG_BYTES}
     return page(request, "diagnose.html", status, **{**defaults, **values})

@@ -64,16 +64,13 @@ def sections(
 
     An entry without Chinese text is shown in English. A part has the same `id` in both languages, for links.
     """
-    parts = chinese_parts(entry.section("中文")) if lang == "zh" else {}
-    if not parts:
-        above, below = IN_ENGLISH, BELOW
-        return [_section(entry, name, known, chosen) for name in above], [
-            _section(entry, name, known, chosen) for name in below
-        ]
+    parts = chinese_parts(entry.section(TRANSLATION)) if lang == "zh" else {}
     chinese = [
         _part(anchor, name, "zh", parts[name], known, chosen) for name, anchor in IN_CHINESE.items() if name in parts
     ]
-    return chinese, [_section(entry, name, known, chosen) for name in (*IN_ENGLISH[3:], "Known cases")]
+    above = chinese or [_section(entry, name, known, chosen) for name in IN_ENGLISH]
+    below = (*IN_ENGLISH[3:], "Known cases") if chinese else BELOW
+    return above, [_section(entry, name, known, chosen) for name in below]
 
 
 def chinese_parts(text: str) -> dict[str, str]:

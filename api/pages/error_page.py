@@ -12,7 +12,8 @@ from kb.errors import IndexUnavailable
 
 from ..requests.access import sign_out
 from ..state.content import served_content
-from .page import address, page
+from .page import address, chosen_language, language, page
+from .translation import translated
 
 WORD = re.compile(r"(`[^`]+`|[a-z0-9]+(?:-[a-z0-9]+)+)")
 RELOAD_S = 2
@@ -28,13 +29,20 @@ def error_page(request: Request, status: int, title: str, detail: str, hint: str
         status=status,
         title="Starting up" if is_loading else title,
         detail=detail,
-        hint=linked(hint, _entry_ids(request) or frozenset()),
+        hint=_hint(request, hint),
         reload_s=RELOAD_S if is_loading else 0,
         to=_return_address(request),
     )
     if status == 401 and request.state.is_signed_in:  # or the browser would send the rejected key again and again
         sign_out(response)
     return response
+
+
+def _hint(request: Request, hint: str) -> Markup:
+    lang = language(request)
+    chinese = translated(hint) if lang == "zh" else ""
+    html = linked(chinese or hint, _entry_ids(request) or frozenset(), chosen_language(request))
+    return html if chinese or lang == "en" else Markup('<span lang="en">{}</span>').format(html)
 
 
 def _return_address(request: Request) -> str:
@@ -44,15 +52,17 @@ def _return_address(request: Request) -> str:
     return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
 
 
-def linked(hint: str, known: frozenset[str]) -> Markup:
+def linked(hint: str, known: frozenset[str], lang: str = "") -> Markup:
     """A hint with its commands as code and the ids of entries as links."""
-    return Markup("").join(_link(word, known) for word in WORD.split(hint))
+    return Markup("").join(_link(word, known, lang) for word in WORD.split(hint))
 
 
-def _link(word: str, known: frozenset[str]) -> Markup:
+def _link(word: str, known: frozenset[str], lang: str) -> Markup:
     if word.startswith("`") and len(word) > 2:
         return Markup("<code>{}</code>").format(word[1:-1])
-    return Markup('<a href="{}">{}</a>').format(address(f"/entries/{word}"), word) if word in known else escape(word)
+    if word not in known:
+        return escape(word)
+    return Markup('<a href="{}">{}</a>').format(address(f"/entries/{word}", lang=lang), word)
 
 
 def _entry_ids(request: Request) -> frozenset[str] | None:

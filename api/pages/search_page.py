@@ -22,7 +22,7 @@ from ..state.application import application
 from ..state.content import Content, Listing, served_content, served_listing
 from ..state.gap_queue import count
 from .highlight import highlighted
-from .page import language, page
+from .page import page
 
 SHOWN = 10
 LEAST_SHARED = 3  # entries that must have a tag for the page to offer it
@@ -47,7 +47,6 @@ class SearchForm(BaseModel):
     area: str = ""
     gpu: str = ""
     torch: str = ""
-    lang: str = ""
 
     @property
     def only(self) -> Filter:
@@ -72,10 +71,8 @@ class SearchForm(BaseModel):
 @router.get("/")
 async def search_page(request: Request, asked: Annotated[SearchForm, Query()]) -> HTMLResponse:
     asked.tag = [tag for tag in asked.tag if tag]
-    asked.lang = language(request)
     values: dict[str, Any] = {
         "asked": asked,
-        "lang": asked.lang,
         "statuses": sorted(STATUSES),
         "areas": tuple(Area),
         "problem": None,

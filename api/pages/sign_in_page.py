@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 from kb.errors import KeyNeeded
 
 from ..requests.access import sign_in, sign_out
-from .page import page
+from .page import address, chosen_language, page
 
 router = APIRouter()
 
@@ -33,8 +33,8 @@ async def sign_in_page(
 
 
 @router.post("/sign-out")
-async def sign_out_page() -> Response:
-    response = RedirectResponse("/sign-in", 303)
+async def sign_out_page(request: Request) -> Response:
+    response = RedirectResponse(address("/sign-in", lang=chosen_language(request)), 303)
     sign_out(response)
     return response
 

@@ -1,4 +1,4 @@
-"""MkDocs hooks: a page per entry, an index by area and the graph of causes, generated at every build.
+"""MkDocs hooks: a page per entry, a home page, an index by area and the graph of causes, generated at every build.
 
 kb's own parser renders the entries, which are CommonMark. MkDocs gets the headings as Markdown, for its table of
 contents and its search, and the text under them as HTML.
@@ -6,8 +6,9 @@ contents and its search, and the text under them as HTML.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from html import escape
+from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -15,17 +16,24 @@ from mkdocs.structure.files import File, Files
 from kb.content import causes_svg, gpu_records
 from kb.content.area import Area
 from kb.content.catalog import Catalog, load_catalog
-from kb.content.causes import Graph, graph
+from kb.content.causes import Edge, Graph, graph
+from kb.content.causes_map import causes_map, without_implied
 from kb.content.entry import SECTIONS, Entry
 from kb.content.html import section_html
 from kb.content.roots import builtin_root
 
 WIDE = "---\nhide: [navigation, toc]\n---\n"
+GRAPH_SCRIPT = Path(__file__).resolve().parents[2] / "api" / "pages" / "static" / "graph.js"
 Proofs = Mapping[str, tuple[gpu_records.Proof, ...]]  # by entry
 
 STYLE = """\
 .graph { overflow-x: auto; }
-.graph svg { max-width: none; }
+.graph svg { display: block; max-width: 100%; height: auto; }
+.graph a.near rect { stroke-dasharray: 3 3; fill: none; }
+.graph .area rect { fill: none; }
+.graph .area text { font-weight: 600; fill: var(--md-default-fg-color--light); }
+.graph .pointed path:not(.on), .graph .pointed a:not(.on) { opacity: .2; }
+.graph .pointed path.on { stroke: var(--md-accent-fg-color); }
 .graph rect { fill: var(--md-code-bg-color); stroke: var(--md-default-fg-color--lighter); }
 .graph .here rect { fill: var(--md-accent-fg-color--transparent); stroke: var(--md-accent-fg-color); }
 .graph text { font: 11px var(--md-code-font-family, monospace); fill: var(--md-default-fg-color); }
@@ -50,12 +58,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for entry in catalog.current()
     }
     pages["entries/index.md"] = index_page(catalog, proofs)
-    pages["graph.md"] = graph_page(links)
-    pages["index.md"] = home_page(len(pages) - 2)
+    pages["graph.md"] = graph_page(catalog, links)
+    pages["index.md"] = home_page(catalog, proofs)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     files.append(File.generated(config, "kb.css", content=STYLE))
+    files.append(File.generated(config, "graph.js", content=GRAPH_SCRIPT.read_text(encoding="utf-8")))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Says where the site is, which `mkdocs build --quiet` does not."""
+    print(f"the site is in {Path(config.site_dir) / 'index.html'}")
 
 
 def entry_page(entry: Entry, catalog: Catalog, links: Graph, proofs: tuple[gpu_records.Proof, ...]) -> str:
@@ -118,28 +132,78 @@ def _area_section(area: Area, entries: list[Entry], catalog: Catalog, proofs: Pr
     yield ""
 
 
-def graph_page(links: Graph) -> str:
-    linked = {entry_id for edge in links.causes for entry_id in edge}
-    unlinked = sorted(set(links.titles) - linked)
+def graph_page(catalog: Catalog, links: Graph) -> str:
+    """The whole graph, and below it every area with its direct neighbours, as a picture and as a list."""
     legend = "An arrow leads from a cause to its consequence. A timeout is nearly always a consequence."
-    rest = ", ".join(f"[{entry_id}](entries/{entry_id}.md)" for entry_id in unlinked)
-    picture = html(causes_svg.whole(links, lambda link: f"../entries/{link}/"))
-    return f"{WIDE}# Graph of causes\n\n{legend}\n\n{picture}\n\nNot linked to another incident: {rest or 'none'}.\n"
+    implied = "Arrows that others imply are not drawn here; the areas below have all of them."
+    parts = [f"{WIDE}# Graph of causes\n\n{legend} {implied}\n", html(_map(catalog, without_implied(links.causes)))]
+    for area in Area:
+        inside = [entry.id for entry in catalog.current() if entry.meta.area is area]
+        edges = [edge for edge in links.causes if set(inside) & set(edge)]
+        near = {entry_id for edge in edges for entry_id in edge} - set(inside)
+        parts += [f"## {area}\n", html(_map(catalog, edges, near)), *_effects(links, inside)]
+    return "\n".join(parts)
 
 
-def home_page(entries: int) -> str:
-    return f"""# kb
+def _map(catalog: Catalog, edges: Collection[Edge], near: Collection[str] = ()) -> str:
+    linked = {entry_id for edge in edges for entry_id in edge}
+    groups = {
+        str(area): [entry.id for entry in catalog.current() if entry.meta.area is area and entry.id in linked]
+        for area in Area
+    }
+    return causes_map(groups, edges, lambda link: f"../entries/{link}/", near)
 
-For engineers whose distributed GPU training job hangs, times out or crashes: {entries} incidents, each with a probe
-that reproduces the incident without its fix, and shows that the fix removes it, on your own machine.
+
+def _effects(links: Graph, ids: Iterable[str]) -> Iterator[str]:
+    for entry_id in ids:
+        effects = ", ".join(f"[{other}](entries/{other}.md)" for other in links.consequences_of(entry_id))
+        yield f"- [{entry_id}](entries/{entry_id}.md){f' leads to {effects}' if effects else ''}"
+    yield ""
+
+
+def home_page(catalog: Catalog, proofs: Proofs) -> str:
+    """What this is, how to begin, every area with its number of entries, and how to read an entry."""
+    entries = catalog.current()
+    on_gpus = sum(bool(proofs.get(entry.id)) for entry in entries)
+    areas = "\n".join(
+        f"| [{area}](entries/index.md#{area}) | {sum(entry.meta.area is area for entry in entries)} | {area.meaning} |"
+        for area in Area
+    )
+    return f"""---
+hide: [navigation]
+---
+# kb
+
+For engineers whose distributed GPU training job hangs, times out or crashes: **{len(entries)} incidents**, each with a
+probe that reproduces the incident without its fix, and shows that the fix removes it, on your own machine.
+{on_gpus} of them have run on GPUs: see [what was verified there](verified/README.md).
+
+Press <kbd>/</kbd> to search this site for an error message or a word, or let kb read the whole log:
 
 ```bash
+kb diagnose train.log                         # which incident is it? with the lines that say so
 kb search "ALLGATHER timeout save"            # paste an error, in English or Chinese
-kb verify checkpoint-save-allgather-timeout   # control must fail, treatment must pass, here
-kb check --config ds_config.json              # what is this machine exposed to?
+kb verify checkpoint-save-allgather-timeout   # the job must fail without the fix and complete with it, here
 ```
 
-[Entries by area](entries/index.md) · [Graph of causes](graph.md) · [What ran on hardware](verified/README.md)
+## Incidents by area
+
+| area | entries | what belongs there |
+| --- | ---: | --- |
+{areas}
+
+[All entries](entries/index.md) · [which incident leads to which](graph.md)
+
+## How to read an entry
+
+1. **Symptom** and **Root cause**: what you see, and why it happens. If the log of a look-alike is shown there, compare.
+2. **How to tell**: one observation that separates this incident from others that look the same.
+3. **Fix**, with code, and **Why it works**. A workaround is called one.
+4. **Verdicts**: on which GPUs the probe ran, and the command that runs it on your machine.
+
+A mark ends every claim and says how it is known: `[probe]` the probe of the entry shows it, `[source]` read in the code,
+`[thread]` read in an issue, `[claimed]` somebody asserts it, `[inferred]` we conclude it. The number leads to the
+reference. Status `confirmed`: the probe reproduces the mechanism; `reported`: only threads say so.
 """
 
 

@@ -1,8 +1,11 @@
-"""The graph of causes as SVG: the neighbourhood of one entry, and the whole. Pure: text in, text out."""
+"""The neighbourhood of one entry in the graph of causes, as SVG. Pure: text in, text out.
+
+`kb.content.causes_map` draws the whole graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -31,50 +34,6 @@ def neighbourhood(graph: Graph, entry_id: str, url: Callable[[str], str]) -> str
     edges = [edge for edge in graph.causes if entry_id in edge and set(edge) <= drawn]
     hidden = [edge for edge in graph.masks if entry_id in edge and set(edge) <= {entry_id, *masks}]
     return _svg(columns, edges, hidden, url, entry_id)
-
-
-def whole(graph: Graph, url: Callable[[str], str]) -> str:
-    """Every linked entry, each to the left of its consequences as far as cycles allow; "" without links."""
-    ids = sorted({entry for edge in graph.causes for entry in edge})
-    if not ids:
-        return ""
-    steps = _steps_to_the_end(ids, graph.causes)
-    columns: list[list[str]] = []
-    height: dict[str, float] = {}
-    for count in range(max(steps.values(), default=0) + 1):
-        column = [entry for entry in ids if steps[entry] == count]
-        column.sort(
-            key=lambda entry: (_mean(height[end] for end in graph.consequences_of(entry) if end in height), entry)
-        )
-        height.update({entry: number / len(column) for number, entry in enumerate(column)})
-        columns.insert(0, column)
-    return _svg(columns, graph.causes, [], url, "")
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    """Places a box near its consequences; 0 when none of them is placed yet."""
-    values = list(numbers)
-    return sum(values) / len(values) if values else 0.0
-
-
-def _steps_to_the_end(ids: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:
-    """Length of the longest path from each id, over the edges that close no cycle."""
-    followers: dict[str, list[str]] = {entry: [] for entry in ids}
-    for cause, consequence in edges:
-        followers[cause].append(consequence)
-    steps: dict[str, int] = {}
-    on_path: set[str] = set()
-
-    def visit(entry: str) -> int:
-        if entry not in steps:
-            on_path.add(entry)
-            steps[entry] = max((visit(other) + 1 for other in followers[entry] if other not in on_path), default=0)
-            on_path.discard(entry)
-        return steps[entry]
-
-    for entry in ids:
-        visit(entry)
-    return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,34 +66,52 @@ def _svg(
     here: str,
 ) -> str:
     boxes = _boxes(columns)
-    width = max(box.x + box.width for box in boxes.values()) + 2
-    height = max(box.y for box in boxes.values()) + HEIGHT + 2
-    lines = [_line(boxes[start], boxes[end], "causes") for start, end in edges]
-    lines += [_line(boxes[start], boxes[end], "masks") for start, end in hidden]
-    nodes = [_node(entry, box, url(entry), entry == here) for entry, box in boxes.items()]
+    lines = [arrow(edge, boxes, "causes") for edge in edges] + [arrow(edge, boxes, "masks") for edge in hidden]
+    nodes = [
+        node(entry, box, "" if entry == here else url(entry), "here" if entry == here else "")
+        for entry, box in boxes.items()
+    ]
+    return document([*lines, *nodes], *size(boxes.values()))
+
+
+def size(boxes: Iterable[Box]) -> tuple[float, float]:
+    """Width and height of a picture with these boxes."""
+    boxes = tuple(boxes)
+    return max(box.x + box.width for box in boxes) + 2, max(box.y for box in boxes) + HEIGHT + 2
+
+
+def document(parts: Iterable[str], width: float, height: float) -> str:
+    """An SVG that can be scrolled. It is a group, since an image would hide its links from a screen reader."""
     return (
         '<div class="graph">'
-        # A group, since an image would hide its links from a screen reader.
-        f'<svg role="group" aria-label="graph of causes" width="{width:.0f}" height="{height:.0f}">'
+        f'<svg role="group" aria-label="graph of causes" viewBox="0 0 {width:.0f} {height:.0f}"'
+        f' width="{width:.0f}" height="{height:.0f}">'
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        f'<path d="M0 0 8 4 0 8z"/></marker></defs>{"".join(lines)}{"".join(nodes)}</svg></div>'
+        f'<path d="M0 0 8 4 0 8z"/></marker></defs>{"".join(parts)}</svg></div>'
     )
 
 
-def _line(start: Box, end: Box, kind: str) -> str:
+def arrow(edge: Edge, boxes: Mapping[str, Box], kind: str) -> str:
     """From the right side of a box to the left side of another; within a column, a curve on the right."""
+    start, end = boxes[edge[0]], boxes[edge[1]]
     x, y = start.x + start.width, start.y + HEIGHT / 2
     v = end.y + HEIGHT / 2
     if start.x == end.x:
-        u, first, second = x, x + BETWEEN, x + BETWEEN
+        bend = min(BETWEEN, 12 + abs(v - y) / 6)  # a near box is reached by a flat curve
+        u, first, second = end.x + end.width, x + bend, x + bend
     else:
         x, u = (x, end.x) if start.x < end.x else (start.x, end.x + end.width)
         first = second = (x + u) / 2
     path = f"M{x:.0f} {y:.0f}C{first:.0f} {y:.0f} {second:.0f} {v:.0f} {u:.0f} {v:.0f}"
-    return f'<path class="{kind}" d="{path}" marker-end="url(#arrow)"/>'
+    ends = f'data-from="{escape(edge[0])}" data-to="{escape(edge[1])}"'
+    return f'<path class="{kind}" {ends} d="{path}" marker-end="url(#arrow)"/>'
 
 
-def _node(entry_id: str, box: Box, url: str, is_here: bool) -> str:
+def node(entry_id: str, box: Box, url: str, kind: str = "") -> str:
+    """The box of an entry, a link unless its address is ""."""
     text = f'<text x="{box.x + 10:.0f}" y="{box.y + HEIGHT / 2 + 4:.0f}">{escape(entry_id)}</text>'
     rect = f'<rect x="{box.x:.0f}" y="{box.y:.0f}" width="{box.width:.0f}" height="{HEIGHT}" rx="4"/>'
-    return f'<g class="here">{rect}{text}</g>' if is_here else f'<a href="{escape(url)}">{rect}{text}</a>'
+    name = f' class="{kind}"' if kind else ""
+    if not url:
+        return f"<g{name}>{rect}{text}</g>"
+    return f'<a href="{escape(url)}" data-id="{escape(entry_id)}"{name}>{rect}{text}</a>'

@@ -6,7 +6,7 @@ import re
 from xml.etree import ElementTree
 
 from kb.content.causes import Graph
-from kb.content.causes_svg import neighbourhood, whole
+from kb.content.causes_svg import neighbourhood
 
 CHAIN = Graph(
     {name: name for name in ("cause", "middle", "consequence", "mask", "alone")},
@@ -34,17 +34,8 @@ def test_an_entry_without_neighbours_has_no_picture() -> None:
     assert neighbourhood(CHAIN, "alone", str) == ""
 
 
-def test_a_graph_without_links_has_no_picture() -> None:
-    assert whole(Graph({"alone": "alone"}, (), ()), str) == ""
-
-
-def test_the_whole_graph_has_every_linked_entry_even_in_a_circle() -> None:
-    circle = Graph({name: name for name in "abc"}, (("a", "b"), ("b", "c"), ("c", "a")), ())
-    assert sorted(links(whole(circle, str))) == ["a", "b", "c"]
-
-
 def test_links_are_not_hidden_by_the_role_of_an_image() -> None:
-    assert 'role="img"' not in whole(CHAIN, str)
+    assert 'role="img"' not in neighbourhood(CHAIN, "middle", str)
 
 
 def test_addresses_are_escaped() -> None:

@@ -1,0 +1,81 @@
+"""The words of the pages in Chinese: `chinese.toml`, by their English.
+
+`texts` are the messages of the templates, `labels` the values of closed lists, and `sentences` what the core and the
+service print, with `{}` for what varies. What has no translation stays English, marked as such.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import tomllib
+from functools import lru_cache
+from pathlib import Path
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+_TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("chinese.toml").read_text("utf-8"))
+TEXTS, LABELS, SENTENCES = _TABLES["texts"], _TABLES["labels"], _TABLES["sentences"]
+LONGEST = 4000  # characters of a sentence that is compared with the table
+
+
+def _pattern(sentence: str) -> re.Pattern[str]:
+    return re.compile("(.*?)".join(map(re.escape, sentence.split("{}"))), re.DOTALL)
+
+
+PATTERNS = [(_pattern(sentence), chinese) for sentence, chinese in SENTENCES.items()]
+
+
+def install(environment: Environment, lang: str) -> None:
+    """Gives templates `_`, `trans`, and the filters `label`, `sentence` and `day` of a language."""
+    environment.add_extension("jinja2.ext.i18n")
+    environment.policies["ext.i18n.trimmed"] = True
+    environment.install_gettext_callables(  # type: ignore[attr-defined]
+        lambda text: message(text, lang), lambda one, many, count: _plural(one, many, count, lang), newstyle=True
+    )
+    environment.filters.update(
+        label=lambda value: label(value, lang),
+        sentence=lambda value: sentence(value, lang),
+        day=lambda time: day(time, lang),
+    )
+
+
+def message(text: str, lang: str) -> str:
+    """A message of a template or a page."""
+    return TEXTS.get(text, text) if lang == "zh" else text
+
+
+def _plural(one: str, many: str, count: int, lang: str) -> str:
+    return TEXTS.get(many, many) if lang == "zh" else (one if count == 1 else many)
+
+
+def label(value: str, lang: str) -> str:
+    """A value of a closed list, for instance a status or an area."""
+    return LABELS.get(value, value) if lang == "zh" else value
+
+
+def sentence(text: str, lang: str) -> str | Markup:
+    """A sentence of the core or of the service; what has no translation is marked as English."""
+    if lang != "zh":
+        return text
+    return translated(text) or Markup('<span lang="en">{}</span>').format(text)
+
+
+@lru_cache(maxsize=256)
+def translated(text: str) -> str:
+    """A sentence in Chinese, "" where the table has none."""
+    if len(text) > LONGEST:
+        return ""
+    matches = ((pattern.fullmatch(text), chinese) for pattern, chinese in PATTERNS)
+    return next((chinese.format(*match.groups()) for match, chinese in matches if match), "")
+
+
+def day(time: datetime.datetime | str, lang: str) -> str:
+    """The day of a time that is an ISO 8601 text or a `datetime`: `2026-11-03`, or `2026年11月3日`."""
+    text = str(time)[:10]
+    parts = text.split("-")
+    if lang != "zh" or not (len(parts) == 3 and all(part.isdigit() for part in parts)):
+        return text
+    year, month, number = map(int, parts)
+    return f"{year}年{month}月{number}日"
