@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -134,3 +135,21 @@ def test_on_a_full_disk_reading_goes_on_and_writing_works_again_when_there_is_sp
         assert write(server)[0] == 201
     with Database.open(where) as store:
         assert [(helped, not_helped) for *_, helped, not_helped in feedback.counts(store)] == [(taken + 1, 0)]
+
+
+def test_while_postgresql_is_frozen_nobody_waits_for_it_and_the_service_ends_when_it_is_told_to(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    """Its processes are stopped, and the kernel of its machine still takes what is sent."""
+    with Database.open(postgres_url) as store:
+        _, text = keys.new(store, "test", Scope.ADMIN)
+    header, unknown = {"Authorization": f"Bearer {text}"}, {"Authorization": f"Bearer kb_aaaaaaaa_{'A' * 43}"}
+    with serving(KB_DATABASE_URL=postgres_url, KB_RATE="") as server, ThreadPoolExecutor(CLIENTS) as clients:
+        assert write(server, **header)[0] == 201
+        with postgres.frozen():
+            writes = [clients.submit(write, server, **header) for _ in range(CLIENTS)]
+            assert server.ask("GET", "/v1/search?q=timeout", **unknown)[0] == 503
+            assert server.ask("GET", "/v1/search?q=timeout", **header)[0] == 200
+            assert {item.result(60)[0] for item in writes} == {503}
+            wait_for(lambda: b"kb_database_up 0.0" in server.ask("GET", "/metrics", **header)[2], "the metric")
+            assert server.stop(signal.SIGTERM) == -signal.SIGTERM
