@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
-from markupsafe import Markup
 
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import DERIVED_PREFIX, Line
@@ -21,7 +20,7 @@ from ..state.content import Content, ServedContent
 from .entry_page import linked_html
 from .excerpt import Texts, excerpts, texts
 from .log_form import UploadedLog, parse_log_form
-from .page import chosen_language, language, page
+from .page import LANGUAGES, chosen_language, language, page
 from .translation import translated
 
 MOST_FINDINGS = 5
@@ -83,7 +82,7 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
         "findings": [_item(finding, neighbours) for finding in likely if is_explained],
         "weaker": [_item(finding, neighbours) for finding in findings if not (is_explained and finding in likely)],
         "seen": [excerpt for line in others for excerpt in excerpts([line], neighbours)],
-        "next_step": _step_html(step.text, frozenset(content.catalog.entries), lang, chosen) if step else "",
+        "next_step": _step(step.text, frozenset(content.catalog.entries), lang, chosen) if step else None,
     }
 
 
@@ -102,11 +101,10 @@ def citation(line: Line) -> str:
     return f"{line.place}{rank}: {line.text.removeprefix(DERIVED_PREFIX)}"
 
 
-def _step_html(text: str, known: frozenset[str], lang: str, chosen: str) -> Markup:
+def _step(text: str, known: frozenset[str], lang: str, chosen: str) -> dict[str, str]:
     """A step of kb in the language of the page; one from an entry is in English."""
     chinese = translated(text) if lang == "zh" else ""
-    html = Markup(linked_html(chinese or text, known, chosen))
-    return html if chinese or lang == "en" else Markup('<div lang="en">{}</div>').format(html)
+    return {"html": linked_html(chinese or text, known, chosen), "lang": LANGUAGES[lang if chinese else "en"]}
 
 
 def _page(request: Request, status: int = 200, **values: Any) -> HTMLResponse:

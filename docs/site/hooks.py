@@ -201,8 +201,8 @@ kb verify checkpoint-save-allgather-timeout   # the job must fail without the fi
 3. **Fix**, with code, and **Why it works**. A workaround is called one.
 4. **Verdicts**: on which GPUs the probe ran, and the command that runs it on your machine.
 
-A mark ends every claim and says how it is known: `[probe]` the probe of the entry shows it, `[source]` read in the code,
-`[thread]` read in an issue, `[claimed]` somebody asserts it, `[inferred]` we conclude it. The number leads to the
+A mark ends every claim and says how it is known: `[probe]` the probe of the entry shows it, `[source]` read in the
+code, `[thread]` read in an issue, `[claimed]` somebody asserts it, `[inferred]` we conclude it. The number leads to the
 reference. Status `confirmed`: the probe reproduces the mechanism; `reported`: only threads say so.
 """
 

@@ -68,8 +68,7 @@ def _svg(
     boxes = _boxes(columns)
     lines = [arrow(edge, boxes, "causes") for edge in edges] + [arrow(edge, boxes, "masks") for edge in hidden]
     nodes = [
-        node(entry, box, "" if entry == here else url(entry), "here" if entry == here else "")
-        for entry, box in boxes.items()
+        node(entry, box, "", "here") if entry == here else node(entry, box, url(entry)) for entry, box in boxes.items()
     ]
     return document([*lines, *nodes], *size(boxes.values()))
 
