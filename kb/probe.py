@@ -34,10 +34,16 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Expect:
-    """How an arm must end. `pattern` is searched in the text of the failing ranks, or, for `hung`, in their stacks."""
+    """How an arm must end: the failure of the rank that failed first.
+
+    `pattern` is searched in what ended that rank, not in all that it printed: in its exception, in the last words of
+    an abort, or, for `hung`, in its stacks. Where the failure follows from that of another rank, `after` is searched in
+    what ended the first rank, and `pattern` in what ended any other: a text, or `SIGKILL`, or `exit code 1`.
+    """
 
     kind: str
     pattern: str = ""
+    after: str = ""
 
 
 def completed() -> Expect:
@@ -45,14 +51,14 @@ def completed() -> Expect:
     return Expect("completed")
 
 
-def raised(pattern: str) -> Expect:
-    """A rank raises, or aborts, with this text."""
-    return Expect("raised", pattern)
+def raised(pattern: str, *, after: str = "") -> Expect:
+    """A rank raises, or aborts, with this text: the first that fails, or one that fails `after` that."""
+    return Expect("raised", pattern, after)
 
 
-def hung(pattern: str) -> Expect:
-    """A rank is still running at the deadline, and its stack shows this."""
-    return Expect("hung", pattern)
+def hung(pattern: str, *, after: str = "") -> Expect:
+    """A rank is still running at the deadline, and its stack shows this; `after` if another failed before."""
+    return Expect("hung", pattern, after)
 
 
 def killed(signal_name: str) -> Expect:

@@ -150,9 +150,10 @@ def has_media(sample: Any) -> bool:
     return False
 
 
+LOST = r"Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer"
 GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
-    r"(Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer)"
-    r".*Before that, without an error: the output is off"
+    rf"({LOST}).*Before that, without an error: the output is off",
+    after=LOST,
 )
 SKIPS = "rank 1 has no image and skips the tower, so its gathers of text layers meet rank 0's of the tower"
 ENTERS = "rank 1 sends a dummy image through the tower and adds the result times zero"

@@ -165,9 +165,10 @@ def release(package: str) -> Tuple[int, ...]:
         return ()
 
 
+LOST = r"Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer"
 GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
-    r"(Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer)"
-    r".*Before that, without an error: the output is off"
+    rf"({LOST}).*Before that, without an error: the output is off",
+    after=LOST,
 )
 SOME = "only rank 1 has a token for expert 1, so its calls meet other calls of rank 0, and its last ones none"
 ALL = "each rank runs each expert, if need be on an empty batch, so all ranks gather the same experts in one order"

@@ -19,13 +19,16 @@ COMPLETED, RAISED, SYMPTOM, HUNG, KILLED, EXITED, STOPPED, UNAVAILABLE = (
     "symptom",
     "hung",
     "killed",
-    "exited",  # ended by itself without a result, for instance by os._exit
+    "exited",  # ended by itself without an error, by sys.exit or os._exit
     "stopped",  # ended by the guard after another rank had failed, or at the memory cap
     "unavailable",
 )
+WRITTEN = (COMPLETED, RAISED, SYMPTOM, EXITED, UNAVAILABLE)  # what a rank may say of itself
 CONNECTION_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|failed to (recv|send), (got|sent) 0 bytes", re.I
 )
+TERMINATED = "terminate called after throwing an instance of"  # C++ prints this before an abort
+HANDLING = "During handling of the above exception, another exception occurred:"
 REPORT_DELAY_S = 1.0  # on a busy machine the guard sees a process end up to this much later
 
 
@@ -49,8 +52,23 @@ class RankOutcome:
 
     @property
     def text(self) -> str:
+        """All that it printed and raised."""
         raised = f"{self.type}: {self.message}\n" if self.type else ""
         return f"{raised}{self.log}\n{self.traceback}"
+
+    @property
+    def failure_text(self) -> str:
+        """What ended it, without what it printed before: an exception and its direct causes, or what an abort printed.
+
+        `SIGKILL` or `exit code 1` where nothing else is known.
+        """
+        if self.kind in (RAISED, SYMPTOM):
+            chain = self.traceback.rpartition(HANDLING)[2].splitlines()
+            causes = [line for line in chain if not line.startswith((" ", "Traceback"))]
+            return "\n".join([f"{self.type}: {self.message}", *causes])
+        if self.signal == "SIGABRT":
+            return f"SIGABRT\n{self.log[max(0, self.log.rfind(TERMINATED)) :]}"
+        return self.signal or f"exit code {self.exit_code}"
 
     @property
     def has_failed(self) -> bool:
@@ -92,17 +110,30 @@ class ArmOutcome:
         By the clock, but a rank that lost a connection comes after the rank at its other end: that end sees the loss
         before the guard sees the process end.
         """
-        failed = [rank for rank in self.ranks if rank.has_failed]
-        return min(failed, key=_failed_at, default=None)
+        return next(iter(self.failures), None)
 
-    def evidence_for(self, expect: Expect) -> str | None:
-        """The text that shows the arm ended as `expect` says, or None when it did not."""
-        if expect.kind == COMPLETED:
-            return "every rank completed" if self.has_completed else None
-        for rank in self.ranks:
+    @property
+    def failures(self) -> tuple[RankOutcome, ...]:
+        """The ranks that failed, the first one first."""
+        return tuple(sorted((rank for rank in self.ranks if rank.has_failed), key=_failed_at))
+
+    @property
+    def first_failures(self) -> tuple[RankOutcome, ...]:
+        """The ranks that may have failed first: several where the guard saw a process end at about the same time."""
+        return tuple(rank for rank in self.failures if _earliest(rank) <= _failed_at(self.failures[0]))
+
+    def failure_as(self, expect: Expect) -> tuple[RankOutcome, str] | None:
+        """The rank that failed as `expect` says, and the line that shows it; None when the arm ended otherwise.
+
+        A rank that failed after another one counts only where `expect` says so: mostly it reports the consequences.
+        """
+        ranks = self.first_failures
+        if expect.after and any(re.search(expect.after, rank.failure_text) for rank in ranks):
+            ranks = self.failures
+        for rank in ranks:
             evidence = _rank_evidence(rank, expect)
             if evidence is not None:
-                return evidence
+                return rank, evidence
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -127,17 +158,18 @@ def _failed_at(rank: RankOutcome) -> float:
     return rank.ended + (REPORT_DELAY_S if CONNECTION_LOST.search(rank.message) else 0.0)
 
 
+def _earliest(rank: RankOutcome) -> float:
+    """Only the guard saw a process end that left no result, and on a busy machine it saw that late."""
+    return _failed_at(rank) - (REPORT_DELAY_S if rank.kind in (KILLED, EXITED) else 0.0)
+
+
 def _rank_evidence(rank: RankOutcome, expect: Expect) -> str | None:
     if expect.kind == KILLED:
         return f"rank {rank.rank} died of {rank.signal}" if rank.signal == expect.pattern else None
-    kinds = {
-        RAISED: (RAISED, KILLED),  # an abort prints its text and dies of SIGABRT
-        SYMPTOM: (SYMPTOM,),
-        HUNG: (HUNG,),
-    }[expect.kind]
-    if rank.kind not in kinds:
+    is_abort = expect.kind == RAISED and rank.signal == "SIGABRT"  # an abort prints its text
+    if rank.kind != expect.kind and not is_abort:
         return None
-    match = re.search(expect.pattern, rank.stacks if expect.kind == HUNG else rank.text)
+    match = re.search(expect.pattern, rank.stacks if expect.kind == HUNG else rank.failure_text)
     return line_around(match) if match else None
 
 
@@ -165,8 +197,8 @@ def rank_outcome(
     """
     result = result or {}
     kind = str(result.get("outcome", ""))
-    if kind == COMPLETED and exit_code not in (0, None):
-        kind = ""  # it completed its job and then died: how it died is the outcome
+    if kind not in WRITTEN or (kind == COMPLETED and exit_code not in (0, None)):
+        kind = ""  # none of ours, or it completed its job and then died: how it died is the outcome
     if not kind:
         if exit_code is None:
             kind = HUNG if ending == "deadline" else STOPPED
@@ -183,7 +215,7 @@ def rank_outcome(
         log=log,
         stacks=stacks,
         waiting_in=waiting_in,
-        ended=result.get("ended", gone_at),
+        ended=gone_at if kind == KILLED else result.get("ended", gone_at),
         max_rss_mib=result.get("max_rss_mib"),
         facts=facts or {},
     )

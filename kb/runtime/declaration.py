@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Dict, List, Mapping  # Python 3.9 reads these
 
 from kb.probe import FIDELITIES, Arm, Expect, Experiment, Needs, Param, Probe
@@ -64,6 +65,10 @@ def _stays_elsewhere(_: Any) -> Any:
 
 def _experiment_faults(experiment: Experiment) -> List[str]:
     faults = []
+    if _function(experiment.control) is not _function(experiment.treatment):
+        faults.append(
+            "the arms run two functions: only one job, called in two ways, shows that nothing but the fix changed"
+        )
     for name, arm in (("control", experiment.control), ("treatment", experiment.treatment)):
         if arm.fidelity not in FIDELITIES:
             faults.append("%s has the unknown fidelity %r" % (name, arm.fidelity))
@@ -71,8 +76,11 @@ def _experiment_faults(experiment: Experiment) -> List[str]:
             faults.append("%s must say `stands_for` exactly when it is a stand-in or a model" % name)
         try:
             re.compile(arm.expect.pattern)
+            re.compile(arm.expect.after)
         except re.error as error:
             faults.append("%s expects a pattern that does not compile: %s" % (name, error))
+        if arm.fidelity == "hardware" and not experiment.needs.gpus:
+            faults.append("%s is of hardware fidelity, but the experiment needs no GPU (`Needs(gpus=N)`)" % name)
     if experiment.control.expect.kind == "completed":
         faults.append("control must fail: it expects `completed`")
     elif experiment.control.expect.kind != "killed" and re.search(experiment.control.expect.pattern, ""):
@@ -82,6 +90,10 @@ def _experiment_faults(experiment: Experiment) -> List[str]:
     if experiment.backend == "gloo" and "hardware" in (experiment.control.fidelity, experiment.treatment.fidelity):
         faults.append("a gloo run is never of hardware fidelity")
     return faults
+
+
+def _function(arm: Arm) -> Any:
+    return arm.job.func if isinstance(arm.job, partial) else arm.job
 
 
 def _describe_experiment(experiment: Experiment) -> Dict[str, Any]:
@@ -107,7 +119,7 @@ def _describe_experiment(experiment: Experiment) -> Dict[str, Any]:
 
 def _describe_arm(arm: Arm) -> Dict[str, Any]:
     return {
-        "expect": {"kind": arm.expect.kind, "pattern": arm.expect.pattern},
+        "expect": asdict(arm.expect),
         "because": arm.because,
         "fidelity": arm.fidelity,
         "stands_for": arm.stands_for,

@@ -144,8 +144,9 @@ def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
     except Unavailable as error:
         result = {"outcome": "unavailable", "message": str(error)[-LONGEST_TEXT:]}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of a probe are its outcome as well
+        is_exit = isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int))
         result = {
-            "outcome": "raised",
+            "outcome": "exited" if is_exit else "raised",
             "type": type(error).__name__,
             "message": str(error)[-LONGEST_TEXT:],
             "traceback": traceback.format_exc()[-LONGEST_TEXT:],

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kb.harness.outcome import HUNG, UNAVAILABLE, ArmOutcome
+from kb.harness.outcome import HUNG, UNAVAILABLE, ArmOutcome, RankOutcome
 from kb.patterns.literals import find
 from kb.probe import Experiment
 
@@ -65,7 +65,7 @@ def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, pa
         early = _cannot_judge(name, arm)
         if early:
             return early
-    declared = control.evidence_for(experiment.control.expect)
+    declared = control.failure_as(experiment.control.expect)
     if declared is not None:
         return _judge_reproduced(experiment, control, treatment, declared, patterns)
     if control.has_completed:
@@ -76,24 +76,24 @@ def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, pa
 
 
 def _judge_reproduced(
-    experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, declared: str, patterns: Sequence[str]
+    experiment: Experiment,
+    control: ArmOutcome,
+    treatment: ArmOutcome,
+    declared: tuple[RankOutcome, str],
+    patterns: Sequence[str],
 ) -> Judgement:
-    if experiment.control.expect.kind == "raised" and not _matches_entry(control, patterns):
-        return Judgement(
-            Verdict.OTHER_FAILURE, "the control arm failed, but not with a signature of the entry", declared
-        )
+    (rank, evidence), expect = declared, experiment.control.expect
+    texts = [failed.text for failed in (control.failures if expect.after else (rank,))]
+    if expect.kind == "raised" and not any(find(pattern, text) for pattern in patterns for text in texts):
+        reason = "the control arm failed as declared, but not with a signature of the entry"
+        return Judgement(Verdict.OTHER_FAILURE, reason, evidence)
     if treatment.has_completed:
-        return Judgement(
-            Verdict.VERIFIED, "the control arm failed as the entry says, the treatment completed", declared
-        )
-    same = treatment.evidence_for(experiment.control.expect)
+        reason = "the control arm failed as the entry says, the treatment completed"
+        return Judgement(Verdict.VERIFIED, reason, evidence)
+    same = treatment.failure_as(expect)
     if same is not None:
-        return Judgement(Verdict.FIX_INEFFECTIVE, "the treatment failed the same way as the control arm", same)
+        return Judgement(Verdict.FIX_INEFFECTIVE, "the treatment failed the same way as the control arm", same[1])
     return _undeclared("treatment", treatment)
-
-
-def _matches_entry(arm: ArmOutcome, patterns: Sequence[str]) -> bool:
-    return any(find(pattern, rank.text) for pattern in patterns for rank in arm.ranks if rank.has_failed)
 
 
 def _cannot_judge(name: str, arm: ArmOutcome) -> Judgement | None:

@@ -67,6 +67,22 @@ TABLE = [
 ]
 
 
+def test_a_process_whose_death_was_seen_late_may_have_failed_first() -> None:
+    """Its peer noticed at once, but the guard sees an exit up to a second later on a busy machine."""
+    lost = RankOutcome(1, "raised", type="Symptom", message="the sums differ", ended=8.0)
+    aborted = RankOutcome(0, "killed", signal="SIGABRT", log="Timed out waiting 5ms", ended=8.4)
+    later = RankOutcome(0, "killed", signal="SIGABRT", log="Timed out waiting 5ms", ended=9.4)
+    assert decide(TIMEOUT, arm(aborted, lost), DONE).verdict is Verdict.VERIFIED
+    assert decide(TIMEOUT, arm(later, lost), DONE).verdict is Verdict.OTHER_FAILURE
+
+
+def test_an_abort_is_judged_by_its_last_words() -> None:
+    log = "Timed out waiting 5ms, trying again\nterminate called after throwing an instance of 'x'\n  what():  out of range"
+    aborted = RankOutcome(0, "killed", signal="SIGABRT", log=log)
+    assert decide(TIMEOUT, arm(aborted), DONE).verdict is Verdict.OTHER_FAILURE
+    assert decide(raised("out of range"), arm(aborted), DONE).verdict is Verdict.VERIFIED
+
+
 def decide(expect: Expect, control: ArmOutcome, treatment: ArmOutcome, *patterns: str) -> Judgement:
     return judge(experiment(expect), control, treatment, patterns or ("Timed out",))
 
@@ -95,3 +111,4 @@ def test_a_rank_that_died_after_its_result_has_not_completed() -> None:
     assert rank_outcome(0, None, 0, "all exited", "", "", "").kind == "exited"
     assert rank_outcome(0, None, None, "deadline", "", "", "").kind == "hung"
     assert rank_outcome(0, None, None, "settled", "", "", "").kind == "stopped"
+    assert rank_outcome(0, {"outcome": "fine"}, 3, "all exited", "", "", "").kind == "exited"
