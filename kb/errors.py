@@ -13,6 +13,7 @@
     ├── Interrupted           130   Ctrl-C, or a signal that means the same
     ├── OutputLost              5   standard output cannot be written, as on a full disk
     ├── IndexUnavailable        5   the search index can neither be read nor built
+    │   └── ServiceBusy         5   too many requests wait for the same threads of a service
     ├── StoreUnavailable        5   the store of reports can neither be read nor written
     ├── KeyNeeded               2   the request has no API key, or one that the service does not accept
     ├── NotAllowed              2   the service knows the caller, who may not do this
@@ -115,6 +116,10 @@ class OutputLost(KbError):
 
 class IndexUnavailable(KbError):
     """The search index can neither be opened nor built."""
+
+
+class ServiceBusy(IndexUnavailable):
+    """Too many requests wait for the same threads of a service."""
 
 
 class StoreUnavailable(KbError):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,11 +19,13 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..state.metrics import Metrics
+from ..state.requester import Requester, requester
 from .accept import preferred
-from .access import SAFE, AccessControl
+from .access import ANONYMOUS, SAFE, AccessControl, Caller
 from .headers import Headers, find_key
 from .problems import respond
-from .upload import Upload
+from .rate_limits import client_network
+from .upload import Upload, wait_until_gone
 
 LEAST_COMPRESSED = 1000  # bytes. A response with a secret would stay as it is (BREACH); there is none.
 CLIENT_LEFT = 499  # in the log, as in nginx
@@ -88,10 +91,12 @@ class RequestMiddleware:
     async def _respond(self, scope: Scope, headers: Headers, receive: Receive, response: _Response) -> None:
         if b"content-type" in headers:
             _refuse_form_charset(scope["headers"])
+        leave: Callable[[], Awaitable[None]] = partial(wait_until_gone, receive)
         if b"content-length" in headers or b"transfer-encoding" in headers or scope["method"] not in SAFE:
             upload = scope["state"]["upload"] = Upload(receive, scope["path"], headers)
-            receive = upload.receive
-        scope["state"]["caller"] = await self._access.admit(scope, headers)
+            receive, leave = upload.receive, upload.leave
+        caller = scope["state"]["caller"] = await self._access.admit(scope, headers)
+        requester.set(Requester(_queue_name(caller, scope), leave))
         encodings = headers.get(b"accept-encoding", b"")
         takes_gzip = b"gzip" in encodings and preferred(encodings.decode("latin-1"), ("gzip",))
         await (self._compressing if takes_gzip else self._app)(scope, receive, response.send)
@@ -142,6 +147,13 @@ def _request_id(headers: Headers) -> str:
     """The id that the client or proxy sent, if it is well-formed: then its log and ours can be joined."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _queue_name(caller: Caller | None, scope: Scope) -> str:
+    """Who shares a place in the queues: a key, or an anonymous client."""
+    if caller and caller is not ANONYMOUS:
+        return caller.id
+    return client_network(scope["client"][0]) if scope.get("client") else ""
 
 
 def _without_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

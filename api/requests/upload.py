@@ -11,6 +11,7 @@ from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from ..state.requester import never
 from .headers import Headers
 
 MOST_LOG_BYTES = 32 << 20
@@ -57,6 +58,12 @@ class Upload:
         if self._left < 0:
             raise self._too_large()
         return message
+
+    async def leave(self) -> None:
+        """Wait until the client has left. Not while its body arrives: who reads that is told."""
+        if not self._has_ended:
+            await never()
+        await wait_until_gone(self._receive)
 
     async def start(self) -> None:
         """Wait for the first piece: until it is here, a slow client must not take a thread from others."""
@@ -105,6 +112,12 @@ class Upload:
         size = f"{self._most >> 20} MB" if self._most >> 20 else f"{self._most >> 10} kB"
         more = "; `kb diagnose` reads files of any size" if self._most == MOST_LOG_BYTES else ""
         return HTTPException(413, f"the body is larger than {size}{more}", {"Connection": "close"})
+
+
+async def wait_until_gone(receive: Receive) -> None:
+    """Of a request without a body, or whose body has arrived."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def upload(request: Request) -> Upload:

@@ -31,6 +31,7 @@ from kb.store.reports import VerdictCount
 from ..log import log
 from ..requests.questions import SearchQuestion
 from .application import application
+from .fair_queue import FairQueue
 from .scanning import ScanPool
 
 MOST_UPLOADS = 8  # forms with logs in memory at the same time
@@ -56,7 +57,7 @@ class Content:
     """One state of the content roots, in memory. A change on disk is served after a restart or a reindex, never half.
 
     `searching` has one thread, the only one that uses the index: the readers of Whoosh share a file cursor, and two
-    threads in one searcher get wrong answers or errors. A diagnosis scans its streams in the threads of `scanning`,
+    threads in one searcher get wrong answers or errors. Requests share it by `questions`. A diagnosis scans its streams in the threads of `scanning`,
     for seconds, before it uses the index, for milliseconds.
     """
 
@@ -68,6 +69,7 @@ class Content:
     proofs: Mapping[str, tuple[Proof, ...]]
     links: Graph
     searching: ThreadPoolExecutor
+    questions: FairQueue
     scanning: ScanPool
     uploading: asyncio.Semaphore
 
@@ -94,6 +96,7 @@ class Content:
             proofs=proofs_by_entry,
             links=links,
             searching=searching,
+            questions=FairQueue(searching, 1),
             scanning=ScanPool(Matcher(index.signatures)),
             uploading=asyncio.Semaphore(MOST_UPLOADS),
         )
@@ -109,7 +112,7 @@ class Content:
     async def diagnose(self, streams: Sequence[Stream]) -> Diagnosis:
         """Raises `UsageError` for logs that take too long, and the errors of the streams."""
         scan = await self.scanning.scan(streams)
-        return await asyncio.get_running_loop().run_in_executor(self.searching, diagnose, self.index, scan)
+        return await self.questions.run(partial(diagnose, self.index, scan))
 
     async def answer(self, question: SearchQuestion, verdict_counts: Sequence[VerdictCount]) -> Answer:
         """Raises `UsageError` for a filter that no entry can pass."""
@@ -125,8 +128,9 @@ class Content:
         *,
         explain: bool = False,
     ) -> Answer:
-        run = partial(search, self.index, text, limit, only=only, preference=preferred, explain=explain)
-        return await asyncio.get_running_loop().run_in_executor(self.searching, run)
+        return await self.questions.run(
+            partial(search, self.index, text, limit, only=only, preference=preferred, explain=explain)
+        )
 
     @property
     def digests(self) -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Event
 
 from kb.diagnose.evidence import Scan
@@ -14,6 +14,8 @@ from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.scan.scan import Limits, scan
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.errors import IndexUnavailable, UsageError
+
+from .fair_queue import FairQueue
 
 MOST_AT_ONCE = 4
 MOST_S = 30.0  # of processor time for one request: 2 MB can unpack to logs that take minutes
@@ -25,16 +27,17 @@ class ScanPool:
 
     def __init__(self, matcher: Matcher) -> None:
         self.threads = ThreadPoolExecutor(MOST_AT_ONCE, "kb-scan")
+        self._queue = FairQueue(self.threads, MOST_AT_ONCE)
         self._matcher = matcher
         self._is_closing = Event()
 
-    def scan(self, streams: Sequence[Stream]) -> asyncio.Future[Scan]:
+    async def scan(self, streams: Sequence[Stream]) -> Scan:
         """Runs on when its client has left, but no longer than `MOST_S`.
 
-        The future raises `UsageError` when that is not enough, `IndexUnavailable` when the service ends, and the errors
-        of the streams.
+        Raises `UsageError` when that is not enough, `IndexUnavailable` when the service ends, the errors of the
+        streams, and those of `FairQueue.run`.
         """
-        return asyncio.get_running_loop().run_in_executor(self.threads, self._scan, streams)
+        return await self._queue.run(partial(self._scan, streams))
 
     def close(self) -> None:
         """End the threads soon, in the middle of a log."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kb.search.tokenizer import Term, normal, normalized, terms, words
 
 LONGEST_TEXT = 8000  # characters of a query that are looked at
+MOST_UNITS = 2000  # words or Chinese bigrams that are looked up: more than a page has
 MOST_CONCEPTS = 24
 SYNONYM_WEIGHT = 0.5  # both are cross-validated by tests/bench/tuning.py
 WHOLE_WEIGHT = 2.0  # of an identifier as it was written
@@ -65,7 +66,7 @@ def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple
     """The distinct concepts of a text in order. `has` says whether a term is in the index."""
     longest = max(map(len, synonyms), default=0)
     text = normalized(text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
-    units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))
+    units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))[:MOST_UNITS]
     distinct: dict[tuple[Alternative, ...], Concept] = {}
     at = 0
     while at < len(units):

@@ -87,7 +87,7 @@ def test_a_service_that_ends_waits_for_no_log(client: httpx.Client, app: FastAPI
 
     async def read() -> None:
         scanning = app.state.loading.result().scanning
-        reading = scanning.scan([Stream("endless", endless())])
+        reading = asyncio.ensure_future(scanning.scan([Stream("endless", endless())]))
         await asyncio.to_thread(has_begun.wait, GENEROUS_S)
         scanning.close()
         await asyncio.wait_for(reading, GENEROUS_S)
