@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from kb.errors import InterpreterError, LaunchError
+from kb.harness import scratch
 from kb.runtime import processes, start
 from kb.runtime.guard import NO_RECORD
 
 START = Path(start.__file__)
 READY_S = {False: 30.0, True: 180.0}  # torch from a cold network disk takes minutes
 OUTSIDE_S = 15.0  # the guard's own grace and kill periods, generously
+LISTEN_S = 0.2  # how soon the listener sees that the client was closed
+LONGEST_MESSAGE = 1 << 20  # bytes
 
 
 class ForkClient:
@@ -32,8 +38,11 @@ class ForkClient:
         self._exited: dict[str, int] = {}
         self._ready = False
         self._dead = False
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
-        argv = [str(python), str(START), "forkserver", *(["--preload"] if preload else [])]
+        self._closing = threading.Event()
+        self._open = ExitStack()
+        self._errors: IO[bytes] = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        cache = self._open.enter_context(scratch.directory("kb-preload-")) if preload else None
+        argv = [str(python), str(START), "forkserver", *(["--preload", str(cache)] if cache else [])]
         try:
             self._process = subprocess.Popen(
                 argv,
@@ -43,13 +52,15 @@ class ForkClient:
                 env=dict(environment),
                 cwd="/",
                 start_new_session=True,
+                bufsize=0,
             )
         except OSError as error:
-            self._errors.close()
+            self._open.close()
             raise InterpreterError(
                 f"{python} cannot be started: {error.strerror}", "--python takes the path of a Python interpreter"
             ) from error
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def run(self, spec: dict[str, Any], limit_s: float) -> str:
         """Run one arm. Returns "" when its guard ended by itself, else why the harness failed."""
@@ -57,41 +68,43 @@ class ForkClient:
         self._send(spec)
         arm_id = spec["arm_id"]
         self._wait(lambda: arm_id in self._pids, 10.0)
-        pid = self._pids[arm_id]
         try:
             self._wait(lambda: arm_id in self._exited, limit_s)
         except _NotInTime:
-            guard = processes.read_process(pid)
-            for process in [*processes.descendants(pid), *([guard] if guard else [])]:
-                processes.send_signal(process, signal.SIGKILL)
+            _kill_tree(self._pids[arm_id])
             return f"its guard did not end it within {limit_s:.0f} s"
         code = self._exited[arm_id]
         return "nothing could be written into its directory; is the disk full?" if code == NO_RECORD else ""
 
     def close(self) -> None:
-        """Close the pipe: fork server and guards end what they run. Waits for them, up to `OUTSIDE_S`."""
-        if self._errors.closed:
+        """Close the pipe: fork server and guards end what they run. Waits for them up to `OUTSIDE_S`, then kills."""
+        if self._closing.is_set():
             return
+        self._closing.set()
         with self._news:
             guards = [pid for arm_id, pid in self._pids.items() if arm_id not in self._exited]
-        if self._process.stdin:
+        assert self._process.stdin and self._process.stdout
+        with suppress(OSError):  # the fork server has died
             self._process.stdin.close()
         end = time.monotonic() + OUTSIDE_S
         while time.monotonic() < end and any((p := processes.read_process(pid)) and p.is_alive for pid in guards):
             time.sleep(0.02)
+        for pid in guards:
+            _kill_tree(pid)  # it was stopped, or waits for a process that cannot be killed
         try:
             self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=5)
-        if self._process.stdout:
-            self._process.stdout.close()
-        self._errors.close()
+        with suppress(OSError):  # what a wrapper or sitecustomize of the interpreter has left in the background
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._listener.join(5)
+        self._process.stdout.close()
+        self._open.close()
 
     def _listen(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            message = json.loads(line)
+        for line in self._lines():
+            message = _message(line)
             with self._news:
                 self._ready |= "ready" in message
                 if "started" in message:
@@ -102,6 +115,21 @@ class ForkClient:
         with self._news:
             self._dead = True
             self._news.notify_all()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Until the fork server has ended: its pipe may stay open in a process that it left behind."""
+        assert self._process.stdout
+        descriptor, received = self._process.stdout.fileno(), b""
+        while len(received) < LONGEST_MESSAGE:
+            if not select.select([descriptor], [], [], LISTEN_S)[0]:
+                if self._closing.is_set() or self._process.poll() is not None:
+                    return
+                continue
+            data = os.read(descriptor, 65536)
+            if not data:
+                return
+            *lines, received = (received + data).split(b"\n")
+            yield from lines
 
     def _send(self, spec: dict[str, Any]) -> None:
         assert self._process.stdin
@@ -122,15 +150,30 @@ class ForkClient:
     def _died(self) -> LaunchError | InterpreterError:
         """Why the fork server ended: before it was ready, the interpreter is to blame."""
         errors = ""
-        if not self._errors.closed:
+        with suppress(ValueError):  # closed meanwhile
             self._errors.seek(0)
-            errors = self._errors.read()[-500:].decode(errors="replace").strip().replace("\n", " | ")
+            errors = self._errors.read(1 << 20)[-500:].decode(errors="replace").strip().replace("\n", " | ")
         if self._ready:
             return LaunchError(f"the fork server died: {errors}", "run the command again; was memory short?")
         return InterpreterError(
             f"{self._python} cannot run probes: {errors or 'it ended at once'}",
             "--python takes a Python interpreter, 3.9 or newer",
         )
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """A message of the fork server; empty for any other line, such as the banner of an interpreter."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _kill_tree(pid: int) -> None:
+    process = processes.read_process(pid)
+    for victim in [*processes.descendants(pid), *([process] if process else [])]:
+        processes.send_signal(victim, signal.SIGKILL)
 
 
 class _NotInTime(LaunchError):

@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kb.errors import LaunchError
-from kb.harness import arm_environment, flight_compare
+from kb.harness import arm_environment, arm_files, flight_compare, scratch
 from kb.harness.forkserver_client import OUTSIDE_S, ForkClient
 from kb.harness.outcome import ArmOutcome, RankOutcome, rank_outcome
 
 MEMORY_CAP_MIB = 8192
-LOG_BYTES = 32_768  # read from each end of a rank's log
 ATTEMPTS = 3
 
 
@@ -99,6 +97,7 @@ class Launcher:
         self._is_closed = False
 
     def __enter__(self) -> Self:
+        scratch.sweep()
         self._servers[False] = ForkClient(self.python, self.environment, preload=False)
         return self
 
@@ -125,8 +124,9 @@ class Launcher:
         """Run an arm; again, up to `ATTEMPTS` times, when it ended before its mechanism was reached."""
         outcome = ArmOutcome(failure="not started")
         for attempt in range(1, ATTEMPTS + 1):
+            earlier = outcome.leftovers
             outcome, _ = self._run(task, f"{label}-{attempt}" if attempt > 1 else label)
-            outcome = replace(outcome, attempts=attempt)
+            outcome = replace(outcome, attempts=attempt, leftovers=(*earlier, *outcome.leftovers))
             if outcome.has_reached or outcome.kind == "unavailable":
                 break
         return outcome
@@ -137,38 +137,42 @@ class Launcher:
             self.preload()
         if self._is_closed:
             raise LaunchError("the launcher has been closed", "run the command again")
-        server = self._servers[warm]
-        try:
-            directory = Path(tempfile.mkdtemp(prefix="kb-arm-"))
-        except OSError as error:
-            raise LaunchError(
-                f"cannot create a directory for the arm: {error}", "free some space, or set TMPDIR to a writable disk"
-            ) from error
-        try:
-            spec = task.spec(directory)
-            (directory / "spec.json").write_text(json.dumps(spec))
-            limit = task.deadline_s + task.settle_s + OUTSIDE_S
-            ended = server.run(spec, limit)
-            results = _rank_files(directory, task.world_size, "json")
-            outcome = _read_arm(directory, task, results, ended)
-            if label and self.keep_logs:
-                _save_logs(directory, self.keep_logs / label)
-        except OSError as error:
-            raise LaunchError(f"the arm's directory failed: {error}", "is the disk full?") from error
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        with ExitStack() as stack:
+            try:
+                directory = stack.enter_context(scratch.directory("kb-arm-"))
+            except OSError as error:
+                raise LaunchError(
+                    f"cannot create a directory for the arm: {error}",
+                    "free some space, or set TMPDIR to a writable disk",
+                ) from error
+            try:
+                outcome, results = self._run_in(directory, task, self._servers[warm], label)
+            except OSError as error:
+                raise LaunchError(f"the arm's directory failed: {error}", "is the disk full?") from error
         if directory.exists():
             outcome = replace(outcome, leftovers=(*outcome.leftovers, f"directory {directory}"))
         return outcome, results
 
+    def _run_in(
+        self, directory: Path, task: Task, server: ForkClient, label: str
+    ) -> tuple[ArmOutcome, dict[int, dict[str, Any]]]:
+        spec = task.spec(directory)
+        (directory / "spec.json").write_text(json.dumps(spec))
+        failure = server.run(spec, task.deadline_s + task.settle_s + OUTSIDE_S)
+        paths = {rank: directory / f"rank{rank}.json" for rank in range(task.world_size)}
+        results = {rank: result for rank, path in paths.items() if (result := arm_files.read_object(path))}
+        outcome = _read_arm(directory, task, results, failure)
+        if label and self.keep_logs:
+            arm_files.save(directory, self.keep_logs / label)
+        return outcome, results
+
 
 def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], failure: str) -> ArmOutcome:
-    record = _json(directory, "guard.json") or {}
+    record = arm_files.read_object(directory / "guard.json") or {}
     ending = str(record.get("ending", ""))
     if not record and not failure:
         failure = "its guard died"
     exits = {rank_exit["rank"]: rank_exit for rank_exit in record.get("exits", ())}
-    records = _rank_files(directory, task.world_size, "flight.json")
 
     def outcome_of(rank: int) -> RankOutcome:
         own_exit = None if rank in record.get("cut", ()) else exits.get(rank)
@@ -177,11 +181,11 @@ def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], f
             results.get(rank),
             own_exit["code"] if own_exit else None,
             ending,
-            _read_log(directory / f"rank{rank}.log"),
-            _read_log(directory / f"rank{rank}.stacks"),
+            arm_files.read_log(directory / f"rank{rank}.log"),
+            arm_files.read_log(directory / f"rank{rank}.stacks"),
             str(record.get("evidence", {}).get(str(rank), "")),
             own_exit["time"] if own_exit else None,
-            _json(directory, f"rank{rank}.facts.json"),
+            arm_files.read_object(directory / f"rank{rank}.facts.json"),
         )
 
     return ArmOutcome(
@@ -190,50 +194,16 @@ def _read_arm(directory: Path, task: Task, results: dict[int, dict[str, Any]], f
         failure=failure,
         duration_s=float(record.get("duration_s", 0.0)),
         peak_mib=int(record.get("peak_mib", 0)),
-        flight=flight_compare.compare(records, task.world_size),
+        flight=_compare_flight_records(directory, task.world_size),
         strays=tuple(record.get("strays", ())),
         leftovers=tuple(record.get("leftovers", ())),
     )
 
 
-def _rank_files(directory: Path, world_size: int, suffix: str) -> dict[int, Any]:
-    """Documents of the ranks that wrote one."""
-    return {rank: document for rank in range(world_size) if (document := _json(directory, f"rank{rank}.{suffix}"))}
-
-
-def _json(directory: Path, name: str) -> Any:
+def _compare_flight_records(directory: Path, world_size: int) -> tuple[str, ...]:
+    paths = {rank: directory / f"rank{rank}.flight.json" for rank in range(world_size)}
+    records = {rank: record for rank, path in paths.items() if (record := arm_files.read_objects(path))}
     try:
-        return json.loads((directory / name).read_text(errors="replace"))
-    except (OSError, ValueError):
-        return None
-
-
-def _read_log(path: Path) -> str:
-    """A log, or its beginning and its end when it is long."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(LOG_BYTES)
-            size = path.stat().st_size
-            file.seek(max(len(head), size - LOG_BYTES))
-            tail = file.read(LOG_BYTES)
-    except OSError:
-        return ""
-    left_out = size - len(head) - len(tail)
-    middle = f"\n... {left_out} bytes left out ...\n".encode() if left_out > 0 else b""
-    return (head + middle + tail).decode(errors="replace")
-
-
-def _save_logs(directory: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    names = (
-        "rank*.log",
-        "launcher.log",
-        "rank*.stacks",
-        "nccl_trace_rank_*[0-9]",
-        "rank*.json",
-        "guard.json",
-        "spec.json",
-    )
-    for pattern in names:
-        for path in directory.glob(pattern):
-            shutil.copy(path, target)
+        return flight_compare.compare(records, world_size)
+    except (KeyError, TypeError, ValueError):  # not as our worker writes them; evidence is optional
+        return ()

@@ -215,10 +215,15 @@ def rank_outcome(
         log=log,
         stacks=stacks,
         waiting_in=waiting_in,
-        ended=gone_at if kind == KILLED else result.get("ended", gone_at),
-        max_rss_mib=result.get("max_rss_mib"),
+        ended=gone_at if kind == KILLED else _number(result.get("ended"), gone_at),
+        max_rss_mib=_number(result.get("max_rss_mib"), None),
         facts=facts or {},
     )
+
+
+def _number(value: Any, default: Any) -> Any:
+    """A rank may write anything into its result."""
+    return value if isinstance(value, int | float) else default
 
 
 def _signal_name(exit_code: int | None) -> str:

@@ -15,11 +15,13 @@ import os
 import select
 import signal
 import sys
-import tempfile
+import time
 import traceback
 from typing import Any, Dict, List  # Python 3.9 reads this
 
-from kb.runtime import guard, worker
+from kb.runtime import guard, processes, worker
+
+ORPHANS_S = 5.0  # a killed process that still exists after this is stuck in the kernel
 
 PRELOAD = (
     "torch",
@@ -34,18 +36,20 @@ PRELOAD = (
 
 
 def start(arguments: List[str]) -> None:
-    """`forkserver [--preload]`: serve until standard input closes, which it does however the supervisor ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards watch the supervisor themselves
+    """`forkserver [--preload CACHE]`: serve until standard input closes, which it does however the supervisor ends."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards watch the supervisor themselves
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a killed guard leaves comes here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     missing = {}
-    with tempfile.TemporaryDirectory(prefix="kb-preload-") as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # importing torch._dynamo creates it
-        for name in PRELOAD if "--preload" in arguments else ():
+    if "--preload" in arguments:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = arguments[-1]  # importing torch._dynamo creates it
+        for name in PRELOAD:
             try:
                 importlib.import_module(name)
             except Exception as error:  # an old torch lacks a module, a broken one raises anything
                 missing[name] = "%s: %s" % (type(error).__name__, error)
-    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
@@ -69,9 +73,33 @@ def _serve() -> None:
         for pid in list(guards):
             ended_pid, status = os.waitpid(pid, os.WNOHANG)
             if ended_pid:
-                _send_message(
-                    {"exited": guards.pop(pid), "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1}
-                )
+                arm_id = guards.pop(pid)
+                if os.WIFSIGNALED(status):
+                    _end_orphans(guards)
+                _send_message({"exited": arm_id, "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1})
+
+
+def _end_orphans(guards: Dict[int, str]) -> None:
+    """Kill what a guard that was killed has left: only guards are children of this process otherwise."""
+    end = time.monotonic() + ORPHANS_S
+    while time.monotonic() < end:
+        tree = processes.descendants(os.getpid())
+        roots = [process.pid for process in tree if process.parent == os.getpid() and process.pid not in guards]
+        if not roots:
+            return
+        for root in roots:
+            below = processes.descendants(root)
+            for process in [*below, *(process for process in tree if process.pid == root)]:
+                processes.send_signal(process, signal.SIGKILL)
+            _reap(root)
+        time.sleep(0.01)
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        pass
 
 
 def _fork_guard(spec: Dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from kb.content.catalog import Catalog
 from kb.content.entry import Entry, Severity
 from kb.harness.launcher import Launcher, Task
 from kb.harness.outcome import ArmOutcome
-from kb.probe import Finding
+from kb.probe import STATES, Finding
 
 CHECK_S = 10.0  # a check takes below a second, except on a slow file system
 AT_ONCE = 4  # checks mostly wait for files and for nvidia-smi
@@ -71,10 +71,13 @@ def run_check(
     result, outcome = launcher.rank_results(task)
     if result is None or result.get("outcome") != "completed":
         return Finding("unknown", [f"the check failed: {failure_reason(result, outcome)}"]), ()
-    taken = tuple(result["takes"])
-    if not result["state"]:
-        return None, taken
-    return Finding(result["state"], result["evidence"], result["advice"]), taken
+    try:
+        taken = tuple(result["takes"])
+        state = result["state"]
+        finding = Finding(state, result["evidence"], result["advice"]) if state in STATES else None
+    except (KeyError, TypeError):
+        return Finding("unknown", ["the check failed: the probe file wrote a result of its own"]), ()
+    return finding, taken
 
 
 def failure_reason(result: Mapping[str, Any] | None, outcome: ArmOutcome) -> str:

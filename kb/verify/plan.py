@@ -162,8 +162,11 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
     result, outcome = launcher.rank_results(Task("describe", probe_file, DESCRIBE_S))
     if result is None or result.get("outcome") != "completed":
         raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: {failure_reason(result, outcome)}")
-    probe = from_description(result["probe"])
-    faults = [*result["faults"], *_slow_patterns(probe)]
+    try:
+        probe, faults = from_description(result["probe"]), result["faults"]
+    except (KeyError, TypeError) as error:  # the file wrote its own result
+        raise ProbeError(f"the probe file {probe_file.name} cannot be loaded: its result is not ours") from error
+    faults = [*faults, *_slow_patterns(probe)]
     if faults:
         raise ProbeError(f"the probe file {probe_file.name} breaks the contract: {'; '.join(faults)}")
     return probe

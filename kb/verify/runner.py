@@ -105,7 +105,7 @@ class _PlanRunner:
     stop: Event
 
     def report(self, plan: Plan) -> Report:
-        """Never raises a `KbError`: the error becomes the report's reason."""
+        """Never raises: an error becomes the report's reason."""
         started, clock = datetime.datetime.now(datetime.UTC), time.monotonic()
         blank = Report(
             entry_id=plan.entry.id,
@@ -126,6 +126,9 @@ class _PlanRunner:
             report = self._run_plan(plan, blank)
         except KbError as error:
             reason = "the overall deadline came first" if self.stop.is_set() else error.message
+            report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
+        except Exception as error:  # what one probe made of its files must not cost the others their reports
+            reason = f"internal error: {type(error).__name__}: {error}"[:500]
             report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
         return replace(report, duration_s=time.monotonic() - clock)
 
