@@ -57,8 +57,8 @@ class Content:
     """One state of the content roots, in memory. A change on disk is served after a restart or a reindex, never half.
 
     `searching` has one thread, the only one that uses the index: the readers of Whoosh share a file cursor, and two
-    threads in one searcher get wrong answers or errors. Requests share it by `questions`. A diagnosis scans its streams in the threads of `scanning`,
-    for seconds, before it uses the index, for milliseconds.
+    threads in one searcher get wrong answers or errors. Requests share it by `questions`. A diagnosis scans its streams
+    in the threads of `scanning`, for seconds, before it uses the index, for milliseconds.
     """
 
     index: Index
