@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from kb.content.area import Area
 from kb.content.grades import Grade, without_marks
 from kb.patterns.reserved_sets import may_change
+from kb.patterns.syntax import parse
 
 ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 
@@ -63,7 +64,8 @@ def _regex(value: str) -> str:
     if may_change(value):
         raise ValueError("not a regular expression: it has a set such as `[[` or `&&`, which will change its meaning")
     try:
-        re.compile(value)
+        check = re.compile if "(?<" in value else parse  # the parser checks all but the width of look-behinds
+        check(value)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     return value

@@ -80,6 +80,10 @@ def _literal_sets(parsed: Any) -> list[Texts]:
     for op, value in parsed:
         if op in ZERO_WIDTH:
             continue
+        if op is LITERAL:  # as most elements are; the rest would take four times as long
+            character = chr(value)
+            run = frozenset([text + character for text in run])
+            continue
         exact = _exact(op, value)
         grown = frozenset(map("".join, product(run, exact))) if len(run) * len(exact) <= MAX_TEXTS else frozenset()
         if grown:

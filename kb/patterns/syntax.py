@@ -25,7 +25,7 @@ CATEGORIES = {
 }
 
 
-@lru_cache(16)  # several modules look at one pattern in turn
+@lru_cache(64)  # several modules look at the patterns of an entry in turn
 def parse(pattern: str) -> Any:
     """The elements of a pattern, each an operator and its value; not to be changed. Raises `re.error`."""
     return _parser.parse(pattern)
