@@ -26,14 +26,16 @@ from kb.errors import Interrupted, KbError, OutputLost, UsageError
 
 from .terminal.output import PatientStdout, claim_streams, complain, emit_error
 
-HELP = "Distributed-training incidents, each with a probe that proves its fix on your own machine."
+HELP = "Distributed-training incidents, each with a probe that verifies its fix on your own machine."
+
+COMPLETION = "_KB_COMPLETE"  # set by the script that a shell runs at Tab
 
 # Command: its module here, whose function is called like it, and its line in `kb --help`.
 COMMANDS = {
     "search": ("search", "Find the entry for a failure."),
     "show": ("show", "Read an entry."),
     "diagnose": ("diagnose", "Find what made a job fail, from its logs."),
-    "verify": ("verify", "Prove an entry on this machine."),
+    "verify": ("verify", "Verify an entry on this machine."),
     "check": ("check", "Show what this machine is exposed to."),
     "list": ("list_", "List the entries."),
     "env": ("env", "Show this machine."),
@@ -57,7 +59,8 @@ def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
         name="kb",
         help=HELP,
         no_args_is_help=True,
-        add_completion=len(names) > 1,
+        add_completion=len(names) > 1 or COMPLETION in os.environ,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
@@ -95,7 +98,7 @@ def main() -> None:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code. Nothing but this maps errors to codes."""
     try:
-        first = argv[0] if argv else ""
+        first = _completed_command() if COMPLETION in os.environ else argv[0] if argv else ""
         built = app((first,)) if first in COMMANDS else app()
         code = int(built(argv, standalone_mode=False, prog_name="kb") or 0)
         if code == Interrupted.exit_code:  # what Typer makes of Ctrl-C; no command ends with it
@@ -105,6 +108,9 @@ def run(argv: list[str]) -> int:
     except KbError as error:
         return _fail(argv, error)
     except typer.TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # which Typer does not export; its message is the help
+            print(error.format_message(), file=sys.stderr)
+            return UsageError.exit_code
         return _fail(
             argv,
             UsageError(error.format_message(), f"`kb {_command(argv)} --help` lists what it takes".replace("  ", " ")),
@@ -116,6 +122,12 @@ def run(argv: list[str]) -> int:
             raise
         hint = "KB_DEBUG=1 shows the traceback; please report it"
         return _fail(argv, KbError(f"internal error: {type(error).__name__}: {error}", hint))
+
+
+def _completed_command() -> str:
+    """The command whose arguments a shell completes; "" while its name is typed."""
+    words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split(maxsplit=2)
+    return words[1] if len(words) > 2 else ""
 
 
 def _interrupted(argv: list[str]) -> int:

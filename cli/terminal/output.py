@@ -19,6 +19,8 @@ import typer
 from kb.errors import KbError, OutputLost
 from kb.printable import HAZARDS, printable
 
+from .wrapping import hanging
+
 OWN_STYLE = re.compile(r"(\x1b\[(?:[0-4]|7|9|3[0-7]|9[0-7]|;)*m)")  # what `style` and Rich write: no hidden text
 UNSAFE_JSON = re.compile(f"[{HAZARDS}]")
 ERASE_LINE = "\r\x1b[K"
@@ -59,7 +61,7 @@ class SafeStream(io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self.write_unchanged(text if text.isprintable() else _safe(text, has_color=has_color(self._stream)))
+        self.write_unchanged(text if text.isprintable() else safe(text, has_color=has_color(self._stream)))
         return len(text)
 
     def write_unchanged(self, text: str) -> None:
@@ -109,8 +111,8 @@ class PatientStdout(SafeStream):
             raise OutputLost(f"standard output cannot be written: {error.strerror}", "is the disk full?") from error
 
 
-def _safe(text: str, *, has_color: bool) -> str:
-    """Printable, except for colours where there are any."""
+def safe(text: str, *, has_color: bool) -> str:
+    """Printable, except for our colours where they are wanted."""
     if not has_color:
         return printable(text)
     parts = OWN_STYLE.split(text)
@@ -171,7 +173,8 @@ def complain(error: KbError) -> None:
     """An error for a person: what happened, and what to do next."""
     _say(f"{style('error:', 'red', on=sys.stderr)} {error.message}")
     if error.hint:
-        _say(f"{style('hint:', 'cyan', on=sys.stderr)}  {error.hint}")
+        label = style("hint:", "cyan", on=sys.stderr)
+        _say(f"{label}  {hanging(error.hint, 7) if sys.stderr.isatty() else error.hint}")
 
 
 def draw(text: str) -> None:

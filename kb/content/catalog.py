@@ -14,6 +14,8 @@ from kb.content.parser import read_entry
 from kb.content.roots import Root
 from kb.errors import ContentError, UnknownEntry
 
+MOST_NEAREST = 10  # ids that share a beginning are a family, such as `oom-`
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
@@ -78,11 +80,12 @@ def _admit(entry: Entry, entries: dict[str, Entry]) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> tuple[str, ...]:
-    """Up to three of the words that a mistyped or incomplete word may mean, best first."""
+    """What an incomplete or mistyped word may mean: the words that begin with it or contain it, else similar ones."""
     words, word = list(words), word.lower().replace("_", "-")
-    completions = [known for known in words if len(word) > 3 and known.startswith(word)]
-    close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
-    return tuple(dict.fromkeys([*completions, *close]))[:3] or tuple(known for known in words if word in known)[:3]
+    beginning = [known for known in words if known.startswith(word)]
+    containing = [known for known in words if word in known and len(word) > 2]
+    similar = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
+    return tuple(dict.fromkeys([*beginning, *containing]))[:MOST_NEAREST] or tuple(similar)
 
 
 def file_digest(path: Path | None) -> str:

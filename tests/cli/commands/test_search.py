@@ -1,4 +1,4 @@
-"""`kb search`, `kb show`, `kb list`, `kb index` as a reader meets them."""
+"""`kb search`, `kb list`, `kb index` as a reader meets them."""
 
 from __future__ import annotations
 
@@ -73,34 +73,6 @@ def test_the_first_search_builds_its_index_and_says_no_more_than_that(kb: Kb, ho
     assert all(line.startswith("kb: building the search index of") for line in output.splitlines()), output
     (directory,) = (home / "cache" / "kb" / "index").iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
-
-
-def test_show_renders_markdown_json_and_chinese(kb: Kb) -> None:
-    page = kb("show", ENTRY).out
-    assert "Root cause" in page
-    assert "References" in page
-    assert "中文" not in page
-    assert "### 症状" not in kb("show", ENTRY, "--lang", "zh").out
-    assert "修复" in kb("show", ENTRY, "--lang", "zh").out
-    assert kb("show", ENTRY, "--markdown").out.startswith("---\nid: " + ENTRY)
-    document = kb("show", ENTRY, "--json").json
-    assert document["schema"] == "kb.show.v1"
-    assert document["id"] == ENTRY
-    assert document["sections"]["Fix"]
-    assert document["probe"] == ENTRY.replace("-", "_")
-
-
-def test_one_section_is_shown_with_code_that_can_be_copied(kb: Kb) -> None:
-    shown = kb("show", "host-oom-killed", "--section", "FIX").out
-    assert shown.startswith("Fix")
-    assert 'model = AutoModelForCausalLM.from_pretrained(name, torch_dtype="auto")' in shown
-    assert "Symptom" not in shown
-    whole = kb("show", "host-oom-killed").out
-    assert "'--local_rank=7'] exits with return code = -9\n" in whole, "a line of a log is one line at any width"
-    assert whole.count("https://github.com/pytorch/pytorch/issues/20433") == 1
-    ended = kb("show", "host-oom-killed", "--section", "cure")
-    assert ended.code == 2
-    assert "Root cause" in ended.err
 
 
 def test_list_filters_by_tag_framework_and_status(kb: Kb) -> None:

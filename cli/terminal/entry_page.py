@@ -1,0 +1,97 @@
+"""An entry as Markdown to read: what one needs beside a dead job, or everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from functools import cache
+
+from markdown_it import MarkdownIt
+
+from kb.content.entry import TRANSLATION, Entry
+from kb.content.parser import markdown_parser
+
+PART = re.compile(r"^### (.+)\n+", re.MULTILINE)  # a heading within the Chinese text
+CODE = re.compile(r"`([^`\n]+)`")
+REFERENCE = re.compile(r" ?\[(?:probe|(?:source|thread) \d+)\]")  # a mark that says where somebody checked it
+CLAIM = re.compile(r"\[claimed \d+\]")
+CHINESE = {"Root cause": "原因", "Fix": "修复"}
+
+
+def sections(entry: Entry, lang: str) -> dict[str, str]:
+    """The text in this language, by heading. What has no Chinese text is there as it was written."""
+    translation = entry.section(TRANSLATION)
+    if lang == "zh" and translation:
+        _, *parts = PART.split(translation)
+        return dict(zip(parts[::2], map(str.strip, parts[1::2]), strict=True))
+    return {heading: section.text for heading, section in entry.sections.items() if heading != TRANSLATION}
+
+
+def whole_page(entry: Entry, lang: str, hardware: str) -> str:
+    """Every section of one language, and the references that its marks point to."""
+    meta = entry.meta
+    facts = [f"`{entry.id}`", meta.status, meta.severity, meta.area or "", ", ".join(meta.tags), entry.origin]
+    references = "\n".join(
+        f"{number}. {reference.shows} ({reference.grade}): {reference.url}"
+        for number, reference in enumerate(meta.references, 1)
+    )
+    texts = {**sections(entry, lang), "参考" if lang == "zh" else "References": references}
+    return _page(entry, lang, facts, texts, hardware)
+
+
+def short_page(entry: Entry, lang: str, hardware: str, ids: Collection[str]) -> str:
+    """Cause, how to tell, fix and how to verify it. `ids` are those of all entries.
+
+    Marks that point to references are left out with them; what nobody checked is still marked.
+    """
+    meta = entry.meta
+    facts = [f"`{entry.id}`", meta.status, f"{meta.severity} severity", meta.area or ""]
+    facts += [] if entry.origin == "built-in" else [f"from {entry.origin}"]
+    texts = sections(entry, lang)
+    if "Root cause" in texts:
+        how_to_tell = _without_look_alikes(texts.get("How to tell", ""), set(ids) - {entry.id})
+        short = {"Cause": entry.cause, "How to tell": how_to_tell, "Fix": texts.get("Fix", "")}
+        rest = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
+    else:
+        short = {heading: text for heading, text in texts.items() if heading != "环境"}
+        rest = "`--all` 另有环境和参考。"
+    short = {heading: CLAIM.sub("[claimed]", REFERENCE.sub("", text)) for heading, text in short.items() if text}
+    return f"{_page(entry, lang, facts, short, hardware)}\n\n{rest}"
+
+
+def _page(entry: Entry, lang: str, facts: list[str], texts: dict[str, str], hardware: str) -> str:
+    meta = entry.meta
+    title = meta.title_zh if lang == "zh" else meta.title
+    command = f"`kb verify {entry.id}`" if meta.probe else f"no probe: {meta.probe_waiver}"
+    verify = "在本机验证" if lang == "zh" else "Verify on this machine"
+    texts = {**texts, verify: "  \n".join(filter(None, [command, hardware]))}
+    body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in texts.items())
+    return f"# {title}\n\n{' · '.join(filter(None, facts))}\n\n{body}"
+
+
+def _without_look_alikes(text: str, ids: Collection[str]) -> str:
+    """How to tell this incident: without what is about others, whose ids end the text."""
+    lines, kept, others = text.splitlines(), [], []
+    blocks = list(_blocks(text))
+    for (start, end, info), (_, _, next_info) in zip(blocks, [*blocks[1:], (0, 0, "")], strict=True):
+        block = "\n".join(lines[start:end])
+        named = [word for word in CODE.findall(block) if word in ids]
+        others += named
+        if not (named or "look-alike" in info or "look-alike" in next_info):
+            kept.append(block.rstrip())
+    if others:
+        kept.append("\nNot this: " + ", ".join(f"`{other}`" for other in dict.fromkeys(others)) + ".")
+    return "\n".join(kept)
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int, str]]:
+    """First line and end of each block, an item of a list being one, and what a fence says of its code."""
+    for token in _parser().parse(text):
+        is_list = token.type in ("bullet_list_open", "ordered_list_open")
+        if token.map and ((token.level == 0 and not is_list) or (token.level == 1 and token.type == "list_item_open")):
+            yield token.map[0], token.map[1], token.info if token.type == "fence" else ""
+
+
+@cache
+def _parser() -> MarkdownIt:
+    return markdown_parser().disable("inline")

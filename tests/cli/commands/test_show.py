@@ -1,0 +1,153 @@
+"""`kb show`: what one needs beside a dead job, everything with --all, and code that can be copied at any width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pkgutil import resolve_name
+from statistics import median
+
+import pytest
+
+from kb.content.catalog import Catalog, load_catalog
+from kb.content.entry import Entry
+from kb.content.roots import builtin_root
+from tests.support.console import ContentRoot, Kb
+
+ENTRY = "checkpoint-save-allgather-timeout"
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})[^\n]*\n(?P<code>.*?)^ *(?P=fence) *$", re.MULTILINE | re.DOTALL)
+ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+TABLE = re.compile(r"(?:^ *\|.*\n?)+", re.MULTILINE)  # where it does not fit, each row repeats its headings
+WORD = re.compile(r"[\w./][\w./:-]*", re.ASCII)
+WIDTHS = (40, 80, 120)
+
+
+@pytest.fixture(scope="module")
+def catalog() -> Catalog:
+    return load_catalog([builtin_root()])
+
+
+def pages(entry: Entry, catalog: Catalog) -> Iterator[str]:
+    """What `kb show` renders of an entry: short and whole, in English and in Chinese."""
+    short, whole = (resolve_name(f"kb.cli.terminal.entry_page:{name}_page") for name in ("short", "whole"))
+    for lang in ("en", "zh"):
+        yield short(entry, lang, "", catalog.entries)
+        yield whole(entry, lang, "")
+
+
+def rendered(source: str, width: int, *, has_color: bool = False) -> str:
+    text: str = resolve_name("kb.cli.terminal.markdown:Renderer")(width, has_color).render(source)
+    return ESCAPE.sub("", text)
+
+
+def code_lines(markdown: str) -> list[str]:
+    """The lines of all blocks of code, without the indentation of the list that they are in."""
+    return [
+        re.sub(f"^ {{0,{len(block['indent'])}}}", "", line)
+        for block in FENCE.finditer(markdown)
+        for line in block["code"].splitlines()
+    ]
+
+
+@pytest.mark.slow
+def test_every_character_of_code_is_there_at_every_width(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of code is one line, from its first column: what is copied is what was written."""
+    for entry in catalog:
+        source = "\n\n".join(pages(entry, catalog))
+        code = code_lines(source)
+        texts = {f"{width} columns": rendered(source, width) for width in WIDTHS}
+        with monkeypatch.context() as environment:
+            environment.delenv("NO_COLOR")
+            environment.setenv("FORCE_COLOR", "1")
+            texts["in colour"] = rendered(source, 80, has_color=True)
+        for name, text in texts.items():
+            lines = iter(text.splitlines())
+            missing = [line for line in code if line not in lines]  # each search goes on where the last one ended
+            assert not missing, (entry.id, name)
+
+
+@pytest.mark.slow
+def test_prose_fits_the_width_and_no_word_is_broken(catalog: Catalog) -> None:
+    for entry in catalog:
+        prose = TABLE.sub("", FENCE.sub("", "\n\n".join(pages(entry, catalog))))
+        words = WORD.findall(rendered(prose, 10_000))
+        for width in WIDTHS:
+            text = rendered(prose, width)
+            assert WORD.findall(text) == words, (entry.id, width)
+            long = [line for line in text.splitlines() if len(line) > width and line.strip() not in prose]
+            assert not long or width == min(WIDTHS), (entry.id, width, long)
+
+
+def test_the_page_beside_a_dead_job_is_short(catalog: Catalog) -> None:
+    short = resolve_name("kb.cli.terminal.entry_page:short_page")
+    sources = [short(entry, "en", "GPU arms: never run on hardware", catalog.entries) for entry in catalog]
+    for width, most in ((100, 60), (80, 70)):
+        assert median(len(rendered(source, width).splitlines()) for source in sources) <= most
+
+
+def test_the_short_page_has_cause_how_to_tell_fix_and_the_command_that_verifies_it(kb: Kb) -> None:
+    page = kb("show", ENTRY)
+    assert page.code == 0
+    assert re.findall(r"^## (.+)", page.out, re.MULTILINE) == ["Cause", "How to tell", "Fix", "Verify on this machine"]
+    assert f"`kb verify {ENTRY}`\n" in page.out
+    assert page.out.splitlines()[-1].startswith("`--all` adds ")
+    assert "Not this: `slow-rank-exceeds-timeout`, `fsdp-save-host-oom`." in page.out
+    assert not re.search(r"\[(probe|source|thread)", page.out), "no mark without the reference that it points to"
+    assert "[inferred]" in page.out, "and what nobody checked is marked"
+    assert all(line == line.rstrip() for line in page.out.splitlines())
+
+
+def test_all_shows_every_section_and_every_reference(kb: Kb, catalog: Catalog) -> None:
+    page = kb("show", ENTRY, "--all").out
+    sections = [heading for heading in catalog.get(ENTRY).sections if heading != "中文"]
+    assert re.findall(r"^## (.+)", page, re.MULTILINE) == [*sections, "References", "Verify on this machine"]
+    assert all(page.count(f"{reference.url}\n") == 1 for reference in catalog.get(ENTRY).meta.references)
+    assert "--all" not in page
+
+
+def test_chinese_is_shown_for_who_asks(kb: Kb) -> None:
+    short, whole = kb("show", ENTRY, "--lang", "zh").out, kb("show", ENTRY, "--lang", "zh", "--all").out
+    assert re.findall(r"^## (.+)", short, re.MULTILINE) == ["症状", "原因", "修复", "在本机验证"]
+    assert re.findall(r"^## (.+)", whole, re.MULTILINE) == ["症状", "环境", "原因", "修复", "参考", "在本机验证"]
+    assert "中文" not in kb("show", ENTRY, "--all").out
+
+
+def test_the_file_and_the_document_are_whole(kb: Kb, catalog: Catalog) -> None:
+    entry = catalog.get(ENTRY)
+    assert kb("show", ENTRY, "--markdown").out == entry.path.read_text()
+    document = kb("show", ENTRY, "--json").json
+    assert document["schema"] == "kb.show.v1"
+    assert document["sections"] == {heading: section.text for heading, section in entry.sections.items()}
+    assert document["probe"] == ENTRY.replace("-", "_")
+
+
+def test_one_section_is_shown_with_code_that_can_be_copied(kb: Kb) -> None:
+    shown = kb("show", "host-oom-killed", "--section", "FIX").out
+    assert shown.startswith("## Fix\n")
+    assert '\nmodel = AutoModelForCausalLM.from_pretrained(name, torch_dtype="auto")' in shown
+    assert "Symptom" not in shown
+    ended = kb("show", "host-oom-killed", "--section", "cure")
+    assert ended.code == 2
+    assert "Root cause" in ended.err
+
+
+def test_a_part_of_an_id_leads_to_the_family(kb: Kb, catalog: Catalog) -> None:
+    ended = kb("show", "oom", "--json")
+    assert ended.code == 2
+    hint = ended.json["error"]["hint"]
+    assert [entry_id for entry_id in catalog.entries if entry_id.startswith("oom-") and entry_id not in hint] == []
+    assert "host-oom-killed" in hint
+
+
+def test_what_is_about_other_entries_is_left_out_of_the_short_page(kb: Kb, content: ContentRoot) -> None:
+    """Their ids stay; a look-alike log goes with the words that introduce it."""
+    content.entry("other-thing")
+    path = content.entry("some-thing")
+    told = "It says so.\n\n- Code 7: this.\n- Code 8: see `other-thing`.\n- It looks like this:\n\n```log look-alike"
+    path.write_text(path.read_text().replace("It says so.\n\n```log look-alike", told))
+    page = kb("show", "some-thing").out
+    assert "It says so." in page
+    assert "- Code 7: this.\n" in page
+    assert "Not this: `other-thing`." in page
+    assert not any(words in page for words in ("Code 8", "looks like", "another thing broke"))
+    assert "another thing broke: code 42" in kb("show", "some-thing", "--all").out
