@@ -18,7 +18,7 @@ from ..requests.upload import MOST_LOG_BYTES, upload
 from ..state.application import application
 from ..state.content import Content, ServedContent
 from .entry_page import linked_html
-from .excerpt import Texts, excerpts, texts
+from .excerpt import Excerpt, Texts, excerpts, texts
 from .log_form import UploadedLog, parse_log_form
 from .page import LANGUAGES, chosen_language, language, page
 from .translation import translated
@@ -67,7 +67,7 @@ async def _diagnose(content: Content, logs: list[UploadedLog]) -> tuple[Diagnosi
 
 def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, chosen: str) -> dict[str, Any]:
     """What the template shows. Only an entry that is likely to explain the log is shown with what to do about it."""
-    findings = diagnosis.findings[:MOST_FINDINGS]
+    findings = list(diagnosis.findings[:MOST_FINDINGS])
     likely = [] if diagnosis.is_cause_unknown else [finding for finding in findings if finding.confidence >= LIKELY]
     failures = [failure.line for failure in diagnosis.failures[:MOST_FAILURES]]
     first = diagnosis.ranks.first_failure or next(iter(failures), None)
@@ -79,20 +79,31 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
         "is_explained": is_explained,
         "first": excerpts([first], neighbours) if first else [],
         "rank": diagnosis.ranks.failed_first,
-        "findings": [_item(finding, neighbours) for finding in likely if is_explained],
-        "weaker": [_item(finding, neighbours) for finding in findings if not (is_explained and finding in likely)],
+        "findings": _items(likely if is_explained else [], neighbours),
+        "weaker": _items([finding for finding in findings if not (is_explained and finding in likely)], neighbours),
         "seen": [excerpt for line in others for excerpt in excerpts([line], neighbours)],
         "next_step": _step(step.text, frozenset(content.catalog.entries), lang, chosen) if step else None,
     }
 
 
-def _item(finding: Finding, neighbours: Texts) -> dict[str, Any]:
-    evidence = finding.evidence[0] if finding.evidence else None
-    return {
-        "finding": finding,
-        "excerpts": excerpts(finding.evidence[:MOST_LINES], neighbours),
-        "evidence": citation(evidence) if evidence else "",
-    }
+def _items(findings: list[Finding], neighbours: Texts) -> list[dict[str, Any]]:
+    """Findings with their lines; several often cite the same, which are shown once."""
+    items: list[dict[str, Any]] = []
+    shown: list[list[Excerpt]] = []
+    for finding in findings:
+        lines = excerpts(finding.evidence[:MOST_LINES], neighbours)
+        is_repeated = lines in shown
+        shown.append(lines)
+        evidence = citation(finding.evidence[0]) if finding.evidence else ""
+        items.append(
+            {
+                "finding": finding,
+                "excerpts": [] if is_repeated else lines,
+                "is_repeated": is_repeated and bool(lines),
+                "evidence": evidence,
+            }
+        )
+    return items
 
 
 def citation(line: Line) -> str:

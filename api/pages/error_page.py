@@ -62,7 +62,7 @@ def _link(word: str, known: frozenset[str], lang: str) -> Markup:
         return Markup("<code>{}</code>").format(word[1:-1])
     if word not in known:
         return escape(word)
-    return Markup('<a href="{}">{}</a>').format(address(f"/entries/{word}", lang=lang), word)
+    return Markup('<a href="{}" lang="en">{}</a>').format(address(f"/entries/{word}", lang=lang), word)
 
 
 def _entry_ids(request: Request) -> frozenset[str] | None:

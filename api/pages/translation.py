@@ -68,7 +68,11 @@ def translated(text: str) -> str:
     if len(text) > LONGEST:
         return ""
     matches = ((pattern.fullmatch(text), chinese) for pattern, chinese in PATTERNS)
-    return next((chinese.format(*match.groups()) for match, chinese in matches if match), "")
+    return next((chinese.format(*_labels(match)) for match, chinese in matches if match), "")
+
+
+def _labels(match: re.Match[str]) -> list[str]:
+    return [LABELS.get(value, value) for value in match.groups()]
 
 
 def day(time: datetime.datetime | str, lang: str) -> str:
