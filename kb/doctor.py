@@ -16,6 +16,7 @@ from typing import Any
 from kb.content.roots import Root
 from kb.errors import KbError
 from kb.harness import subprocesses
+from kb.installation import install_command
 from kb.search import index_cache
 
 OLD_S = 120.0  # an arm's directory that no process has used for this long was left behind
@@ -188,7 +189,7 @@ def check_torch(python: Path) -> HealthCheck:
         "torch",
         False,
         f"{python}: {reason}",
-        "pip install 'gpu-kb[probes]', or --python /path/to/your/training/env/bin/python",
+        f"--python /path/to/your/training/env/bin/python, or: {install_command('probes')}",
     )
 
 

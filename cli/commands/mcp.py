@@ -14,6 +14,7 @@ import typer
 
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
+from kb.installation import install_command
 
 from ..terminal.output import RootOption, interpreter_of
 
@@ -30,7 +31,7 @@ def mcp(
 ) -> int:
     """Serve search, diagnosis and entries to a language model over stdio (Model Context Protocol).
 
-    A client starts it: claude mcp add kb -- kb mcp. Needs gpu-kb[server]. Over HTTP it is /mcp of `kb serve`.
+    A client starts it: claude mcp add kb -- kb mcp. Needs kb's extra `server`. Over HTTP it is /mcp of `kb serve`.
     """
     from ..service.this_machine import ThisMachine
 
@@ -57,7 +58,6 @@ def _server() -> Callable[..., None]:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("fastapi", "mcp"):
             raise
-        raise UsageError(
-            f"`kb mcp` needs {missing}, which is not installed here", "pip install 'gpu-kb[server]'"
-        ) from None
+        message = f"`kb mcp` needs {missing}, which is not installed here"
+        raise UsageError(message, install_command("server")) from None
     return server

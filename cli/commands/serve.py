@@ -16,6 +16,7 @@ import typer
 
 from kb.content.roots import configured_roots
 from kb.errors import StoreUnavailable, UsageError
+from kb.installation import install_command
 
 from ..terminal.output import RootOption, notice
 
@@ -42,11 +43,10 @@ def serve(
     ] = False,
     roots: RootOption = None,
 ) -> int:
-    """Serve pages, REST and MCP until Ctrl-C. Needs gpu-kb[server]; `kb key new` creates keys."""
+    """Serve pages, REST and MCP until Ctrl-C. Needs kb's extra `server`; `kb key new` creates keys."""
     for name in NEEDED:
         if find_spec(name) is None:
-            hint = "pip install 'gpu-kb[server]'"
-            raise UsageError(f"`kb serve` needs {name}, which is not installed here", hint)
+            raise UsageError(f"`kb serve` needs {name}, which is not installed here", install_command("server"))
     extra = tuple(roots or ())
     with _listen(host, port) as listener:
         address, number = listener.getsockname()[:2]

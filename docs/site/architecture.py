@@ -2,8 +2,8 @@
 
     python docs/site/architecture.py        writes the picture; a test compares it with the imports
 
-An arrow that a chain of other arrows implies is left out, and so are those to `errors`, `paths` and `printable`, which
-every package may import. Long arrows bend around boxes: each row that one crosses holds a place for it (Sugiyama's
+An arrow that a chain of other arrows implies is left out, and so are those to `errors`, `installation`, `paths` and
+`printable`, which every package may import. Long arrows bend around boxes: each row that one crosses holds a place for it (Sugiyama's
 layered drawing).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PICTURE = CHECKOUT / "docs" / "architecture.svg"
-FOUNDATION = {"errors", "paths", "printable"}
+FOUNDATION = {"errors", "installation", "paths", "printable"}
 SHELLS = ["cli", "api"]
 WIDTH, ROW, HEIGHT, GAP, LANE = 760, 58, 30, 22, 14
 SWEEPS = 24

@@ -104,7 +104,7 @@ class Database:
     def _checked(self, schema: int) -> int:
         if schema > SCHEMA:
             message = f"{self.name} was written by a newer kb: its schema is {schema}, this one knows {SCHEMA}"
-            raise StoreUnavailable(message, "update kb: pip install --upgrade gpu-kb")
+            raise StoreUnavailable(message, "install the newer kb here as well")
         return schema
 
     @contextmanager

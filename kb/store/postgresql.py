@@ -12,6 +12,7 @@ from typing import Any, Self
 from sqlalchemy import URL, Connection, Engine, column, create_engine, event, select, table
 
 from kb.errors import UsageError
+from kb.installation import install_command
 from kb.store.schema import TABLE
 
 LOCK = 0x6B625250  # key of the advisory lock: one process at a time changes the schema
@@ -51,9 +52,8 @@ class PostgresqlDatabase:
         try:
             engine = create_engine(url.set(drivername="postgresql+psycopg"), connect_args=arguments, **POOL)
         except ModuleNotFoundError:
-            raise UsageError(
-                "PostgreSQL needs psycopg, which is not installed here", "pip install 'gpu-kb[server]'"
-            ) from None
+            message = "PostgreSQL needs psycopg, which is not installed here"
+            raise UsageError(message, install_command("server")) from None
         event.listen(engine, "do_connect", _connect)
         return cls(public_url.render_as_string(), engine)
 

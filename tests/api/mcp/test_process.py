@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.console import GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
+from tests.support.console import CHECKOUT, GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
 from tests.support.in_process import run_kb_here
 
 pytestmark = pytest.mark.slow
@@ -100,11 +100,46 @@ def test_nothing_but_the_protocol_is_on_standard_output_and_it_ends_with_its_inp
     with started() as server:
         server.greet()
         server.say(b"this is no JSON")
+        assert server.hear()["error"]["code"] == -32700
         server.ask("tools/call", name="search_incidents", arguments={"query": "ALLGATHER timeout save"})
         server.ask("no/such/method")
         answers = {item["id"]: item for item in (server.hear(), server.hear()) if "id" in item}
-        assert answers["tools/call"]["result"]["structuredContent"]["hits"]
+        assert json.loads(answers["tools/call"]["result"]["content"][0]["text"])["hits"]
         assert answers["no/such/method"]["error"]["code"] == -32601
+        assert server.rest()[:2] == (0, b"")
+
+
+UNREADABLE = [
+    (b"{", -32700, None),
+    (b'{"jsonrpc": "2.0", "id": 7, "method": "ping", "params": {"a": "\\ud800"}}', -32700, 7),
+    (b'{"jsonrpc": "2.0", "id": "\\ud800", "method": "ping"}', -32700, None),
+    (
+        b'{"jsonrpc": "2.0", "id": 7, "method": "ping", "params": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}",
+        -32700,
+        None,
+    ),
+    (b"[]", -32600, None),
+    (b'{"jsonrpc": "2.0", "id": 1.5, "method": "ping"}', -32600, None),
+    (b'{"jsonrpc": "2.0", "id": null, "method": "ping"}', -32600, None),
+    (b'{"jsonrpc": "2.0", "id": true, "method": "ping"}', -32600, None),
+    (b'{"jsonrpc": "2.0", "id": 7}', -32600, 7),
+    (b'{"id": "seven", "method": "ping"}', -32600, "seven"),
+]
+
+
+def test_a_line_that_is_no_message_gets_an_error_and_the_next_one_its_answer() -> None:
+    with started() as server:
+        for line, code, request_id in UNREADABLE:  # before the handshake, too
+            server.say(line)
+            answer = server.hear()
+            assert (answer["error"]["code"], answer["id"]) == (code, request_id), line
+        server.say(b"")
+        server.greet()
+        for line, code, request_id in UNREADABLE:
+            server.say(line)
+            answer = server.hear()
+            assert (answer["error"]["code"], answer["id"]) == (code, request_id), line
+        assert server.pong()
         assert server.rest()[:2] == (0, b"")
 
 
@@ -199,7 +234,7 @@ def test_without_the_extra_it_names_it(missing: str, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert ended.returncode == 2
     assert f"`kb mcp` needs {missing}" in ended.stderr
-    assert "pip install 'gpu-kb[server]'" in ended.stderr
+    assert f"pip install -e '{CHECKOUT}[server]'" in ended.stderr
 
 
 def test_the_sdk_leaves_the_log_of_the_process_alone() -> None:

@@ -19,7 +19,7 @@ from kb.search.query import LONGEST_TEXT
 from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
-from tests.support.console import ContentRoot, Kb, is_running, wait_for
+from tests.support.console import CHECKOUT, ContentRoot, Kb, is_running, wait_for
 from tests.support.in_process import run_kb_here
 from tests.support.kb_serve import Serving, serving
 
@@ -233,4 +233,4 @@ def test_without_the_extra_it_names_it(missing: str, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     assert ended.returncode == 2
     assert f"needs {missing}" in ended.stderr
-    assert "pip install 'gpu-kb[server]'" in ended.stderr
+    assert f"pip install -e '{CHECKOUT}[server]'" in ended.stderr

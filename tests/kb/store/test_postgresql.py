@@ -18,6 +18,7 @@ from kb.store import content_generation, postgresql
 from kb.store.database import Database
 from kb.store.reports import add_shared, history, page, save
 from kb.store.tables import StateRow
+from tests.support.console import CHECKOUT
 from tests.support.postgres_server import Server
 
 pytest_plugins = ["tests.support.postgres_fixtures"]
@@ -206,7 +207,7 @@ def test_a_missing_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(UsageError, match="needs psycopg") as caught:
         Database.open("postgresql://host/kb")
-    assert "gpu-kb[server]" in caught.value.hint
+    assert f"pip install -e '{CHECKOUT}[server]'" in caught.value.hint
 
 
 def test_nothing_waits_without_a_limit() -> None:
