@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 KB = Path(sys.executable).with_name("kb")
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGKILL) -> None:
+class Process(Protocol):
+    """What a test starts and ends."""
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def wait(self, timeout: float) -> int: ...
+
+
+def end(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
     """End a process that a test started, and reap it."""
     if process.poll() is None:
         process.send_signal(number)

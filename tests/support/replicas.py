@@ -19,6 +19,7 @@ from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import GENEROUS_S, KB, end, wait_for
+from tests.support.warm_start import Fork, start_warm
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Place:
 class Replica:
     """A running `kb serve`. Its log is a file: a pipe that nobody reads would stop it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, log: Path) -> None:
         self.process = process
         self.log = log
         wait_for(lambda: process.poll() is not None or self._served(), "the replica to listen", GENEROUS_S)
@@ -77,16 +78,27 @@ class Replica:
 
 @contextmanager
 def started(place: Place, *args: str, prefix: Sequence[str] = ()) -> Iterator[Replica]:
-    """A replica that is ready. `prefix` is a command that starts the one it is given."""
+    """A replica that is ready. With a `prefix`, a command that starts the one it is given, it starts as users start it."""
     number, name = tempfile.mkstemp(".log", "replica-", place.path)
-    with os.fdopen(number, "wb") as log:
-        command = [*prefix, str(KB), "serve", "--port", "0", *args]
-        process = subprocess.Popen(
-            command, env=place.environment, cwd=place.path, stdout=subprocess.DEVNULL, stderr=log
-        )
+    os.close(number)
+    log, command = Path(name), ["serve", "--port", "0", *args]
+    process = (
+        _started_by(prefix, command, place, log) if prefix else start_warm(command, place.environment, place.path, log)
+    )
     try:
-        replica = Replica(process, Path(name))
+        replica = Replica(process, log)
         wait_for(lambda: replica.get("/readyz")[0] == 200, "the replica to be ready", GENEROUS_S)
         yield replica
     finally:
         end(process)
+
+
+def _started_by(prefix: Sequence[str], command: Sequence[str], place: Place, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*prefix, str(KB), *command],
+            env=place.environment,
+            cwd=place.path,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+        )
