@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from threading import Event
+from threading import Event, Lock
 
 from kb.diagnose.evidence import Scan
 from kb.diagnose.inputs.sources import Stream
@@ -19,7 +19,7 @@ from .fair_queue import FairQueue
 
 MOST_AT_ONCE = 4
 MOST_S = 30.0  # of processor time for one request: 2 MB can unpack to logs that take minutes
-LIMITS = Limits(structured=32 << 20, records=200_000)
+LIMITS = Limits(structured=32 << 20, values=2_000_000, records=200_000, reading=Lock())
 
 
 class ScanPool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
+import random
 import socket
 import stat
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -103,6 +107,45 @@ def test_a_body_that_was_answered_unread_is_not_taken_for_ever(server: Serving) 
                 return True
 
         wait_for(is_ended, "the connection to be ended", GENEROUS_S)
+
+
+def test_a_flood_of_costly_questions_keeps_no_other_key_from_an_answer(
+    server: Serving, database: Path, text: str
+) -> None:
+    """Ideographs at random, each pair of which is looked up, from one key that does not even read the answers."""
+    with Database.open(database) as store:
+        other = keys.new(store, "flood", Scope.READ)[1]
+    wait_for(lambda: server.ask("GET", "/v1/tags", Authorization=f"Bearer {other}")[0] != 401, "the key to be known")
+    numbers = random.Random(1)
+    head = f"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {other}\r\n"
+    with ExitStack() as held:
+        clients = []
+        for _ in range(100):
+            question = "".join(chr(numbers.randrange(0x4E00, 0x9FFF)) for _ in range(4000))
+            body = json.dumps({"q": question}).encode()
+            client = held.enter_context(socket.create_connection((server.host, server.port), GENEROUS_S))
+            length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(f"{head}{length}".encode() + body)
+            clients.append(client)
+        assert server.ask("GET", "/v1/search?q=NCCL+hang+unseen", Authorization=f"Bearer {text}")[0] == 200
+        answers = [client.makefile("rb").read() for client in clients]
+    statuses = [int(answer.split()[1]) for answer in answers]
+    assert set(statuses) == {200, 503}
+    assert all(b"retry-after: 1" in answer for answer in answers if answer.split()[1] == b"503")
+
+
+def test_small_bodies_that_unpack_to_large_dumps_do_not_fill_the_memory(server: Serving, text: str) -> None:
+    """One is read at a time."""
+    values = ",".join(f'"{number:x}":0' for number in range(800_000))
+    body = gzip.compress(f'{{"pg_config":{{}},"pg_status":{{}},"record_id":1,{values}}}'.encode(), 1)
+
+    def ask(_: int) -> int:
+        return server.ask("POST", "/v1/diagnose", body, Authorization=f"Bearer {text}")[0]
+
+    with ThreadPoolExecutor(4) as clients:
+        assert set(clients.map(ask, range(4))) == {200}
+    peak = Path(f"/proc/{server.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
+    assert int(peak) < 700 << 10  # in kB; the unit and the manifest allow three times as much
 
 
 def test_a_key_that_ended_can_still_be_forgotten_by_its_browser(server: Serving) -> None:

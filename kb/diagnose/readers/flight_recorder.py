@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from kb.diagnose.inputs.rank_from_path import rank_from_path
 from kb.diagnose.readers.safe_unpickler import load_pickle
-from kb.diagnose.readers.structured import Unreadable, as_integer, as_text, load_json
+from kb.diagnose.readers.structured import MOST_VALUES, Unreadable, as_integer, as_text, load_json
 from kb.harness.collective import Record
 
 KEYS = ("entries", "pg_config", "pg_status")
@@ -55,9 +55,9 @@ class FlightDump:
     status: dict[str, GroupStatus]
 
 
-def read_dump(data: bytes, source: str) -> FlightDump:
+def read_dump(data: bytes, source: str, most_values: int = MOST_VALUES) -> FlightDump:
     """Raises `Unreadable`."""
-    dump = load_pickle(data) if data[:1] == pickle.PROTO else load_json(data)
+    dump = load_pickle(data, most_values) if data[:1] == pickle.PROTO else load_json(data, most_values)
     if not isinstance(dump, dict) or not any(key in dump for key in KEYS):
         raise Unreadable("not a flight-recorder dump: it has neither entries nor process groups")
     entries = dump.get("entries") or []  # JSON leaves the key out when there are none

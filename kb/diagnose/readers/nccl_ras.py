@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
-from kb.diagnose.readers.structured import Unreadable, as_integer, as_text, load_json
+from kb.diagnose.readers.structured import MOST_VALUES, Unreadable, as_integer, as_text, load_json
 from kb.harness.collective import name_ranks
 
 LARGEST = 64 << 20  # bytes or characters
@@ -44,12 +44,12 @@ EVENT = re.compile(r"\[[\d :-]{10,30}\] PEER_DEAD: (Process \d{1,10} on node \S{
 SILENT = {"INCOMPLETE": "is unresponsive", "DEAD": "is considered dead"}
 
 
-def read_ras_report(data: bytes | str, source: str) -> list[Line]:
+def read_ras_report(data: bytes | str, source: str, most_values: int = MOST_VALUES) -> list[Line]:
     """Raises `Unreadable`. The report of a healthy job gives no lines."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
-    statements = _from_json(load_json(text)) if text.lstrip()[:1] == "{" else _from_text(text)
+    statements = _from_json(load_json(text, most_values)) if text.lstrip()[:1] == "{" else _from_text(text)
     return [Line(source, 0, f"NCCL RAS: {sentence}"[:LONGEST_EVIDENCE], rank) for sentence, rank in statements]
 
 

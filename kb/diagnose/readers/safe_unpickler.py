@@ -32,12 +32,12 @@ DAMAGES = (  # what the unpickler raises for bytes that are no pickle
 )
 
 
-def load_pickle(data: bytes) -> Any:
+def load_pickle(data: bytes, most_values: int = MOST_VALUES) -> Any:
     """Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     try:
-        return _PlainUnpickler(data).load()
+        return _PlainUnpickler(data, most_values).load()
     except Unreadable:
         raise
     except DAMAGES:
@@ -50,13 +50,13 @@ class _PlainUnpickler(pickle._Unpickler):
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, most_values: int) -> None:
         super().__init__(io.BytesIO(data))
         handlers: dict[int, Any] = {opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in PLAIN}
         handlers |= {pickle.SETITEM[0]: type(self).load_setitem, pickle.SETITEMS[0]: type(self).load_setitems}
         # An opcode takes a byte at least, so that a short pickle has not too many of them.
-        opcodes = _Opcodes if len(data) <= MOST_VALUES else _CountedOpcodes
-        self.dispatch = opcodes(handlers)  # type: ignore[misc]  # of this pickle, and not of the class: it counts
+        opcodes = _Opcodes(handlers) if len(data) <= most_values else _CountedOpcodes(handlers, most_values)
+        self.dispatch = opcodes  # type: ignore[misc]  # of this pickle, and not of the class: it counts
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -84,10 +84,12 @@ class _Opcodes(dict[int, Any]):
 class _CountedOpcodes(_Opcodes):
     """Counts every opcode that is run, which bounds time and memory."""
 
-    count = 0
+    def __init__(self, handlers: dict[int, Any], most: int) -> None:
+        super().__init__(handlers)
+        self._left = self._most = most
 
     def __getitem__(self, opcode: int) -> Any:
-        self.count += 1
-        if self.count > MOST_VALUES:
-            raise Unreadable(f"its pickle has more than {MOST_VALUES} instructions")
+        self._left -= 1
+        if self._left < 0:
+            raise Unreadable(f"its pickle has more than {self._most:,} instructions")
         return super().__getitem__(opcode)

@@ -15,13 +15,13 @@ class Unreadable(ValueError):
     """The input is damaged, or not of its kind; the message says why. The readers raise nothing else."""
 
 
-def load_json(data: bytes | str) -> Any:
+def load_json(data: bytes | str, most_values: int = MOST_VALUES) -> Any:
     """Raises `Unreadable`; bytes that are not UTF-8 inside of strings are replaced."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
-    if sum(map(text.count, "[{,")) > MOST_VALUES:
-        raise Unreadable(f"it has more than {MOST_VALUES} values")
+    if sum(map(text.count, "[{,")) > most_values:
+        raise Unreadable(f"it has more than {most_values:,} values")
     try:
         return json.loads(
             text.removeprefix("\ufeff"),

@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
-from kb.diagnose.readers.structured import Unreadable, as_integer, load_json
+from kb.diagnose.readers.structured import MOST_VALUES, Unreadable, as_integer, load_json
 
 LARGEST = 16 << 20  # bytes
 MOST_LINES = 2000  # the last ones of a traceback
 LATEST = 1 << 33  # seconds since the epoch; a larger number is something else
 
 
-def read_error_file(data: bytes, source: str, rank: int | None = None) -> list[Line]:
+def read_error_file(data: bytes, source: str, rank: int | None = None, most_values: int = MOST_VALUES) -> list[Line]:
     """The traceback, then the lines of the message that it does not contain. Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
-    document = load_json(data)
+    document = load_json(data, most_values)
     if not isinstance(document, dict) or not isinstance(document.get("message"), (str, dict)):
         raise Unreadable("not a torchrun error file: it has no message")
     inner = document["message"] if isinstance(document["message"], dict) else document

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from kb.diagnose.evidence import Line, Scan
 from kb.diagnose.inputs.formats import Kind, detect_kind
@@ -16,7 +16,7 @@ from kb.diagnose.readers.flight_comparison import compare_dumps
 from kb.diagnose.readers.flight_recorder import FlightDump, read_dump
 from kb.diagnose.readers.nccl_ras import read_ras_report
 from kb.diagnose.readers.stacks import read_stacks
-from kb.diagnose.readers.structured import LARGEST, Unreadable
+from kb.diagnose.readers.structured import LARGEST, MOST_VALUES, Unreadable
 from kb.diagnose.readers.torchelastic_error import read_error_file
 from kb.diagnose.scan.accumulator import Accumulator
 from kb.diagnose.scan.log_scanner import Scanner
@@ -30,10 +30,15 @@ ReportProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on the memory that dumps may take: bytes of each, and collectives of all together."""
+    """Bounds on the memory that dumps may take: bytes and values of each, and collectives of all together.
+
+    `reading` is held while one is read: scans that share it read one dump at a time.
+    """
 
     structured: int = LARGEST
+    values: int = MOST_VALUES
     records: int = 5_000_000
+    reading: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 def scan(
@@ -74,7 +79,8 @@ class _Reader:
             else:
                 data = stream.read(self.limits.structured + 1)
                 self.progress(len(data))
-                self._read_structured(source, kind, data)
+                with self.limits.reading:
+                    self._read_structured(source, kind, data)
 
     def conclude(self) -> Scan:
         """The scan, with the observations that only all inputs together allow."""
@@ -105,12 +111,13 @@ class _Reader:
             if kind in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
                 if sum(len(dump.records) for dump in self.dumps) > self.limits.records:
                     raise Unreadable(f"the dumps before it have more than {self.limits.records:,} collectives")
-                self.dumps.append(read_dump(data, source.name))
+                self.dumps.append(read_dump(data, source.name, self.limits.values))
             elif kind is Kind.ERROR_FILE:
-                for line in read_error_file(data, source.name, rank_from_path(source.name)):
+                rank = rank_from_path(source.name)
+                for line in read_error_file(data, source.name, rank, self.limits.values):
                     self._match(line)
             else:
-                self._observe(read_ras_report(data, source.name))
+                self._observe(read_ras_report(data, source.name, self.limits.values))
         except Unreadable as error:
             self.evidence.problems.append(f"{source.name}: {error}")
 

@@ -104,10 +104,9 @@ def test_a_damaged_pickle_is_called_damaged(data: bytes) -> None:
 
 
 def test_bytes_and_instructions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kb.diagnose.readers.safe_unpickler.MOST_VALUES", 1000)
-    assert load_pickle(b"\x80\x04(" + b"N" * 900 + b"\x8c\xff" + b"x" * 255 + b"l.")[:900] == [None] * 900
-    with pytest.raises(Unreadable, match="more than 1000 instructions"):
-        load_pickle(b"\x80\x04" + b"N" * 2000 + b".")
+    assert load_pickle(b"\x80\x04(" + b"N" * 900 + b"\x8c\xff" + b"x" * 255 + b"l.", 1000)[:900] == [None] * 900
+    with pytest.raises(Unreadable, match="more than 1,000 instructions"):
+        load_pickle(b"\x80\x04" + b"N" * 2000 + b".", 1000)
     monkeypatch.setattr("kb.diagnose.readers.safe_unpickler.LARGEST", 10)
     with pytest.raises(Unreadable, match="larger than"):
         load_pickle(b"\x80" * 11)
