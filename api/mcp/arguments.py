@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kb.content.area import Area
+from kb.diagnose.ranking import MOST_FINDINGS
 from kb.search.ranking import MOST_HITS
 
 from ..requests.questions import Text, Value, Values
@@ -29,8 +30,16 @@ Areas = Annotated[
     Values, Field(description=f"Only incidents of one of these areas of a training job: {', '.join(Area)}.")
 ]
 EntryId = Annotated[str, Field(max_length=200, description="The id of an incident, as the other tools give it.")]
-Language = Annotated[
-    Literal["en", "zh"] | None, Field(description="Only the sections in English, or the one in Chinese; default: all.")
+Language = Annotated[Literal["en", "zh"] | None, Field(description="Of the sections; default: en.")]
+Sections = Annotated[
+    Values,
+    Field(description="Only these sections, such as Symptom, Known cases; default: the most useful ones, kept short."),
+]
+FindingLimit = Annotated[
+    int | None, Field(ge=1, le=MOST_FINDINGS, description="At most this many findings; default: up to 3, kept short.")
+]
+IncidentLimit = Annotated[
+    int | None, Field(ge=1, le=1000, description="At most this many incidents; default: the most severe, kept short.")
 ]
 Log = Annotated[str, Field(description="The log as it was printed, all ranks together if there are more; up to 2 MB.")]
 Name = Annotated[str, Field(max_length=100)]

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without references, which many clients do not follow, and without examples, which cost tokens."""
+    """The schema without references, which many clients do not follow, and without titles, which repeat the names."""
 
     def flat(node: Any) -> Any:
         if isinstance(node, list):
@@ -15,7 +15,12 @@ def inline(schema: dict[str, Any]) -> dict[str, Any]:
             return node
         if name := node.get("$ref", "").removeprefix("#/$defs/"):
             return flat({**schema["$defs"][name], **{key: value for key, value in node.items() if key != "$ref"}})
-        return {key: flat(value) for key, value in node.items() if key not in ("$defs", "examples")}
+        return {key: flat(value) for key, value in node.items() if key != "$defs" and not _is_title(key, value)}
 
     inlined: dict[str, Any] = flat(schema)
     return inlined
+
+
+def _is_title(key: str, value: Any) -> bool:
+    """An argument that is called `title` has a schema, not a text."""
+    return key == "title" and isinstance(value, str)

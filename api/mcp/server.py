@@ -1,4 +1,4 @@
-"""The MCP server, over stdio and over HTTP. This module and `consent` alone import the SDK.
+"""The MCP server, over stdio and over HTTP. This module, `consent` and `stdio` alone import the SDK.
 
 Over HTTP it is stateless: any replica can answer any request. Verification exists on stdio only, if it was allowed,
 and needs the consent of the person at the client each time.
@@ -29,13 +29,16 @@ from kb.content.roots import Root
 from kb.errors import KbError, UnknownEntry
 
 from ..state.content import Content
+from .answers import encode
 from .consent import verify_fix
 from .inline_schema import inline
 from .instructions import INSTRUCTIONS, triage
 from .machine import Machine
+from .stdio import stdio
 from .tools import Tools
 
 MARKDOWN = "text/markdown"
+MOST_NAME = 100  # characters of an unknown name that an error repeats
 READS = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
 RUNS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
 # The middleware has checked the key and the host name: see `access`.
@@ -50,21 +53,26 @@ class Server(MCPServer[Tools]):
         async def lifespan(_: MCPServer[Tools]) -> AsyncIterator[Tools]:
             yield tools
 
+        offered = _tools(tools, allows_verify)
         with _unchanged_logging():
             super().__init__(
                 "kb",
                 title="Distributed-training incidents",
                 instructions=INSTRUCTIONS,
                 version=__version__,
-                tools=_tools(tools, allows_verify),
+                tools=offered,
                 lifespan=lifespan,
                 subscriptions=False,  # the content never changes under a connection
             )
         self._tools = tools
+        self._arguments = {tool.name: list(tool.parameters["properties"]) for tool in offered}
         self.resource("kb://entries/{id}", name="entry", title="An incident", mime_type=MARKDOWN)(self.entry)
         self.prompt(title="Triage of a failed job", description="From a log or a symptom to a verified fix.")(triage)
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        known = self._arguments.get(name, arguments)
+        if unknown := [argument for argument in arguments if argument not in known]:
+            raise ToolError(f"{name} has no argument {unknown[0][:MOST_NAME]!r}; hint: one of {', '.join(known)}")
         try:
             return await super().call_tool(name, arguments, context)
         except ToolError as error:
@@ -72,11 +80,25 @@ class Server(MCPServer[Tools]):
                 raise
             raise ToolError(_invalid_arguments(error.__cause__)) from None
 
+    async def run_stdio_async(self) -> None:
+        async with stdio() as (incoming, outgoing):
+            server = self._lowlevel_server
+            await server.run(incoming, outgoing, server.create_initialization_options())
+
     async def get_prompt(self, name: str, arguments: dict[str, Any] | None = None, context: Any = None) -> Any:
         try:
             return await super().get_prompt(name, arguments, context)
         except ValueError as error:  # an error of the caller, which the SDK reports as its own
-            raise MCPError(INVALID_PARAMS, str(error)) from None
+            raise MCPError(INVALID_PARAMS, self._prompt_error(error)) from None
+
+    def _prompt_error(self, error: BaseException) -> str:
+        """What the prompt raised itself, below the wrappers of the SDK."""
+        cause = error
+        while cause.__cause__:
+            cause = cause.__cause__
+        if isinstance(cause, ValidationError):
+            return _invalid_arguments(cause)
+        return self._tools.error_text(cause) if isinstance(cause, KbError) else str(cause)
 
     async def list_resources(self) -> list[Resource]:
         try:
@@ -109,18 +131,23 @@ def _tools(tools: Tools, allows_verify: bool) -> list[Tool]:
 
 
 def _tool(tools: Tools, function: Callable[..., Awaitable[Any]], title: str, annotations: ToolAnnotations) -> Tool:
-    """A tool with errors for the reader, and schemas that a simple client understands."""
+    """A tool with errors for the reader, and a schema of its arguments that a simple client understands.
+
+    It answers in JSON, once: every client passes the text to its model, and structured content would repeat it.
+    """
 
     @functools.wraps(function)
-    async def call(*args: Any, **named: Any) -> Any:
+    async def call(*args: Any, **named: Any) -> str:
         try:
-            return await function(*args, **named)
+            return encode(await function(*args, **named))
         except KbError as error:
             raise ToolError(tools.error_text(error)) from None
 
-    tool = Tool.from_function(call, title=title, description=inspect.getdoc(function), annotations=annotations)
+    description = inspect.getdoc(function)
+    tool = Tool.from_function(
+        call, title=title, description=description, annotations=annotations, structured_output=False
+    )
     tool.parameters = inline(tool.parameters)
-    tool.fn_metadata.output_schema = inline(tool.fn_metadata.output_schema or {})
     return tool
 
 
@@ -130,7 +157,7 @@ def _invalid_arguments(error: ValidationError) -> str:
         f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
         for problem in error.errors()
     )
-    return f"{'; '.join(problems)}; hint: the schema of the tool lists its arguments"
+    return f"{'; '.join(problems)}; hint: the list of tools and prompts describes the arguments"
 
 
 @contextmanager

@@ -6,14 +6,13 @@ Their docstrings and the descriptions of their arguments are all that a model kn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from anyio import CancelScope
 
-from kb.content.entry import TRANSLATION
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.inputs.sources import Stream
 from kb.errors import IndexUnavailable, KbError, UsageError
@@ -22,15 +21,16 @@ from kb.store.reports import VerdictCount
 
 from ..log import log
 from ..requests.problems import UNAVAILABLE
-from ..requests.questions import LONGEST_ECHO, SearchQuestion
-from ..schemas.content import EntryDocument, SearchResult
-from ..schemas.diagnosis import DiagnosisDocument
+from ..requests.questions import SearchQuestion
 from ..state.content import Content
+from .answers import Document, diagnosis_answer, environment_answer, incident, search_answer
 from .arguments import (
     Areas,
     EntryId,
+    FindingLimit,
     Frameworks,
     GpuName,
+    IncidentLimit,
     Language,
     Limit,
     Log,
@@ -38,10 +38,11 @@ from .arguments import (
     Query,
     ReaderGpu,
     ReaderTorch,
+    Sections,
     Statuses,
     Tags,
 )
-from .exposure import CheckAnswer, EnvironmentDocument, judge
+from .exposure import CheckAnswer, judge
 from .machine import Machine
 
 MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
@@ -83,13 +84,14 @@ class Tools:
         areas: Areas = None,
         gpu: ReaderGpu = "",
         torch: ReaderTorch = "",
-    ) -> SearchResult:
+    ) -> Document:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
         Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first, each
-        with its cause in one sentence and the words that matched. `answered` is false when even the best only has some
-        words in common with the question: then say that kb does not know it. Read an incident with get_incident
-        before you advise a fix, and cite its id and the section you rely on.
+        with its cause and the words that matched. `answered` is false when even the best only has some words in common
+        with the question: then put the questions of `ask` to the person and search again with their answers, or say
+        that kb does not know it. Read an incident with get_incident before you advise a fix, and cite its id and the
+        section you rely on.
         """
         question = SearchQuestion(
             q=query,
@@ -102,18 +104,19 @@ class Tools:
             gpu=gpu,
             torch=torch,
         )
-        answer = await (await self.content()).answer(question, self.verdict_counts())
+        content = await self.content()
+        answer = await content.answer(question, self.verdict_counts())
         if self.recorder:
             self.recorder.record_search("" if question.only else query, answer)
-        return SearchResult(
-            query=query[:LONGEST_ECHO],
-            hits=answer.hits,
-            did_you_mean=answer.did_you_mean or None,
-            answered=answer.answered,
-        )
+        return search_answer(answer, content.open_questions(answer))
 
-    async def get_incident(self, id: EntryId, language: Language = None) -> EntryDocument:  # noqa: A002  # its name there
-        """Read one incident: symptom, cause, how to tell it from look-alikes, fix with its cost, known cases.
+    async def get_incident(
+        self,
+        id: EntryId,  # noqa: A002  # its name there
+        sections: Sections = None,
+        language: Language = None,
+    ) -> Document:
+        """Read one incident: cause, fix with its cost, how to tell it from look-alikes; ask for `more_sections`.
 
         Every claim ends with its grade: [probe] an experiment shows it, [source N] and [thread N] it was read in
         reference N, [claimed N] somebody asserts it and nobody checked, [inferred] a conclusion. Keep the grade when
@@ -121,16 +124,15 @@ class Tools:
         """
         content = await self.content()
         entry = content.catalog.get(id)
-        document = {**entry.to_json(), "hardware": content.hardware[entry.id] or None}
-        document["sections"] = _in_language(language, document["sections"])
-        return EntryDocument.model_validate(document, strict=False)
+        return incident(entry, content.hardware[entry.id], sections or (), language or "en")
 
-    async def diagnose_log(self, text: Log) -> DiagnosisDocument:
+    async def diagnose_log(self, text: Log, limit: FindingLimit = None) -> Document:
         """Find what made a job fail, from its log: the cause before what followed from it, with the lines that say so.
 
-        Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence; `next_step`
-        is what to ask or look at when they cannot be told apart; `unexplained` means that no incident fits, and then
-        say so. The log is not kept. Read the finding with get_incident, and cite its id and section.
+        Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence and their
+        first fix; `next_step` and `ask` are what to look at and what to ask when they cannot be told apart;
+        `unexplained` means that no incident fits, and then say so. The log is not stored. Read the finding with
+        get_incident, and cite its id and section.
         """
         data = text.encode(errors="replace")
         if not data:
@@ -142,9 +144,11 @@ class Tools:
         diagnosis = await content.diagnose([Stream("body", iter([data]))])
         if self.recorder:
             self.recorder.record_diagnosis(diagnosis)
-        return DiagnosisDocument.model_validate(diagnosis.to_json())
+        return diagnosis_answer(diagnosis, content.catalog, limit)
 
-    async def check_environment(self, packages: Packages = None, gpu: GpuName = "") -> EnvironmentDocument:
+    async def check_environment(
+        self, packages: Packages = None, gpu: GpuName = "", limit: IncidentLimit = None
+    ) -> Document:
         """Say which known incidents can happen with these versions, which cannot, and why.
 
         Use it before a job runs, before an upgrade, or to see whether a candidate applies at all. Where the server
@@ -153,7 +157,7 @@ class Tools:
         """
         content = await self.content()
         if packages is not None:
-            return judge(content.catalog.current(), packages, gpu, content.hardware)
+            return environment_answer(judge(content.catalog.current(), packages, gpu, content.hardware), limit)
         if self.machine is None:
             raise UsageError("this server does not run on your machine, and cannot look at it", PACKAGES_HINT)
         machine = self.machine
@@ -161,7 +165,8 @@ class Tools:
         gpu = gpu or await self.on_machine(machine.gpu)
         answers = await self.on_machine(lambda: machine.checks(content.catalog))
         checks = tuple(CheckAnswer.model_validate(answer) for answer in answers if answer["state"] != "unknown")
-        return judge(content.catalog.current(), versions, gpu, content.hardware).model_copy(update={"checks": checks})
+        document = judge(content.catalog.current(), versions, gpu, content.hardware)
+        return environment_answer(document.model_copy(update={"checks": checks}), limit)
 
     def error_text(self, error: KbError) -> str:
         """An error for a model. Over HTTP, only errors of the caller: others may name files of this machine."""
@@ -189,9 +194,3 @@ class Tools:
             await asyncio.wait([running], timeout=STOP_EVERY_S)
         with suppress(Exception):  # its caller is gone
             running.result()
-
-
-def _in_language(language: Literal["en", "zh"] | None, sections: Mapping[str, str]) -> dict[str, str]:
-    if language is None or (language == "zh" and TRANSLATION not in sections):  # a root may be written in English alone
-        return dict(sections)
-    return {name: text for name, text in sections.items() if (name == TRANSLATION) == (language == "zh")}

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Query, Request
 
+from kb.diagnose.diagnosis import MOST_LINES
 from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.ranking import MOST_FINDINGS
 from kb.errors import UsageError
 
 from ..requests.problems import documented
 from ..requests.upload import MOST_LOG_BYTES, MOST_UNPACKED, upload
-from ..schemas.diagnosis import DiagnosisDocument
+from ..schemas.diagnosis import LIMIT, LINES, DiagnosisDocument
 from ..state.application import application
 from ..state.content import ServedContent
 
-MEDIA_TYPES = ("text/plain", "application/octet-stream", "application/gzip", "application/zstd", "application/json")
 BYTES = {"type": "string", "format": "binary"}
+DUMP = {"type": "object", "description": "A dump or an error file as it was written.", "additionalProperties": True}
+MEDIA_TYPES: dict[str, dict[str, Any]] = {
+    "text/plain": BYTES,
+    "application/octet-stream": BYTES,
+    "application/gzip": BYTES,
+    "application/zstd": BYTES,
+    "application/json": DUMP,  # an object: clients that are generated tell it from bytes by its class
+}
 
 router = APIRouter(prefix="/v1", tags=["diagnose"])
 
@@ -32,13 +42,21 @@ router = APIRouter(prefix="/v1", tags=["diagnose"])
             "required": True,
             "description": "A log, a flight-recorder dump, stacks or an error file; also gzip or zstd. "
             f"Up to {MOST_LOG_BYTES >> 20} MB, of which {MOST_UNPACKED >> 20} MB are read when it is unpacked.",
-            "content": {media: {"schema": {} if "json" in media else BYTES} for media in MEDIA_TYPES},
+            "content": {media: {"schema": schema} for media, schema in MEDIA_TYPES.items()},
         }
     },
 )
-async def diagnose(request: Request, content: ServedContent) -> DiagnosisDocument:
-    """The answer of `kb diagnose --json`. The body is not written to disk, logged or sent on.
+async def diagnose(
+    request: Request,
+    content: ServedContent,
+    limit: Annotated[int, Query(ge=1, le=MOST_FINDINGS, description="At most this many findings.")] = LIMIT,
+    lines: Annotated[
+        int, Query(ge=1, le=MOST_LINES, description="At most this many lines of evidence, of each finding and list.")
+    ] = LINES,
+) -> DiagnosisDocument:
+    """The best findings of `kb diagnose --json`, each with its first fix. `omitted` counts what was left out.
 
+    The body is not written to disk, logged or sent on.
     When no entry explains it, up to three lines that report a failure are counted among the gaps, without names and
     secrets.
     """
@@ -56,4 +74,4 @@ async def diagnose(request: Request, content: ServedContent) -> DiagnosisDocumen
     if not diagnosis.bytes and not diagnosis.problems:
         raise UsageError("the body is empty", "send the log as it is: curl --data-binary @train.log")
     application(request).gaps.add_diagnosis(diagnosis)
-    return DiagnosisDocument.model_validate(diagnosis.to_json())
+    return DiagnosisDocument.of(diagnosis, content.catalog, f"{request.base_url}entries", limit, lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -92,18 +93,19 @@ async def _body(request: Request, content: Content, question: SearchQuestion) ->
     key = f"search {state.snapshot.reports if question.here else 0} {question.model_dump_json()}"
     response = state.cache.get(content, key)
     if response is None:
-        response = _response(await content.answer(question, state.snapshot.verdict_counts))
+        response = _response(content, await content.answer(question, state.snapshot.verdict_counts))
         state.cache.put(content, key, response)
     count(request, "" if question.only else question.q, response)
     return response.body
 
 
-def _response(answer: Answer) -> CachedResponse:
+def _response(content: Content, answer: Answer) -> CachedResponse:
     document = {
         "query": answer.query[:LONGEST_ECHO],
         "hits": [hit.to_json() for hit in answer.hits],
         "did_you_mean": answer.did_you_mean or None,
         "answered": answer.answered,
+        "ask": [asdict(question) for question in content.open_questions(answer)],
     }
     body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     return CachedResponse(body, answer.answered, answer.best)

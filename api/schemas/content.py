@@ -78,23 +78,44 @@ HIT: dict[str, Any] = {
 AskedHit = Annotated[Hit, WrapSerializer(lambda hit, dump: asked(dump(hit)))]
 
 
+class ChoiceDocument(BaseModel):
+    """A text of the entry `id`: a line and who prints it, or, with an empty `printed_by`, an observation."""
+
+    model_config = ConfigDict(from_attributes=True)
+    id: str
+    text: str
+    printed_by: str
+
+
+class QuestionDocument(BaseModel):
+    """What to ask a person, and the answers that speak for one entry or another."""
+
+    model_config = ConfigDict(from_attributes=True)
+    text: str
+    choices: tuple[ChoiceDocument, ...]
+
+
 class SearchResult(BaseModel):
     """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
 
     A hit has `why` only on request, `verified_on` only when its fix was verified on hardware like that in the question,
     and never `applicability`: the versions here are not the reader's. `answered` is false when even the best hit only
-    has some words in common with the question: then say that kb does not know it.
+    has some words in common with the question: then say that kb does not know it, or ask the person what `ask` has:
+    lines and observations that tell the hits apart.
     """
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None, "answered": True}]
+            "examples": [
+                {"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None, "answered": True, "ask": []}
+            ]
         }
     )
     query: str
     hits: tuple[AskedHit, ...]
     did_you_mean: str | None
     answered: bool
+    ask: tuple[QuestionDocument, ...]
 
 
 class Summary(BaseModel):

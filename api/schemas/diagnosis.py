@@ -1,17 +1,36 @@
-"""The document of a diagnosis, as `kb diagnose --json` prints it, described for OpenAPI."""
+"""The document of a diagnosis, described for OpenAPI: what `kb diagnose --json` prints, shorter, and with fixes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from kb.content.catalog import Catalog
+from kb.content.claims import claims
+from kb.content.entry import Entry
+from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.finding import Finding
+from kb.diagnose.next_step import CERTAIN
+from kb.diagnose.questions import Question, questions
 
-from .content import HIT, ID, SUMMARY
+from .content import HIT, ID, SUMMARY, QuestionDocument
+from .times import UtcTime
 
-CITATION = {"source": "body", "line": 812, "rank": 2, "time": None, "text": "Watchdog caught collective operation ..."}
+LIMIT, LINES = 3, 3  # findings, and lines of each list, unless a client asks for more
+CITATION = {
+    "source": "body",
+    "line": 812,
+    "rank": 2,
+    "time": "2026-03-01T08:30:00Z",
+    "text": "Watchdog caught collective operation ...",
+}
+FIX = {
+    "text": "1. **Call `state_dict()` on every rank**, and write the file on rank 0 alone.",
+    "citation": f"[{ID} § Fix, seen in the probe]",
+}
 EXAMPLE: dict[str, Any] = {
     "findings": [
         {
@@ -24,8 +43,11 @@ EXAMPLE: dict[str, Any] = {
             "evidence": [CITATION],
             "caused_by": [],
             "against": ["what was printed is what waiting or surviving ranks print"],
+            "fix": FIX,
+            "url": f"http://127.0.0.1:8000/entries/{ID}",
         }
     ],
+    "omitted": {"findings": 4, "lines": 17},
     "unexplained": False,
     "ranks": {"failed_first": None, "first_failure": None, "absent": [0], "known": [0, 1, 2, 3]},
     "observations": [{**CITATION, "rank": 0, "text": "kb: rank 0 reported no timeout while 3 others waited"}],
@@ -33,17 +55,33 @@ EXAMPLE: dict[str, Any] = {
     "next_step": {"text": "Read what rank 0 did.", "source": "", "separates": [ID], "command": ""},
     "read": {"sources": 1, "lines": 4000, "bytes": 480000},
     "problems": [],
+    "ask": [],
 }
 
 
 class Citation(BaseModel):
-    """A line of the evidence. `line` counts from 1 and is null for what kb derived; `time` is in seconds."""
+    """A line of the evidence. `line` counts from 1 and is null for what kb derived.
+
+    `time` is null where the line has no date; a date without a zone counts as UTC.
+    """
 
     source: str
     line: int | None
     rank: int | None
-    time: float | None
+    time: UtcTime | None
     text: str
+
+
+class FixDocument(BaseModel):
+    """The first fix of an entry, in Markdown, with its code, and the citation to pass on with it."""
+
+    text: str
+    citation: str
+
+    @classmethod
+    def of(cls, entry: Entry) -> Self | None:
+        claim = next(claims(entry, ["Fix"]), None)
+        return cls(text=claim.text, citation=claim.citation) if claim else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +89,14 @@ class FindingDocument(Finding):
     """An entry that explains the log or a part of it.
 
     `role`: root, cascade, last (the log stops where this incident stops) or similar (only the wording is alike).
-    `confidence`: the measured share of findings like this one that were right.
+    `confidence`: the measured share of findings like this one that were right. `fix`: the first of the entry, null if
+    it has none. `url`: the page of the entry.
     """
 
     role: Literal["root", "cascade", "last", "similar"]
     evidence: tuple[Citation, ...]  # type: ignore[assignment]  # `Finding.to_json` makes them of lines
+    fix: FixDocument | None
+    url: str
 
 
 class Ranks(BaseModel):
@@ -91,11 +132,22 @@ class Read(BaseModel):
     bytes: int
 
 
+class Omitted(BaseModel):
+    """What `limit` and `lines` left out."""
+
+    findings: int
+    lines: int
+
+
 class DiagnosisDocument(BaseModel):
-    """Findings, best first. `unexplained`: something failed, and no finding explains it with enough confidence."""
+    """Findings, best first. `unexplained`: something failed, and no finding explains it with enough confidence.
+
+    `ask`: what to ask a person when the findings are not certain; empty when there is nothing to tell apart.
+    """
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
     findings: tuple[FindingDocument, ...]
+    omitted: Omitted
     unexplained: bool
     ranks: Ranks
     observations: tuple[Citation, ...]
@@ -103,3 +155,45 @@ class DiagnosisDocument(BaseModel):
     next_step: Step | None
     read: Read
     problems: tuple[str, ...]
+    ask: tuple[QuestionDocument, ...] = Field(
+        description="Each with the lines or observations that tell findings apart."
+    )
+
+    @classmethod
+    def of(cls, diagnosis: Diagnosis, catalog: Catalog, entries: str, limit: int, lines: int) -> Self:
+        """`entries` is the address below which the pages of entries are."""
+        short = shorten(diagnosis, limit, lines)
+        document = short.to_json()
+        for finding in document["findings"]:
+            entry = catalog.entries.get(finding["id"])
+            finding |= {"fix": entry and FixDocument.of(entry), "url": f"{entries}/{finding['id']}"}
+        omitted = Omitted(
+            findings=len(diagnosis.findings) - len(short.findings), lines=_line_count(diagnosis) - _line_count(short)
+        )
+        ask = tuple(map(QuestionDocument.model_validate, open_questions(diagnosis, catalog)))
+        return cls.model_validate({**document, "omitted": omitted, "ask": ask})
+
+
+def shorten(diagnosis: Diagnosis, limit: int, lines: int) -> Diagnosis:
+    """With at most `limit` findings, and at most this many lines in each list."""
+    findings = tuple(replace(finding, evidence=finding.evidence[:lines]) for finding in diagnosis.findings[:limit])
+    return replace(
+        diagnosis,
+        findings=findings,
+        observations=diagnosis.observations[:lines],
+        failures=diagnosis.failures[:lines],
+    )
+
+
+def open_questions(diagnosis: Diagnosis, catalog: Catalog) -> tuple[Question, ...]:
+    """What a person could answer that the log does not: the cause that a root signature names needs no question."""
+    findings = diagnosis.findings
+    if not findings or (findings[0].confidence >= CERTAIN and not diagnosis.unexplained):
+        return ()
+    ids = [finding.id for finding in findings if finding.role != "root" and finding.id in catalog.entries]
+    return questions([catalog.entries[entry_id] for entry_id in ids])
+
+
+def _line_count(diagnosis: Diagnosis) -> int:
+    evidence: Sequence[int] = [len(finding.evidence) for finding in diagnosis.findings]
+    return sum(evidence) + len(diagnosis.observations) + len(diagnosis.failures)

@@ -18,6 +18,7 @@ from kb.content.gpu_records import Proof, add_gpu_summaries, gpu_summary, proofs
 from kb.content.roots import Root
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.questions import Question, questions
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.errors import IndexUnavailable
 from kb.search.index import Index
@@ -131,6 +132,12 @@ class Content:
         return await self.questions.run(
             partial(search, self.index, text, limit, only=only, preference=preferred, explain=explain)
         )
+
+    def open_questions(self, answer: Answer) -> tuple[Question, ...]:
+        """What to ask a person whose question no hit answers."""
+        if answer.answered:
+            return ()
+        return questions([self.catalog.entries[hit.id] for hit in answer.hits if hit.id in self.catalog.entries])
 
     @property
     def digests(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 
 from tests.support.console import GENEROUS_S, ContentRoot, wait_for
+from tests.support.mcp_client import document
 from tests.support.nginx import Proxy, nginx
 from tests.support.replicas import Place, Replica, started
 
@@ -136,8 +137,7 @@ def test_mcp_works_through_it_whichever_replica_answers(service: Service) -> Non
             result = []
             for _ in range(6):
                 answer = await session.call_tool("search_incidents", {"query": "only our team"})
-                assert answer.structured_content
-                result.append(answer.structured_content["hits"][0]["id"])
+                result.append(document(answer)["hits"][0]["id"])
             return result
 
     assert asyncio.run(ask()) == ["only-ours"] * 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -33,11 +34,8 @@ class Model:
         return self._portal.call(partial(self.client.call_tool, tool, arguments))
 
     def answer(self, tool: str, **arguments: Any) -> dict[str, Any]:
-        """The structured answer of a call that succeeds."""
-        result = self.call(tool, **arguments)
-        assert not result.is_error, result.content
-        assert isinstance(result.structured_content, dict)
-        return result.structured_content
+        """The document of a call that succeeds."""
+        return document(self.call(tool, **arguments))
 
     def refused(self, tool: str, **arguments: Any) -> str:
         """The message of a call that fails."""
@@ -64,6 +62,16 @@ class Model:
     def do(self, method: str, *args: Any) -> Any:
         """Another method of the client, for instance `list_tools`."""
         return self._portal.call(partial(getattr(self.client, method), *args))
+
+
+def document(result: CallToolResult) -> dict[str, Any]:
+    """What a call that succeeded answers, once, as JSON."""
+    [content] = result.content
+    assert isinstance(content, TextContent)
+    assert not result.is_error, content.text
+    assert result.structured_content is None
+    answer: dict[str, Any] = json.loads(content.text)
+    return answer
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import pytest
 from mcp.client.session import ClientRequestContext
 from mcp_types import ElicitRequestParams, ElicitResult
 
-from tests.support.console import wait_for
-from tests.support.mcp_client import Model, over_http
+from tests.support.console import CHECKOUT, wait_for
+from tests.support.mcp_client import Model, document, over_http
 from tests.support.replicas import Place, Replica, started
 
 ENTRY = "checkpoint-save-allgather-timeout"
@@ -125,11 +125,12 @@ def test_errors_are_for_the_reader(model: Model) -> None:
 
 
 def test_calls_at_the_same_time_get_their_own_answers(model: Model) -> None:
-    searches = [("search_incidents", {"query": f"timeout {number}", "limit": 1}) for number in range(20)]
+    ids = [path.stem for path in sorted((CHECKOUT / "entries").glob("*.md"))][:20]
+    searches = [("get_incident", {"id": entry_id, "language": "zh"}) for entry_id in ids]
     logs = [("diagnose_log", {"text": LOG * 10 * number}) for number in range(1, 9)]
-    contents = [answer.structured_content or {} for answer in model.at_once([*searches, *logs])]
-    assert [item["query"] for item in contents[:20]] == [f"timeout {number}" for number in range(20)]
-    assert [item["read"]["lines"] for item in contents[20:]] == [10 * number for number in range(1, 9)]
+    contents = [document(answer) for answer in model.at_once([*searches, *logs])]
+    assert [item["id"] for item in contents[:20]] == ids
+    assert [item["lines_read"] for item in contents[20:]] == [10 * number for number in range(1, 9)]
 
 
 def test_without_a_key_it_is_closed_when_nobody_is_let_in(closed: Replica) -> None:
@@ -164,7 +165,7 @@ def test_any_replica_answers_any_message(replica: Replica, closed: Replica, plac
     question: dict[str, Any] = {"name": "search_incidents", "arguments": {"query": "ALLGATHER timeout save"}}
     answers = [post(item, "tools/call", key, **question) for item in (replica, closed)]
     assert [answer.status_code for answer in answers] == [200, 200]
-    assert answers[0].json()["result"]["structuredContent"]["hits"]
+    assert json.loads(answers[0].json()["result"]["content"][0]["text"])["hits"]
     assert answers[0].json() == answers[1].json()
 
 
@@ -197,7 +198,7 @@ def test_a_client_that_vanishes_in_a_call_disturbs_nobody(replica: Replica) -> N
         with socket.create_connection(("127.0.0.1", replica.port), timeout=60) as client:
             client.sendall(start + sent)
     with over_http(replica.url) as model:
-        assert model.answer("diagnose_log", text=LOG)["read"]["lines"] == 1
+        assert model.answer("diagnose_log", text=LOG)["lines_read"] == 1
     assert "Traceback" not in replica.output
 
 
