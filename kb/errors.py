@@ -106,8 +106,8 @@ class Interrupted(KbError):
 
     exit_code = 130
 
-    def __init__(self) -> None:
-        super().__init__("interrupted")
+    def __init__(self, message: str = "interrupted") -> None:
+        super().__init__(message)
 
 
 class OutputLost(KbError):

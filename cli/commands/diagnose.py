@@ -90,6 +90,7 @@ def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], 
     An unexplained log has no candidates.
     """
     from kb.diagnose.next_step import candidates
+    from kb.verify.report import summary
 
     from .verify import verify_quietly
 
@@ -97,13 +98,11 @@ def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], 
     ids = [finding.id for finding in likely if finding.probe]
     if not ids:
         notice("there is nothing to verify: no entry with a probe explains this")
-    code, reports, counts = verify_quietly(ids, python, roots) if ids else (1, [], {})
-    if document is not None:
-        emit("diagnose", **document, reports=[report.to_json() for report in reports], summary=counts)
-    else:
-        from ..terminal.reports import print_report
-
+    is_json = document is not None
+    if ids and not is_json:
         print()
-        for report in reports:
-            print_report(report, is_short=True)
+    code, run = verify_quietly(ids, python, roots, as_json=is_json) if ids else (1, None)
+    if document is not None:
+        reports = run.reports if run else ()
+        emit("diagnose", **document, reports=[report.to_json() for report in reports], summary=summary(reports))
     return code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,18 +14,25 @@ from kb.content.roots import configured_roots
 from kb.errors import BadParameter, UsageError
 
 from ..service.delivery import Recipient, ReportOption, send_waiting
+from ..terminal.completion import complete_ids
 from ..terminal.output import JsonFlag, RootOption, interpreter_of, notice
 from ..terminal.session import session
-from ..terminal.verify_output import show_plans, show_run
+from ..terminal.signals import Interruption, interruption, limited
+from ..terminal.verify_output import LATE, ReportLines, exit_code_of, show_plans, show_run
 
 if TYPE_CHECKING:
     from kb.content.catalog import Catalog
     from kb.content.entry import Entry
     from kb.verify.report import Report
+    from kb.verify.runner import RunResult
+    from kb.verify.session import Session
 
 
 def verify(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Entries to verify.")] = None,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Entries to verify.", autocompletion=complete_ids),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Verify every entry.")] = False,
     plan_only: Annotated[bool, typer.Option("--plan", help="Show what would run, run nothing.")] = False,
     settings: Annotated[
@@ -53,36 +62,63 @@ def verify(
     3 not-reproduced, inconclusive; 4 not-applicable; 124 deadline; 130 interrupted.
     """
     from kb.content.catalog import load_catalog
-    from kb.verify.runner import RunOptions
 
     _refuse_under_a_launcher()
     recipient = Recipient.at(report_to)
     if recipient and not ids and not everything and not plan_only:
         return send_waiting(recipient, as_json=as_json)
-    catalog = load_catalog(configured_roots(tuple(roots or ())))
-    entries = _select_entries(catalog, ids or [], everything)
-    values = _settings(settings or [])
-    _make_folder(keep_logs)
-    with session(catalog, entries, values, interpreter_of(python), keep_logs, force=force) as prepared:
-        if plan_only:
-            return show_plans(prepared.plans, prepared.launcher, recipient, as_json=as_json)
-        run = prepared.run(RunOptions(repeat, timeout))
-    return show_run(run, recipient, as_json=as_json, as_list=everything or len(entries) > 1)
+    end = time.monotonic() + timeout if timeout else None
+    with interruption() as interrupted:
+        with ExitStack() as stack:
+            with limited(timeout, LATE):
+                catalog = load_catalog(configured_roots(tuple(roots or ())))
+                entries = _select_entries(catalog, ids or [], everything)
+                values = _settings(settings or [])
+                _make_folder(keep_logs)
+                prepared, status = stack.enter_context(
+                    session(catalog, entries, values, interpreter_of(python), keep_logs, force=force)
+                )
+            if plan_only:
+                return show_plans(prepared.plans, prepared.launcher, recipient, as_json=as_json)
+            as_list = everything or len(entries) > 1
+            lines = None if as_json else ReportLines(len(entries), status, as_list=as_list)
+            run = _run(prepared, interrupted, lines, repeat, end)
+        return show_run(run, recipient, as_json=as_json, as_list=as_list)
 
 
 def verify_quietly(
-    ids: list[str], python: Path | None, roots: tuple[Path, ...]
-) -> tuple[int, tuple[Report, ...], dict[str, int]]:
-    """Exit code, reports and counts of verdicts of these entries; prints nothing but progress."""
+    ids: list[str], python: Path | None, roots: tuple[Path, ...], *, as_json: bool
+) -> tuple[int, RunResult]:
+    """Exit code and reports of these entries; prints each report when it is there, with `as_json` nothing."""
     from kb.content.catalog import load_catalog
-    from kb.verify.report import exit_code, summary
-    from kb.verify.runner import RunOptions
 
     _refuse_under_a_launcher()
-    catalog = load_catalog(configured_roots(roots))
-    with session(catalog, [catalog.get(entry_id) for entry_id in ids], {}, interpreter_of(python)) as prepared:
-        run = prepared.run(RunOptions(0, None))
-    return exit_code(run.reports), run.reports, summary(run.reports)
+    with interruption() as interrupted:
+        catalog = load_catalog(configured_roots(roots))
+        entries = [catalog.get(entry_id) for entry_id in ids]
+        with session(catalog, entries, {}, interpreter_of(python)) as (prepared, status):
+            lines = None if as_json else ReportLines(len(entries), status, as_list=True)
+            run = _run(prepared, interrupted, lines)
+    return exit_code_of(run), run
+
+
+def _run(
+    prepared: Session,
+    interrupted: Interruption,
+    lines: ReportLines | None,
+    repeat: int = 0,
+    end: float | None = None,
+) -> RunResult:
+    """Print each report when it is there, unless `lines` is None."""
+    from kb.verify.runner import RunOptions
+
+    def on_report(report: Report) -> None:
+        if lines:
+            lines.print(report)
+
+    left = max(0.001, end - time.monotonic()) if end else None
+    with interrupted.deferred():
+        return prepared.run(RunOptions(repeat, left, lambda: interrupted.is_requested, on_report))
 
 
 def _refuse_under_a_launcher() -> None:

@@ -56,7 +56,7 @@ class Recipient:
         """Queue these reports, send all that wait, summarize on stderr. Returns `reported`, with any problem."""
         from kb.sharing.sender import send
 
-        queueing = self._queue(reports)
+        queueing = self.queue(reports)
         delivery = send(self.outbox, self.service)
         problem = "; ".join((*queueing, *delivery.problems)) or None
         reported = {
@@ -77,8 +77,8 @@ class Recipient:
             notice(error.message)
             return 0
 
-    def _queue(self, reports: Sequence[Report]) -> list[str]:
-        """Returns the problems: a report that cannot be queued is lost and affects nothing else."""
+    def queue(self, reports: Sequence[Report]) -> list[str]:
+        """Let these reports wait. Returns the problems: a report that cannot be queued is lost and affects nothing else."""
         if not reports:
             return []
         from kb.sharing.shared_report import to_shared_report

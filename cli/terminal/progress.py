@@ -9,6 +9,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +26,7 @@ class StatusLine:
     def __init__(self) -> None:
         self._running: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()
+        self._drawing = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._draw, daemon=True)
         self._is_terminal = sys.stderr.isatty()
@@ -39,6 +42,14 @@ class StatusLine:
             self._thread.join()
             self._write("")
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Print in the block: the line is gone, and comes back below."""
+        with self._drawing:
+            if self._is_terminal:
+                self._write("")
+            yield
+
     def begin(self, key: str, text: str) -> None:
         with self._lock:
             self._running[key] = (text, time.monotonic())
@@ -52,7 +63,8 @@ class StatusLine:
             with self._lock:
                 running = list(self._running.values())
             now = time.monotonic()
-            self._write(" | ".join(f"{now - since:4.1f} s  {text}" for text, since in running))
+            with self._drawing:
+                self._write(" | ".join(f"{now - since:4.1f} s  {text}" for text, since in running))
 
     def _write(self, text: str) -> None:
         width = shutil.get_terminal_size().columns - 1

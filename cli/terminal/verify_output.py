@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kb.errors import DeadlineExceeded
+from kb.errors import DeadlineExceeded, Interrupted, KbError
 
 from ..service.delivery import Recipient, print_destination
 from .output import emit, emit_error, notice
@@ -13,49 +13,96 @@ from .output import emit, emit_error, notice
 if TYPE_CHECKING:
     from kb.harness.launcher import Launcher
     from kb.verify.plan import Plan
+    from kb.verify.report import Report
     from kb.verify.runner import RunResult
+
+    from .progress import StatusLine
 
 LATE = DeadlineExceeded("the overall deadline came before every entry was done", "give more time with --timeout")
 
 
-def show_run(run: RunResult, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
-    """Show the reports and send them to the recipient; the exit code is that of the verdicts."""
+class ReportLines:
+    """Prints each report of a run above the status line when it is there; `total` is how many there will be."""
+
+    def __init__(self, total: int, status: StatusLine, *, as_list: bool) -> None:
+        self._total = total
+        self._status = status
+        self._as_list = as_list
+        self._count = 0
+
+    def print(self, report: Report) -> None:
+        from .reports import print_report
+
+        self._count += 1
+        width = len(str(self._total))
+        counter = f"{self._count:>{width}}/{self._total}  " if self._as_list else ""
+        with self._status.paused():
+            print_report(report, is_short=self._as_list, counter=counter)
+            sys.stdout.flush()  # also into a pipe or a file, which somebody watches
+
+
+def exit_code_of(run: RunResult) -> int:
+    """That of the verdicts, unless the run was cut short."""
     from kb.verify.report import exit_code
 
+    error = _cut_by(run)
+    return error.exit_code if error else exit_code(run.reports)
+
+
+def show_run(run: RunResult, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
+    """Show what follows the reports, or with `as_json` the document, and send the reports to the recipient."""
+    from kb.verify.report import summary
+
+    error = _cut_by(run)
     if as_json:
-        _emit_reports(run, recipient, as_list=as_list)
-    else:
-        _print_reports(run, as_list=as_list)
-        sys.stdout.flush()  # the verdict does not wait for the service
-        if recipient:
-            recipient.report(run.reports)
-    return LATE.exit_code if run.is_cut else exit_code(run.reports)
+        _emit_reports(run, recipient, error, as_list=as_list)
+        return exit_code_of(run)
+    counts = summary(run.reports)
+    if as_list and counts:
+        from .reports import print_summary
+
+        print_summary(counts)
+    if error:
+        notice(error.message)
+    sys.stdout.flush()  # the verdict does not wait for the service
+    if recipient:
+        _report(run, recipient)
+    return exit_code_of(run)
 
 
-def _emit_reports(run: RunResult, recipient: Recipient | None, *, as_list: bool) -> None:
+def _emit_reports(run: RunResult, recipient: Recipient | None, error: KbError | None, *, as_list: bool) -> None:
     from kb.verify.report import summary
 
     documents = [report.to_json() for report in run.reports]
-    body: dict[str, Any] = {"reports": documents, "summary": summary(run.reports)} if as_list else documents[0]
+    body: dict[str, Any] = {"reports": documents, "summary": summary(run.reports)}
+    if not as_list:
+        body = documents[0] if documents else {}
     if recipient:
-        body["reported"] = recipient.report(run.reports)
-    if run.is_cut:
-        emit_error("verify", LATE, **body)
+        body["reported"] = _report(run, recipient)
+    if error:
+        emit_error("verify", error, **body)
     else:
         emit("verify", **body)
 
 
-def _print_reports(run: RunResult, *, as_list: bool) -> None:
-    from kb.verify.report import summary
+def _report(run: RunResult, recipient: Recipient) -> dict[str, Any] | None:
+    """After an interruption the reports only wait: nobody who presses Ctrl-C waits for a service."""
+    from kb.verify.runner import Ending
 
-    from .reports import print_report, print_summary
+    if run.ending is not Ending.INTERRUPTED:
+        return recipient.report(run.reports)
+    recipient.queue(run.reports)
+    return None
 
-    for report in run.reports:
-        print_report(report, is_short=as_list)
-    if as_list:
-        print_summary(summary(run.reports))
-    if run.is_cut:
-        notice(LATE.message)
+
+def _cut_by(run: RunResult) -> KbError | None:
+    from kb.verify.runner import Ending
+
+    if run.ending is Ending.INTERRUPTED:
+        count = len(run.reports)
+        saved = f": {count} of the entries {'is' if count == 1 else 'are'} done, and in `kb history`" if count else ""
+        return Interrupted(f"interrupted{saved}")
+    return LATE if run.ending is Ending.DEADLINE else None
 
 
 def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None, *, as_json: bool) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf
 from threading import Event, Lock
 from typing import Any, Protocol
 
@@ -39,57 +41,83 @@ class Progress(Protocol):
     def end(self, key: str) -> None: ...
 
 
+def _never() -> bool:
+    return False
+
+
+def _ignore(_: Report) -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """`repeat` pairs of arms per experiment, 0 to let the experiment decide; `timeout_s` limits the whole run."""
+    """`repeat` pairs of arms per experiment, 0 to let the experiment decide; `timeout_s` limits the whole run.
+
+    `is_interrupted` is asked several times a second; `on_report` is called with each report as soon as it is there.
+    Both are called in the thread that calls `verify`.
+    """
 
     repeat: int = 0
     timeout_s: float | None = None
+    is_interrupted: Callable[[], bool] = _never
+    on_report: Callable[[Report], None] = _ignore
+
+
+class Ending(StrEnum):
+    COMPLETE = "complete"
+    DEADLINE = "deadline"
+    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Reports in the order of the plans, and whether the overall deadline cut some of them."""
+    """Reports in the order of the plans. After the overall deadline the unfinished ones say so; after an interruption
+    they are missing."""
 
     reports: tuple[Report, ...]
-    is_cut: bool
+    ending: Ending = Ending.COMPLETE
 
 
 def verify(
     plans: list[Plan], launcher: Launcher, environment: Mapping[str, Any], options: RunOptions, progress: Progress
 ) -> RunResult:
-    """Run all plans, CPU experiments two at a time, GPU experiments one at a time.
-
-    On KeyboardInterrupt it ends everything that runs, then raises it again.
-    """
+    """Run all plans, CPU experiments two at a time, GPU experiments one at a time. Nothing runs when it returns."""
     if any(plan.has_torch for plan in plans):
         launcher.preload()
-    end = time.monotonic() + options.timeout_s if options.timeout_s else None
+    end = time.monotonic() + options.timeout_s if options.timeout_s else inf
     worker = _PlanRunner(launcher, environment, options, progress, Lock(), Event(), Event())
     pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
+    futures = [pool.submit(worker.report, plan) for plan in plans]
+    pending = set(futures)
     try:
-        futures = [pool.submit(worker.report, plan) for plan in plans]
-        is_cut = _wait_for_reports(futures, end)
-        if is_cut:
+        ending = _wait_for_reports(pending, end, options)
+        finished = [future for future in futures if future not in pending]
+        if ending is not Ending.COMPLETE:
             worker.stop.set()
             launcher.close()
-        return RunResult(tuple(future.result() for future in futures), is_cut)
-    except BaseException:
-        worker.stop.set()
-        launcher.close()
-        raise
+        if ending is Ending.DEADLINE:
+            _wait_for_reports(pending, inf, replace(options, is_interrupted=_never))
+            finished = futures
+        return RunResult(tuple(future.result() for future in finished), ending)
     finally:
+        worker.stop.set()
+        if pending:
+            launcher.close()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _wait_for_reports(futures: Iterable[Future[Report]], end: float | None) -> bool:
-    """Wait for all, in short steps so that signals are handled; True when the deadline came first."""
-    open_futures = set(futures)
-    while open_futures:
-        if end is not None and time.monotonic() > end:
-            return True
-        _, open_futures = wait(open_futures, timeout=0.2, return_when=FIRST_COMPLETED)
-    return False
+def _wait_for_reports(pending: set[Future[Report]], end: float, options: RunOptions) -> Ending:
+    """Take each future out of `pending` once its report is there, in short steps so that signals are handled."""
+    while pending:
+        done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+        for future in done:
+            pending.remove(future)
+            options.on_report(future.result())
+        if options.is_interrupted():
+            return Ending.INTERRUPTED
+        if time.monotonic() > end:
+            return Ending.DEADLINE if pending else Ending.COMPLETE
+    return Ending.COMPLETE
 
 
 @dataclass(frozen=True, slots=True)

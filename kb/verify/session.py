@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from kb.content.catalog import Catalog
 from kb.content.entry import Entry
@@ -15,6 +18,9 @@ from kb.machine import snapshot
 from kb.verify.plan import Plan, make_plan, reject_unknown
 from kb.verify.report import Report
 from kb.verify.runner import Progress, RunOptions, RunResult, verify
+
+if TYPE_CHECKING:
+    from kb.store.database import Database
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +34,11 @@ class Session:
     notify: Callable[[str], None]
 
     def run(self, options: RunOptions) -> RunResult:
-        """Run every plan and save the reports. Without a writable store the reports are lost, not the verdicts."""
-        run = verify(self.plans, self.launcher, self.environment, options, self.progress)
-        try:
-            _save(run.reports)
-        except StoreUnavailable as error:
-            self.notify(f"this report is not saved: {error.message}")
-        return run
+        """Run every plan and save each report at once. Without a writable store they are lost, not the verdicts."""
+        with _Store(self.notify) as store:
+            save_and_pass_on = partial(_save_and_pass_on, store, options.on_report)
+            options = replace(options, on_report=save_and_pass_on)
+            return verify(self.plans, self.launcher, self.environment, options, self.progress)
 
 
 def prepare(
@@ -58,10 +62,36 @@ def prepare(
     return Session(plans, launcher, environment, progress, notify)
 
 
-def _save(reports: tuple[Report, ...]) -> None:
-    # Imported here: SQLModel takes a second, and a plan needs no store.
-    from kb.store.database import Database
-    from kb.store.reports import save
+class _Store:
+    """The store of reports, opened by the first one: its library takes a second to import, and a plan needs none."""
 
-    with Database.open() as database:
-        save(database, [report.to_json() for report in reports])
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._open = ExitStack()
+        self._database: Database | None = None
+        self._has_failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.close()
+
+    def save(self, report: Report) -> None:
+        """Notifies once when the store cannot be written."""
+        from kb.store.database import Database
+        from kb.store.reports import save
+
+        if self._has_failed:
+            return
+        try:
+            self._database = self._database or self._open.enter_context(Database.open())
+            save(self._database, [report.to_json()])
+        except StoreUnavailable as error:
+            self._has_failed = True
+            self._notify(f"reports are not saved: {error.message}")
+
+
+def _save_and_pass_on(store: _Store, pass_on: Callable[[Report], None], report: Report) -> None:
+    store.save(report)
+    pass_on(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -61,6 +62,46 @@ def test_interrupted_it_ends_its_arms_first_and_says_130(
     assert waiting.wait(60) == 130
     assert not any(map(is_running, ranks(pids)))
     assert not arm_directories()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_verdicts_that_were_there_before_an_interruption_are_shown_and_saved(
+    kb: Kb, content: ContentRoot, pids: Path, number: signal.Signals
+) -> None:
+    content.incident("breaks")
+    content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
+    process = subprocess.Popen([str(KB), "verify", "breaks", "waits", "--json"], stdout=subprocess.PIPE)
+    try:
+        wait_for((pids / "ready").exists, "the other arm to run")
+        wait_for(lambda: kb("history", "--json").json["reports"], "the first report to be saved")
+        process.send_signal(number)
+        process.send_signal(number)  # as `timeout` does
+        out, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
+    document = json.loads(out)
+    assert process.returncode == 130
+    assert (document["ok"], document["error"]["type"]) == (False, "interrupted")
+    assert [report["id"] for report in document["reports"]] == ["breaks"]
+    assert document["summary"] == {"verified": 1}
+    assert [report["id"] for report in kb("history", "--json").json["reports"]] == ["breaks"]
+    assert not any(map(is_running, ranks(pids)))
+    assert not arm_directories()
+
+
+def test_each_verdict_is_printed_when_it_is_there(content: ContentRoot, pids: Path) -> None:
+    content.incident("breaks")
+    content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
+    process = subprocess.Popen([str(KB), "verify", "waits", "breaks"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline().startswith(b"1/2  verified         breaks"), "while the other one runs"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert process.returncode == 130
+    assert out == b"1 verified\n"
 
 
 def test_killed_it_leaves_no_rank_and_no_directory(waiting: subprocess.Popen[bytes], pids: Path) -> None:

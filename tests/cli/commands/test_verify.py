@@ -183,7 +183,7 @@ def test_a_report_that_cannot_be_kept_costs_a_warning_not_the_verdict(
     ended = kb("verify", "breaks", "--json", XDG_DATA_HOME=str(blocked / "data"))
     assert ended.json["verdict"] == "verified"
     assert ended.code == 0
-    assert "this report is not saved" in ended.err
+    assert "reports are not saved" in ended.err
 
 
 @pytest.mark.parametrize("arguments, code", [("list --json", 0), ("show stochastic-nonsense", 2), ("verify fails", 1)])
@@ -254,7 +254,8 @@ def test_a_variant_that_contradicts_takes_the_verdict(kb: Kb, content: ContentRo
 
 REFUSED = """replace(make(raised("the thing broke")), experiments=(
     replace(make(raised("the thing broke")).experiments[0], name="strong", control=Arm(
-        refuse, expect=raised("the thing broke"), because="it cannot run", fidelity="cpu")),
+        refuse, expect=raised("the thing broke"), because="it cannot run", fidelity="cpu"),
+        treatment=Arm(refuse, expect=completed(), because="it cannot run", fidelity="cpu")),
     make(raised("the thing broke")).experiments[0]))"""
 
 

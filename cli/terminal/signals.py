@@ -1,0 +1,71 @@
+"""Ctrl-C, SIGTERM and SIGHUP end a command in order: with what it has, one document, and exit code 130."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kb.errors import KbError
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE_S = 2.0  # a second signal before this belongs to the first: `timeout` sends two
+
+
+class Interruption:
+    """Raises KeyboardInterrupt as Ctrl-C does; within `deferred` the first signal only sets `is_requested`."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self._is_deferred = False
+
+    @property
+    def is_requested(self) -> bool:
+        return self._at is not None
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let the block end by itself; what follows it, once requested, may end too."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = self.is_requested
+
+    def handle(self, *_: object) -> None:
+        now = time.monotonic()
+        if not self._is_deferred or (self._at is not None and now - self._at > PATIENCE_S):
+            raise KeyboardInterrupt
+        self._at = self._at or now
+
+
+@contextmanager
+def interruption() -> Iterator[Interruption]:
+    """Handles the signals in the block, except those that whoever started kb has it ignore, as nohup does."""
+    current = Interruption()
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, current.handle)
+    try:
+        yield current
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def limited(seconds: float | None, error: KbError) -> Iterator[None]:
+    """Raises `error` in the block when it takes longer, whatever the block waits for."""
+
+    def expire(*_: object) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
