@@ -9,6 +9,7 @@ import typer
 
 from kb.content.roots import configured_roots
 
+from ..terminal.completion import complete_ids
 from ..terminal.output import JsonFlag, RootOption, emit
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ WIDE = 200  # columns in a pipe, so that nothing is cut
 
 
 def graph(
-    entry_id: Annotated[str, typer.Argument(metavar="ID", help="The id of an entry.")],
+    entry_id: Annotated[str, typer.Argument(metavar="ID", help="The id of an entry.", autocompletion=complete_ids)],
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:

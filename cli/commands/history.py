@@ -9,11 +9,14 @@ import typer
 
 from kb.content.roots import configured_roots
 
+from ..terminal.completion import complete_ids
 from ..terminal.output import JsonFlag, RootOption, clock, emit, style
 
 
 def history(
-    entry_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only reports of this entry.")] = None,
+    entry_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="Only reports of this entry.", autocompletion=complete_ids)
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="At most this many reports.")] = 20,
     as_json: JsonFlag = False,
     roots: RootOption = None,

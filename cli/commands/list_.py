@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kb.content.area import Area
 from kb.content.filters import Filter
@@ -14,8 +13,14 @@ from kb.content.gpu_records import add_gpu_summaries
 from kb.content.roots import configured_roots
 from kb.search.index_cache import open_index
 
+from ..terminal.fields import wrapped_on_terminal
+from ..terminal.filter_options import AreaOption, FrameworkOption, StatusOption, TagOption
 from ..terminal.output import JsonFlag, RootOption, emit, notice, style
+from ..terminal.pager import NoPagerFlag, print_paged
+from ..terminal.wrapping import columns
 
+FACTS = "{:<9} {:<8}"  # status and severity
+NARROWEST_TITLE = 40  # columns beside id and facts; with less the title has lines of its own
 KEYS = (
     "id",
     "title",
@@ -33,19 +38,11 @@ KEYS = (
 
 
 def list_(
-    tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
-    framework: Annotated[
-        list[str] | None, typer.Option(help="Only entries about this package or framework. Repeatable: any of them.")
-    ] = None,
-    status: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only entries of this status: confirmed, reported, disputed, withdrawn. Repeatable: any of them."
-        ),
-    ] = None,
-    area: Annotated[
-        list[str] | None, typer.Option(help=f"Only entries of this area: {', '.join(Area)}. Repeatable: any of them.")
-    ] = None,
+    tag: TagOption = None,
+    framework: FrameworkOption = None,
+    status: StatusOption = None,
+    area: AreaOption = None,
+    no_pager: NoPagerFlag = False,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
@@ -58,22 +55,31 @@ def list_(
     if as_json:
         emit("list", entries=[{key: document[key] for key in KEYS} for document in documents])
     else:
-        _print(documents)
+        print_paged("\n".join(_lines(documents)), no_pager=no_pager)
     return 0 if documents else 1
 
 
-def _print(documents: list[dict[str, Any]]) -> None:
+def _lines(documents: list[dict[str, Any]]) -> Iterator[str]:
+    """A pipe gets a line for each entry; on a terminal titles are wrapped."""
     width = max((len(document["id"]) for document in documents), default=0)
+    indent = width + len(f"    {FACTS.format('', '')}  ")
+    is_narrow = sys.stdout.isatty() and columns() - indent < NARROWEST_TITLE
     for heading, entries in _by_area(documents):
-        print(style(heading, bold=True))
+        yield style(wrapped_on_terminal(heading, 0), bold=True)
         for document in entries:
-            facts = style(f"{document['status']:<9} {document['severity']:<8}", dim=True)
-            print(f"  {style(document['id'].ljust(width), 'cyan')}  {facts}  {document['title']}")
+            entry_id, title = document["id"], document["title"]
+            facts = f"{'':{width - len(entry_id)}}  {FACTS.format(document['status'], document['severity'])}"
+            if is_narrow:
+                beside = wrapped_on_terminal(f"{entry_id}{facts}", 6).removeprefix(entry_id)
+                yield f"  {style(entry_id, 'cyan')}{style(beside, dim=True)}\n      {wrapped_on_terminal(title, 6)}"
+            else:
+                yield f"  {style(entry_id, 'cyan')}{style(facts, dim=True)}  {wrapped_on_terminal(title, indent)}"
             if document["hardware"]:
-                print(f"  {'':{width}}  {style(document['hardware'], dim=True)}")
-        print()
+                place = 6 if is_narrow else width + 4
+                yield " " * place + style(wrapped_on_terminal(document["hardware"], place), dim=True)
+        yield ""
     if not documents:
-        print("no entry fits. `kb list` without filters shows all.")
+        yield "no entry fits. `kb list` without filters shows all."
 
 
 def _by_area(documents: Iterable[dict[str, Any]]) -> Iterable[tuple[str, Iterable[dict[str, Any]]]]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from kb.content.area import Area
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 from kb.search.explanation import Explanation
@@ -16,7 +15,8 @@ from kb.search.index_cache import open_index
 from kb.search.ranking import search as find
 from kb.search.results import Answer, Hit
 
-from ..terminal.fields import labelled
+from ..terminal.fields import headline, labelled
+from ..terminal.filter_options import AreaOption, FrameworkOption, StatusOption, TagOption
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, notice, style
 from ..terminal.stdin import stdin
 
@@ -32,17 +32,10 @@ def search(
         list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")
     ],
     limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 3,
-    tag: Annotated[list[str] | None, typer.Option(help="Only entries with this tag. Repeatable: all of them.")] = None,
-    framework: Annotated[
-        list[str] | None, typer.Option(help="Only entries about this package or framework. Repeatable: any of them.")
-    ] = None,
-    status: Annotated[
-        list[str] | None,
-        typer.Option(help="Only entries of this status: confirmed, reported, disputed. Repeatable: any of them."),
-    ] = None,
-    area: Annotated[
-        list[str] | None, typer.Option(help=f"Only entries of this area: {', '.join(Area)}. Repeatable: any of them.")
-    ] = None,
+    tag: TagOption = None,
+    framework: FrameworkOption = None,
+    status: StatusOption = None,
+    area: AreaOption = None,
     applies_here: Annotated[
         bool, typer.Option("--applies-here", help="First what fits the versions of your environment, with the reason.")
     ] = False,
@@ -120,15 +113,14 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
     origin = "" if hit.origin == "built-in" else f" · from {hit.origin}"
     matched = ", ".join(hit.matched[:8])
     why = "a signature of this entry matches your text; " if hit.signature else ""
-    print(f"{number}. {style(title, bold=True)}")
-    print(f"   {style(hit.id, 'cyan')} {style(f'{hit.status} entry · {hit.severity} severity{origin}', dim=True)}")
+    print(headline(number, title, hit.id, f"{hit.status} entry · {hit.severity} severity{origin}"))
     print(labelled("cause", cause))
     print(labelled("matched", why + matched))
     if hit.applicability:
         print(labelled("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
     if hit.why:
         _print_why(hit.why)
-    print(f"   example  {style(hit.snippet, dim=True)}")
+    print(labelled("example", hit.snippet, dim=True))
     print(f"   verify   {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
     print()
 

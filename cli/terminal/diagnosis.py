@@ -11,7 +11,7 @@ from kb.diagnose.finding import Finding
 from kb.diagnose.next_step import CERTAIN
 from kb.harness.collective import name_ranks
 
-from .fields import labelled
+from .fields import headline, labelled
 from .output import style
 
 MOST_FINDINGS = 3
@@ -83,8 +83,7 @@ def _counted(count: int, noun: str) -> str:
 def _print_finding(number: int, finding: Finding) -> None:
     origin = "" if finding.origin == "built-in" else f" · from {finding.origin}"
     facts = f"{finding.role} · confidence {finding.confidence:.2f} · {finding.status}{origin}"
-    print(f"{number}. {style(finding.title, bold=True)}")
-    print(f"   {style(finding.id, 'cyan')} {style(facts, dim=True)}")
+    print(headline(number, finding.title, finding.id, facts))
     print(labelled("cause", finding.cause))
     for line in finding.evidence[:MOST_LINES]:
         _print_line("line", line)
@@ -94,7 +93,7 @@ def _print_finding(number: int, finding: Finding) -> None:
     for objection in finding.against:
         print(labelled("against", objection))
     if finding.probe:
-        print(f"   prove    {style(f'kb verify {finding.id}', 'green')}")
+        print(f"   verify   {style(f'kb verify {finding.id}', 'green')}")
     else:
         print(f"   read     kb show {finding.id}")
     print()

@@ -1,12 +1,27 @@
-"""Labelled fields: a label in a column of its own, its text beside it."""
+"""Entries in an answer: a title, the id with some facts, and labelled fields, wrapped to the terminal."""
 
 from __future__ import annotations
 
+import sys
+
+from .output import style
 from .wrapping import hanging
 
 INDENT = 12
 
 
-def labelled(label: str, text: str) -> str:
-    """A label and a text, which is wrapped to the terminal; all its lines begin at the same column."""
-    return f"   {label:<8} {hanging(text, INDENT)}"
+def headline(number: int, title: str, entry_id: str, facts: str) -> str:
+    """The title of a numbered entry, and below it the id and some facts."""
+    below = wrapped_on_terminal(f"{entry_id} {facts}", 3).removeprefix(entry_id)
+    title = style(wrapped_on_terminal(title, 3), bold=True)
+    return f"{number}. {title}\n   {style(entry_id, 'cyan')}{style(below, dim=True)}"
+
+
+def labelled(label: str, text: str, *, dim: bool = False) -> str:
+    """A label and a text, whose lines all begin at the same column."""
+    return f"   {label:<8} {style(hanging(text, INDENT), dim=dim)}"
+
+
+def wrapped_on_terminal(text: str, indent: int) -> str:
+    """The lines of a text below its first column. In a pipe it stays one line, which other programs can search."""
+    return hanging(text, indent) if sys.stdout.isatty() else text

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode as Node
 
+from kb.content.grades import MARK
 from kb.content.parser import markdown_parser
 
 from .output import style
@@ -100,13 +101,13 @@ class Renderer:
             yield from more
 
     def _prose(self, runs: list[Run], indent: int) -> Iterator[str]:
-        """Wrapped lines. A short piece of code stays on one line: it can be read, and copied."""
+        """Wrapped lines. A short piece of code, which somebody may copy, and a mark of a claim stay on one line."""
         width = self.width - indent
         unbroken = "".join(
             run.text.replace(" ", "_") if run.kind == "code" and len(run.text) <= width // 2 else run.text
             for run in runs
         )
-        for start, end in breaks(unbroken, width):
+        for start, end in breaks(MARK.sub(lambda mark: mark[0].replace(" ", "_"), unbroken), width):
             yield " " * indent + self._line(_part(runs, start, end))
 
     def _line(self, runs: list[Run]) -> str:
