@@ -50,8 +50,48 @@ def test_a_second_log_takes_the_place_of_the_first(chromium: Browser, service: R
         drop(page, "save.log", LOG.read_bytes())
         expect_the_entry(page)
         drop(page, "healthy.log", b"step 1 loss 2.0\nstep 2 loss 1.9\n")
-        expect(page.get_by_role("heading", name="Nothing failed here")).to_be_visible()
+        expect(page.get_by_role("heading", name="No error was printed")).to_be_visible()
         expect(page.locator(".findings")).to_have_count(0)
+
+
+def test_an_unknown_failure_is_shown_first_and_candidates_have_no_commands(chromium: Browser, service: Replica) -> None:
+    log = b"epoch 1\n[rank1]: acme.ShardError: shard 17 has no index\n[rank0]: NCCL WARN Connection reset by peer\n"
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        drop(page, "train.log", log)
+        expect(page.get_by_role("heading", name="No confident match")).to_be_visible()
+        first = page.locator("#results figure").first
+        expect(first.locator("figcaption")).to_contain_text("train.log")
+        expect(first.locator("mark")).to_have_text("[rank1]: acme.ShardError: shard 17 has no index")
+        expect(page.get_by_text("Rank 1 failed first")).to_be_visible()
+        weaker = page.locator("details.weaker")
+        expect(weaker.get_by_role("link").first).to_be_hidden()
+        weaker.locator("summary").click()
+        expect(weaker.get_by_role("link").first).to_be_visible()
+        expect(page.locator("#results pre.command")).to_have_count(0)
+
+
+def test_what_is_not_text_is_not_called_healthy(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        drop(page, "model.bin", b"\x7fELF" + bytes(500))
+        expect(page.get_by_role("heading", name="Nothing here could be read")).to_be_visible()
+        expect(page.locator("#results")).to_contain_text("model.bin: is binary and was not read")
+        expect(page.locator("#results")).to_contain_text("kb reads text")
+        expect(page.get_by_text("No error was printed")).to_have_count(0)
+
+
+def test_a_finding_is_copied_with_its_line_which_is_never_sent_again(chromium: Browser, service: Replica) -> None:
+    url = f"{service.url}/diagnose"
+    with visit(chromium, url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        drop(page, "save.log", LOG.read_bytes())
+        expect_the_entry(page)
+        sent: list[str] = []
+        page.on("request", lambda request: sent.append(request.url + (request.post_data or "")))
+        page.get_by_role("link", name="Copy for a ticket").first.click()
+        expect(page.locator("#announcement")).to_have_text("Copied")
+        text = page.evaluate("navigator.clipboard.readText()")
+        assert f"{service.url}/entries/{ENTRY}" in text
+        assert "\nEvidence: save.log:5 (rank 3): " in text
+        assert sent == [f"{service.url}/entries/{ENTRY}/ticket"]
 
 
 def test_a_log_is_chosen_and_sent_with_the_keyboard(chromium: Browser, service: Replica) -> None:

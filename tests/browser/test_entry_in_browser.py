@@ -38,11 +38,40 @@ def test_a_command_is_copied_where_the_browser_has_no_clipboard_for_pages(chromi
         assert page.evaluate("window.read()").startswith(f"kb verify {ENTRY}")
 
 
+def test_an_entry_is_copied_for_a_ticket(chromium: Browser, service: Replica) -> None:
+    url = f"{service.url}/entries/{ENTRY}"
+    with visit(chromium, url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        page.get_by_role("link", name="Copy for a ticket").click()
+        expect(page.locator("#announcement")).to_have_text("Copied")
+        text = page.evaluate("navigator.clipboard.readText()")
+        assert text.startswith(f"{ENTRY}: ")
+        assert "\n\nCause: " in text and "\n\nFix:\n" in text
+        assert text.endswith(f"\n{url}\n")
+        assert page.url == url
+
+
+def test_without_scripts_a_ticket_is_a_page_of_text(chromium: Browser, service: Replica) -> None:
+    url = f"{service.url}/entries/{ENTRY}?lang=zh"
+    with visit(chromium, url, expected="404", java_script_enabled=False) as page:  # a text names no icon
+        page.get_by_role("link", name="复制到工单").click()
+        expect(page).to_have_url(f"{service.url}/entries/{ENTRY}/ticket?lang=zh")
+        text = page.locator("body").inner_text()
+        assert text.startswith(f"{ENTRY}: ") and "原因: " in text
+        assert f"{service.url}/entries/{ENTRY}?lang=zh" in text
+
+
+def test_a_part_of_an_entry_has_an_address(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/entries/{ENTRY}?lang=zh#fix") as page:
+        expect(page.get_by_role("heading", name="修复")).to_be_in_viewport()
+        page.get_by_role("heading", name="环境").get_by_role("link").click()
+        expect(page).to_have_url(f"{service.url}/entries/{ENTRY}?lang=zh#environment")
+
+
 def test_the_other_language_is_a_link_away_and_back(chromium: Browser, service: Replica) -> None:
     with visit(chromium, f"{service.url}/entries/{ENTRY}") as page:
         page.get_by_role("link", name="中文").click()
         expect(page.get_by_role("heading", name="修复")).to_be_visible()
-        expect(page.locator("main")).to_have_attribute("lang", "zh-CN")
+        expect(page.locator("html")).to_have_attribute("lang", "zh-CN")
         page.get_by_role("link", name="English").click()
         expect(page.get_by_role("heading", name="Fix", exact=True)).to_be_visible()
 

@@ -38,7 +38,7 @@ def test_the_last_question_wins_over_slower_answers_to_earlier_ones(chromium: Br
         field.fill("slow")
         expect(page.locator("#results")).to_have_attribute("aria-busy", "true")
         field.fill("zebra crossing recipes")
-        expect(page.get_by_role("heading", name="No entry answers this")).to_be_visible()
+        expect(page.get_by_role("heading", name="No confident match")).to_be_visible()
         expect(page.locator("#results")).not_to_have_attribute("aria-busy", "true")
 
 
@@ -86,6 +86,54 @@ def test_everything_is_found_with_the_keyboard_alone(chromium: Browser, service:
                 break
         page.keyboard.press("Enter")
         expect(page).to_have_url(re.compile(f"/entries/{ENTRY}"))
+
+
+def test_a_slash_and_the_arrows_lead_to_an_entry(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/?q={QUESTION}") as page:
+        field, links = page.get_by_label("Paste an error"), page.locator(".hits h2 a")
+        page.keyboard.press("/")
+        expect(field).to_be_focused()
+        expect(field).to_have_value(QUESTION)
+        for key, place in (("ArrowDown", 0), ("ArrowDown", 1), ("ArrowUp", 0)):
+            page.keyboard.press(key)
+            expect(links.nth(place)).to_be_focused()
+        assert links.first.evaluate("link => getComputedStyle(link).outlineStyle") == "solid"
+        page.keyboard.press("ArrowUp")
+        expect(field).to_be_focused()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Escape")
+        expect(field).to_be_focused()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(page).to_have_url(f"{service.url}/entries/{ENTRY}")
+        page.keyboard.press("/")
+        expect(page.get_by_label("Search the incidents")).to_be_focused()
+
+
+def test_escape_empties_the_field_and_then_leaves_it(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/?q={QUESTION}") as page:
+        page.keyboard.press("/")
+        page.keyboard.press("Escape")
+        expect(page.get_by_label("Paste an error")).to_have_value("")
+        expect(page.get_by_role("heading", name="71 entries")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.get_by_label("Paste an error")).not_to_be_focused()
+
+
+def test_a_slash_that_is_typed_is_a_letter(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, f"{service.url}/diagnose") as page:
+        text = page.get_by_label("or paste text")
+        text.press_sequentially("/dev/shm")
+        expect(text).to_have_value("/dev/shm")
+
+
+def test_the_language_is_changed_without_losing_the_question(chromium: Browser, service: Replica) -> None:
+    with visit(chromium, service.url) as page:
+        page.get_by_label("Paste an error").fill(QUESTION)
+        page.wait_for_url(re.compile("q="))
+        page.get_by_role("link", name="中文").click()
+        expect(page.get_by_role("button", name="搜索")).to_be_visible()
+        expect(page.locator(".hits h2 a").first).to_have_attribute("href", f"/entries/{ENTRY}?lang=zh")
 
 
 def test_without_scripts_a_search_is_a_form(chromium: Browser, service: Replica) -> None:

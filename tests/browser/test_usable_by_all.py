@@ -26,6 +26,8 @@ PAGES = {
     "entry with tables": "/entries/connection-reset-by-peer",
     "diagnose": "/diagnose",
     "graph": "/graph",
+    "Chinese graph of an area": "/graph?area=memory&lang=zh",
+    "Chinese search": "/?q=oom&lang=zh",
     "gaps": "/gaps",
     "sign-in": "/sign-in",
     "not found": "/entries/checkpoint-save",
