@@ -29,6 +29,9 @@ OPEN_FOLDER = "/static/"
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 WRONG_KEYS = "10/minute"  # per client
 HINT = "send a key as `Authorization: Bearer kb_...`; the operator of this service makes one with `kb key new`"
+WRONG_KEY_HINT = (
+    "it is incomplete, revoked or of another service; `kb key list` shows its operator those that are valid"
+)
 NO_HASH = keys.fingerprint("")
 
 
@@ -66,9 +69,9 @@ class AccessControl:
         client = scope["client"][0] if scope.get("client") else ""
         if text:
             caller = await self.authenticate(text, client)
-            self._count(caller.id)
+            self._count(scope, caller.id)
             return caller
-        return self._admit_anonymous(client, headers, scope.get("http_version", ""))
+        return self._admit_anonymous(scope, client, headers)
 
     async def authenticate(self, text: str, client: str) -> Caller:
         """The holder of a key. Raises `KeyNeeded` for a wrong key, `TooManyRequests` after too many of them.
@@ -82,7 +85,7 @@ class AccessControl:
             await self._snapshot.refresh_soon()
             holder = self._find(text)
         if holder is None:
-            raise KeyNeeded("this key is not accepted", HINT)
+            raise KeyNeeded("this key is not accepted", WRONG_KEY_HINT)
         self._snapshot.use(holder.id)
         return holder
 
@@ -94,15 +97,19 @@ class AccessControl:
             return None
         return Caller(stored.key.id, stored.key.scope)
 
-    def _count(self, name: str) -> None:
+    def _count(self, scope: Mapping[str, Any], name: str) -> None:
+        """Against the rate limit; the response says what is left of it."""
         if self._rate:
-            self._rate.take(name)
+            try:
+                self._rate.take(name)
+            finally:
+                scope["state"]["quota"] = self._rate.quota(name)
 
-    def _admit_anonymous(self, client: str, headers: Headers, version: str) -> Caller:
+    def _admit_anonymous(self, scope: Mapping[str, Any], client: str, headers: Headers) -> Caller:
         if self._anonymous is Anonymous.EVERYBODY:
-            self._count(client_network(client))
+            self._count(scope, client_network(client))
             return ANONYMOUS
-        if self._anonymous is Anonymous.LOOPBACK and is_local(client, headers, version):
+        if self._anonymous is Anonymous.LOOPBACK and is_local(client, headers, scope.get("http_version", "")):
             return ANONYMOUS
         raise KeyNeeded("this service requires a key", HINT)
 

@@ -60,7 +60,8 @@ class Service:
         try:
             with _open(request, timeout_s, is_loopback=self.is_loopback) as response:
                 headers = {name.lower(): value for name, value in response.headers.items()}
-                return interpret(self.url, response.status, headers, response.read(MAX_RESPONSE_BYTES))
+                body = response.read(MAX_RESPONSE_BYTES)
+                return interpret(self.url, response.status, headers, body, has_key=bool(self.api_key))
         except urllib.error.URLError as error:  # the request could not be sent
             return Response(DeliveryStatus.UNAVAILABLE, f"{self.url} cannot be reached: {_reason(error.reason)}")
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -33,8 +33,8 @@ class Response:
     wait_s: float = 0.0
 
 
-def interpret(url: str, code: int, headers: Mapping[str, str], body: bytes) -> Response:
-    """Interpret an HTTP response; `headers` have lower-case names.
+def interpret(url: str, code: int, headers: Mapping[str, str], body: bytes, *, has_key: bool) -> Response:
+    """Interpret an HTTP response; `headers` have lower-case names. `has_key`: an API key was sent.
 
     Only a problem document can refuse a report: other bodies are from a proxy, which knows nothing about reports.
     """
@@ -42,7 +42,7 @@ def interpret(url: str, code: int, headers: Mapping[str, str], body: bytes) -> R
         return Response(DeliveryStatus.ACCEPTED)
     if code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         return Response(DeliveryStatus.BUSY, _problem(url, code, body), _wait_s(headers.get("retry-after", "")))
-    unavailable = _why_unavailable(url, code, headers)
+    unavailable = _why_unavailable(url, code, headers, has_key=has_key)
     if unavailable:
         return Response(DeliveryStatus.UNAVAILABLE, unavailable)
     is_problem = headers.get("content-type", "").startswith("application/problem+json")
@@ -55,10 +55,15 @@ def sanitize(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text[:MAX_PROBLEM_LENGTH])
 
 
-def _why_unavailable(url: str, code: int, headers: Mapping[str, str]) -> str:
+def _why_unavailable(url: str, code: int, headers: Mapping[str, str], *, has_key: bool) -> str:
     """Why no report can be delivered; "" when one can."""
+    if code == HTTPStatus.UNAUTHORIZED and has_key:
+        return (
+            f"{url} does not accept the API key in KB_API_KEY: it is incomplete, revoked or of another service;"
+            " its operator makes a new one with `kb key new NAME --scope report`"
+        )
     if code == HTTPStatus.UNAUTHORIZED:
-        return f"{url} requires a valid API key: set KB_API_KEY"
+        return f"{url} requires an API key, and none was sent: set KB_API_KEY"
     if code == HTTPStatus.FORBIDDEN:
         return f"{url} requires an API key that may report: the one in KB_API_KEY may not"
     if 300 <= code < 400:

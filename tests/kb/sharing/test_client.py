@@ -126,7 +126,12 @@ ANSWERS = {
     "another service": (says(404, "<h1>", "text/html"), DeliveryStatus.UNAVAILABLE, "accepts reports", "404 Not Found"),
     "an older service": (says(405, "GET only"), DeliveryStatus.UNAVAILABLE, "accepts reports", "405"),
     "a proxy that wants a password": (says(407), DeliveryStatus.UNAVAILABLE, "accepts reports", "407"),
-    "a missing key": (says(401), DeliveryStatus.UNAVAILABLE, "requires a valid API key", "set KB_API_KEY"),
+    "a missing key": (
+        says(401),
+        DeliveryStatus.UNAVAILABLE,
+        "requires an API key, and none was sent",
+        "set KB_API_KEY",
+    ),
     "nothing at all": (drop_unread, DeliveryStatus.FAILED, "sent no response", ""),
     "a lost answer": (drop, DeliveryStatus.FAILED, "sent no response", ""),
     "half an answer": (torn, DeliveryStatus.FAILED, "201 Created", "not the response"),
@@ -141,6 +146,12 @@ def test_each_answer_has_its_meaning(service: FakeService, name: str) -> None:
     assert answer.status is status
     assert all(word in answer.problem for word in words), answer.problem
     assert service.url in answer.problem
+
+
+def test_a_wrong_key_is_told_apart_from_a_missing_one(service: FakeService) -> None:
+    answer = post(service, says(401), api_key="kb_secret")
+    assert "does not accept the API key in KB_API_KEY" in answer.problem
+    assert "set KB_API_KEY" not in answer.problem
 
 
 @pytest.mark.parametrize("status", [401, 403])
