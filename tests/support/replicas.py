@@ -69,7 +69,8 @@ class Replica:
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
         """(status, document)."""
-        answer = httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False)
+        # It is plain HTTP: to read the certificates of this machine would take forty times as long as the answer.
+        answer = httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False, verify=False)
         return answer.status_code, json.loads(answer.content)
 
     def _served(self) -> re.Match[str] | None:
