@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,17 +13,17 @@ from typing import Any
 
 from kb.content.roots import Root
 from kb.errors import KbError
-from kb.harness import subprocesses
+from kb.harness import scratch, subprocesses
 from kb.installation import install_command
 from kb.search import index_cache
 
-OLD_S = 120.0  # an arm's directory that no process has used for this long was left behind
 TORCH_S = 120.0
+HOW_TO_VERIFY = f"--python /path/to/your/training/env/bin/python, or {install_command('probes')}"
 
 
 @dataclass(frozen=True, slots=True)
 class HealthCheck:
-    """The result of one check. `hint` says what to do when it failed; otherwise it is empty."""
+    """The result of one check. `hint` says what to do when it failed, or what more is possible."""
 
     subject: str
     is_fine: bool
@@ -36,8 +34,8 @@ class HealthCheck:
         return {"subject": self.subject, "is_fine": self.is_fine, "message": self.message, "mend": self.hint}
 
 
-def run_checks(roots: tuple[Root, ...], python: Path) -> Iterator[HealthCheck]:
-    """All checks, cheap ones first."""
+def run_checks(roots: tuple[Root, ...], python: Path, *, is_named: bool) -> Iterator[HealthCheck]:
+    """All checks, cheap ones first. `is_named`: the caller named the interpreter for probes."""
     yield check_content(roots)
     yield check_index(roots)
     yield check_store()
@@ -46,7 +44,7 @@ def run_checks(roots: tuple[Root, ...], python: Path) -> Iterator[HealthCheck]:
     yield check_command_name()
     yield check_import_name()
     yield check_leftovers()
-    yield check_torch(python)
+    yield check_torch(python, is_named=is_named)
 
 
 def check_content(roots: tuple[Root, ...]) -> HealthCheck:
@@ -154,29 +152,20 @@ def check_import_name() -> HealthCheck:
 
 
 def check_leftovers() -> HealthCheck:
-    """Directories of arms that no process uses any more, as after a power cut."""
-    busy = (
-        {target for pid in os.listdir("/proc") if pid.isdigit() and (target := _cwd(pid))}
-        if Path("/proc").is_dir()
-        else set()
-    )
-    left = [
-        path
-        for path in Path(tempfile.gettempdir()).glob("kb-arm-*")
-        if str(path) not in busy and _age(path) > OLD_S and os.access(path, os.W_OK)
-    ]
+    """Temporary directories that no process owns any more, as after a power cut."""
+    left = scratch.abandoned()
     if not left:
         return HealthCheck("leftovers", True, "none")
     return HealthCheck(
         "leftovers",
         False,
-        f"{len(left)} directories of earlier arms: {left[0]} ...",
-        f"rm -r {left[0].parent}/kb-arm-*",
+        f"{len(left)} directories of earlier runs: {left[0]} ...",
+        "the next `kb verify` or `kb check` removes them",
     )
 
 
-def check_torch(python: Path) -> HealthCheck:
-    """Whether the interpreter for probes can import torch."""
+def check_torch(python: Path, *, is_named: bool) -> HealthCheck:
+    """Whether the interpreter for probes can import torch. Only probes need it: a service or a laptop may have none."""
     if not shutil.which(str(python)):
         return HealthCheck(
             "torch", False, f"{python} is not an interpreter", "--python takes the path of a Python interpreter"
@@ -185,23 +174,7 @@ def check_torch(python: Path) -> HealthCheck:
     if result.exit_code == 0:
         return HealthCheck("torch", True, f"{result.stdout.strip()} in {python}")
     reason = result.failure or (result.stderr.strip().splitlines() or ["no message"])[-1]
-    return HealthCheck(
-        "torch",
-        False,
-        f"{python}: {reason}",
-        f"--python /path/to/your/training/env/bin/python, or: {install_command('probes')}",
-    )
-
-
-def _cwd(pid: str) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/cwd")
-    except OSError:
-        return ""
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
+    if "No module named 'torch'" in reason and not is_named:
+        text = f"not installed in {python}: `kb verify` needs it, search, diagnosis and the service do not"
+        return HealthCheck("torch", True, text, f"to verify: {HOW_TO_VERIFY}")
+    return HealthCheck("torch", False, f"{python}: {reason}", HOW_TO_VERIFY)

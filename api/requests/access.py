@@ -29,7 +29,7 @@ OPEN_FOLDER = "/static/"
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 WRONG_KEYS = "10/minute"  # per client
 HINT = "send a key as `Authorization: Bearer kb_...`; the operator of this service makes one with `kb key new`"
-WRONG_KEY_HINT = (
+WRONG_KEY_HINT = "it is incomplete, revoked or of another service; the operator of this one makes a key with `kb key new`"
     "it is incomplete, revoked or of another service; `kb key list` shows its operator those that are valid"
 )
 NO_HASH = keys.fingerprint("")

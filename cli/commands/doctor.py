@@ -24,7 +24,8 @@ def doctor(
     from kb.doctor import run_checks
 
     checks = []
-    for check in run_checks(configured_roots(tuple(roots or ())), interpreter_of(python)):
+    chosen = configured_roots(tuple(roots or ()))
+    for check in run_checks(chosen, interpreter_of(python), is_named=python is not None):
         checks.append(check)
         if not as_json:
             label = style("ok  ", "green") if check.is_fine else style("fix ", "yellow", bold=True)

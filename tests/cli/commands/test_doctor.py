@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,21 @@ def test_an_interpreter_is_found_as_every_other_command_finds_it(kb: Kb, home: P
     (torch,) = (finding for finding in findings if finding["subject"] == "torch")
     assert str(python) in torch["message"]
     assert "is not an interpreter" not in torch["message"]
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment in which nothing is installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def test_a_host_without_torch_is_sound_unless_its_interpreter_was_named_for_probes(without_torch: Path) -> None:
+    own = doctor.check_torch(without_torch, is_named=False)
+    assert (own.is_fine, "the service do not" in own.message, "--python" in own.hint) == (True, True, True)
+    named = doctor.check_torch(without_torch, is_named=True)
+    assert (named.is_fine, "No module named 'torch'" in named.message) == (False, True)
 
 
 def test_the_database_of_a_service_is_looked_at_beside_the_own_store(kb: Kb, tmp_path: Path) -> None:
