@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from kb.sharing.shared_report import MAX_LINE, MAX_WORD, PRINTABLE, redact_gpu_name, redact_line
+from kb.sharing.hardware_names import gpu_name, version
+from kb.sharing.shared_report import MAX_LINE, PRINTABLE, redact_line
 from kb.store import feedback
 
 from ..requests import paging
@@ -35,8 +36,8 @@ def post_feedback(
     """Counted for the authors of the entry. The response is what is stored: without names and secrets."""
     entry = content.catalog.get(document.entry)
     clean = {
-        "gpu": redact_gpu_name(document.gpu),
-        "torch": redact_line(document.torch, MAX_WORD),
+        "gpu": gpu_name(document.gpu),
+        "torch": version(document.torch),
         "comment": redact_line(document.comment, MAX_LINE),
     }
     feedback.add(database, entry.id, document.helped, **clean, sender=caller.id, request_id=request.state.id)
@@ -58,8 +59,8 @@ def list_feedback(
 ) -> FeedbackPage:
     """One count for each entry and GPU, by entry."""
     after = paging.position(LISTING, cursor) or ""
-    rest = [count for count in sorted(feedback.counts(database, entry)) if _position(count) > after]
-    counts, following = paging.page(LISTING, rest, limit, _position)
+    counts = feedback.counts(database, entry, after=after.partition("\n")[::2], limit=limit + 1)
+    counts, following = paging.page(LISTING, counts, limit, _position)
     return FeedbackPage(feedback=tuple(map(_count_document, counts)), next=following)
 
 
@@ -87,5 +88,5 @@ def _count_document(count: feedback.FeedbackCount) -> FeedbackCount:
 
 
 def _position(count: feedback.FeedbackCount) -> str:
-    """Sorts like the tuples: no id or name has a line break."""
+    """No id or name has a line break."""
     return f"{count.entry_id}\n{count.gpu}"

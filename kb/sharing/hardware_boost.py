@@ -13,6 +13,7 @@ from functools import partial
 
 from kb.search.ranking import RELEVANT, Preference
 from kb.search.results import Hit, VerifiedOn
+from kb.sharing.hardware_names import gpu_name, version
 from kb.store.reports import VerdictCount
 from kb.verify.verdict import Verdict
 
@@ -55,12 +56,12 @@ def prefer(
     Only hits with at least half the best score are reordered: that a fix works does not make it an answer.
     `digests` are those of the current entries, by id.
     """
-    rows: dict[str, list[VerdictCount]] = {}
+    rows: dict[str, list[VerdictCount]] = {hit.id: [] for hit in hits}
     for row in verdict_counts:
-        if row.fidelity == "hardware" and row.entry_digest == digests.get(row.entry_id):
-            rows.setdefault(row.entry_id, []).append(row)
+        if row.entry_id in rows and row.fidelity == "hardware" and row.entry_digest == digests.get(row.entry_id):
+            rows[row.entry_id].append(row)
     threshold = RELEVANT * max((hit.score for hit in hits), default=0.0)
-    judged = [_judge(rows.get(hit.id, ()), here) if hit.score >= threshold else (0, None) for hit in hits]
+    judged = [_judge(rows[hit.id], here) if hit.score >= threshold else (0, None) for hit in hits]
     order = sorted(range(len(hits)), key=lambda number: -judged[number][0])
     return tuple(replace(hits[number], verified_on=judged[number][1]) for number in order)
 
@@ -74,7 +75,7 @@ def _judge(rows: Iterable[VerdictCount], here: Hardware) -> tuple[int, VerifiedO
         count = sum(row.count for row in verified)
         if count > sum(row.count for row in similar if row.verdict in CONTRADICTS):
             last = max(verified, key=lambda row: row.last)
-            return level, VerifiedOn(last.gpu, last.torch, count, _reason(last, here))
+            return level, VerifiedOn(gpu_name(last.gpu), version(last.torch), count, _reason(last, here))
     return 0, None
 
 

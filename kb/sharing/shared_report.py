@@ -15,10 +15,12 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from kb.errors import UsageError
 from kb.redaction.redactor import Redactor, local_redactor
+from kb.sharing.hardware_names import gpu_name, version
 from kb.verify.verdict import Verdict
 
 MAX_BYTES = 64 << 10  # of any report as JSON in UTF-8; a test checks that the lengths below respect it
 MAX_LINE, MAX_WORD = 500, 64  # characters
+VERSIONS = ("driver", "torch", "cuda", "nccl", "python")
 MAX_VARIANTS, MAX_EVIDENCE, MAX_GPUS = 8, 6, 64
 
 # Control characters, and what breaks a line or changes the direction of text.
@@ -141,11 +143,6 @@ def redact_line(text: str, length: int = MAX_LINE) -> str:
     return _Redaction(local_redactor()).line(text, length)
 
 
-def redact_gpu_name(text: str) -> str:
-    """The name of a GPU, redacted likewise, but kept on a machine that is itself called h100."""
-    return _Redaction(Redactor()).line(text, MAX_WORD)
-
-
 def machine_kind(environment: Mapping[str, Any]) -> dict[str, Any]:
     """The `machine` of a shared report from a machine snapshot: kinds and versions, nothing that identifies it."""
     host, python = environment.get("host") or {}, environment.get("python") or {}
@@ -230,8 +227,10 @@ class _Redaction:
         )
 
     def machine(self, machine: Mapping[str, Any]) -> dict[str, Any]:
-        versions = {name: self.word(machine.get(name)) for name in Machine.model_fields if name != "gpus"}
-        return {**versions, "gpus": tuple(map(redact_gpu_name, machine.get("gpus") or ()))[:MAX_GPUS]}
+        words = {name: self.word(machine.get(name)) for name in ("kernel", "os")}
+        versions = {name: version(str(machine.get(name) or "")) or None for name in VERSIONS}
+        gpus = tuple(gpu_name(str(name)) for name in (machine.get("gpus") or ())[:MAX_GPUS])
+        return {**words, **versions, "gpus": gpus}
 
 
 def _path_placeholder(match: re.Match[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import case, func
+from sqlalchemy import case, func, tuple_
 from sqlmodel import col, select
 
 from kb.store import audit
@@ -54,13 +54,17 @@ def add(
         audit.add(session, sender, "feedback.create", f"entries/{entry_id}", request_id)
 
 
-def counts(database: Database, entry_id: str = "") -> list[FeedbackCount]:
-    """The counts of one entry or of all, by entry and GPU."""
+def counts(
+    database: Database, entry_id: str = "", *, after: tuple[str, str] = ("", ""), limit: int | None = None
+) -> list[FeedbackCount]:
+    """The counts of one entry or of all, by entry and GPU; for the next page, `after` is the last of this one."""
     group = (FeedbackRow.entry_id, FeedbackRow.gpu)
     helped = func.sum(case((col(FeedbackRow.helped), 1), else_=0))
-    query = select(*group, helped, func.count() - helped).group_by(*group).order_by(*group)
+    query = select(*group, helped, func.count() - helped).group_by(*group).order_by(*group).limit(limit)
     if entry_id:
         query = query.where(FeedbackRow.entry_id == entry_id)
+    if any(after):
+        query = query.where(tuple_(*group) > tuple_(*after))
     with database.reading() as session:
         return [FeedbackCount(*row) for row in session.exec(query)] if session else []
 

@@ -17,6 +17,7 @@ from kb.store.database import Database
 from kb.store.tables import KeyRow, ReportRow, UtcTime, clamp_id, now
 from kb.store.upsert import insert
 
+MAX_COUNTS = 100  # of one entry: a page and every search of a service hold them
 COPIED_COLUMNS = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
 
 
@@ -150,13 +151,17 @@ def count(database: Database) -> int:
 
 
 def verdict_counts(database: Database) -> list[VerdictCount]:
-    """All shared reports, counted by entry, machine, verdict and wording."""
+    """The shared reports, counted by entry, machine, verdict and wording: the highest `MAX_COUNTS` of each entry."""
     names = ("entry_id", "gpu", "driver", "torch", "verdict", "fidelity", "entry_digest")
     group = [getattr(ReportRow, name) for name in names]
-    query = sqlalchemy.select(*group, func.count(), func.max(ReportRow.received_at)).where(_is_shared())
+    count, last = func.count(), func.max(ReportRow.received_at)
+    place = func.row_number().over(partition_by=group[0], order_by=(count.desc(), last.desc(), *group))
+    query = sqlalchemy.select(*group, count.label("count"), last.label("last"), place.label("place"))
+    counted = query.where(_is_shared()).group_by(*group).subquery()
+    highest = sqlalchemy.select(*(counted.c[name] for name in (*names, "count", "last")))
+    highest = highest.where(counted.c.place <= MAX_COUNTS).order_by(*(counted.c[name] for name in names))
     with database.reading() as session:
-        rows = session.execute(query.group_by(*group).order_by(*group)) if session else ()
-        return [VerdictCount(*row) for row in rows]
+        return [VerdictCount(*row) for row in session.execute(highest)] if session else []
 
 
 def _is_shared() -> ColumnElement[bool]:

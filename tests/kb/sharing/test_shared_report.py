@@ -109,7 +109,7 @@ def test_nested_sentences_are_redacted_too() -> None:
     )
     assert "projectx" not in text
     assert "10.1.2.3" not in text
-    assert text.count("<path>") == 8
+    assert text.count("<path>") == 6  # the name of a GPU and a version have no place for one
 
 
 def test_this_user_and_this_host_are_hidden_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

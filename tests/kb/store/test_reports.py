@@ -231,6 +231,20 @@ def test_the_standing_counts_what_reports_agree_in(database: Database, admit: Ad
     assert standing.last == reports.page(database, entry="a", before=4)[0].received_at
 
 
+def test_of_an_entry_as_many_counts_are_held_as_a_page_can_show(
+    database: Database, admit: Admit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "MAX_COUNTS", 3)
+    for number in range(6):
+        admit("a", H100, f"2.{number}")
+        admit("b", H100, f"2.{number}")
+    admit("a", H100, "2.1")
+    counts = [item for item in reports.verdict_counts(database) if item.entry_id == "a"]
+    assert len(counts) == 3
+    assert ("2.1", 2) in [(item.torch, item.count) for item in counts]
+    assert len(reports.verdict_counts(database)) == 6
+
+
 def test_own_and_shared_reports_do_not_mix(database: Database, admit: Admit) -> None:
     reports.save(database, [report("own")])
     admit("shared")

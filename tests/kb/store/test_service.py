@@ -96,6 +96,7 @@ def test_feedback_is_counted_by_entry_and_gpu(database: Database) -> None:
     feedback.add(database, "b", True, "A100", "", "", "node")
     assert feedback.counts(database) == [("a", "", 0, 1), ("a", "H100", 2, 1), ("b", "A100", 1, 0)]
     assert feedback.counts(database, "b") == [("b", "A100", 1, 0)]
+    assert feedback.counts(database, after=("a", ""), limit=1) == [("a", "H100", 2, 1)]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
