@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -78,7 +78,7 @@ class RequestMiddleware:
         if b"cookie" in headers:
             state["is_signed_in"] = find_key(headers)[1]
             scope["headers"] = _without_cookies(scope["headers"])
-        response = _Response(send, state["id"])
+        response = _Response(send, state)
         try:
             await self._respond(scope, headers, receive, response)
         except Exception as error:
@@ -109,7 +109,7 @@ class RequestMiddleware:
         level = logging.DEBUG if route in MONITORED and status < 500 else logging.INFO
         if log.isEnabledFor(level):
             fields: dict[str, Any] = {
-                "request_id": response.request_id,
+                "request_id": scope["state"]["id"],
                 "method": method,
                 "route": route,
                 "status": status,
@@ -123,11 +123,11 @@ class RequestMiddleware:
 class _Response:
     """Passes a response on with the headers that every response has; knows its status and size."""
 
-    __slots__ = ("_send", "bytes", "request_id", "status")
+    __slots__ = ("_send", "_state", "bytes", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
         self._send = send
-        self.request_id = request_id
+        self._state = state
         self.status = 0
         self.bytes = 0
 
@@ -135,7 +135,9 @@ class _Response:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = message["headers"] = [*message.get("headers", ()), *SECURITY]
-            headers.append((b"x-request-id", self.request_id.encode()))
+            headers.append((b"x-request-id", self._state["id"].encode()))
+            if quota := self._state.get("quota"):
+                headers += quota.headers()
             if not any(name == b"cache-control" for name, _ in headers):
                 headers.append(NO_STORE)
         elif message["type"] == "http.response.body":

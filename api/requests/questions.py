@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kb.content.area import Area
+from kb.content.entry import Status
 from kb.content.filters import Filter
 from kb.search.query import LONGEST_TEXT
 from kb.search.ranking import MOST_HITS
@@ -24,6 +27,17 @@ def _not_blank(text: str) -> str:
     if not text.strip():
         raise ValueError("the query is empty")
     return text
+
+
+def _one_of(values: type[StrEnum]) -> Callable[[dict[str, Any]], None]:
+    """Describe a closed list. An unknown value is refused later, with the nearest one."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        for option in schema["anyOf"]:
+            if option["type"] == "array":
+                option["items"] = {"type": "string", "enum": [value.value for value in values]}
+
+    return describe
 
 
 Text = Annotated[str, Field(max_length=LONGEST_TEXT, json_schema_extra={"pattern": r"\S"}), AfterValidator(_not_blank)]
@@ -44,9 +58,11 @@ class SearchQuestion(BaseModel):
         None, description="Only entries about this package or framework; repeated: about any of them."
     )
     status: Values = Field(
-        None, description="Only entries of this status: confirmed, reported, disputed; repeated: of any of them."
+        None, description="Only entries of this status; repeated: of any of them.", json_schema_extra=_one_of(Status)
     )
-    area: Values = Field(None, description=f"Only entries of this area: {', '.join(Area)}; repeated: of any of them.")
+    area: Values = Field(
+        None, description="Only entries of this area; repeated: of any of them.", json_schema_extra=_one_of(Area)
+    )
     why: bool = Field(False, description="Explain the score of each hit.")
     gpu: Value = Field(
         "", description="Your GPU: good answers whose fix was verified on that model come first.", examples=["H100"]

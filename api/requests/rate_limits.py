@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Self
 
@@ -15,6 +16,21 @@ MOST_NAMES = 10_000  # that are remembered
 LONGEST_ADDRESS = 45  # characters; a longer text that a proxy sends is cut, or it would fill the memory
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a name has left: `remaining` requests at once, and all of `amount` after `reset_s` seconds."""
+
+    amount: int
+    period_s: float
+    remaining: int
+    reset_s: int
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """RateLimit and RateLimit-Policy, as draft-ietf-httpapi-ratelimit-headers-10 has them."""
+        policy, state = f"q={self.amount};w={self.period_s:.0f}", f"r={self.remaining};t={self.reset_s}"
+        return [(b"ratelimit-policy", f'"default";{policy}'.encode()), (b"ratelimit", f'"default";{state}'.encode())]
+
+
 class RateLimit:
     """At most `amount` requests at once, and as many again evenly over each period (GCRA, the leaky bucket as a meter).
 
@@ -23,6 +39,7 @@ class RateLimit:
     """
 
     def __init__(self, amount: int, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._amount = amount
         self._interval_s = period_s / amount
         self._period_s = period_s
         self._clock = clock
@@ -49,6 +66,11 @@ class RateLimit:
         if len(self._full_at) >= MOST_NAMES and name not in self._full_at:
             self._forget(now)
         self._full_at[name] = full_at
+
+    def quota(self, name: str) -> Quota:
+        owed_s = max(0.0, self._full_at.get(name, 0.0) - self._clock())
+        used = math.ceil(owed_s / self._interval_s - 1e-6)
+        return Quota(self._amount, self._period_s, max(0, self._amount - used), math.ceil(owed_s))
 
     def _forget(self, now: float) -> None:
         """Drop idle names, and the less busy half of the others."""

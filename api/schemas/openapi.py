@@ -37,6 +37,13 @@ TAGS = {
 }
 REQUEST_ID = {"description": "Id of this request in the server log.", "schema": {"type": "string"}}
 SECONDS = {"description": "Seconds to wait before trying again.", "schema": {"type": "integer"}}
+QUOTA = {
+    "RateLimit": {
+        "description": "Of a limited caller: requests left (r), and seconds until all are (t).",
+        "schema": {"type": "string"},
+    },
+    "RateLimit-Policy": {"description": "Requests (q) in a window of seconds (w).", "schema": {"type": "string"}},
+}
 CHALLENGE = {"description": "`Bearer`", "schema": {"type": "string"}}
 HEADERS = {"401": {"WWW-Authenticate": CHALLENGE}, "429": {"Retry-After": SECONDS}, "503": {"Retry-After": SECONDS}}
 
@@ -61,7 +68,7 @@ def describe(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
         if not is_open:
             _add_middleware(operation, method, scope)
         operation["security"] = [] if is_open else _security(scope)
-        _add_headers(operation)
+        _add_headers(operation, {} if is_open else QUOTA)
     used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
     document["tags"] = [
         {"name": name, "description": description} for name, description in TAGS.items() if name in used
@@ -103,9 +110,9 @@ def _security(scope: str) -> list[dict[str, list[str]]]:
     return [{KEY: [scope]}] if scope else [{KEY: []}, {}]
 
 
-def _add_headers(operation: dict[str, Any]) -> None:
+def _add_headers(operation: dict[str, Any], common: dict[str, Any]) -> None:
     for status, response in operation["responses"].items():
-        headers = {**response.get("headers", {}), **HEADERS.get(status, {}), "X-Request-ID": REQUEST_ID}
+        headers = {**response.get("headers", {}), **HEADERS.get(status, {}), **common, "X-Request-ID": REQUEST_ID}
         response["headers"] = headers
         if MEDIA_TYPE in response.get("content", {}):
             response["content"] = {MEDIA_TYPE: {"schema": {"$ref": REF.format(model=Problem.__name__)}}}

@@ -18,6 +18,8 @@ FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("症状", "环境")
 CAUSES, FIXES = zip(FIRST, FIRST_ZH, strict=True)
 
 PROBE, STATED = "seen in the probe", "stated"
+SIGN = "§"  # of a citation, and of nothing else in a context
+ENCODED = str.maketrans({"[": "%5B", "]": "%5D", SIGN: "%C2%A7"})  # in the address of a citation
 STRENGTH = (
     Grade.INFERRED,
     Grade.CLAIMED,
@@ -65,16 +67,20 @@ class Claim:
         """`[nan-loss § Fix, seen in the probe; read in thread: https://...]`"""
         urls_by_grade: dict[str, list[str]] = {}
         for evidence in self.evidence:
-            urls_by_grade.setdefault(evidence.grade, []).append(evidence.url)
+            urls_by_grade.setdefault(evidence.grade, []).append(evidence.url.translate(ENCODED))
         grades = [
             ": ".join(filter(None, (grade, ", ".join(filter(None, urls))))) for grade, urls in urls_by_grade.items()
         ]
-        return f"[{self.entry} § {self.section}, {'; '.join(grades) or f'stated in a {self.status} entry'}]"
+        return f"[{self.entry} {SIGN} {self.section}, {'; '.join(grades) or f'stated in a {self.status} entry'}]"
 
     @property
     def cited(self) -> str:
-        """The claim and its citation on one line; after a claim with code the citation has its own line."""
-        return f"{self.text}\n{self.citation}" if "\n" in self.text else f"{self.text} {self.citation}"
+        """The claim and its citation on one line; after a claim with code the citation has its own line.
+
+        No text or address makes a citation of its own: there the sign of citations is written as a word.
+        """
+        text = self.text.replace(SIGN, "section")
+        return f"{text}\n{self.citation}" if "\n" in text else f"{text} {self.citation}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,18 +18,29 @@ from tests.support.replicas import Place, started
 
 pytestmark = pytest.mark.slow
 
+LOG = "[rank1]: RuntimeError: The server socket has failed to listen on any local network address. EADDRINUSE\n"
+
 GENERATOR = "openapi-python-client==0.29.1"
 HOME = CHECKOUT / "build" / "client-venv"  # an environment of its own: the generator needs another typer than kb
 USED = """\
-import datetime, json, sys
+import datetime, importlib, io, json, pathlib, sys
 from kb_client import AuthenticatedClient
+from kb_client.api.context import get_context
+from kb_client.api.diagnose import diagnose
 from kb_client.api.entries import get_entry, list_entries
 from kb_client.api.feedback import post_feedback
 from kb_client.api.reports import get_report, post_report
 from kb_client.api.search import search, search_text
-from kb_client.models import FeedbackDocument, Problem, SearchText, SharedReport
+from kb_client.models import DiagnoseJsonBody, FeedbackDocument, Problem, SearchText, SharedReport
+from kb_client.types import File
 
-url, key, document = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+url, key, document, log = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+modules = sorted(
+    ".".join(path.with_suffix("").parts)
+    for path in pathlib.Path("kb_client/api").glob("*/*.py")
+    if path.stem != "__init__"
+)
+operations = [importlib.import_module(module) for module in modules]
 with AuthenticatedClient(url, token=key, raise_on_unexpected_status=True, httpx_args={"trust_env": False}) as client:
     found = search.sync(client=client, q="ALLGATHER timeout save", limit=3)
     same = search_text.sync(client=client, body=SearchText(q="ALLGATHER timeout save", limit=3))
@@ -42,6 +53,9 @@ with AuthenticatedClient(url, token=key, raise_on_unexpected_status=True, httpx_
     page = list_entries.sync(client=client, limit=2)
     rest = list_entries.sync(client=client, limit=2, cursor=page.next_)
     assert isinstance(unknown, Problem)
+    as_bytes = diagnose.sync(client=client, body=File(io.BytesIO(log.encode())), limit=1)
+    as_json = diagnose.sync(client=client, body=DiagnoseJsonBody.from_dict({"message": log}))
+    context = get_context.sync(client=client, q="ALLGATHER timeout save", max_chars=1500)
     print(json.dumps({
         "hit": found.hits[0].id,
         "same": same.hits[0].id,
@@ -50,6 +64,13 @@ with AuthenticatedClient(url, token=key, raise_on_unexpected_status=True, httpx_
         "numbers": [receipt.parsed.number for receipt in receipts],
         "kept": [kept.verdict.value, kept.machine.gpus, kept.started_at.isoformat()],
         "helped": counts.helped,
+        "operations": len([operation for operation in operations if operation.sync_detailed]),
+        "diagnoses": [
+            [finding.id, bool(finding.fix.text), finding.fix.citation.partition(",")[0], finding.url.partition("/entries/")[2]]
+            for finding in (as_bytes.findings[0], as_json.findings[0])
+        ],
+        "omitted": as_bytes.omitted.findings > 0 and len(as_bytes.findings) == 1,
+        "cited": context.claims[0].entry,
         "unknown": unknown.type_,
         "pages": sorted({receipt.id for receipt in page.entries + rest.entries}) == [
             receipt.id for receipt in page.entries + rest.entries
@@ -104,8 +125,10 @@ def test_a_generated_client_searches_reads_and_reports(python: Path, place: Plac
         _, description = replica.get("/openapi.json")
         left_out = generate(python, description, tmp_path)
         report = description["paths"]["/v1/reports"]["post"]["requestBody"]["content"]["application/json"]["example"]
-        result = use(python, tmp_path, replica.url, key, json.dumps(report))
-    assert set(left_out) == {"WARNING parsing POST /v1/diagnose within diagnose."}  # bodies that are no JSON
+        result = use(python, tmp_path, replica.url, key, json.dumps(report), LOG)
+    # It sends a body as octet-stream or JSON, and knows no other media type.
+    assert set(left_out) == {"WARNING parsing POST /v1/diagnose within diagnose."}
+    operations = [operation for item in description["paths"].values() for operation in item.values()]
     assert result == {
         "hit": "checkpoint-save-allgather-timeout",
         "same": "checkpoint-save-allgather-timeout",
@@ -114,6 +137,10 @@ def test_a_generated_client_searches_reads_and_reports(python: Path, place: Plac
         "numbers": [1, 1],
         "kept": ["verified", report["machine"]["gpus"], "2026-03-01T08:30:00+00:00"],
         "helped": True,
+        "operations": len(operations),
+        "diagnoses": [["address-in-use", True, "[address-in-use § Fix", "address-in-use"]] * 2,
+        "omitted": True,
+        "cited": "checkpoint-save-allgather-timeout",
         "unknown": "urn:kb:problem:unknown-entry",
         "pages": True,
     }

@@ -18,6 +18,7 @@ from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.clock import Clock
 from tests.support.console import wait_for, wait_until_ready
+from tests.support.ready_store import ready_store
 
 pytest_plugins = ["tests.support.app_fixtures"]
 
@@ -31,7 +32,7 @@ FOREIGN = {"client": "192.0.2.7"}
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Database]:
-    with Database.open(store_path) as opened:
+    with Database.open(ready_store(store_path)) as opened:
         yield opened
 
 
@@ -240,6 +241,11 @@ def test_each_key_is_limited_on_its_own(make_app: Make, serve: Serve, key: Calla
         answers = [client.get("/v1/entries", headers=bearer(item)) for _ in range(4)]
         assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
         assert 1000 <= int(answers[-1].headers["retry-after"]) <= 1200
+        assert {answer.headers["ratelimit-policy"] for answer in answers} == {'"default";q=3;w=3600'}
+        assert [answer.headers["ratelimit"].partition(";t=")[0] for answer in answers] == [
+            f'"default";r={left}' for left in (2, 1, 0, 0)
+        ]
+        assert "ratelimit" not in client.get("/v1/entries").headers
         assert client.get("/v1/entries", headers=bearer(other)).status_code == 200
         assert {client.get("/v1/entries").status_code for _ in range(10)} == {200}  # nobody limits loopback
 

@@ -69,6 +69,21 @@ def test_what_is_remembered_is_bounded_and_who_asks_most_is_remembered_longest(
     assert wait_of(limit, "greedy") == 30
 
 
+def test_a_quota_says_what_is_left_and_when_all_is(clock: Clock) -> None:
+    limit = limits.RateLimit(3, 60.0, clock)
+    assert limit.quota("a").headers() == [
+        (b"ratelimit-policy", b'"default";q=3;w=60'),
+        (b"ratelimit", b'"default";r=3;t=0'),
+    ]
+    for left in (2, 1, 0):
+        limit.take("a")
+        assert limit.quota("a").remaining == left
+    assert limit.quota("a").reset_s == 60
+    assert wait_of(limit, "a") == 20
+    clock.now += 25
+    assert (limit.quota("a").remaining, limit.quota("a").reset_s) == (1, 35)
+
+
 @pytest.mark.parametrize(
     ("text", "amount", "seconds"), [("600/minute", 600, 60.0), ("5/second", 5, 1.0), (" 7 / hour ", 7, 3600.0)]
 )
