@@ -18,7 +18,6 @@ from kb.installation import install_command
 from kb.search import index_cache
 
 TORCH_S = 120.0
-HOW_TO_VERIFY = f"--python /path/to/your/training/env/bin/python, or {install_command('probes')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +172,9 @@ def check_torch(python: Path, *, is_named: bool) -> HealthCheck:
     result = subprocesses.run([str(python), "-c", "import torch; print(torch.__version__)"], TORCH_S)
     if result.exit_code == 0:
         return HealthCheck("torch", True, f"{result.stdout.strip()} in {python}")
+    how = f"--python /path/to/your/training/env/bin/python, or {install_command('probes')}"
     reason = result.failure or (result.stderr.strip().splitlines() or ["no message"])[-1]
     if "No module named 'torch'" in reason and not is_named:
         text = f"not installed in {python}: `kb verify` needs it, search, diagnosis and the service do not"
-        return HealthCheck("torch", True, text, f"to verify: {HOW_TO_VERIFY}")
-    return HealthCheck("torch", False, f"{python}: {reason}", HOW_TO_VERIFY)
+        return HealthCheck("torch", True, text, f"to verify: {how}")
+    return HealthCheck("torch", False, f"{python}: {reason}", how)

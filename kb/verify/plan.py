@@ -53,6 +53,7 @@ class Plan:
     skipped: tuple[tuple[str, str], ...] = ()
     params: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
+    has_settings: bool = False
     has_named_file: bool = False
     fault: str = ""
     waiver: str = ""
@@ -125,8 +126,10 @@ def make_plan(
     skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
     most_mib = max((experiment.needs.gpu_memory_mib for experiment in (*runnable, *variants)), default=0)
     gpus = free_gpus(machine, force=force, memory_mib=most_mib)
-    has_named_file = any(probe.params[name].type == "path" for name in settings if name in probe.params)
-    return Plan(entry, probe_file, probe, runnable, variants, skipped, params, gpus, has_named_file)
+    given = [probe.params[name].type for name in settings if name in probe.params]
+    return Plan(
+        entry, probe_file, probe, runnable, variants, skipped, params, gpus, bool(given), has_named_file="path" in given
+    )
 
 
 def _is_preloaded(experiment: Experiment) -> bool:

@@ -17,10 +17,10 @@ from kb.verify.verdict import EXIT_CODES, Judgement, Verdict
 NEXT_STEPS = {
     Verdict.VERIFIED: "apply the fix: `kb show {id} --section fix`",
     Verdict.EXPOSED: "fix what the check names, then verify again",
-    Verdict.CLEAR: "nothing to do here for this entry",
+    Verdict.CLEAR: "nothing to do here now; whether it was so when a job failed, its log says: `kb diagnose LOG`",
     Verdict.NOT_REPRODUCED: "this stack does not show the incident: compare versions, `kb show {id}`, Environment",
     Verdict.FIX_INEFFECTIVE: "do not rely on this fix here; keep the logs (--keep-logs DIR) and report them",
-    Verdict.OTHER_FAILURE: "the error message has changed, or something else is broken: read the evidence",
+    Verdict.OTHER_FAILURE: "find out what broke here: run it again with --keep-logs DIR",
     Verdict.INVERTED: "the entry or its probe is wrong on this stack: please report it",
     Verdict.INCONCLUSIVE: "run it again, alone, with --keep-logs DIR",
     Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
@@ -124,7 +124,7 @@ class Report:
             "is not installed in" in reason for _, reason in self.skipped
         ):
             return f"install it there, or name your training environment: {WITH_PYTHON.format(id=self.entry_id)}"
-        return NEXT_STEPS[self.verdict].format(id=self.entry_id)
+        return self.judgement.next_step or NEXT_STEPS[self.verdict].format(id=self.entry_id)
 
     def to_json(self) -> dict[str, Any]:
         """The report for `kb verify --json`, the store and the API."""

@@ -167,7 +167,9 @@ class _PlanRunner:
             return replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, plan.fault))
         finding = self._check(plan) if plan.probe.check else None
         if not plan.experiments:
-            return replace(blank, check=finding, judgement=judge_check(finding, plan.skipped))
+            return replace(
+                blank, check=finding, judgement=judge_check(finding, plan.skipped, is_asked=plan.has_settings)
+            )
         results = (*self._until_applicable(plan), *(self._run_experiment(plan, variant) for variant in plan.variants))
         counted = tuple(result for result in results if not result.is_refused) or results[:1]
         refused = tuple(
@@ -257,14 +259,21 @@ def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int)
     return pairs >= MOST_PAIRS or (pairs >= ENOUGH and all_verified)
 
 
-def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...]) -> Judgement:
-    """The verdict when no experiment ran."""
+def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...], *, is_asked: bool) -> Judgement:
+    """The verdict when no experiment ran. `is_asked`: the caller gave the check values or files to judge.
+
+    A check sees the machine as it is now. Beside experiments that could not run, `clear` would pass for an answer about
+    the incident: a skip is never a pass.
+    """
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
     if finding is None:
         return Judgement(Verdict.NOT_APPLICABLE, reasons or "the probe has nothing to run")
     evidence = "; ".join(finding.evidence)
     if finding.state == "exposed":
         return Judgement(Verdict.EXPOSED, "the check found this machine or configuration exposed", evidence)
-    if finding.state == "clear":
+    if finding.state == "clear" and (is_asked or not skipped):
         return Judgement(Verdict.CLEAR, "the check found nothing", evidence)
+    if finding.state == "clear":
+        reason = f"the check finds nothing now, which verifies neither the incident nor its fix; not run: {reasons}"
+        return Judgement(Verdict.NOT_APPLICABLE, reason, evidence)
     return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (evidence, reasons))))

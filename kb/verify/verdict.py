@@ -37,6 +37,13 @@ class Verdict(StrEnum):
     CLEAR = "clear"
 
 
+LONGEST_LINE = 160  # characters
+UNDECLARED = {
+    "control": "find out what broke here: {}. If this is your incident, let the control arm expect it and add a signature"
+    " that matches it to the entry",
+    "treatment": "the fix removed the declared failure, and then this ended the job: {}. Repair it and verify again, or"
+    " correct the treatment",
+}
 EXIT_CODES = {
     Verdict.VERIFIED: 0,
     Verdict.CLEAR: 0,
@@ -52,11 +59,12 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, the sentence that explains it, and the line of evidence for it."""
+    """A verdict, the sentence that explains it, the line of evidence for it, and what to do, if that depends on it."""
 
     verdict: Verdict
     reason: str
     evidence: str = ""
+    next_step: str = ""
 
 
 def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, patterns: Sequence[str]) -> Judgement:
@@ -86,7 +94,8 @@ def _judge_reproduced(
     texts = [failed.text for failed in (control.failures if expect.after else (rank,))]
     if expect.kind == "raised" and not any(find(pattern, text) for pattern in patterns for text in texts):
         reason = "the control arm failed as declared, but not with a signature of the entry"
-        return Judgement(Verdict.OTHER_FAILURE, reason, evidence)
+        step = f"if this is your incident, add a signature that matches it to the entry: {_short(evidence)}"
+        return Judgement(Verdict.OTHER_FAILURE, reason, evidence, step)
     if treatment.has_completed:
         reason = "the control arm failed as the entry says, the treatment completed"
         return Judgement(Verdict.VERIFIED, reason, evidence)
@@ -112,7 +121,13 @@ def _undeclared(name: str, arm: ArmOutcome) -> Judgement:
     if arm.kind == HUNG:
         return Judgement(Verdict.INCONCLUSIVE, f"the {name} arm was still running at its deadline", _first_failure(arm))
     reason = f"the {name} arm failed in a way the entry does not declare"
-    return Judgement(Verdict.OTHER_FAILURE, reason, _first_failure(arm))
+    line = _first_failure(arm)
+    return Judgement(Verdict.OTHER_FAILURE, reason, line, UNDECLARED[name].format(_short(line)))
+
+
+def _short(line: str) -> str:
+    """A line as part of a sentence."""
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
 
 def _first_failure(arm: ArmOutcome) -> str:

@@ -295,3 +295,52 @@ def test_what_libraries_leave_in_temporary_folders_goes_with_the_arm(kb: Kb, hom
     documents = kb("verify", "dataloader-shm-bus-error", "compile-rank-skew", "--json").json["reports"]
     assert {document["verdict"] for document in documents} <= {"verified", "not-applicable"}
     assert list((home / "tmp").iterdir()) == []
+
+
+NEEDS_MORE = """make(raised("the thing broke"), needs=Needs(packages={"no-such-package": ""}))"""
+CLEAR_NOW = f'replace({NEEDS_MORE}, check=lambda p: clear("free now"), params={{"port": Param("int", "a port", 1)}})'
+
+
+def test_a_check_that_finds_nothing_now_is_no_pass_of_experiments_that_could_not_run(
+    kb: Kb, content: ContentRoot
+) -> None:
+    """As after a clash of ports, in an environment without torch."""
+    content.incident("clash", probe=CLEAR_NOW)
+    path = content.path / "probes" / "clash.py"
+    path.write_text("from dataclasses import replace\nfrom kb.probe import Param, clear\n" + path.read_text())
+    ended = kb("verify", "clash", "--json")
+    assert (ended.code, ended.json["verdict"], ended.json["check"]["state"]) == (4, "not-applicable", "clear")
+    assert "verifies neither the incident nor its fix" in ended.json["reason"]
+    assert "--python" in ended.json["next_step"]
+    asked = kb("verify", "clash", "--json", "--set", "port=29500")
+    assert (asked.code, asked.json["verdict"]) == (0, "clear")
+    assert "kb diagnose" in asked.json["next_step"]
+
+
+OTHER_FAILURES = {
+    "no signature": (
+        "if not is_fixed:\n    raise RuntimeError('worded anew')",
+        'make(raised("worded anew"))',
+        "add a signature that matches it to the entry: RuntimeError: worded anew",
+    ),
+    "control": (
+        "if not is_fixed:\n    raise ImportError('no module x')",
+        'make(raised("the thing broke"))',
+        "find out what broke here: rank 0: ImportError: no module x. If this is your incident",
+    ),
+    "treatment": (
+        "raise ValueError('rates differ') if is_fixed else RuntimeError('the thing broke: code 7')",
+        'make(raised("the thing broke"))',
+        "and then this ended the job: rank 0: ValueError: rates differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("body, probe, says", OTHER_FAILURES.values(), ids=OTHER_FAILURES)
+def test_another_failure_is_shown_with_what_to_do_about_it(
+    kb: Kb, content: ContentRoot, body: str, probe: str, says: str
+) -> None:
+    content.incident("case", body, probe)
+    ended = kb("verify", "case", "--repeat", "1")
+    assert ended.code == 1
+    assert says in ended.out.split("next: ")[1]
