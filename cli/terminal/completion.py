@@ -82,7 +82,7 @@ def _explained(incomplete: str, meanings: Mapping[str, str]) -> Offers:
 def _front_matters(context: typer.Context, beginning: str = "") -> Iterator[tuple[Path, str]]:
     """The entries of all roots whose file name begins so, `--root` of the same line included."""
     with suppress(KbError, OSError):
-        for root in configured_roots(tuple(context.params.get("roots") or ())):
+        for root in configured_roots(tuple(map(Path, context.params.get("roots") or ()))):
             for path in root.entry_files():
                 if path.name.startswith(beginning):
                     yield path, path.read_text(encoding="utf-8", errors="replace").partition("\n---")[0]

@@ -13,7 +13,7 @@ INDENT = 12
 def headline(number: int, title: str, entry_id: str, facts: str) -> str:
     """The title of a numbered entry, and below it the id and some facts."""
     below = wrapped_on_terminal(f"{entry_id} {facts}", 3).removeprefix(entry_id)
-    title = style(wrapped_on_terminal(title, 3), bold=True)
+    title = style(wrapped_on_terminal(title, len(f"{number}. ")), bold=True)
     return f"{number}. {title}\n   {style(entry_id, 'cyan')}{style(below, dim=True)}"
 
 

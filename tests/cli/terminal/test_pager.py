@@ -1,0 +1,137 @@
+"""Long text through a pager on a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.console import GENEROUS_S, KB, Kb, end
+
+ENTRY = "checkpoint-save-allgather-timeout"
+MARK = "through a pager"
+
+
+@pytest.fixture
+def pager(tmp_path: Path) -> Path:
+    """A pager that marks what it shows."""
+    path = tmp_path / "pager"
+    path.write_text(f"#!/bin/sh\necho '{MARK}' LESS=$LESS\nexec cat\n")
+    path.chmod(0o755)
+    return path
+
+
+@contextmanager
+def on_terminal(
+    *args: str, rows: int = 24, columns: int = 80, **env: str
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A `kb` under way at a terminal of this size, and the other end of the terminal."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "LESS", "PAGER")}
+    with subprocess.Popen(
+        [KB, *args],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        env={**inherited, "TERM": "xterm", **env},
+        start_new_session=True,
+    ) as process:
+        os.close(its)
+        try:
+            yield process, ours
+        finally:
+            end(process)
+            os.close(ours)
+
+
+def shown(*args: str, rows: int = 24, columns: int = 80, **env: str) -> str:
+    """All that a terminal of this size shows of a command that succeeds."""
+    with on_terminal(*args, rows=rows, columns=columns, **env) as (process, terminal):
+        output = b"".join(iter(lambda: read(terminal), b""))
+        assert process.wait(GENEROUS_S) == 0, output
+    return output.decode().replace("\r\n", "\n")
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # as Linux ends a terminal that nobody writes to any more
+        return b""
+
+
+@pytest.mark.parametrize("variable", ["PAGER", "KB_PAGER"])
+def test_what_is_longer_than_the_screen_is_paged(pager: Path, variable: str) -> None:
+    text = shown("show", ENTRY, **{variable: str(pager)})
+    assert text.startswith(f"{MARK} LESS=FRX\n# All-gather times out")
+    assert text.rstrip().endswith("references.")
+    assert shown("list", **{variable: str(pager)}).startswith(MARK)
+
+
+def test_the_pager_of_kb_comes_before_that_of_all(pager: Path) -> None:
+    assert shown("show", ENTRY, KB_PAGER=str(pager), PAGER="cat").startswith(MARK)
+    assert MARK not in shown("show", ENTRY, KB_PAGER="cat", PAGER=str(pager))
+
+
+@pytest.mark.parametrize("setting", ["", "cat", "/does/not/exist -x", "unbalanced '"])
+def test_without_a_pager_it_is_printed(setting: str) -> None:
+    assert shown("show", ENTRY, PAGER=setting).startswith("# All-gather times out")
+
+
+def test_what_fits_is_not_paged_nor_what_was_asked_for_without(pager: Path) -> None:
+    assert MARK not in shown("show", ENTRY, rows=200, PAGER=str(pager))
+    assert MARK not in shown("show", ENTRY, "--no-pager", PAGER=str(pager))
+    assert MARK not in shown("show", ENTRY, PAGER=str(pager), TERM="dumb")
+
+
+def test_a_pipe_is_not_paged(kb_process: Kb, pager: Path) -> None:
+    assert MARK not in kb_process("show", ENTRY, "--all", PAGER=str(pager)).out
+
+
+def test_who_leaves_the_pager_early_sees_no_error() -> None:
+    assert shown("show", ENTRY, "--all", PAGER="true") == ""
+    assert len(shown("show", ENTRY, "--all", PAGER="head -n 3").splitlines()) == 3
+
+
+def test_less_keeps_running_after_ctrl_c_and_ends_with_q() -> None:
+    with on_terminal("show", ENTRY, "--all", PAGER="less") as (process, terminal):
+        seen = b""
+        while b"Symptom" not in seen:
+            seen += read(terminal)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)  # time in which it could end; that it does not is what is asserted
+        assert process.poll() is None
+        os.write(terminal, b"q")
+        rest = b"".join(iter(lambda: read(terminal), b""))
+        assert process.wait(GENEROUS_S) == 0
+    assert b"Traceback" not in seen + rest
+
+
+def test_code_is_whole_on_a_narrow_terminal() -> None:
+    """Not wrapped by kb: a terminal joins again what it broke itself."""
+    for columns in (40, 80, 120):
+        text = shown("show", ENTRY, "--section", "fix", columns=columns, rows=500)
+        line = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict"
+        assert f"\n{line}\n" in text
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_titles_and_ids_of_lists_are_not_broken(kb_process: Kb, columns: int) -> None:
+    for command in (("list",), ("search", "NCCL timeout", "--limit", "20")):
+        document = kb_process(*command, "--json").json
+        lines = shown(*command, columns=columns, rows=500).splitlines()
+        words = " ".join(lines).split()
+        for entry in document.get("entries") or document["hits"]:
+            assert entry["id"] in words
+            assert " ".join(entry["title"].split()) in " ".join(words)
+        assert columns < 80 or all(len(line) <= columns for line in lines if "http" not in line)
