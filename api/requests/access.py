@@ -24,12 +24,12 @@ from .headers import COOKIE, Headers, find_key, is_local, is_same_site
 from .rate_limits import RateLimit, client_network
 
 COOKIE_S = 7 * 24 * 3600
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json", "/sign-in", "/sign-out"})
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs", "/sign-in", "/sign-out"})
 OPEN_FOLDER = "/static/"
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 WRONG_KEYS = "10/minute"  # per client
 HINT = "send a key as `Authorization: Bearer kb_...`; the operator of this service makes one with `kb key new`"
-WRONG_KEY_HINT = "it is incomplete, revoked or of another service; the operator of this one makes a key with `kb key new`"
+WRONG_KEY_HINT = (
     "it is incomplete, revoked or of another service; `kb key list` shows its operator those that are valid"
 )
 NO_HASH = keys.fingerprint("")
