@@ -18,6 +18,8 @@ HEAD_S = 10.0  # to send a head, from the start of the connection or from the la
 CHECK_EVERY_S = 1.0
 RESERVED = 256  # file descriptors for everything but connections
 MOST_CONNECTIONS = 8192  # each takes some 20 kB
+MOST_FIELDS = 200  # of a head: parsing many small ones takes longer than their bytes suggest
+TOO_MANY_FIELDS = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -73,6 +75,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._limit = LIMITS.setdefault(self.server_state, ConnectionLimit())
+        self._fields = 0  # lines of the head that is arriving
 
     @property
     def is_unhandled(self) -> bool:
@@ -94,12 +97,23 @@ class Connection(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self._fields += data.partition(b"\r\n\r\n")[0].count(b"\n")
+            if self._fields > MOST_FIELDS:
+                self.transport.write(TOO_MANY_FIELDS)
+                self.transport.close()
+                return
         super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._fields = 0
         self._update()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._update()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client may ask for a WebSocket: it gets the answer to its request, and the log two lines less."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.update(self, self.loop, is_unfinished=False)

@@ -94,6 +94,7 @@ class RequestMiddleware:
         leave: Callable[[], Awaitable[None]] = partial(wait_until_gone, receive)
         if b"content-length" in headers or b"transfer-encoding" in headers or scope["method"] not in SAFE:
             upload = scope["state"]["upload"] = Upload(receive, scope["path"], headers)
+            await upload.check_length()
             receive, leave = upload.receive, upload.leave
         caller = scope["state"]["caller"] = await self._access.admit(scope, headers)
         requester.set(Requester(_queue_name(caller, scope), leave))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
@@ -20,6 +21,7 @@ MOST_BYTES = {"/v1/diagnose": MOST_LOG_BYTES, "/diagnose": MOST_LOG_BYTES, "/mcp
 MOST_BYTES_ELSEWHERE = 256 << 10
 BODY_S = 120.0  # in which a body has to arrive
 STALL_S, LEAST_RATE = 10.0, 32 << 10  # seconds that it may pause, and bytes in a second by which it earns more
+MOST_DRAINED, DRAIN_S = 8 << 20, 5.0  # of a body that is refused
 PIECE = 64 << 10  # bytes that a reader gets at once, fewer at the end
 
 
@@ -38,7 +40,15 @@ class Upload:
         self._has_ended = False
         self._start = b""
         self._ahead: Future[bytes] | None = None
-        if int(headers.get(b"content-length", b"0")) > self._most:
+        self._length = int(headers.get(b"content-length", b"0"))
+        self._waits_for_us = b"expect" in headers
+
+    async def check_length(self) -> None:
+        """Raises `HTTPException` for a body that is announced as too large."""
+        if self._length > self._most:
+            self._has_ended = True
+            if self._length <= MOST_DRAINED and not self._waits_for_us:
+                await self._drain()
             raise self._too_large()
 
     async def receive(self) -> Message:
@@ -56,6 +66,7 @@ class Upload:
         self._left -= len(message.get("body", b""))
         self._has_ended = self._left < 0 or message["type"] != "http.request" or not message.get("more_body")
         if self._left < 0:
+            await self._drain()
             raise self._too_large()
         return message
 
@@ -106,6 +117,17 @@ class Upload:
                 raise ClientDisconnect
             piece += message.get("body", b"")
         return bytes(piece)
+
+    async def _drain(self) -> None:
+        """Receive some of the rest: a connection that is closed with unread bytes takes the answer along."""
+        left = MOST_DRAINED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while left > 0:
+                    message = await self._receive()
+                    if not message.get("more_body"):
+                        return
+                    left -= len(message.get("body", b""))
 
     def _too_large(self) -> HTTPException:
         """The rest of the body is not read: the connection ends."""

@@ -15,10 +15,12 @@ from kb.errors import StoreUnavailable
 from kb.redaction.redactor import redact
 from kb.search.query import VOLATILE
 from kb.search.results import Answer
+from kb.sharing.shared_report import INVISIBLE
 from kb.store import gaps
 from kb.store.database import Database
 
 from ..log import log
+from ..requests.headers import is_same_site
 from .application import application
 from .background import repeated
 from .response_cache import CachedResponse
@@ -86,12 +88,15 @@ class GapQueue:
 
 def _clean(text: str) -> str:
     """One line, redacted and cut."""
-    return " ".join(redact(text).split())[:LONGEST_STORED].rstrip()
+    return " ".join(INVISIBLE.sub(" ", redact(text)).split())[:LONGEST_STORED].rstrip()
 
 
 def count(request: Request, text: str, answer: Answer | CachedResponse) -> None:
-    """Count a search; one without a good answer is a gap. `text` is "" where a filter may be the reason."""
+    """Count a search; one without a good answer is a gap, unless a page of another site asked it.
+
+    `text` is "" where a filter may be the reason.
+    """
     state = application(request)
     state.metrics.count_search(answered=answer.answered)
-    if text and not answer.answered:
+    if text and not answer.answered and is_same_site(dict(request.scope.get("headers", ())), default=True):
         state.gaps.add("search", text, answer.best)

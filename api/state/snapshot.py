@@ -135,6 +135,8 @@ class Snapshot:
 
     def _read(self) -> DatabaseState:
         stored = {item.key.id: item for item in keys.list_all(self._database)}
+        if self._state.keys and not stored:  # kb revokes keys and deletes none
+            raise StoreUnavailable(f"the store {self._database.name} has lost its keys: it was deleted or emptied")
         count, verdict_counts = reports.count(self._database), self._state.verdict_counts
         if count != self._state.reports:
             verdict_counts = tuple(reports.verdict_counts(self._database))

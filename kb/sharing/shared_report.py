@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from kb.errors import UsageError
+from kb.printable import HAZARDS
 from kb.redaction.redactor import Redactor, local_redactor
 from kb.sharing.hardware_names import gpu_name, version
 from kb.verify.verdict import Verdict
@@ -23,8 +24,7 @@ MAX_LINE, MAX_WORD = 500, 64  # characters
 VERSIONS = ("driver", "torch", "cuda", "nccl", "python")
 MAX_VARIANTS, MAX_EVIDENCE, MAX_GPUS = 8, 6, 64
 
-# Control characters, and what breaks a line or changes the direction of text.
-INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+")
+INVISIBLE = re.compile(rf"[\t\n{HAZARDS}]+")
 PATH_PART = r"(?:[\w.+@%=,~-]|<[a-z]+-\d+>)+"
 FILE_PATH = re.compile(rf"(?<![\w.:/~>-])~?/(?!(?:dev|proc|sys|etc)/){PATH_PART}(?:/{PATH_PART})+/?")
 LIBRARY_SOURCE = re.compile(r"[^/]+\.(?:cc|cpp|cu|h|hpp)$")  # as the errors of torch, gloo and NCCL name them

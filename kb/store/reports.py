@@ -15,7 +15,7 @@ from kb.errors import KeyReused
 from kb.store import audit
 from kb.store.database import Database
 from kb.store.tables import KeyRow, ReportRow, UtcTime, clamp_id, now
-from kb.store.upsert import insert
+from kb.store.upsert import insert, serialize
 
 MAX_COUNTS = 100  # of one entry: a page and every search of a service hold them
 COPIED_COLUMNS = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
@@ -103,6 +103,7 @@ def add_shared(
     """
     columns = {"sender": sender, "idempotency_key": key, "body_digest": digest, "received_at": now()}
     with database.writing() as session:
+        serialize(session, f"{key}\n{digest}")  # two API keys may send it at once
         if (before := _id_under_another_key(session, sender, key, digest)) is not None:
             return AddedReport(before, False)
         row = insert(session, ReportRow, **_columns(report), **_machine(report), **columns)

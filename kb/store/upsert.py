@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import func, select
 from sqlalchemy.dialects import sqlite
 from sqlmodel import Session, SQLModel
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
+
+LOCK = 0x6B627273  # the first key of the advisory locks of `serialize`
+
+
+def serialize(session: Session, name: str) -> None:
+    """Let transactions of one name run one after the other. In SQLite every two that write do."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(LOCK, func.hashtext(name))))
 
 
 def insert(session: Session, table: type[SQLModel], **values: Any) -> sqlite.Insert | postgresql.Insert:

@@ -11,6 +11,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -130,6 +131,40 @@ def test_a_flood_of_costly_questions_keeps_no_other_key_from_an_answer(
     statuses = [int(answer.split()[1]) for answer in answers]
     assert set(statuses) == {200, 503}
     assert all(b"retry-after: 1" in answer for answer in answers if answer.split()[1] == b"503")
+
+
+def test_a_head_of_many_fields_is_refused_before_it_is_parsed(server: Serving) -> None:
+    with socket.create_connection((server.host, server.port), GENEROUS_S) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 300 + b"\r\n")
+        assert client.recv(1 << 16).split()[1] == b"431"
+    for _ in range(2):  # the fields of one request after the other do not add up
+        assert server.ask("GET", "/healthz", **{f"x-{number}": "y" for number in range(150)})[0] == 200
+
+
+@pytest.mark.parametrize("megabytes", [1, 5])
+def test_who_sends_too_large_a_body_reads_why_it_was_refused(server: Serving, text: str, megabytes: int) -> None:
+    """A connection that is closed with unread bytes is reset, and the answer is lost with it."""
+    for _ in range(5):
+        body = b"x" * (megabytes << 20)
+        assert server.ask("POST", "/v1/search", body, Authorization=f"Bearer {text}")[0] == 413
+
+
+def test_what_a_page_of_another_site_asks_is_no_gap_and_no_gap_hides_text(server: Serving, text: str) -> None:
+    header = {"Authorization": f"Bearer {text}"}
+    asked = {"forged": {"Sec-Fetch-Site": "cross-site"}, "genuine\u202e\x9b\U000e0041\u200b": {}}
+    for word, site in asked.items():
+        assert server.ask("GET", f"/v1/search?q={quote(word + ' qwzx')}", **header, **site)[0] == 200
+
+    def gaps() -> list[str]:
+        return [gap["text"] for gap in server.get("/v1/gaps?limit=500", **header)[1]["gaps"] if "qwzx" in gap["text"]]
+
+    wait_for(gaps, "the gap to be counted")
+    assert gaps() == ["genuine qwzx"]
+
+
+def test_who_asks_for_a_websocket_gets_an_answer_and_writes_nothing_into_the_log(server: Serving) -> None:
+    assert server.ask("GET", "/healthz", Connection="Upgrade", Upgrade="websocket")[0] == 200
+    assert "pgrade" not in server.output
 
 
 def test_a_key_that_ended_can_still_be_forgotten_by_its_browser(server: Serving) -> None:

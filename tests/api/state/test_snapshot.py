@@ -43,6 +43,22 @@ def test_without_any_database_nothing_is_known_and_nothing_is_made(where: Path) 
     assert not where.exists()
 
 
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_store_that_is_deleted_or_emptied_under_a_service_locks_nobody_out(
+    where: Path, caplog: pytest.LogCaptureFixture, is_deleted: bool
+) -> None:
+    with Database.open(where) as store:
+        key, _ = keys.new(store, "test", Scope.READ)
+        taken = snapshot.Snapshot(store)
+        taken.refresh()
+        for path in where.parent.glob("service.db*"):
+            path.unlink() if is_deleted else path.write_bytes(b"")
+        taken.refresh()
+        assert taken.key(key.id).key == key
+    assert taken.is_up is False
+    assert "lost its keys" in caplog.text
+
+
 def test_keys_are_believed_for_a_quarter_of_an_hour_without_the_database(
     where: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,8 +14,9 @@ import pytest
 from sqlmodel import Session
 
 from kb.errors import StoreUnavailable, UsageError
-from kb.store import content_generation, postgresql
+from kb.store import content_generation, keys, postgresql
 from kb.store.database import Database
+from kb.store.keys import Scope
 from kb.store.reports import add_shared, history, page, save
 from kb.store.tables import StateRow
 from tests.support.console import CHECKOUT
@@ -122,6 +123,15 @@ def test_reports_that_were_acknowledged_outlive_a_kill(postgres: Server, opened:
     postgres.start()
     assert len(acknowledged) > 10
     assert set(acknowledged) <= {item.id for item in page(opened, limit=10_000)}
+
+
+def test_a_report_that_two_keys_send_at_once_is_stored_once(opened: Database) -> None:
+    names = [keys.new(opened, name, Scope.REPORT)[0].id for name in ("one", "two")]
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(20):
+            sent = [pool.submit(add_shared, opened, REPORT, name, f"key-{number}", "digest") for name in names]
+            assert len({item.result().id for item in sent}) == 1
+    assert len(page(opened, limit=100)) == 20
 
 
 def test_a_statement_that_takes_too_long_is_ended(postgres_url: str) -> None:
