@@ -36,8 +36,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """The service; without settings, as the environment configures it.
 
     It answers /healthz at once and questions when the index is open. A later change in the roots, even a rebuilt index,
-    is served after a restart or a reindex. There is no /docs, since its page loads scripts from other hosts, but
-    /openapi.json. Raises `UsageError` for an invalid root.
+    is served after a restart or a reindex. /docs is a page of ours: FastAPI's loads scripts from other hosts. Raises
+    `UsageError` for an invalid root.
     """
     settings = settings or Settings.from_environment()
     app = FastAPI(

@@ -6,13 +6,33 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from . import diagnose_page, entry_page, feedback_page, gaps_page, graph_page, search_page, sign_in_page, ticket
+from . import (
+    diagnose_page,
+    entry_page,
+    feedback_page,
+    gaps_page,
+    graph_page,
+    reference_page,
+    search_page,
+    sign_in_page,
+    ticket,
+)
 from .static_files import BY_ADDRESS
 
 FOREVER = {"Cache-Control": "public, max-age=31536000, immutable"}
 
 router = APIRouter(include_in_schema=False)
-for _part in (search_page, entry_page, ticket, feedback_page, diagnose_page, gaps_page, graph_page, sign_in_page):
+for _part in (
+    search_page,
+    entry_page,
+    ticket,
+    feedback_page,
+    diagnose_page,
+    gaps_page,
+    graph_page,
+    sign_in_page,
+    reference_page,
+):
     router.include_router(_part.router)
 
 
