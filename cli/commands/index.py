@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -9,7 +10,8 @@ import typer
 from kb.content.roots import configured_roots
 from kb.search.index_cache import home, open_index
 
-from ..terminal.output import JsonFlag, RootOption, emit, notice
+from ..terminal.output import JsonFlag, RootOption, emit
+from ..terminal.progress import StatusLine
 
 
 def index(
@@ -19,7 +21,10 @@ def index(
 ) -> int:
     """Build the search index. Normally automatic: `kb search` does it when an entry has changed."""
     chosen = configured_roots(tuple(roots or ()))
-    with open_index(chosen, notice, force=force) as opened:
+    with ExitStack() as stack:
+        with StatusLine() as status:
+            status.begin("index", "building the search index")
+            opened = stack.enter_context(open_index(chosen, status.notify, force=force))
         count, problems = len(opened), opened.problems
     if as_json:
         emit("index", entries=count, path=str(home(chosen)), problems=problems)

@@ -11,6 +11,7 @@ import typer
 
 from kb.errors import UsageError
 
+from ..terminal.progress import ReadingLine
 from ..terminal.stdin import stdin
 
 
@@ -20,9 +21,11 @@ def redact(
     """Print a log with placeholders for secrets, user names, hosts and addresses; equal values get the same one."""
     from kb.redaction.redactor import local_redactor
 
-    with _opened(file) as stream, open(sys.stdout.fileno(), "wb", closefd=False) as out:
+    reading = ReadingLine(is_shown=not sys.stdout.isatty())  # on a terminal the log itself shows the progress
+    with _opened(file) as stream, open(sys.stdout.fileno(), "wb", closefd=False) as out, reading:
         try:
             for line in local_redactor().lines(stream):
+                reading.read(len(line))
                 out.write(line)
                 out.flush()  # `tail -f train.log | kb redact` shows each line at once
         except BrokenPipeError:  # the reader closed the pipe, as `head` does

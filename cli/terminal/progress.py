@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from types import TracebackType
 from typing import Self
 
-from .output import draw
+from .output import draw, notice
 
 TURN_S = 0.2
-TURN_BYTES = 16 << 20  # read between two turns
+PATIENCE_S = 1.0  # before the first turn of reading
 
 
 class StatusLine:
@@ -50,6 +51,11 @@ class StatusLine:
                 self._write("")
             yield
 
+    def notify(self, text: str) -> None:
+        """A notice above the line."""
+        with self.paused():
+            notice(text)
+
     def begin(self, key: str, text: str) -> None:
         with self._lock:
             self._running[key] = (text, time.monotonic())
@@ -72,23 +78,26 @@ class StatusLine:
 
 
 class ReadingLine:
-    """How much was read, on a terminal; prints nothing anywhere else."""
+    """How much was read, on a terminal, once that takes a while; prints nothing anywhere else."""
 
-    def __init__(self) -> None:
-        self._bytes = self._reported = 0
+    def __init__(self, *, is_shown: bool = True) -> None:
+        self._bytes = 0
         self._began = time.monotonic()
-        self._is_terminal = sys.stderr.isatty()
+        self._next = self._began + PATIENCE_S if is_shown and sys.stderr.isatty() else inf
+        self._has_drawn = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._reported:
+        if self._has_drawn:
             draw("")
 
     def read(self, count: int) -> None:
         self._bytes += count
-        if self._is_terminal and self._bytes - self._reported > TURN_BYTES:
-            self._reported = self._bytes
-            rate = self._bytes / 1e6 / max(1e-3, time.monotonic() - self._began)
-            draw(f"read {self._bytes / 1e6:,.0f} MB, {rate:,.0f} MB/s")
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next, self._has_drawn = now + TURN_S, True
+        rate = self._bytes / 1e6 / (now - self._began)
+        draw(f"read {self._bytes / 1e6:,.0f} MB, {rate:,.1f} MB/s")

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .output import notice
 from .progress import StatusLine
 
 if TYPE_CHECKING:
@@ -31,4 +30,7 @@ def session(
     from kb.verify.session import prepare
 
     with StatusLine() as progress, Launcher(interpreter, keep_logs) as launcher:
-        yield prepare(catalog, entries, settings, interpreter, launcher, progress, notice, force=force), progress
+        yield (
+            prepare(catalog, entries, settings, interpreter, launcher, progress, progress.notify, force=force),
+            progress,
+        )

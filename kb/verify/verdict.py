@@ -39,8 +39,8 @@ class Verdict(StrEnum):
 
 LONGEST_LINE = 160  # characters
 UNDECLARED = {
-    "control": "find out what broke here: {}. If this is your incident, let the control arm expect it and add a signature"
-    " that matches it to the entry",
+    "control": "find out what broke here: {}. If this is your incident, let the control arm expect it and add a"
+    " signature that matches it to the entry",
     "treatment": "the fix removed the declared failure, and then this ended the job: {}. Repair it and verify again, or"
     " correct the treatment",
 }
