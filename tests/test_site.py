@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from kb.content import gpu_records
+from kb.content.area import Area
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
 from tests.support.console import CHECKOUT
@@ -47,6 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, env=env, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
+    assert str(built / "index.html") in ended.stdout
     return built
 
 
@@ -63,6 +66,13 @@ def test_every_entry_has_a_page_with_its_verdicts(site: Path) -> None:
             gpu_records.has_gpu_arms(catalog.probe_file(entry))
             and entry.id not in gpu_records.proofs((builtin_root(),))
         )
+
+
+def test_the_home_page_has_every_area_with_its_number_of_entries(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    entries = load_catalog((builtin_root(),)).current()
+    rows = dict(re.findall(r'<a href="entries/#([a-z]+)">[^<]*</a></td>\s*<td[^>]*>(\d+)</td>', text))
+    assert rows == {str(area): str(sum(entry.meta.area is area for entry in entries)) for area in Area}
 
 
 def test_every_link_within_the_site_leads_somewhere(site: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
+from kb.content.html import LOOK_ALIKE
+
 _TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("chinese.toml").read_text("utf-8"))
 TEXTS, LABELS, SENTENCES = _TABLES["texts"], _TABLES["labels"], _TABLES["sentences"]
 LONGEST = 4000  # characters of a sentence that is compared with the table
@@ -38,6 +40,7 @@ def install(environment: Environment, lang: str) -> None:
         label=lambda value: label(value, lang),
         sentence=lambda value: sentence(value, lang),
         day=lambda time: day(time, lang),
+        captioned=lambda html: captioned(html, lang),
     )
 
 
@@ -73,6 +76,12 @@ def translated(text: str) -> str:
 
 def _labels(match: re.Match[str]) -> list[str]:
     return [LABELS.get(value, value) for value in match.groups()]
+
+
+def captioned(html: str, lang: str) -> str:
+    """A section of an entry with our captions in the language of the page."""
+    chinese = f'<figcaption lang="zh-CN">{LABELS[LOOK_ALIKE]}'
+    return html.replace(f"<figcaption>{LOOK_ALIKE}", chinese) if lang == "zh" else html
 
 
 def day(time: datetime.datetime | str, lang: str) -> str:

@@ -40,6 +40,7 @@ STYLE = """\
 .graph path { fill: none; stroke: var(--md-default-fg-color--light); }
 .graph path.masks { stroke-dasharray: 4 3; }
 .graph marker path { fill: var(--md-default-fg-color--light); stroke: none; }
+@media (max-width: 45em) { .graph svg { max-width: none; } } /* to be scrolled: the letters stay legible */
 .look-alike { margin: 0; }
 .look-alike figcaption { color: var(--md-default-fg-color--light); font-size: 80%; text-align: left; }
 .grade { color: var(--md-default-fg-color--light); font-size: 80%; }
@@ -164,7 +165,8 @@ def _effects(links: Graph, ids: Iterable[str]) -> Iterator[str]:
 def home_page(catalog: Catalog, proofs: Proofs) -> str:
     """What this is, how to begin, every area with its number of entries, and how to read an entry."""
     entries = catalog.current()
-    on_gpus = sum(bool(proofs.get(entry.id)) for entry in entries)
+    count = sum(bool(proofs.get(entry.id)) for entry in entries)
+    on_gpus = f"{count} of them have run on GPUs: see [what was verified there](verified/README.md).\n" if count else ""
     areas = "\n".join(
         f"| [{area}](entries/index.md#{area}) | {sum(entry.meta.area is area for entry in entries)} | {area.meaning} |"
         for area in Area
@@ -176,8 +178,7 @@ hide: [navigation]
 
 For engineers whose distributed GPU training job hangs, times out or crashes: **{len(entries)} incidents**, each with a
 probe that reproduces the incident without its fix, and shows that the fix removes it, on your own machine.
-{on_gpus} of them have run on GPUs: see [what was verified there](verified/README.md).
-
+{on_gpus}
 Press <kbd>/</kbd> to search this site for an error message or a word, or let kb read the whole log:
 
 ```bash
@@ -192,7 +193,7 @@ kb verify checkpoint-save-allgather-timeout   # the job must fail without the fi
 | --- | ---: | --- |
 {areas}
 
-[All entries](entries/index.md) · [which incident leads to which](graph.md)
+[All entries](entries/index.md) · [Which incident leads to which](graph.md)
 
 ## How to read an entry
 

@@ -138,6 +138,18 @@ def test_an_unexplained_log_shows_what_failed_and_is_counted(client: httpx.Clien
     wait_for(lambda: gaps.page(app.state.database), "the gap to be written")
 
 
+def test_an_upload_that_is_not_text_is_named_and_not_called_healthy(client: httpx.Client) -> None:
+    html = post(client, files=[("log", ("model.bin", b"\x7fELF\0")), ("log", ("data.zip", b"PK\x03\x04\0"))])
+    assert "Nothing here could be read" in html and "No error was printed" not in html
+    assert "model.bin: is binary and was not read" in html and "data.zip: is binary" in html
+
+
+def test_a_log_beside_a_binary_is_diagnosed_and_the_binary_is_named(client: httpx.Client) -> None:
+    html = post(client, files=[("log", ("model.bin", b"\x7fELF\0")), ("log", ("train.log", LOG))])
+    assert "model.bin: is binary and was not read" in html
+    assert "<mark>the thing broke: code 42</mark>" in html
+
+
 @pytest.mark.parametrize("parts", [{"files": {"log": ("", b"")}}, {"data": {"text": "x"}}, {}])
 def test_no_log_at_all_is_said_on_the_page(client: httpx.Client, parts: dict[str, Any]) -> None:
     assert "choose a log" in post(client, 422, **parts)

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from kb.content.area import Area
 from kb.content.entry import Severity, Status
 from kb.content.grades import Grade
+from kb.content.html import section_html
 from kb.probe import FIDELITIES
 from kb.store import gaps
 from kb.verify.verdict import Verdict
@@ -128,6 +129,12 @@ def test_a_language_that_was_chosen_stays_when_one_follows_a_link(client: httpx.
 
 def test_the_other_language_keeps_the_question(client: httpx.Client) -> None:
     assert 'href="/?q=the+disk&amp;area=hardware&amp;lang=zh"' in get(client, "/?q=the+disk&area=hardware")
+
+
+def test_a_caption_of_ours_within_an_english_section_is_in_chinese() -> None:
+    html = section_html("```log look-alike\nit broke\n```", lambda _: "")
+    assert "相似故障" in translation.captioned(html, "zh")
+    assert translation.captioned(html, "en") == html
 
 
 def test_a_day_is_written_as_its_language_does() -> None:

@@ -89,6 +89,17 @@ def test_an_entry_shows_its_parts_in_the_order_in_which_one_needs_them(client: h
     assert "kb verify broken-thing --report http://localhost" in html
 
 
+def test_an_entry_is_plain_text_for_a_ticket(client: httpx.Client) -> None:
+    answer = client.get("/entries/broken-thing/ticket", headers=PAGE)
+    assert answer.headers["content-type"].startswith("text/plain")
+    parts = answer.text.split("\n\n")
+    assert parts[0].startswith("broken-thing: ")
+    assert parts[1].startswith("Cause: ") and parts[2].startswith("Fix:\n")
+    assert parts[-1] == f"{answer.url.copy_with(path='/entries/broken-thing')}\n"
+    assert "[probe]" not in answer.text
+    assert "no entry is called" in text_of(get(client, "/entries/nothing/ticket", 404))
+
+
 def test_the_language_of_a_page_is_asked_for_or_the_browsers(client: httpx.Client) -> None:
     assert CHINESE in get(client, "/entries/broken-thing?lang=zh")
     assert CHINESE in get(client, "/entries/broken-thing", **{"Accept-Language": "zh-CN,zh;q=0.9,en;q=0.8"})
