@@ -23,6 +23,7 @@ from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import ContentRoot, wait_until_ready
+from tests.support.ready_store import ready_store
 
 
 class Pieces(httpx.AsyncByteStream):
@@ -91,7 +92,7 @@ def store_path(tmp_path: Path) -> Path:
 @pytest.fixture
 def admin(store_path: Path) -> dict[str, str]:
     """The header of a key that may do everything."""
-    with Database.open(store_path) as store:
+    with Database.open(ready_store(store_path)) as store:
         _, text = keys.new(store, "test", Scope.ADMIN, actor="tester")
     return {"Authorization": f"Bearer {text}"}
 

@@ -18,6 +18,7 @@ import pytest
 
 from kb.store.database import Database
 from tests.support.postgres_server import Server, binaries, free_port, user
+from tests.support.ready_store import ready_store
 
 NUMBERS = count(1)
 
@@ -81,9 +82,9 @@ def _fresh(server: Server, template: str) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a store of this test's own is, of both kinds; for processes that open it themselves."""
+    """Where a store with today's schema, of this test's own, is, of both kinds; for processes that open it themselves."""
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'store' / 'reports.db'}"
+        return f"sqlite:///{ready_store(tmp_path / 'store' / 'reports.db')}"
     url: str = request.getfixturevalue("postgres_url")
     return url
 

@@ -14,6 +14,7 @@ from kb.store import audit, gaps, keys
 from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import wait_for
+from tests.support.ready_store import ready_store
 
 pytest_plugins = ["tests.support.app_fixtures"]
 
@@ -25,8 +26,7 @@ Bearers = dict[str, dict[str, str]]
 
 @pytest.fixture
 def database(store_path: Path) -> Iterator[Database]:
-    with Database.open(store_path) as result:
-        result.prepare()
+    with Database.open(ready_store(store_path)) as result:
         yield result
 
 

@@ -18,6 +18,7 @@ from kb.store.database import Database
 from kb.store.keys import Scope
 from kb.store.reports import history, page, save
 from tests.support.console import ContentRoot, Kb, ruin
+from tests.support.ready_store import ready_store
 
 pytest_plugins = ["tests.support.app_fixtures"]
 
@@ -45,9 +46,7 @@ def report(**members: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def database(store_path: Path) -> Database:
-    result = Database.open(store_path)
-    result.prepare()
-    return result
+    return Database.open(ready_store(store_path))
 
 
 @pytest.fixture
