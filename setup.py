@@ -6,6 +6,7 @@ A checkout is also compiled, as pip compiles what it installs. Everything else i
 from __future__ import annotations
 
 import compileall
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ class BuildWithIndex(build_py):
     """Puts the index into the wheel; of an editable installation into the checkout."""
 
     def run(self) -> None:
+        if not self.editable_mode:  # an earlier build may have left files there that the checkout has no more
+            shutil.rmtree(Path(self.build_lib) / "kb", ignore_errors=True)
         super().run()
         sys.path.insert(0, str(HERE))
         try:

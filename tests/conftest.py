@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from kb.content import parser, roots
 from tests.support.console import ContentRoot, Kb, run_kb
 from tests.support.in_process import run_kb_here
+from tests.support.wheel import UvTool, build_wheel
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,20 +50,42 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), 4) + 1
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first process to need it makes for all."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / name
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            building = shared / f"{name}.building"
+            make(building)
+            building.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the index of the built-in entries, for reading: it takes seconds, once for all processes."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    cache = folder / "built-in-index"
-    with (folder / "built-in-index.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not cache.is_dir():
-            building = folder / "building"
-            assert run_kb("index", cwd=folder, XDG_CACHE_HOME=str(building), KB_ROOTS="").code == 0
-            building.rename(cache)
-    return cache
+    """A cache that holds the index of the built-in entries, for reading: it takes seconds."""
+
+    def build(folder: Path) -> None:
+        assert run_kb("index", cwd=folder.parent, XDG_CACHE_HOME=str(folder), KB_ROOTS="").code == 0
+
+    return made_once(tmp_path_factory, "built-in-index", build)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    (path,) = made_once(tmp_path_factory, "wheel", build_wheel).glob("gpu_kb-*.whl")
+    return path
+
+
+@pytest.fixture
+def uv_tool(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> UvTool:
+    """Each test installs for itself; what is downloaded is shared."""
+    return UvTool(tmp_path, made_once(tmp_path_factory, "uv-cache", Path.mkdir))
 
 
 @pytest.fixture(autouse=True)

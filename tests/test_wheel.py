@@ -13,23 +13,20 @@ from zipfile import ZipFile
 import pytest
 
 from tests.support.console import CHECKOUT
+from tests.support.wheel import INSTALL_S, UvTool
 
-INSTALL_S = 900
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel."""
-    home = tmp_path_factory.mktemp("dist")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheel = [*pip, "wheel", "--no-deps", "--wheel-dir", str(home), str(CHECKOUT)]
-    subprocess.run(wheel, check=True, timeout=INSTALL_S, cwd=home)
-    (path,) = home.glob("gpu_kb-*.whl")
-    return path
+FOLDERS = {
+    "kb/api": "api",
+    "kb/cli": "cli",
+    "kb/entries": "entries",
+    "kb/probes": "probes",
+    "kb/verified": "docs/verified",
+    "kb": "kb",
+}  # in the wheel: in the checkout
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of an environment that has the wheel and its base dependencies, nothing else."""
     home = tmp_path_factory.mktemp("wheel")
     venv.create(home / "env", with_pip=True)
@@ -43,7 +40,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--disable-pip-version-check",
     ]
     constraints = CHECKOUT / "constraints.txt"
-    subprocess.run([*install, "-c", constraints, built], check=True, timeout=INSTALL_S, cwd=home)
+    subprocess.run([*install, "-c", constraints, wheel], check=True, timeout=INSTALL_S, cwd=home)
     return bin_folder
 
 
@@ -60,18 +57,28 @@ def run(installed: Path, *args: str | Path, **env: str) -> tuple[int, dict[str, 
     return ended.returncode, json.loads(ended.stdout), ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("folder", "package"),
-    [("api", "kb/api"), ("kb", "kb"), ("cli", "kb/cli"), ("entries", "kb/entries"), ("probes", "kb/probes")],
-)
-def test_it_holds_every_file_of_the_checkout(built: Path, folder: str, package: str) -> None:
+@pytest.mark.parametrize(("package", "folder"), FOLDERS.items())
+def test_it_holds_every_file_of_the_checkout(wheel: Path, package: str, folder: str) -> None:
     """Templates, pictures and migrations too, which no import would miss."""
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files", folder], capture_output=True, text=True, cwd=CHECKOUT, check=True
     )
-    wanted = {f"{package}/{name.partition('/')[2]}" for name in listed.stdout.split()}
+    wanted = {f"{package}{name.removeprefix(folder)}" for name in listed.stdout.split()}
     assert wanted
-    assert wanted <= set(ZipFile(built).namelist())
+    assert wanted <= set(ZipFile(wheel).namelist())
+
+
+def test_it_holds_nothing_else_but_the_index(wheel: Path) -> None:
+    """An entry that was removed is not installed because an earlier build of the checkout had it."""
+
+    def in_checkout(name: str) -> Path:
+        package = next(package for package in FOLDERS if name.startswith(f"{package}/"))
+        return CHECKOUT / FOLDERS[package] / name.removeprefix(f"{package}/")
+
+    names = [name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    index = [name for name in names if name.startswith("kb/search/built_in_index/")]
+    assert index
+    assert [name for name in names if name not in index and not in_checkout(name).is_file()] == []
 
 
 def test_it_searches_offline_and_without_torch(installed: Path) -> None:
@@ -106,12 +113,24 @@ def test_verify_borrows_an_interpreter_that_has_torch(installed: Path) -> None:
     assert (code, report["verdict"]) == (0, "verified")
 
 
-def test_serve_names_the_extra_that_it_needs(installed: Path) -> None:
+def test_it_lints(installed: Path) -> None:
     code, document, _ = run(installed, "lint")
     assert code == 0, document
+
+
+def test_serve_says_how_to_install_what_it_needs(installed: Path, wheel: Path) -> None:
     ended = subprocess.run([installed / "kb", "serve"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert "gpu-kb[server]" in ended.stderr
+    assert f"{installed / 'python'} -m pip install '{wheel}[server]'" in ended.stderr
+
+
+@pytest.mark.slow
+def test_what_it_says_works_as_printed(wheel: Path, uv_tool: UvTool) -> None:
+    uv_tool.install("--python", sys.executable, wheel)
+    refused = uv_tool.kb("mcp")
+    assert refused.code == 2
+    uv_tool.follow(refused.err.partition("hint:")[2])
+    assert uv_tool.kb("mcp").code == 0
 
 
 def test_doctor_still_runs_beside_a_folder_of_our_name_on_pythonpath(installed: Path, tmp_path: Path) -> None:
@@ -120,5 +139,5 @@ def test_doctor_still_runs_beside_a_folder_of_our_name_on_pythonpath(installed: 
     findings = {finding["subject"]: finding for finding in document["findings"]}  # type: ignore[attr-defined]  # JSON
     assert code == 1
     assert not findings["import"]["is_fine"]
-    assert not findings["torch"]["is_fine"]
+    assert findings["torch"]["is_fine"], "only probes need it"
     assert "--python" in findings["torch"]["mend"]

@@ -1,4 +1,4 @@
-"""Probes run in interpreters older and newer than ours, without anything installed there."""
+"""Probes run in interpreters older and newer than ours, without anything installed there; kb itself in newer ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.console import Kb
+from tests.support.wheel import UvTool
 
 pytestmark = pytest.mark.slow
 
-VERSIONS = ("3.9", "3.10", "3.12", "3.13")
+VERSIONS = ("3.9", "3.10", "3.12", "3.13", "3.14")
 
 
 def interpreters() -> list[Path]:
@@ -25,6 +26,7 @@ def interpreters() -> list[Path]:
 
 
 INTERPRETERS = interpreters()
+NEWER = [path for path in INTERPRETERS if path.name not in ("python3.9", "python3.10")]
 
 
 @pytest.mark.skipif(not INTERPRETERS, reason="no Python but ours is on this machine")
@@ -43,3 +45,18 @@ def test_a_probe_without_torch_is_verified_there(kb: Kb, python: Path) -> None:
 def test_every_probe_file_loads_there(kb: Kb, python: Path) -> None:
     plans = kb("verify", "--all", "--plan", "--json", "--python", python).json["plans"]
     assert {plan["id"]: plan["fault"] for plan in plans if plan["fault"]} == {}
+
+
+@pytest.mark.skipif(not NEWER, reason="no newer Python than ours is on this machine")
+@pytest.mark.parametrize("python", NEWER, ids=lambda path: path.name)
+def test_kb_runs_there_without_a_warning(uv_tool: UvTool, wheel: Path, python: Path) -> None:
+    """Every warning is an error. uv has compiled nothing, so Python reads the sources of Whoosh here."""
+    uv_tool.install("--python", python, wheel)
+    strict = {"PYTHONWARNINGS": "error"}
+    ended = uv_tool.kb("search", "ALLGATHER timeout save", "--json", **strict)
+    assert ended.err == ""
+    assert ended.json["hits"][0]["id"] == "checkpoint-save-allgather-timeout"
+    ended = uv_tool.kb("diagnose", "-", "--json", stdin="RuntimeError: Address already in use\n", **strict)
+    assert ended.json["findings"][0]["id"] == "address-in-use"
+    ended = uv_tool.kb("verify", "batch-size-invariant", "--json", **strict)
+    assert ended.json["verdict"] == "verified", ended.json["reason"]
