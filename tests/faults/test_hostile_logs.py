@@ -170,6 +170,26 @@ def test_nul_bytes_around_a_log_hide_nothing(tmp_path: Path) -> None:
         assert shows_oom(result) or result.problems, name
 
 
+@pytest.mark.parametrize(
+    "place", [b"step 1 \0 of 9\n", b"\0" * 3000, b"\0\1\2 step\n"], ids=["one", "a hole", "several"]
+)
+def test_a_nul_byte_inside_of_a_log_hides_nothing(place: bytes) -> None:
+    assert shows_oom(stream(b"epoch 1 begins\n" * 100 + place + b"epoch 2 begins\n" * 10 + OOM))
+
+
+def test_a_link_to_a_busy_folder_does_not_push_the_log_out(tmp_path: Path) -> None:
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "busy")
+    (tmp_path / "run" / "train.log").write_bytes(OOM)
+    os.utime(tmp_path / "run" / "train.log", (1e9, 1e9))
+    for number in range(5):
+        (tmp_path / "busy" / f"{number}.log").write_text("step 1\n")
+    sources = find_sources([str(tmp_path / "run")], most_files=3)
+    assert [Path(source.name).name for source in sources.inputs].count("train.log") == 1
+    assert len(sources.inputs) == 3
+
+
 def test_a_folder_of_many_files_is_read(tmp_path: Path) -> None:
     for number in range(1500):
         (tmp_path / f"rank_{number}.log").write_bytes(b"step 1\n" + OOM * (number == 1203))

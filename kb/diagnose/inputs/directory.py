@@ -14,10 +14,11 @@ Identity = tuple[int, int]  # device and inode
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """`modified` is when it was last written, in seconds since the epoch."""
+    """`modified` is when it was last written, in seconds since the epoch; `is_linked`: below a link to a folder."""
 
     path: str
     modified: float
+    is_linked: bool = False
 
 
 @dataclass(slots=True)
@@ -38,8 +39,10 @@ def list_files(folder: str, most: int) -> Listing:
     seen: set[Identity] = set()
     folders, linked = deque([(folder, file_identity(os.stat(folder)))]), deque[tuple[str, Identity]]()
     entries = 0
+    is_linked = False
     while folders or linked:
-        path, folder_id = (folders or linked).popleft()  # linked folders come last: a file keeps its own name
+        is_linked = is_linked or not folders  # linked folders come last: a file keeps its own name
+        path, folder_id = (folders or linked).popleft()
         if folder_id in seen:
             continue
         seen.add(folder_id)
@@ -55,7 +58,7 @@ def list_files(folder: str, most: int) -> Listing:
             if stat.S_ISDIR(status.st_mode):
                 (linked if entry.is_symlink() else folders).append((entry.path, key))
             elif stat.S_ISREG(status.st_mode) and (key not in listing.files or not entry.is_symlink()):
-                listing.files[key] = File(entry.path, status.st_mtime)
+                listing.files[key] = File(entry.path, status.st_mtime, is_linked)
     return listing
 
 

@@ -1,8 +1,8 @@
 """The kind of an input, by its content: names are unreliable, and a dump may have any.
 
-An input whose first bytes fit no structured format is text, except with NUL bytes inside or with the magic bytes of a
-format that holds no log. NUL bytes around the text are allowed: a log that was truncated while its writer went on
-begins with them, and the log of a machine that died may end with them.
+An input whose first bytes fit no structured format is text, except with many control characters or with the magic bytes
+of a format that holds no log. Runs of NUL bytes are allowed: a log that was truncated while its writer went on begins
+with them, and the log of a machine that died ends with them; so are a few that a job printed.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ FOREIGN = (
     b"\x1f\x8b",  # gzip inside of gzip
     b"\x28\xb5\x2f\xfd",
 )
+NUL_RUN = re.compile(rb"\0{16,}")
+CONTROL = bytes(number for number in range(32) if number not in b"\t\n\v\f\r\b\a\x1b")  # no log prints many of them
+MOST_CONTROL = 0.02  # of the bytes of a log; random bytes have 0.1
 SAFETENSORS = re.compile(rb'.{8}\{\s*"', re.DOTALL)  # eight bytes of length, then a JSON header
 
 
@@ -78,7 +81,7 @@ def detect_kind(head: bytes, name: str = "") -> Kind:
     if name.endswith(".facts.json") or any(head.startswith(begin) and key in head for begin, key in OWN):
         return Kind.OWN
     text = head.strip(b"\0")
-    if b"\0" in text or (head and not text):
+    if (head and not text) or (b"\0" in text and not _is_text(text)):
         return Kind.BINARY
     return _structured(text, name) if JSON_OBJECT.match(text) else Kind.TEXT
 
@@ -91,6 +94,11 @@ def _structured(head: bytes, name: str) -> Kind:
     if len({match.group() for match in FLIGHT_JSON_KEYS.finditer(head)}) >= 2 and not _is_lines(head):
         return Kind.FLIGHT_JSON
     return Kind.TEXT
+
+
+def _is_text(head: bytes) -> bool:
+    text = NUL_RUN.sub(b"", head)
+    return len(text) - len(text.translate(None, CONTROL)) <= MOST_CONTROL * len(text)
 
 
 def _is_safetensors(head: bytes) -> bool:

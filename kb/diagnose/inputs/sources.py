@@ -2,7 +2,8 @@
 
 A folder stands for all files below it that are neither hidden nor evidently binary. Links are followed, and a file
 with several names counts once. If there are too many files, those that were written last are read: they are nearest to
-the failure. `Sources.problems` says in sentences what was left out, and by which rule.
+the failure; files below a link to another folder come after all others. `Sources.problems` says in sentences what was
+left out, and by which rule.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kb.diagnose.inputs.directory import Identity, Listing, file_identity, list_files, printable_path
+from kb.diagnose.inputs.directory import File, Identity, Listing, file_identity, list_files, printable_path
 from kb.diagnose.inputs.formats import Kind, detect_kind
 from kb.diagnose.inputs.streams import HEAD, Report, error_reason, read_file, read_pieces, read_stdin
 from kb.errors import UsageError
@@ -105,7 +106,7 @@ def _file(path: str, status: os.stat_result) -> Source:
 def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identity, Source], list[str]]:
     """The files of a folder to read, sorted by name, and sentences about the others."""
     listing = list_files(path, most_entries)
-    left = deque(sorted(listing.files.items(), key=lambda item: (item[1].modified, item[1].path)))
+    left = deque(sorted(listing.files.items(), key=lambda item: _nearness(item[1])))
     chosen: dict[Identity, Source] = {}
     binary = 0
     while left and len(chosen) < most_files:
@@ -124,6 +125,11 @@ def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identit
     if not chosen:
         raise UsageError(f"{printable_path(path)} holds no log", "; ".join(problems) or "it has no files")
     return dict(sorted(chosen.items(), key=lambda item: item[1].path)), problems
+
+
+def _nearness(file: File) -> tuple[bool, float, str]:
+    """The highest are read first: files of the folder itself, then the last that were written."""
+    return not file.is_linked, file.modified, file.path
 
 
 def _left_out(listing: Listing, most_entries: int, older: int, binary: int) -> Iterator[str]:
