@@ -23,7 +23,7 @@ from kb.store import sqlite
 from kb.store.database import Database
 from kb.store.reports import AddedReport, add_shared, history, page, save, verdict_counts
 from kb.store.schema import MIGRATIONS, SCHEMA, TABLE, revision, upgrade
-from tests.support.console import GENEROUS_S, end
+from tests.support.console import GENEROUS_S
 from tests.support.postgres_server import Server
 
 pytest_plugins = ["tests.support.postgres_fixtures"]
@@ -76,12 +76,23 @@ while status:
 print(json.dumps(schemas))
 """
 PREPARE = """
-import sys
+import multiprocessing, sys, tempfile
 from kb.store.database import Database
 
-print("ready", flush=True)
-sys.stdin.readline()
-Database.open(sys.argv[1]).prepare()
+def prepare():
+    together.wait()
+    Database.open(sys.argv[1]).prepare()
+
+with tempfile.TemporaryDirectory() as directory:
+    Database.open(directory + "/any.db").prepare()  # imports and compiles what each process would
+fork = multiprocessing.get_context("fork")
+together = fork.Barrier(4)
+processes = [fork.Process(target=prepare) for _ in range(4)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print([process.exitcode for process in processes])
 """
 FULL = """
 import resource, sys
@@ -235,18 +246,7 @@ def test_a_migration_that_is_killed_after_any_write_leaves_the_earlier_schema(ea
 
 
 def test_processes_that_find_an_earlier_schema_at_once_migrate_it_once(earlier: str) -> None:
-    command = [sys.executable, "-c", PREPARE, earlier]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
-    try:
-        for item in started:
-            assert item.stdout
-            assert item.stdout.readline() == b"ready\n"
-        for item in started:
-            item.communicate(b"\n", timeout=GENEROUS_S)
-        assert [item.returncode for item in started] == [0] * 4
-    finally:
-        for item in started:
-            end(item)
+    assert json.loads(run(PREPARE, earlier)) == [0] * 4
     with Database.open(earlier) as opened:
         assert differences(opened) == []
 

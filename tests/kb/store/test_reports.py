@@ -16,24 +16,28 @@ from kb.errors import KeyReused
 from kb.store import audit, keys, reports, tables
 from kb.store.database import Database
 from kb.store.reports import AddedReport
-from tests.support.console import GENEROUS_S, end
+from tests.support.console import GENEROUS_S
 
 pytest_plugins = ["tests.support.postgres_fixtures"]
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"
 HOSTILE = ("'; DROP TABLE report; --", '" OR 1=1 --', "%", "_", "\\", "\0", "\ud800", "${7*7}", "标题' OR ''='")
-SENDER = """
-import json, sys
+SENDERS = """
+import json, multiprocessing, sys
 from kb.store.database import Database
 from kb.store.reports import add_shared
 
+def send(_):
+    together.wait()
+    database = Database.open(sys.argv[1])
+    added = [add_shared(database, report, "node", f"key-{number}", "digest") for number in range(10)]
+    return [(item.id, item.is_new) for item in added]
+
 report = json.loads(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-database = Database.open(sys.argv[1])
-for number in range(10):
-    added = add_shared(database, report, "node", f"key-{number}", "digest")
-    print(json.dumps([added.id, added.is_new]), flush=True)
+fork = multiprocessing.get_context("fork")
+together = fork.Barrier(3)
+with fork.Pool(3) as pool:
+    print(json.dumps(pool.map(send, range(3), chunksize=1)))
 """
 
 
@@ -121,23 +125,8 @@ def test_threads_that_send_the_same_report_at_once_make_one(database: Database) 
 
 
 def test_processes_that_send_the_same_reports_at_once_make_one_each(database: Database, database_url: str) -> None:
-    command = [sys.executable, "-c", SENDER, database_url, json.dumps(report())]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)]
-    try:
-        for item in started:
-            assert item.stdout
-            assert item.stdout.readline() == b"ready\n"
-        for item in started:
-            assert item.stdin
-            item.stdin.write(b"\n")
-            item.stdin.flush()
-        message = [
-            json.loads(f"[{','.join(item.communicate(timeout=GENEROUS_S)[0].decode().split(chr(10))[:-1])}]")
-            for item in started
-        ]
-    finally:
-        for item in started:
-            end(item)
+    command = [sys.executable, "-c", SENDERS, database_url, json.dumps(report())]
+    message = json.loads(subprocess.check_output(command, timeout=GENEROUS_S))
     ids = {identity for answers in message for identity, _ in answers}
     assert [len(answers) for answers in message] == [10, 10, 10]
     assert sum(is_new for answers in message for _, is_new in answers) == len(ids) == 10
