@@ -1,4 +1,4 @@
-"""The MCP server, over stdio and over HTTP. This module, `consent` and `stdio` alone import the SDK.
+"""The MCP server, over stdio and over HTTP. Only this module, `consent`, `messages` and `stdio` import the SDK.
 
 Over HTTP it is stateless: any replica can answer any request. Verification exists on stdio only, if it was allowed,
 and needs the consent of the person at the client each time.
@@ -22,7 +22,8 @@ from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
 from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, Resource, ToolAnnotations
 from pydantic import ValidationError
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kb import __version__
 from kb.content.roots import Root
@@ -34,6 +35,7 @@ from .consent import verify_fix
 from .inline_schema import inline
 from .instructions import INSTRUCTIONS, triage
 from .machine import Machine
+from .messages import refusal
 from .stdio import stdio
 from .tools import Tools
 
@@ -182,8 +184,24 @@ async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
         json_response=True,
         transport_security=CHECKED_BEFORE,
     )
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        """A body that is no message gets the error that it gets over stdio; the SDK would print its models."""
+        body = await receive()  # all of it: see the route
+        error = refusal(body.get("body", b"").decode(errors="replace"))
+        if error:
+            await JSONResponse(error.model_dump(mode="json", exclude_none=False), 400)(scope, receive, send)
+        else:
+            messages = iter((body,))
+            await server.session_manager.handle_request(scope, lambda: _next(messages, receive), send)
+
     async with server.session_manager.run():
-        yield server.session_manager.handle_request
+        yield handle
+
+
+async def _next(messages: Iterator[Message], receive: Receive) -> Message:
+    """A message that was read before; then what still comes."""
+    return next(messages, None) or await receive()
 
 
 def over_stdio(roots: tuple[Root, ...], machine: Machine, *, allows_verify: bool) -> None:

@@ -175,13 +175,27 @@ def test_there_is_no_stream_and_no_session(replica: Replica, method: str) -> Non
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"jsonrpc": "2.0"}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"[" * 100_000,
+        b'{"jsonrpc": "2.0"}',
+        b'{"jsonrpc": "2.0", "id": 1.5, "method": "ping"}',
+    ],
+)
 def test_a_body_that_is_no_message_is_refused(replica: Replica, body: bytes) -> None:
     for version in ("2025-11-25", "2026-07-28"):
         headers = {**HEADERS, "MCP-Protocol-Version": version, "Content-Type": "application/json"}
         answer = httpx.post(f"{replica.url}/mcp", content=body, headers=headers, timeout=60, trust_env=False)
         assert 400 <= answer.status_code < 500 or answer.status_code == 202, answer.content
         assert b"Traceback" not in answer.content
+        assert b"pydantic" not in answer.content
+        assert not body or answer.json()["error"]["code"] in (-32700, -32600)
 
 
 def test_a_message_that_is_too_large_is_refused(replica: Replica) -> None:
