@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -48,11 +50,16 @@ def test_every_decision_is_listed() -> None:
         assert path.name in listed
 
 
-def test_the_shown_transcript_is_what_the_demo_prints(kb: Kb) -> None:
-    """The search of the transcript, line by line; seconds of a verification differ from run to run."""
-    shown = README.partition('$ kb search "ALLGATHER timeout save"\n')[2].partition("\n$ kb")[0]
-    printed = kb("search", "ALLGATHER timeout save", COLUMNS="100").out
-    assert shown.strip() == printed.strip()
+def shown(command: str) -> str:
+    """What the README shows under a command."""
+    return README.partition(f"$ {command}\n")[2].partition("\n$ ")[0].partition("\n```")[0].strip()
+
+
+@pytest.mark.parametrize("command", ["kb diagnose train.log", 'kb search "ALLGATHER timeout save" --limit 1'])
+def test_the_shown_transcript_is_what_kb_prints(kb: Kb, tmp_path: Path, command: str) -> None:
+    """Line by line, but for a verification: its seconds differ from run to run."""
+    (tmp_path / "train.log").write_text(shown("cat train.log") + "\n")
+    assert shown(command) == kb(*shlex.split(command)[1:], COLUMNS="100").out.strip()
 
 
 @pytest.mark.usefixtures("few_entries")
