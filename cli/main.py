@@ -92,6 +92,8 @@ def kb(
 def main() -> None:
     """Entry point of the console script."""
     claim_streams()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and sys.argv[1:2] not in (["serve"], ["mcp"]):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a job ends kb as Ctrl-C does
     sys.exit(run(sys.argv[1:]))
 
 

@@ -55,17 +55,23 @@ def interruption() -> Iterator[Interruption]:
             signal.signal(number, handler)
 
 
+class _Expired(BaseException):
+    """Passes every `except Exception` on its way."""
+
+
 @contextmanager
 def limited(seconds: float | None, error: KbError) -> Iterator[None]:
     """Raises `error` in the block when it takes longer, whatever the block waits for."""
 
     def expire(*_: object) -> None:
-        raise error
+        raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0)
     try:
         yield
+    except _Expired:
+        raise error from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -64,7 +64,10 @@ class ForkClient:
 
     def run(self, spec: dict[str, Any], limit_s: float) -> str:
         """Run one arm. Returns "" when its guard ended by itself, else why the harness failed."""
-        self._wait(lambda: self._ready, READY_S[self._preload])
+        try:
+            self._wait(lambda: self._ready, READY_S[self._preload])
+        except _NotInTime as error:
+            raise InterpreterError(error.message, error.hint) from None
         self._send(spec)
         arm_id = spec["arm_id"]
         self._wait(lambda: arm_id in self._pids, 10.0)

@@ -21,6 +21,7 @@ from kb.errors import KbError
 from kb.harness.launcher import Launcher
 from kb.harness.outcome import ArmOutcome
 from kb.machine import gpus
+from kb.patterns import redos_timing
 from kb.patterns.redos import backtracking_risk
 from kb.probe import Experiment, Finding
 from kb.verify.checks import run_check
@@ -32,6 +33,8 @@ from kb.verify.verdict import Judgement, Verdict, judge
 JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
 ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is decided (p = 1/70)
 MOST_PAIRS = 10
+LONG_LINE = 2000  # characters; a pattern that was proved safe needs milliseconds for a shorter line
+PATTERN_S = 1.0  # CPU time for one pattern on the output of both arms
 
 
 class Progress(Protocol):
@@ -212,13 +215,15 @@ class _PlanRunner:
 
     def _experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
         """Run pairs of arms until the verdict is decided."""
-        evidence = [signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT]
-        patterns = [pattern for pattern in evidence if not backtracking_risk(pattern)]
+        signatures = [
+            signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT
+        ]
+        patterns = [pattern for pattern in signatures if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
         while True:
             control = self._arm(plan, experiment, "control", len(judgements))
             treatment = self._arm(plan, experiment, "treatment", len(judgements))
-            judgements.append(judge(experiment, control, treatment, patterns))
+            judgements.append(_judge_in_time(experiment, control, treatment, patterns))
             if is_decided(judgements, experiment, self.options.repeat):
                 break
         if len(judgements) == 1:
@@ -240,6 +245,25 @@ class _PlanRunner:
         if before:
             outcome = replace(outcome, leftovers=(*outcome.leftovers, *gpus.not_released(before)))
         return outcome
+
+
+def _judge_in_time(
+    experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, patterns: list[str]
+) -> Judgement:
+    """`judge`, without the patterns that would take minutes on what these arms printed, as on an endless progress bar.
+
+    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries it first.
+    """
+    texts = [text for arm in (control, treatment) for rank in arm.ranks for text in (rank.text, rank.stacks)]
+    long_texts = [text for text in texts if max(map(len, text.split("\n"))) > LONG_LINE]
+    if not long_texts:
+        return judge(experiment, control, treatment, patterns)
+    expected = list(filter(None, (experiment.control.expect.pattern, experiment.control.expect.after)))
+    slow = redos_timing.slow(dict.fromkeys([*patterns, *expected], long_texts), PATTERN_S)
+    for pattern in expected:
+        if pattern in slow:
+            return Judgement(Verdict.INCONCLUSIVE, f"the declared pattern takes too long on this output: {pattern}")
+    return judge(experiment, control, treatment, [pattern for pattern in patterns if pattern not in slow])
 
 
 def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int) -> bool:

@@ -112,3 +112,14 @@ def test_a_check_that_fails_is_unknown_never_clear(kb: Kb, content: ContentRoot)
     assert ended.json["check"]["state"] == "unknown"
     assert "cannot look" in ended.json["check"]["evidence"][0]
     assert ended.code == 4
+
+
+def test_a_pattern_that_would_take_minutes_on_a_long_line_is_given_up(kb: Kb, content: ContentRoot) -> None:
+    long_line = 'if not is_fixed:\n    raise RuntimeError("the thing broke: " + "ab" * 1900)'
+    content.incident("slow", f'print("ab" * 5000)\n{long_line}', 'make(raised("a.*b.*c"))')
+    content.incident("breaks")
+    ended = kb("verify", "slow", "breaks", "--json", "--repeat", "1")
+    reports = {report["id"]: report for report in ended.json["reports"]}
+    assert reports["slow"]["verdict"] == "inconclusive"
+    assert "takes too long on this output: a.*b.*c" in reports["slow"]["reason"]
+    assert reports["breaks"]["verdict"] == "verified"

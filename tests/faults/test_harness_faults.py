@@ -177,6 +177,12 @@ def test_what_an_interpreter_leaves_in_the_background_is_not_waited_for(content:
     assert not any(map(is_running, left))
 
 
+def test_the_overall_deadline_ends_an_interpreter_that_hangs(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
+    content.incident("breaks")
+    ended = kb("verify", "breaks", "--json", "--timeout", "3", "--python", wrapper(tmp_path, "exec sleep 600"))
+    assert (ended.code, ended.json["error"]["type"]) == (124, "deadline-exceeded")
+
+
 def test_an_endless_line_of_an_interpreter_is_not_stored(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
     content.incident("breaks")
     ended = kb("verify", "breaks", "--json", "--python", wrapper(tmp_path, "exec tr '\\\\0' x < /dev/zero"))

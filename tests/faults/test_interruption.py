@@ -156,3 +156,19 @@ def test_the_overall_deadline_is_exit_124_with_one_document(kb: Kb, content: Con
     assert ended.json["verdict"] == "inconclusive"
     assert not any(map(is_running, ranks(pids)))
     assert not arm_directories()
+
+
+def test_a_termination_is_an_interruption_for_every_command() -> None:
+    process = subprocess.Popen([str(KB), "redact", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    try:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(b"a line\n")
+        assert process.stdout.readline() == b"a line\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    finally:
+        end(process)
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                stream.close()
