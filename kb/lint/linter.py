@@ -159,7 +159,10 @@ def _entry_files(catalog: Catalog, entries: list[Entry], declared: Declared) -> 
     today = datetime.date.today()
     for entry in entries:
         probe = catalog.probe_file(entry)
-        text = entry.path.read_text(encoding="utf-8")
+        try:
+            text = entry.path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:  # deleted since the catalog was read
+            continue
         written = declared[entry.path.parent]
         has_probe_file = bool(probe and probe.is_file())
         yield EntryFile(entry.path, text, blocks(text), written, entry, ids, has_probe_file, slow, today)

@@ -13,6 +13,7 @@ from kb.content.entry import CHINESE_PARTS, SECTIONS, TRANSLATION
 from kb.content.languages import Language
 from kb.lint.body import Block, Kind
 from kb.lint.rule import CHINESE, EntryFile, EntryRule, EntryText, Remark, TextRule
+from kb.printable import printable
 
 LONGEST_CAUSE = 240
 LEAST_LOGS = 2
@@ -155,7 +156,15 @@ def _heading_line(file: EntryText, section: str) -> int:
     return next((block.line for block in file.blocks(Kind.HEADING, section)), 1)
 
 
+def hidden_text(file: EntryText) -> Iterator[Remark]:
+    """No control character, no change of the direction of text and no invisible character is in an entry."""
+    for number, line in enumerate(file.source.replace("\r\n", "\n").split("\n"), 1):
+        if (shown := printable(line)) != line:
+            yield number, f"it has characters that nobody sees: {shown.strip()[:80]}"
+
+
 TEXT_RULES: tuple[TextRule, ...] = (
+    hidden_text,
     headings,
     empty_section,
     few_logs,

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from kb.content.catalog import Catalog
 from kb.content.parser import read_entry
+from kb.content.roots import Root, root_at
+from kb.lint import linter
 from tests.support.console import BREAKS, ContentRoot, Kb
 
 pytestmark = pytest.mark.usefixtures("few_entries")
@@ -139,3 +142,19 @@ def test_an_entry_that_a_service_reads_changes_no_warnings_of_its_other_threads(
         pool.submit(read_entry, path, "somewhere").result()
     assert result
     assert all(item == before for item in result)
+
+
+def test_an_entry_that_vanishes_while_it_is_checked_costs_nobody_else(
+    content: ContentRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content.entry("gone", has_probe=False)
+    content.entry("sound", has_probe=False)
+    load = linter.load_catalog
+
+    def load_and_delete(roots: tuple[Root, ...]) -> Catalog:
+        catalog = load(roots)
+        (content.path / "entries" / "gone.md").unlink()
+        return catalog
+
+    monkeypatch.setattr(linter, "load_catalog", load_and_delete)
+    assert {violation.path.stem for violation in linter.lint((root_at(content.path),)).violations} <= {"sound"}

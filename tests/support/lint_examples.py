@@ -133,6 +133,7 @@ CLAIMS = (
 )  # fmt: skip
 
 FORM = (
+    Example("hidden-text", {CAUSE: f"\u202e{CAUSE}"}, CAUSE, {CAUSE: f"é\u200d {CAUSE}"}),
     Example("headings", {"## How to tell": "## How to notice"}, "## How to notice"),
     Example("headings", {"## Fix": "## X", "## Why it works": "## Fix", "## X": "## Why it works"}, "## Why it works"),
     Example("empty-section", {"A test.\n": ""}, "## Environment", {"A test.\n": "```bash\nls\n```\n"}),
