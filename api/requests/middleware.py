@@ -5,6 +5,7 @@ One ASGI middleware does it all: each layer costs as much as a small search.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -17,6 +18,8 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kb.errors import IndexUnavailable
 
 from ..state.metrics import Metrics
 from ..state.requester import Requester, requester
@@ -53,6 +56,7 @@ SECURITY = [
     (b"permissions-policy", b"camera=(), geolocation=(), microphone=(), payment=(), usb=()"),
 ]
 NO_STORE = (b"cache-control", b"no-store")
+ENDING = IndexUnavailable("the service is shutting down", "try again in a moment")
 
 log = logging.getLogger("kb.requests")
 
@@ -85,6 +89,9 @@ class RequestMiddleware:
             if response.status:  # a part is sent: the connection breaks, so that nobody takes the part for the whole
                 raise
             await respond(Request(scope, receive), error)(scope, receive, response.send)
+        except asyncio.CancelledError:  # the server ends, and its time for requests in flight is over
+            if not response.status:
+                await respond(Request(scope, receive), ENDING)(scope, receive, response.send)
         finally:
             self._record(method, scope, response, time.perf_counter() - started)
 

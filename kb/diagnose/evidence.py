@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from kb.printable import printable
+
 LONGEST_EVIDENCE = 400  # characters of a line that are stored
 DERIVED_PREFIX = "kb: "  # begins a sentence that kb derived from several lines
 SINCE_EPOCH = 1e9  # seconds; smaller ones count from the start of a machine and compare within one file
@@ -18,7 +20,7 @@ class Line:
     `source` is the file as the user named it, `number` its line counted from 1, or 0 for a text that was derived from
     a dump and stands on no line. `rank` and `time` (seconds since the epoch, or since the start of the log when it
     prints no date) are None where the input does not give them. `text` has no colours and at most `LONGEST_EVIDENCE`
-    characters.
+    characters; what would control a terminal or hide text in it is escaped, as in `source`.
     """
 
     source: str
@@ -26,6 +28,11 @@ class Line:
     text: str
     rank: int | None = None
     time: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.text.isprintable() and self.source.isprintable()):
+            object.__setattr__(self, "text", printable(self.text))
+            object.__setattr__(self, "source", printable(self.source))
 
     @property
     def place(self) -> str:

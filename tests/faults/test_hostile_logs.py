@@ -177,6 +177,12 @@ def test_a_nul_byte_inside_of_a_log_hides_nothing(place: bytes) -> None:
     assert shows_oom(stream(b"epoch 1 begins\n" * 100 + place + b"epoch 2 begins\n" * 10 + OOM))
 
 
+def test_evidence_is_text_for_whoever_reads_it() -> None:
+    """Not a terminal alone: a page shows it, and a model reads tags that people do not see."""
+    result = stream(OOM.replace(b"Tried", "\u202e\U000e0041\x9b Tried".encode()))
+    assert "\\u202e\\U000e0041\\x9b Tried" in result.failures[0].line.text
+
+
 def test_a_link_to_a_busy_folder_does_not_push_the_log_out(tmp_path: Path) -> None:
     (tmp_path / "busy").mkdir()
     (tmp_path / "run").mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import resource
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -182,6 +183,18 @@ def test_no_path_leads_out_of_what_is_served(server: Serving, path: str) -> None
     assert status == 404
     assert b"root:" not in body
     assert b"import" not in body
+
+
+def test_a_request_in_flight_when_the_service_ends_is_answered_and_no_fault(
+    tmp_path: Path, built_in_index: Path
+) -> None:
+    where = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(built_in_index), "XDG_DATA_HOME": str(tmp_path)}
+    head = b"POST /v1/diagnose HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nfirst line\n"
+    with serving(KB_ROOTS="", **where) as own, connected(own, 1, head) as (client,):
+        answers(own)
+        assert own.stop(signal.SIGTERM) == -signal.SIGTERM
+        assert client.recv(1 << 16).split()[1] == b"503"
+        assert "Traceback" not in own.output
 
 
 def test_a_question_is_answered_after_all_of_this_and_nothing_failed_here(server: Serving) -> None:
