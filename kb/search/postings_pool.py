@@ -1,19 +1,24 @@
-"""Postings on their way into the index, by term. Whoosh's own pool pickles and compares each of them twice."""
+"""Postings on their way into the index, by term. Whoosh's own pool pickles and compares each of them twice.
+
+A posting is kept as one piece of bytes: an array for each term and column would be slower, and larger, as most terms
+are rare.
+"""
 
 from __future__ import annotations
 
 import marshal
 import tempfile
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from heapq import merge
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
+from struct import Struct
 from typing import IO, Any
 
 from kb.search.tokenizer import runs
-from kb.search.whoosh_codec import Term
+from kb.search.whoosh_codec import Pieces
 
 MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
 BETWEEN_PARTS = 10  # places that are left out, so that no phrase reaches over the border of two parts
@@ -23,7 +28,7 @@ class PostingsPool:
     """Takes documents in order. Every `MOST_HELD` postings go to a temporary file, sorted by term."""
 
     def __init__(self) -> None:
-        self._terms: dict[str, Term] = {}
+        self._terms: dict[str, Pieces] = {}
         self._count = 0
         self._files: list[IO[bytes]] = []
 
@@ -31,28 +36,25 @@ class PostingsPool:
         """Add a document, a list of (weight, text); returns its length in terms."""
         terms = self._terms
         document = _weights_and_places(parts)
-        for term, (weight, *places) in document.items():
-            if (postings := terms.get(term)) is None:
-                postings = terms[term] = (array("I"), array("f"), [])
-            postings[0].append(number)
-            postings[1].append(weight)
-            postings[2].append(array("I", places).tobytes())
+        for term, row in document.items():
+            piece = _packing(len(row))(number, *row)
+            pieces = terms.get(term)
+            if pieces is None:
+                terms[term] = [piece]
+            else:
+                pieces.append(piece)
         self._count += len(document)
         if self._count >= MOST_HELD:
             self._spill()
         return sum(map(len, document.values())) - len(document)
 
-    def iter_postings(self) -> Iterator[tuple[bytes, Term]]:
+    def iter_postings(self) -> Iterator[tuple[bytes, Pieces]]:
         """Terms in order, each with all of its postings, in the order of the documents."""
         rest = ((term, self._terms.pop(term)) for term in sorted(self._terms))
-        merged = merge(*map(_read, self._files), rest, key=itemgetter(0)) if self._files else rest
-        for term, parts in groupby(merged, key=itemgetter(0)):
-            (_, (numbers, weights, places)), *others = parts
-            for _, more in others:
-                numbers.extend(more[0])
-                weights.extend(more[1])
-                places.extend(more[2])
-            yield term.encode(), (numbers, weights, places)
+        if not self._files:
+            return ((term.encode(), pieces) for term, pieces in rest)
+        merged = groupby(merge(*map(_read, self._files), rest, key=itemgetter(0)), itemgetter(0))
+        return ((term.encode(), [piece for _, pieces in parts for piece in pieces]) for term, parts in merged)
 
     def cleanup(self) -> None:
         """Called by Whoosh's writer."""
@@ -63,10 +65,15 @@ class PostingsPool:
         file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by cleanup
         self._files.append(file)
         for term in sorted(self._terms):
-            numbers, weights, places = self._terms[term]
-            marshal.dump((term, numbers.tobytes(), weights.tobytes(), places), file)
+            marshal.dump((term, self._terms[term]), file)
         file.seek(0)
         self._terms, self._count = {}, 0
+
+
+@cache
+def _packing(length: int) -> Callable[..., bytes]:
+    """What packs a document's number and a row of this length."""
+    return Struct(f"=If{length - 1}I").pack
 
 
 def _weights_and_places(parts: list[tuple[float, str]]) -> dict[str, list[Any]]:
@@ -77,8 +84,9 @@ def _weights_and_places(parts: list[tuple[float, str]]) -> dict[str, list[Any]]:
     document: dict[str, list[Any]] = {}
     start = 0
     for weight, text in parts:
-        here = end = start
-        for forms, width in runs(text):
+        end = start
+        found = list(runs(text))
+        for (forms, _), here in zip(found, accumulate(map(itemgetter(1), found), initial=start), strict=False):
             for term, offset in forms:
                 row = document.get(term)
                 if row is None:
@@ -88,13 +96,11 @@ def _weights_and_places(parts: list[tuple[float, str]]) -> dict[str, list[Any]]:
                     row.append(here + offset)
             if forms:
                 end = here + forms[-1][1] + 1
-            here += width
         start = end + BETWEEN_PARTS
     return document
 
 
-def _read(file: IO[bytes]) -> Iterator[tuple[str, Term]]:
+def _read(file: IO[bytes]) -> Iterator[tuple[str, Pieces]]:
     with suppress(EOFError):
         while True:
-            term, numbers, weights, places = marshal.load(file)  # noqa: S302  # our own file  # nosec B302
-            yield term, (array("I", numbers), array("f", weights), places)
+            yield marshal.load(file)  # noqa: S302  # our own file  # nosec B302

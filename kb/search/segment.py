@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
-from whoosh.filedb.filestore import FileStorage, RamStorage
+from whoosh.filedb.filestore import RamStorage, Storage
 from whoosh.index import FileIndex
 
+from kb.search.segment_file import SegmentStorage
 from kb.search.whoosh_codec import BODY, Postings, read_postings
 
 TABLES = "tables.json"  # what every search reads
@@ -50,18 +51,19 @@ class LazyTables:
 class Segment:
     """Open for reading. The numbers of its documents begin at `first`."""
 
-    def __init__(self, opened: FileIndex, tables: Tables, lazy: LazyTables, first: int, dead: frozenset[int]) -> None:
+    def __init__(self, storage: Storage, tables: Tables, lazy: LazyTables, first: int, dead: frozenset[int]) -> None:
         self._first = first
         self._dead = frozenset(first + number for number in dead)
         self._tables = tables
         self._lazy = lazy
         self.identity: str = tables["identity"]
         self.end = first + len(tables["ids"])
-        self._reader = opened.reader()
+        self._storage = storage
         try:
+            self._reader = FileIndex(storage).reader()
             self._read_first_document()
         except BaseException:
-            self._reader.close()
+            storage.close()
             raise
 
     def _read_first_document(self) -> None:
@@ -83,7 +85,7 @@ class Segment:
         try:
             for name in (SIGNATURES, LOOKUPS):
                 lazy.add(name, (directory / name).open("rb"))
-            return cls(FileIndex(FileStorage(str(directory), supports_mmap=True)), tables, lazy, first, dead)
+            return cls(SegmentStorage(str(directory)), tables, lazy, first, dead)
         except BaseException:
             lazy.close()
             raise
@@ -94,7 +96,7 @@ class Segment:
         lazy = LazyTables()
         for name in (SIGNATURES, LOOKUPS):
             lazy.add(name, io.BytesIO(json.dumps(tables[name]).encode()))
-        return cls(FileIndex(storage), tables[TABLES], lazy, first, dead)
+        return cls(storage, tables[TABLES], lazy, first, dead)
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +106,7 @@ class Segment:
 
     def close(self) -> None:
         self._reader.close()
+        self._storage.close()
         self._lazy.close()
 
     @property

@@ -1,4 +1,4 @@
-"""Postings as kb stores them in a Whoosh index: whole blocks of bytes, quick to write and to read.
+"""Postings as kb stores them in a Whoosh index: columns of bytes, quick to write and to read.
 
 A call for each posting, as Whoosh's matchers offer it, is what made ten thousand entries slow. Some attributes used
 here and in `kb.search.index_writer` have no public names; Whoosh 2.7.4 is pinned exactly (decision 0003).
@@ -10,20 +10,24 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate
-from pickle import dumps
+from struct import Struct
 from typing import Any, NamedTuple
-from zlib import compress
+from zlib import compress, crc32, decompress
 
 from whoosh import fields
 from whoosh.codec import whoosh3
 from whoosh.filedb.filestore import Storage
-from whoosh.system import pack_int, pack_long, pack_ushort
-from whoosh.util.numlists import delta_encode
+from whoosh.filedb.filetables import HashWriter, OrderedHashWriter
+from whoosh.system import pack_int, pack_ushort
+from whoosh.util.numlists import GrowableArray
 
 BODY = "body"
-BLOCK = 512  # postings that Whoosh stores, and reads, together
+POSTINGS = Struct("=I?")  # before the columns of a term: how many postings, and whether they are compressed
+MOST_UNCOMPRESSED = 8  # postings; most terms are rare, and not worth its time
+TERM_INFO = Struct(whoosh3.W3TermInfo._struct.format + "qi")  # with where the postings are
 
-Term = tuple["array[int]", "array[float]", list[bytes]]  # its postings: documents, weights, places
+Pieces = list[bytes]  # the postings of a term by document: its number, the weight, the places
+NUMBER, HEAD = 4, 8  # the bytes of a piece up to the end of the number, and up to the places
 
 
 class Postings(NamedTuple):
@@ -73,18 +77,17 @@ def joined(parts: Sequence[Postings]) -> Postings:
 
 def read_postings(reader: Any, term: str) -> Postings:
     """All postings of a term, of a Whoosh reader."""
-    numbers, weights, sizes, places = array("I"), array("f"), array("I"), bytearray()
-    matcher = reader.postings(BODY, term)
-    while matcher.is_active():
-        matcher._read_data()
-        steps, _, (data,) = matcher._data
-        end = len(steps) * weights.itemsize
-        numbers.extend(accumulate(steps))
-        weights.frombytes(data[:end])
-        sizes.frombytes(data[end : 2 * end])
-        places += data[2 * end :]
-        matcher._next_block()
-    return Postings(numbers, weights, array("I", accumulate(sizes, initial=0)), bytes(places))
+    start, (length,) = reader.term_info(BODY, term).extent()  # Whoosh leaves the length as it was unpacked
+    stored = reader._terms._postfile.get(start, length)
+    count, is_compressed = POSTINGS.unpack_from(stored)
+    data = stored[POSTINGS.size :]
+    columns = memoryview(decompress(data) if is_compressed else data)
+    numbers, weights, sizes = array("I"), array("f"), array("I")
+    width = count * NUMBER
+    numbers.frombytes(columns[:width])
+    weights.frombytes(columns[width : 2 * width])
+    sizes.frombytes(columns[2 * width : 3 * width])
+    return Postings(numbers, weights, array("I", accumulate(sizes, initial=0)), bytes(columns[3 * width :]))
 
 
 def adjacent(places: list[array[int]]) -> int:
@@ -99,39 +102,56 @@ def schema() -> fields.Schema:
     return fields.Schema(**{BODY: fields.TEXT(), "document": fields.STORED})
 
 
-class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
-    """Writes the postings of a term as blocks, in Whoosh's format but without its posting by posting."""
+class _TermIndex(OrderedHashWriter):  # type: ignore[misc]
+    """Whoosh's table of terms, with one write for each and hashed by CRC-32: MD5 takes ten times as long."""
 
-    def add_postings(self, schema: fields.Schema, _: object, terms: Iterable[tuple[bytes, Term]]) -> None:
+    def __init__(self, file: Any) -> None:
+        HashWriter.__init__(self, file, hashtype=1)
+        self.index = GrowableArray("I")
+        self._end: int = file.tell()
+
+    def add(self, key: bytes, value: bytes) -> None:
+        """Keys come in ascending order."""
+        row = b"".join((pack_int(len(key)), pack_int(len(value)), key, value))
+        self.dbfile.write(row)
+        hashed = crc32(key)
+        self.buckets[hashed & 255].append((hashed, self._end))
+        self.index.append(self._end)
+        self._end += len(row)
+
+
+class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
+    """Writes the postings of a term at once, in our own format and without Whoosh's posting by posting."""
+
+    _tindex: Any
+
+    def __init__(self, codec: whoosh3.W3Codec, storage: Storage, segment: object) -> None:
+        super().__init__(codec, storage, segment)
+        self._tindex.close()  # Whoosh's, empty
+        self._tindex = _TermIndex(self._create_file(codec.TERMS_EXT))
+        self._tindex.extras["fieldmap"] = self._fieldmap
+
+    def add_postings(self, schema: fields.Schema, _: object, terms: Iterable[tuple[bytes, Pieces]]) -> None:
         self.start_field(BODY, schema[BODY])
         field = pack_ushort(self._fieldid)
         start = self._postfile.tell()
-        for term, (numbers, weights, places) in terms:
-            block = _blocks(numbers, weights, places)
-            self._postfile.write(block)
-            count = len(numbers)
-            info = whoosh3.W3TermInfo._struct.pack(False, count, count, 0, 0, 0, numbers[0], numbers[-1])
-            self._tindex.add(field + term, info + pack_long(start) + pack_int(len(block)))
-            start += len(block)
+        for term, pieces in terms:
+            count = len(pieces)
+            is_compressed = count > MOST_UNCOMPRESSED
+            columns = _columns(pieces)
+            stored = POSTINGS.pack(count, is_compressed) + (compress(columns, 1) if is_compressed else columns)
+            self._postfile.write(stored)
+            info = TERM_INFO.pack(False, count, count, 0, 0, 0, 0, 0, start, len(stored))  # for no scorer of Whoosh's
+            self._tindex.add(field + term, info)
+            start += len(stored)
         self.finish_field()
 
 
-def _blocks(numbers: array[int], weights: array[float], places: list[bytes]) -> bytes:
-    """The postings of one term as `W3LeafMatcher` reads them; a block's only value holds weights, sizes and places."""
-    count = len(numbers)
-    compression = 3 if count > 8 else 0  # most terms are rare, and not worth its time
-    pieces = [whoosh3.WHOOSH3_HEADER_MAGIC]
-    for at in range(0, count, BLOCK):
-        some, values = numbers[at : at + BLOCK], places[at : at + BLOCK]
-        sizes = array("I", map(len, values))
-        value = b"".join((weights[at : at + BLOCK].tobytes(), sizes.tobytes(), *values))
-        data = dumps((tuple(delta_encode(some)), None, (value,)), 3)  # 2 would write bytes as text
-        if compression:
-            data = compress(data, compression)
-        info = dumps((len(some), some[-1], 0, compression, 0, 0), 2)  # no lengths or weights: we do not use its scorers
-        length = len(info) + len(data)
-        pieces += (pack_int(length if at + BLOCK < count else -length), info, data)
-    return b"".join(pieces)
+def _columns(pieces: Pieces) -> bytes:
+    """The numbers of all pieces, then the weights, the sizes of the places, and the places."""
+    heads = array("I", b"".join([piece[:HEAD] for piece in pieces]))
+    places = [piece[HEAD:] for piece in pieces]
+    return b"".join((heads[::2], heads[1::2], array("I", map(len, places)), *places))
 
 
 class Codec(whoosh3.W3Codec):  # type: ignore[misc]

@@ -1,8 +1,9 @@
-"""An index of many entries: built in runs and blocks, it answers as one that was read word by word."""
+"""An index of many entries: built in runs, it answers as one that was read word by word."""
 
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import pytest
 from kb.content.catalog import load_catalog
 from kb.content.roots import Root, builtin_root
 from kb.patterns.literals import find
-from kb.search import document, generation, postings_pool, ranking, scoring, tokenizer, whoosh_codec
+from kb.search import document, generation, postings_pool, ranking, scoring, tokenizer
+from kb.search.fingerprints import recipe
 from kb.search.index import Index
 from kb.search.index_cache import open_index
+from kb.search.index_writer import write_segment
 from kb.search.query import LONGEST_TEXT
+from kb.search.segment import Segment
 from tests.bench import generated, hostile
 
 REAL, GENERATED = 20, 40
@@ -37,10 +41,9 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, ...]:
 
 @pytest.fixture(scope="module")
 def large(roots: tuple[Root, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
-    """Built with blocks and runs so small that every term of some use takes several of them."""
+    """Built in runs so small that every term of some use is in several of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("large")))
-        patch.setattr(whoosh_codec, "BLOCK", 4)
         patch.setattr(postings_pool, "MOST_HELD", 5000)
         with open_index(roots, force=True) as opened:
             yield opened
@@ -144,3 +147,16 @@ def test_every_text_gets_an_answer(large: Index, title: str) -> None:
     scores = [hit.score for hit in answer.hits]
     assert scores == sorted(scores, reverse=True)
     assert len({hit.id for hit in answer.hits}) == len(scores) <= 10
+
+
+def test_opening_a_segment_does_not_read_all_of_it(roots: tuple[Root, ...], tmp_path: Path) -> None:
+    write_segment(tmp_path, [(path, root.name) for root in roots for path in root.entry_files()], frozenset())
+    (file,) = tmp_path.glob("*.seg")
+    tracemalloc.start()
+    try:
+        with Segment.open(tmp_path, recipe()) as segment:
+            assert segment.frequency("nccl") > 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < file.stat().st_size / 3
