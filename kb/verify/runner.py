@@ -21,20 +21,16 @@ from kb.errors import KbError
 from kb.harness.launcher import Launcher
 from kb.harness.outcome import ArmOutcome
 from kb.machine import gpus
-from kb.patterns import redos_timing
 from kb.patterns.redos import backtracking_risk
 from kb.probe import Experiment, Finding
+from kb.verify.bounded_judge import judge_in_time
 from kb.verify.checks import run_check
 from kb.verify.plan import Plan
 from kb.verify.report import ExperimentResult, Report, overall
-from kb.verify.statistics import judge_repeats, majority
-from kb.verify.verdict import Judgement, Verdict, judge
+from kb.verify.statistics import is_decided, judge_repeats, majority
+from kb.verify.verdict import Judgement, Verdict, judge_check
 
 JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
-ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is decided (p = 1/70)
-MOST_PAIRS = 10
-LONG_LINE = 2000  # characters; a pattern that was proved safe needs milliseconds for a shorter line
-PATTERN_S = 1.0  # CPU time for one pattern on the output of both arms
 
 
 class Progress(Protocol):
@@ -223,7 +219,7 @@ class _PlanRunner:
         while True:
             control = self._arm(plan, experiment, "control", len(judgements))
             treatment = self._arm(plan, experiment, "treatment", len(judgements))
-            judgements.append(_judge_in_time(experiment, control, treatment, patterns))
+            judgements.append(judge_in_time(experiment, control, treatment, patterns))
             if is_decided(judgements, experiment, self.options.repeat):
                 break
         if len(judgements) == 1:
@@ -245,59 +241,3 @@ class _PlanRunner:
         if before:
             outcome = replace(outcome, leftovers=(*outcome.leftovers, *gpus.not_released(before)))
         return outcome
-
-
-def _judge_in_time(
-    experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, patterns: list[str]
-) -> Judgement:
-    """`judge`, without the patterns that would take minutes on what these arms printed, as on an endless progress bar.
-
-    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries it first.
-    """
-    texts = [text for arm in (control, treatment) for rank in arm.ranks for text in (rank.text, rank.stacks)]
-    long_texts = [text for text in texts if max(map(len, text.split("\n"))) > LONG_LINE]
-    if not long_texts:
-        return judge(experiment, control, treatment, patterns)
-    expected = list(filter(None, (experiment.control.expect.pattern, experiment.control.expect.after)))
-    slow = redos_timing.slow(dict.fromkeys([*patterns, *expected], long_texts), PATTERN_S)
-    for pattern in expected:
-        if pattern in slow:
-            return Judgement(Verdict.INCONCLUSIVE, f"the declared pattern takes too long on this output: {pattern}")
-    return judge(experiment, control, treatment, [pattern for pattern in patterns if pattern not in slow])
-
-
-def is_decided(judgements: list[Judgement], experiment: Experiment, repeat: int) -> bool:
-    """Whether another pair of arms is needed.
-
-    With `repeat`: after that many. A deterministic experiment: when it is verified, or two runs agree, or after
-    three. A stochastic one: when `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
-    """
-    pairs = len(judgements)
-    if judgements[-1].verdict is Verdict.NOT_APPLICABLE:
-        return True
-    if repeat:
-        return pairs >= repeat
-    if not experiment.stochastic:
-        return judgements[0].verdict is Verdict.VERIFIED or majority(judgements) is not None or pairs >= 3
-    all_verified = all(judgement.verdict is Verdict.VERIFIED for judgement in judgements)
-    return pairs >= MOST_PAIRS or (pairs >= ENOUGH and all_verified)
-
-
-def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...], *, is_asked: bool) -> Judgement:
-    """The verdict when no experiment ran. `is_asked`: the caller gave the check values or files to judge.
-
-    A check sees the machine as it is now. Beside experiments that could not run, `clear` would pass for an answer about
-    the incident: a skip is never a pass.
-    """
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
-    if finding is None:
-        return Judgement(Verdict.NOT_APPLICABLE, reasons or "the probe has nothing to run")
-    evidence = "; ".join(finding.evidence)
-    if finding.state == "exposed":
-        return Judgement(Verdict.EXPOSED, "the check found this machine or configuration exposed", evidence)
-    if finding.state == "clear" and (is_asked or not skipped):
-        return Judgement(Verdict.CLEAR, "the check found nothing", evidence)
-    if finding.state == "clear":
-        reason = f"the check finds nothing now, which verifies neither the incident nor its fix; not run: {reasons}"
-        return Judgement(Verdict.NOT_APPLICABLE, reason, evidence)
-    return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (evidence, reasons))))

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
 
+from kb.probe import Experiment
 from kb.verify.verdict import Judgement, Verdict
 
+ENOUGH = 4  # pairs after which a clear split of a stochastic experiment is decided (p = 1/70)
+MOST_PAIRS = 10
 SIGNIFICANT = 0.05  # one-sided p below which the arms differ; 4 of 4 against 0 of 4 gives 1/70
 
 
@@ -60,6 +63,23 @@ def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
     else:
         verdict = Verdict.VERIFIED if counts.p < SIGNIFICANT else Verdict.INCONCLUSIVE
     return Judgement(verdict, f"{summary} (one-sided p {counts.p:.3f})", evidence), counts
+
+
+def is_decided(judgements: Sequence[Judgement], experiment: Experiment, repeat: int) -> bool:
+    """Whether another pair of arms is needed.
+
+    With `repeat`: after that many. A deterministic experiment: when it is verified, or two runs agree, or after
+    three. A stochastic one: when `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
+    """
+    pairs = len(judgements)
+    if judgements[-1].verdict is Verdict.NOT_APPLICABLE:
+        return True
+    if repeat:
+        return pairs >= repeat
+    if not experiment.stochastic:
+        return judgements[0].verdict is Verdict.VERIFIED or majority(judgements) is not None or pairs >= 3
+    all_verified = all(judgement.verdict is Verdict.VERIFIED for judgement in judgements)
+    return pairs >= MOST_PAIRS or (pairs >= ENOUGH and all_verified)
 
 
 def majority(judgements: Sequence[Judgement]) -> Judgement | None:

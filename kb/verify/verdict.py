@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from kb.harness.outcome import HUNG, UNAVAILABLE, ArmOutcome, RankOutcome
 from kb.patterns.literals import find
-from kb.probe import Experiment
+from kb.probe import Experiment, Finding
 
 
 class Verdict(StrEnum):
@@ -81,6 +81,26 @@ def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, pa
             return Judgement(Verdict.NOT_REPRODUCED, "the control arm did not fail on this machine")
         return Judgement(Verdict.INVERTED, "the control arm passed and the treatment failed", _first_failure(treatment))
     return _undeclared("control", control)
+
+
+def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...], *, is_asked: bool) -> Judgement:
+    """The verdict when no experiment ran. `is_asked`: the caller gave the check values or files to judge.
+
+    A check sees the machine as it is now. Beside experiments that could not run, `clear` would pass for an answer about
+    the incident: a skip is never a pass.
+    """
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
+    if finding is None:
+        return Judgement(Verdict.NOT_APPLICABLE, reasons or "the probe has nothing to run")
+    evidence = "; ".join(finding.evidence)
+    if finding.state == "exposed":
+        return Judgement(Verdict.EXPOSED, "the check found this machine or configuration exposed", evidence)
+    if finding.state == "clear" and (is_asked or not skipped):
+        return Judgement(Verdict.CLEAR, "the check found nothing", evidence)
+    if finding.state == "clear":
+        reason = f"the check finds nothing now, which verifies neither the incident nor its fix; not run: {reasons}"
+        return Judgement(Verdict.NOT_APPLICABLE, reason, evidence)
+    return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (evidence, reasons))))
 
 
 def _judge_reproduced(

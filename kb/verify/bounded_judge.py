@@ -1,0 +1,32 @@
+"""`judge` with a limit of time: what two arms printed may be an endless line on which a search takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kb.harness.outcome import ArmOutcome
+from kb.patterns import redos_timing
+from kb.probe import Experiment
+from kb.verify.verdict import Judgement, Verdict, judge
+
+LONG_LINE = 2000  # characters; a pattern that was proved safe needs milliseconds for a shorter line
+PATTERN_S = 1.0  # CPU time for one pattern on the output of both arms
+
+
+def judge_in_time(
+    experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, patterns: Sequence[str]
+) -> Judgement:
+    """`judge`, without the patterns that would take minutes on what these arms printed, as on an endless progress bar.
+
+    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries it first.
+    """
+    texts = [text for arm in (control, treatment) for rank in arm.ranks for text in (rank.text, rank.stacks)]
+    long_texts = [text for text in texts if max(map(len, text.split("\n"))) > LONG_LINE]
+    if not long_texts:
+        return judge(experiment, control, treatment, patterns)
+    expected = list(filter(None, (experiment.control.expect.pattern, experiment.control.expect.after)))
+    slow = redos_timing.slow(dict.fromkeys([*patterns, *expected], long_texts), PATTERN_S)
+    for pattern in expected:
+        if pattern in slow:
+            return Judgement(Verdict.INCONCLUSIVE, f"the declared pattern takes too long on this output: {pattern}")
+    return judge(experiment, control, treatment, [pattern for pattern in patterns if pattern not in slow])
