@@ -120,3 +120,26 @@ def test_a_body_that_is_no_text_is_answered_and_keeps_no_reader_busy(client: htt
         assert answer.json()["findings"] == []
         assert answer.json()["problems"] == ["body: is binary and was not read"]
     assert client.post("/v1/diagnose", content=LOG).json()["findings"][0]["id"] == "broken-thing"
+
+
+def test_an_answer_is_short_and_says_what_was_left_out(client: httpx.Client) -> None:
+    log = b"".join(
+        b"2026-03-01 08:30:%02d [rank%d]: RuntimeError: the thing broke: code %d\n" % (rank, rank, rank)
+        for rank in range(8)
+    )
+    short = client.post("/v1/diagnose", content=log).json()
+    whole = client.post("/v1/diagnose?limit=10&lines=20", content=log).json()
+    evidence, every = (document["findings"][0]["evidence"] for document in (short, whole))
+    assert (len(evidence), evidence) == (3, every[:3])
+    assert [line["time"] for line in evidence] == [f"2026-03-01T08:30:0{second}Z" for second in range(3)]
+    assert len(every) > 3
+    assert whole["omitted"] == {"findings": 0, "lines": 0}
+    assert short["omitted"]["lines"] >= len(every) - 3
+    assert client.post("/v1/diagnose?limit=0", content=log).status_code == 422
+
+
+def test_a_finding_has_the_first_fix_its_citation_and_the_page_of_the_entry(client: httpx.Client) -> None:
+    finding = client.post("/v1/diagnose", content=LOG).json()["findings"][0]
+    assert finding["fix"]["citation"].startswith("[broken-thing § Fix")
+    assert finding["fix"]["text"]
+    assert client.get(finding["url"], headers={"Accept": "text/html"}).status_code == 200
