@@ -98,7 +98,7 @@ def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...], *
     if finding.state == "clear" and (is_asked or not skipped):
         return Judgement(Verdict.CLEAR, "the check found nothing", evidence)
     if finding.state == "clear":
-        reason = f"the check finds nothing now, which verifies neither the incident nor its fix; not run: {reasons}"
+        reason = "the check finds nothing now, which verifies neither the incident nor its fix"
         return Judgement(Verdict.NOT_APPLICABLE, reason, evidence)
     return Judgement(Verdict.NOT_APPLICABLE, "; ".join(filter(None, (evidence, reasons))))
 
