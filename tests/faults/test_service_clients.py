@@ -185,6 +185,12 @@ def test_no_path_leads_out_of_what_is_served(server: Serving, path: str) -> None
     assert b"import" not in body
 
 
+def test_a_client_that_asks_for_websocket_is_answered_and_logs_no_warning(server: Serving) -> None:
+    status, _ = server.get("/v1/entries", Connection="Upgrade", Upgrade="websocket")
+    assert status == 200
+    assert "pgrade" not in server.output
+
+
 def test_a_request_in_flight_when_the_service_ends_is_answered_and_no_fault(
     tmp_path: Path, built_in_index: Path
 ) -> None:
