@@ -140,7 +140,7 @@ def test_without_a_verification_a_report_that_still_waits_is_exit_1(kb: Kb, serv
     assert (ended.json["reports"], ended.json["reported"]["queued"]) == ([], 1)
 
 
-@pytest.mark.parametrize(("status", "word"), [(401, "a valid API key"), (403, "may report")])
+@pytest.mark.parametrize(("status", "word"), [(401, "does not accept the API key"), (403, "may report")])
 def test_a_key_that_is_not_accepted_keeps_the_report_and_names_the_variable(
     kb: Kb, service: FakeService, status: int, word: str
 ) -> None:
