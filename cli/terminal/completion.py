@@ -1,9 +1,8 @@
 """What the shell offers at Tab: ids, tags, packages and words of closed lists, from the files of entries as they are.
 
 No index is built and no YAML parsed: a key press must not wait. A file that cannot be read offers nothing.
+Annotations are no strings here, and patterns are compiled when used: every search imports this module.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,11 +19,11 @@ from kb.errors import KbError
 Offers = list[tuple[str, str]]  # a word, and what it means
 
 LONGEST_MEANING = 70
-TITLE = re.compile(r"^title: *(.+)", re.MULTILINE)
-TAGS = re.compile(r"^tags:(.*(?:\n *- .*)*)", re.MULTILINE)
-TAG = re.compile(r"[\w.+-]*\w")
-PACKAGES = re.compile(r"^(?:applies_to|fixed_in):(.*(?:\n +.*)*)", re.MULTILINE)
-PACKAGE = re.compile(r"([\w.-]+):")
+TITLE = r"(?m)^title: *(.+)"
+TAGS = r"(?m)^tags:(.*(?:\n *- .*)*)"
+TAG = r"[\w.+-]*\w"
+PACKAGES = r"(?m)^(?:applies_to|fixed_in):(.*(?:\n +.*)*)"
+PACKAGE = r"([\w.-]+):"
 LANGUAGES = {"en": "English", "zh": "中文"}
 AREAS = {area.value: area.meaning for area in Area}
 SECTIONS = ("symptom", "environment", "root cause", "how to tell", "fix", "why it works", "known cases")
@@ -46,8 +45,8 @@ def complete_tags(context: typer.Context, incomplete: str) -> Offers:
 
 def complete_frameworks(context: typer.Context, incomplete: str) -> Offers:
     """What the filter takes: packages of which an entry names a version, and tags."""
-    blocks = (block for _, text in _front_matters(context) for block in PACKAGES.findall(text))
-    return _beginning(incomplete, {*_tags(context), *(name for block in blocks for name in PACKAGE.findall(block))})
+    blocks = (block for _, text in _front_matters(context) for block in re.findall(PACKAGES, text))
+    return _beginning(incomplete, {*_tags(context), *(name for block in blocks for name in re.findall(PACKAGE, block))})
 
 
 def complete_areas(incomplete: str) -> Offers:
@@ -67,8 +66,8 @@ def complete_sections(incomplete: str) -> Offers:
 
 
 def _tags(context: typer.Context) -> set[str]:
-    blocks = (block for _, text in _front_matters(context) for block in TAGS.findall(text))
-    return {tag for block in blocks for tag in TAG.findall(block)}
+    blocks = (block for _, text in _front_matters(context) for block in re.findall(TAGS, text))
+    return {tag for block in blocks for tag in re.findall(TAG, block)}
 
 
 def _beginning(incomplete: str, words: Iterable[str]) -> Offers:
@@ -89,7 +88,7 @@ def _front_matters(context: typer.Context, beginning: str = "") -> Iterator[tupl
 
 
 def _title(front_matter: str) -> str:
-    match = TITLE.search(front_matter)
+    match = re.search(TITLE, front_matter)
     return _meaning_in_short(match[1].strip("'\"")) if match else ""
 
 

@@ -22,6 +22,12 @@ ENTRY = "checkpoint-save-allgather-timeout"
 MARK = "through a pager"
 
 
+@pytest.fixture(autouse=True)
+def no_pager_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PAGER", "KB_PAGER"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.fixture
 def pager(tmp_path: Path) -> Path:
     """A pager that marks what it shows."""
@@ -38,7 +44,7 @@ def on_terminal(
     """A `kb` under way at a terminal of this size, and the other end of the terminal."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "LESS", "PAGER")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "LESS")}
     with subprocess.Popen(
         [KB, *args],
         stdin=its,
@@ -71,11 +77,12 @@ def read(terminal: int) -> bytes:
 
 
 @pytest.mark.parametrize("variable", ["PAGER", "KB_PAGER"])
-def test_what_is_longer_than_the_screen_is_paged(pager: Path, variable: str) -> None:
-    text = shown("show", ENTRY, **{variable: str(pager)})
+def test_what_is_longer_than_the_screen_is_paged(pager: Path, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, str(pager))
+    text = shown("show", ENTRY)
     assert text.startswith(f"{MARK} LESS=FRX\n# All-gather times out")
     assert text.rstrip().endswith("references.")
-    assert shown("list", **{variable: str(pager)}).startswith(MARK)
+    assert shown("list").startswith(MARK)
 
 
 def test_the_pager_of_kb_comes_before_that_of_all(pager: Path) -> None:
