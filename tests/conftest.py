@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import groupby, islice
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
             make(building)
             building.rename(folder)
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every worker begins with files of slow tests and ends with quick ones, of which others take some when they are done.
+
+    `--dist worksteal` gives each worker an equal part of the list, in its order, and steals from the end of a part.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers == 1:
+        return
+    files = [list(group) for _, group in groupby(items, lambda item: item.path)]
+    slow = [file for file in files if any(item.get_closest_marker("slow") for item in file)]
+    quick = (item for file in files if file not in slow for item in file)
+    ordered: list[pytest.Item] = []
+    for number in range(workers):
+        size = (len(items) - len(ordered)) // (workers - number)
+        part = [item for file in slow[number::workers] for item in file]
+        ordered += [*part, *islice(quick, max(0, size - len(part)))]
+    items[:] = [*ordered, *quick]
 
 
 @pytest.fixture(scope="session")
