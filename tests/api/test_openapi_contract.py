@@ -89,7 +89,7 @@ def url(place: Place, bearer: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@lazy.parametrize()  # type: ignore[untyped-decorator]
+@lazy.parametrize()
 def test_the_operation_keeps_to_its_description(case: schemathesis.Case[Any], url: str, bearer: str) -> None:
     headers = {"Authorization": bearer}
     excluded = [*EXCLUDED, negative_data_rejection] if case.path in ANY_BODY else EXCLUDED
