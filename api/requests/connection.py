@@ -119,9 +119,6 @@ class Connection(H11Protocol):
         self._limit.update(self, self.loop, is_unfinished=False)
         super().connection_lost(exc)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Not logged: any client can ask for WebSocket or HTTP/2, and gets its answer over HTTP/1.1."""
-
     def _update(self) -> None:
         is_receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         self._limit.update(self, self.loop, is_unfinished=is_receiving and not self.transport.is_closing())

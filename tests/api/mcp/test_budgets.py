@@ -78,16 +78,16 @@ def test_every_diagnosis_costs_little_and_has_a_fix(model: Model, catalog: Catal
     for entry in catalog.current():
         for log in entry.logs:
             assert cost(model.call("diagnose_log", text=log.text)) <= BUDGET, entry.id
-    log = catalog.get("rank-divergent-collectives").logs[0].text
-    short, whole = (model.answer("diagnose_log", text=log, **more) for more in ({}, {"limit": 10}))
+    text = catalog.get("rank-divergent-collectives").logs[0].text
+    short, whole = (model.answer("diagnose_log", text=text, **more) for more in ({}, {"limit": 10}))
     assert short["findings"][0]["fix"]["text"]
     assert short["findings_omitted"] == len(whole["findings"]) - len(short["findings"])
 
 
 def test_the_log_of_a_healthy_job_costs_little(model: Model) -> None:
-    logs = sorted((CHECKOUT / "entries" / "healthy").glob("*.log"))
-    for log in logs[::6]:
-        assert cost(model.call("diagnose_log", text=log.read_text(encoding="utf-8"))) <= BUDGET, log.name
+    paths = sorted((CHECKOUT / "entries" / "healthy").glob("*.log"))
+    for path in paths[::6]:
+        assert cost(model.call("diagnose_log", text=path.read_text(encoding="utf-8"))) <= BUDGET, path.name
 
 
 def test_an_environment_costs_little(model: Model) -> None:

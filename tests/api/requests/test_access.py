@@ -26,7 +26,7 @@ Serve = Callable[[FastAPI], AbstractContextManager[httpx.Client]]
 Make = Callable[..., FastAPI]
 access: Any = resolve_name("kb.api.requests.access")
 Anonymous: Any = resolve_name("kb.api.settings:Anonymous")
-OPEN = {"/healthz", "/readyz", "/openapi.json", "/sign-in", "/sign-out"}
+OPEN = {"/healthz", "/readyz", "/openapi.json", "/docs", "/sign-in", "/sign-out"}
 FOREIGN = {"client": "192.0.2.7"}
 
 
