@@ -78,7 +78,7 @@ class Recipient:
             return 0
 
     def queue(self, reports: Sequence[Report]) -> list[str]:
-        """Let these reports wait. Returns the problems: a report that cannot be queued is lost and affects nothing else."""
+        """Let these reports wait. Returns the problems: one that cannot be queued is lost, the others are not."""
         if not reports:
             return []
         from kb.sharing.shared_report import to_shared_report

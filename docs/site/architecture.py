@@ -3,8 +3,8 @@
     python docs/site/architecture.py        writes the picture; a test compares it with the imports
 
 An arrow that a chain of other arrows implies is left out, and so are those to `errors`, `installation`, `paths` and
-`printable`, which every package may import. Long arrows bend around boxes: each row that one crosses holds a place for it (Sugiyama's
-layered drawing).
+`printable`, which every package may import. Long arrows bend around boxes: each row that one crosses holds a place for
+it (Sugiyama's layered drawing).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kb.content.catalog import Catalog
+from kb.content.catalog import Catalog, load_catalog
 from kb.content.parser import read_entry
 from kb.content.roots import Root, root_at
 from kb.lint import linter
@@ -149,10 +149,9 @@ def test_an_entry_that_vanishes_while_it_is_checked_costs_nobody_else(
 ) -> None:
     content.entry("gone", has_probe=False)
     content.entry("sound", has_probe=False)
-    load = linter.load_catalog
 
     def load_and_delete(roots: tuple[Root, ...]) -> Catalog:
-        catalog = load(roots)
+        catalog = load_catalog(roots)
         (content.path / "entries" / "gone.md").unlink()
         return catalog
 
