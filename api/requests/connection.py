@@ -112,6 +112,9 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._update()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client may ask for a WebSocket: it gets the answer to its request, and the log two lines less."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.update(self, self.loop, is_unfinished=False)
         super().connection_lost(exc)
