@@ -26,10 +26,8 @@ MEANING = {
 
 def print_report(report: Report, *, is_short: bool, counter: str = "") -> None:
     """One report; in a list, a success takes one line, which begins with `counter`."""
-    fidelity = MEANING[report.fidelity]
-    print(
-        f"{counter}{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  ({fidelity}, {report.duration_s:.1f} s)"
-    )
+    circumstances = f"({MEANING[report.fidelity]}, {report.duration_s:.1f} s)"
+    print(f"{counter}{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  {circumstances}")
     _print_check(report, is_short=is_short)
     if is_short and report.exit_code == 0:
         return
