@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -68,6 +69,9 @@ def test_it_holds_every_file_of_the_checkout(wheel: Path, package: str, folder: 
     assert wanted <= set(ZipFile(wheel).namelist())
 
 
+OTHERS = re.compile(r"\.dist-info/|\.data/data/share/man/man1/kb\.1$")
+
+
 def test_it_holds_nothing_else_but_the_index(wheel: Path) -> None:
     """An entry that was removed is not installed because an earlier build of the checkout had it."""
 
@@ -75,7 +79,7 @@ def test_it_holds_nothing_else_but_the_index(wheel: Path) -> None:
         package = next(package for package in FOLDERS if name.startswith(f"{package}/"))
         return CHECKOUT / FOLDERS[package] / name.removeprefix(f"{package}/")
 
-    names = [name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    names = [name for name in ZipFile(wheel).namelist() if not OTHERS.search(name)]
     index = [name for name in names if name.startswith("kb/search/built_in_index/")]
     assert index
     assert [name for name in names if name not in index and not in_checkout(name).is_file()] == []

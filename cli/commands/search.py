@@ -100,7 +100,7 @@ def _print(answer: Answer, *, in_chinese: bool) -> None:
     if answer.did_you_mean:
         print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
     if answer.hits and not answer.answered:
-        print("No entry answers this well; these have some words in common with it.\n")
+        print("No confident match. These entries share some words with the query:\n")
     for number, hit in enumerate(answer.hits, 1):
         _print_hit(number, hit, in_chinese)
     if not answer.hits:

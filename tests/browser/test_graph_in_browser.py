@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.support.chromium import PHONE, visit
+from tests.support.console import wait_for
 from tests.support.replicas import Replica
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ def test_the_whole_graph_fits_the_page_and_can_be_enlarged(chromium: Browser, se
         assert box.evaluate("box => box.scrollWidth > box.clientWidth")
         box.focus()
         page.keyboard.press("ArrowRight")
-        page.wait_for_function("document.querySelector('.map').scrollLeft > 0")
+        wait_for(lambda: box.evaluate("box => box.scrollLeft > 0"), "the map to move")
         page.get_by_role("button", name="Fit").click()
         assert svg.evaluate("svg => svg.getBoundingClientRect().width") == width
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from kb.content.catalog import Catalog, load_catalog
 from kb.content.parser import read_entry
 from kb.content.roots import Root, root_at
 from kb.lint import linter
+from kb.patterns.syntax import parse
 from tests.support.console import BREAKS, ContentRoot, Kb
 
 pytestmark = pytest.mark.usefixtures("few_entries")
@@ -129,14 +129,14 @@ def test_an_entry_that_a_service_reads_changes_no_warnings_of_its_other_threads(
     content: ContentRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FastAPI prepares a route with a warning silenced; made an error meanwhile, it would end the request with 500."""
-    compiled, result = re.compile, list[Any]()
+    result = list[Any]()
 
-    def observed(*args: Any) -> re.Pattern[str]:
+    def observed(pattern: str) -> Any:
         result.append(list(warnings.filters))
-        return compiled(*args)
+        return parse(pattern)
 
     path = content.entry("read-there")
-    monkeypatch.setattr(re, "compile", observed)
+    monkeypatch.setattr("kb.content.entry.parse", observed)
     before = list(warnings.filters)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(read_entry, path, "somewhere").result()

@@ -59,7 +59,7 @@ def test_or_by_what_the_other_says_of_it() -> None:
 def test_what_only_follows_is_no_rival() -> None:
     result = present(step(finding("a", 0.6, "root"), finding("b", 0.5, caused_by=("a",)), a=["Not `b`, when x."]))
     assert (result.separates, result.command) == (("a",), "kb verify a")
-    assert result.text.startswith("Prove it")
+    assert result.text.startswith("Verify it")
 
 
 def test_an_unlikely_candidate_asks_for_nothing() -> None:

@@ -174,7 +174,7 @@ def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(path)
     data, problems = read_source(source)
     assert data == b""
-    assert "no regular file any more" in problems[0]
+    assert "no longer a regular file" in problems[0]
 
 
 def test_a_named_pipe_is_read_to_its_end_also_when_it_dribbles(tmp_path: Path) -> None:

@@ -35,9 +35,8 @@ def test_a_number_of_many_digits_is_refused(digits: str) -> None:
 def test_bytes_values_and_nesting_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unreadable, match="nested too deeply"):
         load_json('{"a":' * 100_000)
-    monkeypatch.setattr("kb.diagnose.readers.structured.MOST_VALUES", 1000)
-    with pytest.raises(Unreadable, match="more than 1000 values"):
-        load_json("[" + "[]," * 2000 + "[]]")
+    with pytest.raises(Unreadable, match="more than 1,000 values"):
+        load_json("[" + "[]," * 2000 + "[]]", most_values=1000)
     monkeypatch.setattr("kb.diagnose.readers.structured.LARGEST", 10)
     with pytest.raises(Unreadable, match="larger than"):
         load_json(" " * 11)
