@@ -127,7 +127,7 @@ def test_a_withdrawn_entry_can_be_read_and_says_that_it_is_withdrawn(client: htt
 
 
 def test_an_unknown_entry_leads_to_the_nearest(client: httpx.Client) -> None:
-    assert '<a href="/entries/broken-thing">' in get(client, "/entries/broken-thin", 404)
+    assert '<a href="/entries/broken-thing" lang="en">' in get(client, "/entries/broken-thin", 404)
 
 
 def test_the_api_gives_the_same_page_to_who_asks_for_html(client: httpx.Client) -> None:
