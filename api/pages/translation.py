@@ -34,7 +34,9 @@ def install(environment: Environment, lang: str) -> None:
     environment.add_extension("jinja2.ext.i18n")
     environment.policies["ext.i18n.trimmed"] = True
     environment.install_gettext_callables(  # type: ignore[attr-defined]
-        lambda text: message(text, lang), lambda one, many, count: _plural(one, many, count, lang), newstyle=True
+        lambda text: message(text, lang),
+        lambda singular, plural, count: _plural(singular, plural, count, lang),
+        newstyle=True,
     )
     environment.filters.update(
         label=lambda value: label(value, lang),
@@ -49,8 +51,8 @@ def message(text: str, lang: str) -> str:
     return TEXTS.get(text, text) if lang == "zh" else text
 
 
-def _plural(one: str, many: str, count: int, lang: str) -> str:
-    return TEXTS.get(many, many) if lang == "zh" else (one if count == 1 else many)
+def _plural(singular: str, plural: str, count: int, lang: str) -> str:
+    return TEXTS.get(plural, plural) if lang == "zh" else (singular if count == 1 else plural)
 
 
 def label(value: str, lang: str) -> str:

@@ -29,7 +29,7 @@ def _not_blank(text: str) -> str:
     return text
 
 
-def _one_of(values: type[StrEnum]) -> Callable[[dict[str, Any]], None]:
+def _choices(values: type[StrEnum]) -> Callable[[dict[str, Any]], None]:
     """Describe a closed list. An unknown value is refused later, with the nearest one."""
 
     def describe(schema: dict[str, Any]) -> None:
@@ -58,10 +58,10 @@ class SearchQuestion(BaseModel):
         None, description="Only entries about this package or framework; repeated: about any of them."
     )
     status: Values = Field(
-        None, description="Only entries of this status; repeated: of any of them.", json_schema_extra=_one_of(Status)
+        None, description="Only entries of this status; repeated: of any of them.", json_schema_extra=_choices(Status)
     )
     area: Values = Field(
-        None, description="Only entries of this area; repeated: of any of them.", json_schema_extra=_one_of(Area)
+        None, description="Only entries of this area; repeated: of any of them.", json_schema_extra=_choices(Area)
     )
     why: bool = Field(False, description="Explain the score of each hit.")
     gpu: Value = Field(

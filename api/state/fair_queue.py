@@ -30,7 +30,7 @@ class FairQueue:
     def __init__(self, threads: ThreadPoolExecutor, at_once: int, most_waiting: int = MOST_WAITING) -> None:
         self._threads = threads
         self._at_once, self._most_waiting = at_once, most_waiting
-        self._most_of_one = max(1, at_once - 1)
+        self._most_per_caller = max(1, at_once - 1)
         self._running: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._used_s: dict[str, float] = {}  # of callers that wait or run
@@ -89,7 +89,7 @@ class FairQueue:
         return running
 
     def _may_run(self, name: str) -> bool:
-        return sum(self._running.values()) < self._at_once and self._running.get(name, 0) < self._most_of_one
+        return sum(self._running.values()) < self._at_once and self._running.get(name, 0) < self._most_per_caller
 
     def _grant(self, name: str) -> None:
         self._running[name] = self._running.get(name, 0) + 1

@@ -85,8 +85,8 @@ def _weights_and_places(parts: list[tuple[float, str]]) -> dict[str, list[Any]]:
     start = 0
     for weight, text in parts:
         end = start
-        found = list(runs(text))
-        for (forms, _), here in zip(found, accumulate(map(itemgetter(1), found), initial=start), strict=False):
+        surfaces = list(runs(text))
+        for (forms, _), here in zip(surfaces, accumulate(map(itemgetter(1), surfaces), initial=start), strict=False):
             for term, offset in forms:
                 row = document.get(term)
                 if row is None:

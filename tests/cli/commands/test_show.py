@@ -143,8 +143,8 @@ def test_what_is_about_other_entries_is_left_out_of_the_short_page(kb: Kb, conte
     """Their ids stay; a look-alike log goes with the words that introduce it."""
     content.entry("other-thing")
     path = content.entry("some-thing")
-    told = "It says so.\n\n- Code 7: this.\n- Code 8: see `other-thing`.\n- It looks like this:\n\n```log look-alike"
-    path.write_text(path.read_text().replace("It says so.\n\n```log look-alike", told))
+    text = "It says so.\n\n- Code 7: this.\n- Code 8: see `other-thing`.\n- It looks like this:\n\n```log look-alike"
+    path.write_text(path.read_text().replace("It says so.\n\n```log look-alike", text))
     page = kb("show", "some-thing").out
     assert "It says so." in page
     assert "- Code 7: this.\n" in page

@@ -21,13 +21,13 @@ EDGES = [("a", "c"), ("c", "d"), ("b", "d"), ("d", "e"), ("e", "d")]
 def rectangles(svg: str, kind: str) -> list[Rectangle]:
     """The boxes (`a`) or the frames (`g`) of a picture: left, top, right, bottom."""
     root = ElementTree.fromstring(svg)
-    found = [next(iter(element.findall("rect"))) for element in root.iter(kind) if element.find("rect") is not None]
-    places = [{name: float(rect.get(name, "")) for name in ("x", "y", "width", "height")} for rect in found]
+    boxes = [next(iter(element.findall("rect"))) for element in root.iter(kind) if element.find("rect") is not None]
+    places = [{name: float(rect.get(name, "")) for name in ("x", "y", "width", "height")} for rect in boxes]
     return [(place["x"], place["y"], place["x"] + place["width"], place["y"] + place["height"]) for place in places]
 
 
-def overlap(one: Rectangle, other: Rectangle) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def overlap(box: Rectangle, other: Rectangle) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def test_entries_are_links_within_the_frame_of_their_area_and_nothing_overlaps() -> None:
@@ -35,7 +35,7 @@ def test_entries_are_links_within_the_frame_of_their_area_and_nothing_overlaps()
     assert sorted(re.findall(r'<a href="/([a-e])"', svg)) == list("abcde")
     boxes, frames = rectangles(svg, "a"), rectangles(svg, "g")
     assert len(frames) == 3
-    assert not any(overlap(one, other) for group in (boxes, frames) for one, other in combinations(group, 2))
+    assert not any(overlap(box, other) for group in (boxes, frames) for box, other in combinations(group, 2))
     for box in boxes:
         assert any(
             frame[0] <= box[0] and frame[1] <= box[1] and box[2] <= frame[2] and box[3] <= frame[3] for frame in frames
