@@ -11,13 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 from kb.content.catalog import Catalog
-from kb.content.entry import Entry
+from kb.content.entry import TRANSLATION, Entry
 from kb.content.grades import MARK
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.questions import Question
-from kb.errors import UsageError
 from kb.search.results import Answer, Hit
 
 from ..schemas.diagnosis import FixDocument, open_questions, shorten
@@ -30,7 +29,6 @@ WIDE = "\u2e80"  # where the scripts begin of which a character is a token: Chin
 LONGEST_LINE = 200  # characters of a line of evidence
 MOST_LINES = 2  # of each list of a diagnosis
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
-CHINESE = "中文"
 SECTIONS = ("Root cause", "Fix", "How to tell", "Symptom", "Why it works", "Known cases", "Environment")
 
 
@@ -54,12 +52,12 @@ def incident(entry: Entry, hardware: str, headings: Sequence[str], language: str
 
     Raises `UsageError` for a section that the entry does not have.
     """
-    names = [_heading(entry, heading) for heading in headings]
+    names = [entry.heading(heading) for heading in headings]
     if names:
         return _incident(entry, hardware, names)
     names = (
-        [CHINESE]
-        if language == "zh" and CHINESE in entry.sections
+        [TRANSLATION]
+        if language == "zh" and TRANSLATION in entry.sections
         else [name for name in SECTIONS if name in entry.sections]
     )
     document = _incident(entry, hardware, names[:1])
@@ -143,14 +141,6 @@ def _incident(entry: Entry, hardware: str, names: Sequence[str]) -> Document:
     more = [name for name in entry.sections if name not in sections]
     references = _references(entry, sections.values())
     return document | facts | {"sections": sections} | _present(references=references, more_sections=more)
-
-
-def _heading(entry: Entry, name: str) -> str:
-    """The first heading that begins with `name`."""
-    for heading in entry.sections:
-        if name.strip() and heading.lower().startswith(name.strip().lower()):
-            return heading
-    raise UsageError(f"{entry.id} has no section {name!r}", f"one of: {', '.join(entry.sections)}")
 
 
 def _references(entry: Entry, texts: Iterable[str]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +10,7 @@ from fastapi.responses import Response
 
 from kb.content import causes_svg
 from kb.content.causes import Graph
-from kb.content.entry import TRANSLATION, Entry
+from kb.content.entry import Entry
 from kb.content.html import section_html
 from kb.search.document import chinese_cause
 
@@ -20,7 +19,6 @@ from ..state.content import Content, ServedContent
 from .page import LANGUAGES, address, chosen_language, language, page
 from .verdicts import rows
 
-PART = re.compile(r"^### +(.+?) *$", re.MULTILINE)
 IN_ENGLISH = ("Symptom", "Root cause", "Fix", "How to tell", "Why it works")
 BELOW = ("Environment", "Known cases")
 IN_CHINESE = {"症状": "symptom", "原因": "root-cause", "修复": "fix", "环境": "environment"}  # in reading order
@@ -64,19 +62,13 @@ def sections(
 
     An entry without Chinese text is shown in English. A part has the same `id` in both languages, for links.
     """
-    parts = chinese_parts(entry.section(TRANSLATION)) if lang == "zh" else {}
+    parts = entry.translation() if lang == "zh" else {}
     chinese = [
         _part(anchor, name, "zh", parts[name], known, chosen) for name, anchor in IN_CHINESE.items() if name in parts
     ]
     above = chinese or [_section(entry, name, known, chosen) for name in IN_ENGLISH]
     below = (*IN_ENGLISH[3:], "Known cases") if chinese else BELOW
     return above, [_section(entry, name, known, chosen) for name in below]
-
-
-def chinese_parts(text: str) -> dict[str, str]:
-    """The `###` parts of the section 中文 by their headings."""
-    _, *pieces = PART.split(text)
-    return dict(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def _section(entry: Entry, heading: str, known: frozenset[str], chosen: str) -> dict[str, Any]:

@@ -7,12 +7,11 @@ import re
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from kb.content.entry import TRANSLATION, Entry
+from kb.content.entry import Entry
 from kb.content.grades import without_marks
 from kb.search.document import chinese_cause
 
 from ..state.content import ServedContent
-from .entry_page import chinese_parts
 from .page import HEADERS, address, chosen_language, language
 
 BLANK_LINES = re.compile(r"\n{3,}")
@@ -30,7 +29,7 @@ async def ticket_page(request: Request, content: ServedContent, entry_id: str) -
 def ticket(entry: Entry, url: str, lang: str) -> str:
     """Id, title, cause, fix and address. A part that is not translated is in English."""
     meta, chinese = entry.meta, lang == "zh"
-    fix = (chinese_parts(entry.section(TRANSLATION)).get("修复", "") if chinese else "") or entry.section("Fix")
+    fix = (entry.translation().get("修复", "") if chinese else "") or entry.section("Fix")
     cause = (chinese_cause(entry) if chinese else "") or entry.cause
     headings = ("原因", "修复") if chinese else ("Cause", "Fix")
     return "\n\n".join(

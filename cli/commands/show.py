@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from ..terminal.completion import complete_ids, complete_languages, complete_sec
 from ..terminal.output import JsonFlag, RootOption, emit, has_color
 from ..terminal.pager import NoPagerFlag, print_paged
 from ..terminal.wrapping import columns
-
-if TYPE_CHECKING:  # the model pulls in pydantic, and every command would pay for it
-    from kb.content.entry import Entry
 
 
 def show(
@@ -62,16 +59,9 @@ def show(
         sys.stdout.write(entry.path.read_text(encoding="utf-8"))
         return 0
     if section:
-        page = _section(entry, section)
+        heading = entry.heading(section)
+        page = f"## {heading}\n\n{entry.section(heading)}\n"
     else:
         page = whole_page(entry, lang, hardware) if is_whole else short_page(entry, lang, hardware, catalog.entries)
     print_paged(Renderer(columns(), has_color()).render(page), no_pager=no_pager)
     return 0
-
-
-def _section(entry: Entry, name: str) -> str:
-    """The first section whose heading starts with `name`. Raises `UsageError` when there is none."""
-    for heading, section in entry.sections.items():
-        if heading.lower().startswith(name.lower()):
-            return f"## {heading}\n\n{section.text}\n"
-    raise UsageError(f"{entry.id} has no section {name!r}", f"one of: {', '.join(entry.sections)}")

@@ -11,7 +11,6 @@ from markdown_it import MarkdownIt
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.parser import markdown_parser
 
-PART = re.compile(r"^### (.+)\n+", re.MULTILINE)  # a heading within the Chinese text
 CODE = re.compile(r"`([^`\n]+)`")
 REFERENCE = re.compile(r" ?\[(?:probe|(?:source|thread) \d+)\]")  # a mark that says where somebody checked it
 CLAIM = re.compile(r"\[claimed \d+\]")
@@ -20,10 +19,9 @@ CHINESE = {"Root cause": "原因", "Fix": "修复"}
 
 def sections(entry: Entry, lang: str) -> dict[str, str]:
     """The text in this language, by heading. What has no Chinese text is there as it was written."""
-    translation = entry.section(TRANSLATION)
-    if lang == "zh" and translation:
-        _, *parts = PART.split(translation)
-        return dict(zip(parts[::2], map(str.strip, parts[1::2]), strict=True))
+    translation = entry.translation() if lang == "zh" else {}
+    if translation:
+        return translation
     return {heading: section.text for heading, section in entry.sections.items() if heading != TRANSLATION}
 
 

@@ -18,7 +18,7 @@ from kb.content.area import Area
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.causes import Edge, Graph, graph
 from kb.content.causes_map import causes_map, without_implied
-from kb.content.entry import SECTIONS, Entry
+from kb.content.entry import SECTIONS, TRANSLATION, Entry
 from kb.content.html import section_html
 from kb.content.roots import builtin_root
 
@@ -88,7 +88,7 @@ def entry_page(entry: Entry, catalog: Catalog, links: Graph, proofs: tuple[gpu_r
         html(causes_svg.neighbourhood(links, entry.id, address)),
     ]
     for heading in SECTIONS:
-        if heading == "中文":
+        if heading == TRANSLATION:
             parts += ["## Verdicts\n", verdicts(entry, catalog, proofs)]
         parts += [f"## {heading}\n", html(section_html(entry.section(heading), address))]
     parts += ["## References\n", html(references(entry))]

@@ -154,8 +154,7 @@ def claims(entry: Entry, headings: Iterable[str]) -> Iterator[Claim]:
 def _text(entry: Entry, heading: str) -> str:
     if heading in entry.sections:
         return entry.section(heading)
-    _, _, rest = entry.section(TRANSLATION).partition(f"### {heading}\n")
-    return rest.partition("\n### ")[0]
+    return entry.translation().get(heading, "")
 
 
 def _evidence(entry: Entry, mark: Mark) -> Evidence:

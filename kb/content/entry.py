@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kb.content.area import Area
 from kb.content.grades import Grade, without_marks
+from kb.errors import UsageError
 from kb.patterns.reserved_sets import may_change
 from kb.patterns.syntax import parse
 
@@ -25,6 +26,7 @@ ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 
 SECTIONS = ("Symptom", "Environment", "Root cause", "How to tell", "Fix", "Why it works", "Known cases", "中文")
 TRANSLATION = SECTIONS[-1]
+PART = re.compile(r"^### +(.+?) *$", re.MULTILINE)
 CHINESE_PARTS = ("症状", "环境", "原因", "修复")
 
 
@@ -191,6 +193,18 @@ class Entry:
     def section(self, heading: str) -> str:
         section = self.sections.get(heading)
         return section.text if section else ""
+
+    def heading(self, beginning: str) -> str:
+        """The first heading that begins so, in any case. Raises `UsageError` when there is none."""
+        for heading in self.sections:
+            if beginning.strip() and heading.lower().startswith(beginning.strip().lower()):
+                return heading
+        raise UsageError(f"{self.id} has no section {beginning!r}", f"one of: {', '.join(self.sections)}")
+
+    def translation(self) -> dict[str, str]:
+        """The parts of the Chinese section by their headings; empty where the root is written in English alone."""
+        _, *pieces = PART.split(self.section(TRANSLATION))
+        return {heading: text.strip() for heading, text in zip(pieces[::2], pieces[1::2], strict=True)}
 
     def to_json(self) -> dict[str, Any]:
         """The entry as `kb show --json` and the API return it."""

@@ -66,8 +66,7 @@ def tells(entry: Entry) -> list[str]:
 
 def chinese_cause(entry: Entry) -> str:
     """First sentence under `### 原因`."""
-    _, _, rest = entry.section("中文").partition("### 原因")
-    return first_sentence(rest.partition("\n### ")[0])
+    return first_sentence(entry.translation().get("原因", ""))
 
 
 def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
