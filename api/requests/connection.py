@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         self._update()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client may ask for a WebSocket: it gets the answer to its request, and the log two lines less."""
+        """Not logged: any client can ask for a WebSocket, and gets its answer over HTTP/1.1."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.update(self, self.loop, is_unfinished=False)

@@ -1,4 +1,4 @@
-"""Work in threads that many callers wait for: next is the caller who has used the least time, not who asked first.
+"""Shares threads among callers: the caller who has used the least CPU time runs next, not the first to ask.
 
 A caller who asks for more than the threads can do waits for their own work; others wait for one piece of it.
 """
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class FairQueue:
-    """For the event loop alone. At most `at_once` pieces of work run, of one caller one less unless that is none."""
+    """For the event loop alone. At most `at_once` pieces of work run; one caller runs one fewer, but at least one."""
 
     def __init__(self, threads: ThreadPoolExecutor, at_once: int, most_waiting: int = MOST_WAITING) -> None:
         self._threads = threads
@@ -96,7 +96,10 @@ class FairQueue:
         self._used_s.setdefault(name, 0.0)
 
     def _enqueue(self, name: str) -> asyncio.Future[None]:
-        """Beyond the limit, who waits for most loses the newest. A new caller starts where the thriftiest is."""
+        """Beyond the limit, the caller with the most waiting work loses its newest.
+
+        A new caller starts with the least time that any caller has used.
+        """
         turn = asyncio.get_running_loop().create_future()
         if name not in self._used_s:
             self._used_s[name] = min(self._used_s.values(), default=0.0)

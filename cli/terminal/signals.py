@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a command in order: with what it has, one document, and exit code 130."""
+"""Ctrl-C, SIGTERM and SIGHUP end a command cleanly: it prints what it has, one document, and exits with 130."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Handles the signals in the block, except those that whoever started kb has it ignore, as nohup does."""
+    """Handles the signals in the block, except those that the parent made kb ignore, as nohup does."""
     current = Interruption()
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number, handler in before.items():
