@@ -69,8 +69,11 @@ class EntryRecord:
 
     def among(self, ids: Set[str]) -> Self:
         """The record of the entry as it is indexed among these ids."""
-        return replace(self, omitted=[mention for mention in self.mentions if mention in ids])
+        return replace(self, omitted=self._omitted_among(ids))
 
     def is_valid_among(self, ids: Set[str]) -> bool:
         """Whether the entry would be indexed in the same way among these ids."""
-        return self.omitted == self.among(ids).omitted
+        return self.omitted == self._omitted_among(ids)
+
+    def _omitted_among(self, ids: Set[str]) -> list[str]:
+        return [mention for mention in self.mentions if mention in ids]

@@ -49,12 +49,8 @@ class EntryFile(NamedTuple):
 
     path: Path
     origin: str
+    id: str  # of its entry, if it can be read at all: another one is an error
     digest: str
-
-    @property
-    def id(self) -> str:
-        """The id of its entry, if it can be read at all: another one is an error."""
-        return self.path.stem
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -86,7 +82,7 @@ class Plan:
 def plan(roots: Sequence[Root], states: Mapping[Path, FileState], segments: Sequence[IndexedSegment]) -> Plan:
     """Which files have to be indexed. `segments` are those that can be used again."""
     files = tuple(
-        EntryFile(path, root.name, state[2])
+        EntryFile(path, root.name, path.stem, state[2])
         for root in roots
         for path, state in states.items()
         if path.parent == root.entries
