@@ -3,9 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO := ALLGATHER timeout save
-ALL_TESTS := -n auto --dist worksteal
+IN_PARALLEL := -n auto --dist worksteal
+PYTHONS := tests/cli/test_other_pythons.py
+ALL_TESTS := $(IN_PARALLEL) --ignore $(PYTHONS)
 
-.PHONY: setup system demo test quick contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
+.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
 
 setup: $(STAMP)
 
@@ -23,8 +25,11 @@ demo: setup ## the main job: find an incident, then prove its fix on this machin
 system: ## the programs that some tests run (PostgreSQL, Chromium, nginx, ...), from Debian's packages; needs root
 	.ci/system
 
-test: setup ## all tests, in parallel; TESTS=tests/kb/search for some, one after the other; COVERAGE=1 checks the floor
+test: setup ## all tests but `pythons`, in parallel; TESTS=tests/kb/search for some, one after the other; COVERAGE=1 checks the floor
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(or $(TESTS),$(ALL_TESTS)) $(if $(COVERAGE),--cov)
+
+pythons: setup ## probes and kb with the other Pythons of this machine
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTHONS)
 
 quick: setup ## the tests that take no long time
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ALL_TESTS) -m "not slow"

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from kb.content import parser, roots
 from tests.support.console import ContentRoot, Kb, run_kb
 from tests.support.in_process import run_kb_here
-from tests.support.wheel import UvTool, build_wheel
+from tests.support.wheel import UvTool, build_wheel, install_wheel
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,13 +56,12 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    folder = shared / name
+    folder, is_made = shared / name, shared / f"{name}.made"
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            building = shared / f"{name}.building"
-            make(building)
-            building.rename(folder)
+        if not is_made.exists():
+            make(folder)  # in its place: an environment of Python cannot be moved
+            is_made.touch()
     return folder
 
 
@@ -96,16 +95,29 @@ def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uv_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What uv downloads."""
+    return made_once(tmp_path_factory, "uv-cache", Path.mkdir)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory, uv_cache: Path) -> Path:
     """The wheel of this checkout."""
-    (path,) = made_once(tmp_path_factory, "wheel", build_wheel).glob("gpu_kb-*.whl")
+    folder = made_once(tmp_path_factory, "wheel", partial(build_wheel, cache=uv_cache))
+    (path,) = folder.glob("gpu_kb-*.whl")
     return path
 
 
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory, uv_cache: Path, wheel: Path) -> Path:
+    """The `bin` folder of an environment that has the wheel and its base dependencies."""
+    return made_once(tmp_path_factory, "installed", partial(install_wheel, cache=uv_cache, wheel=wheel)) / "bin"
+
+
 @pytest.fixture
-def uv_tool(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> UvTool:
-    """Each test installs for itself; what is downloaded is shared."""
-    return UvTool(tmp_path, made_once(tmp_path_factory, "uv-cache", Path.mkdir))
+def uv_tool(tmp_path: Path, uv_cache: Path) -> UvTool:
+    """Each test installs for itself."""
+    return UvTool(tmp_path, uv_cache)
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
 from tests.support.console import CHECKOUT
-from tests.support.wheel import INSTALL_S, UvTool
+from tests.support.wheel import UvTool
 
 FOLDERS = {
     "kb/api": "api",
@@ -24,25 +23,6 @@ FOLDERS = {
     "kb/verified": "docs/verified",
     "kb": "kb",
 }  # in the wheel: in the checkout
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment that has the wheel and its base dependencies, nothing else."""
-    home = tmp_path_factory.mktemp("wheel")
-    venv.create(home / "env", with_pip=True)
-    bin_folder = home / "env" / "bin"
-    install: list[str | Path] = [
-        bin_folder / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    constraints = CHECKOUT / "constraints.txt"
-    subprocess.run([*install, "-c", constraints, wheel], check=True, timeout=INSTALL_S, cwd=home)
-    return bin_folder
 
 
 def run(installed: Path, *args: str | Path, **env: str) -> tuple[int, dict[str, object], str]:

@@ -1,4 +1,4 @@
-"""The wheel of the checkout, and kb installed from it as the README says, with uv."""
+"""The wheel of the checkout, and environments with kb installed from it by uv, which takes a tenth of the time of pip."""
 
 from __future__ import annotations
 
@@ -13,16 +13,36 @@ from tests.support.console import CHECKOUT, Ended
 
 INSTALL_S = 900
 UV = Path(sys.executable).with_name("uv")
+CONSTRAINTS = CHECKOUT / "constraints.txt"
 
 
-def build_wheel(folder: Path) -> None:
+def uv(cache: Path, *arguments: str | Path, cwd: Path, **env: str | Path) -> None:
+    """Run uv with a cache of downloads."""
+    places = {"UV_CACHE_DIR": cache, "UV_PYTHON_DOWNLOADS": "never", **env}
+    ended = subprocess.run(
+        [UV, "--quiet", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **{name: str(value) for name, value in places.items()}},
+        timeout=INSTALL_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def build_wheel(folder: Path, cache: Path) -> None:
     """Into a folder, from a checkout in which an earlier build left an entry that is not there any more."""
     earlier = CHECKOUT / "build" / "lib" / "kb" / "entries"
     earlier.mkdir(parents=True, exist_ok=True)
     (earlier / "removed-since.md").touch()
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(CHECKOUT)]
-    subprocess.run(command, check=True, timeout=INSTALL_S, cwd=folder.parent)
+    uv(cache, "build", "--wheel", "--python", sys.executable, "--out-dir", folder, CHECKOUT, cwd=folder.parent)
+
+
+def install_wheel(folder: Path, cache: Path, wheel: Path) -> None:
+    """An environment with the wheel, its base dependencies, and pip, as the module venv makes it."""
+    uv(cache, "venv", "--python", sys.executable, folder, cwd=folder.parent)
+    install = ("pip", "install", "--python", folder / "bin" / "python")
+    uv(cache, *install, "--constraints", CONSTRAINTS, "pip", wheel, cwd=folder.parent)
 
 
 @dataclass(frozen=True)
@@ -33,13 +53,13 @@ class UvTool:
     cache: Path
 
     def install(self, *arguments: str | Path) -> None:
-        self._run([UV, "tool", "install", "--constraints", CHECKOUT / "constraints.txt", *arguments])
+        self._run("tool", "install", "--constraints", CONSTRAINTS, *arguments)
 
     def follow(self, hint: str) -> None:
         """Run a command that kb printed."""
         program, *arguments = shlex.split(hint)
         assert program == UV.name
-        self._run([UV, *arguments])
+        self._run(*arguments)
 
     def kb(self, *args: str | Path, stdin: str = "", **env: str) -> Ended:
         command = [self.home / "bin" / "kb", *args]
@@ -48,13 +68,6 @@ class UvTool:
         )
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
-    def _run(self, command: list[str | Path]) -> None:
-        places = {
-            "UV_CACHE_DIR": self.cache,
-            "UV_TOOL_DIR": self.home / "tools",
-            "UV_TOOL_BIN_DIR": self.home / "bin",
-            "UV_PYTHON_DOWNLOADS": "never",
-        }
-        env = {**os.environ, **{name: str(value) for name, value in places.items()}}
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=self.home, env=env, timeout=INSTALL_S)
-        assert ended.returncode == 0, ended.stderr
+    def _run(self, *arguments: str | Path) -> None:
+        tools, commands = self.home / "tools", self.home / "bin"
+        uv(self.cache, *arguments, cwd=self.home, UV_TOOL_DIR=tools, UV_TOOL_BIN_DIR=commands)
