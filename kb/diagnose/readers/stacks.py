@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
 from kb.diagnose.readers.structured import Unreadable, as_integer, as_text, load_json
+from kb.diagnose.scan.log_prefix import parse_prefix
 
 LARGEST = 64 << 20  # characters
 LONGEST_LINE = 1000
@@ -22,13 +23,13 @@ MOST_PROCESSES = 10_000
 MOST_THREADS = 20_000
 MOST_FRAMES = 500
 
-PREFIX = re.compile(r"\[(?:rank|default)(\d{1,6})\]:? ?")  # torchrun's, before each line
 RANK = re.compile(r"=== Rank (\d{1,6}): ")
 PROCESS = re.compile(r"Process (\d{1,10}): ")
 THREAD = re.compile(r'Thread (?:0x[0-9A-Fa-f]+|\d+) \((?:active|idle)[^)]*\)(?:: "([^"]*)")?$')
 FAULT_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[[^\]]*\])? \(most recent call first\):$")
-FRAME = re.compile(r"    ([^ (][^(]*) \(([^():]+):(\d{1,9})\)$")
-FAULT_FRAME = re.compile(r'  File "([^"]+)", line (\d{1,9}) in (.+)$')
+# A frame may have lost one space of its indentation with the prefix: torchrun prints none after `[default3]:`.
+FRAME = re.compile(r" {3,4}([^ (][^(]*) \(([^():]+):(\d{1,9})\)$")
+FAULT_FRAME = re.compile(r' {1,2}File "([^"]+)", line (\d{1,9}) in (.+)$')
 
 C10D = re.compile(r"(^|/)torch/distributed/(distributed_c10d|c10d_logger|_functional_collectives)\.py$")
 MODULE_CODE = ("<module>", "_run_module_as_main", "_run_code")  # outermost frames of a main thread
@@ -153,12 +154,11 @@ def _from_text(text: str, rank: int | None) -> list[Process]:
 
 
 def _lines(text: str) -> Iterator[tuple[int | None, str]]:
-    """Each with the rank of its prefix."""
+    """Each without a launcher's prefix, and with the rank that it names."""
     for line in text.splitlines():
-        prefix = PREFIX.match(line[:20])
-        rest = line[prefix.end() :] if prefix else line
-        if len(rest) <= LONGEST_LINE:
-            yield (int(prefix[1]) if prefix else None), rest.rstrip()
+        if len(line) <= LONGEST_LINE:
+            parsed = parse_prefix(line)
+            yield parsed.rank, parsed.text.rstrip()
 
 
 def _add(process: Process, line: str) -> None:

@@ -106,9 +106,10 @@ def test_torchs_debug_server_says_whose_stacks_these_are() -> None:
     ]
 
 
-def test_interleaved_lines_of_two_ranks_are_taken_apart_by_torchruns_prefix() -> None:
+@pytest.mark.parametrize("prefix", ["[rank{}]: ", "[default{}]:", "{}: ", "[1,{}]<stderr>:", "(Trainer rank={} pid=71) "])
+def test_interleaved_lines_of_two_ranks_are_taken_apart_by_their_launchers_prefix(prefix: str) -> None:
     item, other = FAULT.splitlines(), FAULT.replace("42", "43").splitlines()
-    mixed = "\n".join(f"[rank0]: {a}\n[rank1]: {b}" for a, b in zip(item, other, strict=True))
+    mixed = "\n".join(f"{prefix.format(0)}{a}\n{prefix.format(1)}{b}" for a, b in zip(item, other, strict=True))
     assert sentences(mixed) == [
         "rank 0 is in all_reduce called from train.py:42 step",
         "rank 1 is in all_reduce called from train.py:43 step",
