@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -81,11 +81,9 @@ class Replica:
 def started(place: Place, *args: str, prefix: Sequence[str] = ()) -> Iterator[Replica]:
     """A replica that is ready. With a `prefix`, a command that starts the one it is given, it starts as users start it."""
     number, name = tempfile.mkstemp(".log", "replica-", place.path)
-    os.close(number)
     log, command = Path(name), ["serve", "--port", "0", *args]
-    process = (
-        _started_by(prefix, command, place, log) if prefix else start_warm(command, place.environment, place.path, log)
-    )
+    with os.fdopen(number, "wb") as stderr:
+        process = _start(prefix, command, place, stderr)
     try:
         replica = Replica(process, log)
         wait_for(lambda: replica.get("/readyz")[0] == 200, "the replica to be ready", GENEROUS_S)
@@ -94,12 +92,11 @@ def started(place: Place, *args: str, prefix: Sequence[str] = ()) -> Iterator[Re
         end(process)
 
 
-def _started_by(prefix: Sequence[str], command: Sequence[str], place: Place, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [*prefix, str(KB), *command],
-            env=place.environment,
-            cwd=place.path,
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-        )
+def _start(
+    prefix: Sequence[str], command: Sequence[str], place: Place, stderr: IO[bytes]
+) -> subprocess.Popen[bytes] | Fork:
+    if not prefix:
+        return start_warm(*command, env=place.environment, cwd=place.path, stderr=stderr)
+    return subprocess.Popen(
+        [*prefix, str(KB), *command], env=place.environment, cwd=place.path, stdout=subprocess.DEVNULL, stderr=stderr
+    )

@@ -1,123 +1,165 @@
-"""`kb serve` in a fork of a process that has imported it: a process of its own, without the seconds of a start.
+"""`kb` in a fork of a process that has imported it: a process of its own, without the seconds of a start.
 
-For tests of what a service does. Those of how it starts and ends take `tests.support.kb_serve`.
-Run as a module this is that process: each JSON line on its standard input starts a `kb`, it answers with the pid.
+For tests of what a service does, and how it ends. Those of how it starts take `run_kb` or a process of their own.
+This module is what asks for forks: it imports the standard library alone. `warm_parent` is the process that forks.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
-import traceback
-from collections.abc import Mapping
-from functools import cache
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from secrets import token_hex
+from typing import IO
 
-from kb.content import parser
-from kb.content.catalog import load_catalog
-from kb.content.roots import builtin_root
 from tests.support.console import CHECKOUT, GENEROUS_S
 
-SHELL = ("kb.cli.main", "kb.cli.commands.serve", "kb.api.app", "uvicorn.config", "uvicorn.server")
+# Of one parent for all workers of a run, whichever needs it first: a name that belongs to no folder, and goes with it.
+ADDRESS = f"\0kb-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or token_hex(16)}"
+PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
+SERVICE = ("kb.cli.main", "kb.cli.commands.serve", "kb.api.app", "uvicorn.config", "uvicorn.server")
+MCP = (*SERVICE, "kb.cli.commands.mcp", "kb.api.mcp.server", "mcp.server.stdio")
+ATTEMPTS = 5  # to find a parent: the one that was found may be about to end
 
 
 class Fork:
-    """A process that is no child of this one, with those methods of `subprocess.Popen` that tests need."""
+    """A process that is no child of this one, with those members of `subprocess.Popen` that tests need."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, streams: Sequence[IO[bytes] | None]) -> None:
         self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = streams
+        self._connection = connection
 
     def poll(self) -> int | None:
-        """0 when it has ended, however it did."""
-        return 0 if select.select([self._descriptor], [], [], 0)[0] else None
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
 
     def wait(self, timeout: float) -> int:
-        if not select.select([self._descriptor], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("kb", timeout)
-        return 0
+        """The exit code, negative for a signal."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("kb", timeout)
+            self.returncode = int(self._connection.recv(20))
+            self._connection.close()
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+        """The rest of its standard output and error; its input ends."""
+        if self.stdin:
+            self.stdin.close()
+        assert self.stdout
+        assert self.stderr
+        with ThreadPoolExecutor(2) as readers:
+            reading = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+            out, err = (item.result() for item in reading)
+        return out, err
 
     def send_signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self._descriptor, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)  # until `wait` has its exit code, no other process gets its id
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        self._connection.close()
 
 
-def start_warm(args: list[str], environment: Mapping[str, str], directory: Path, log: Path) -> Fork:
-    """Start `kb` with these arguments and this environment; its messages are appended to the log."""
-    order = {"args": args, "environment": dict(environment), "directory": str(directory), "log": str(log)}
-    commands, answers = _parent()
-    commands.write(json.dumps(order).encode() + b"\n")
-    commands.flush()
-    return Fork(json.loads(answers.readline()))
+def start_warm(
+    *args: str | Path,
+    imports: Sequence[str] = SERVICE,
+    main: str = "kb.cli.main:main",
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: int | IO[bytes] = DEVNULL,
+    stdout: int | IO[bytes] = DEVNULL,
+    stderr: int | IO[bytes] = DEVNULL,
+    address: str = ADDRESS,
+) -> Fork:
+    """Start `kb` with these arguments, or another program; before it, its parent imports what it needs, once for all.
+
+    What Python reads only when it starts does not count: PYTHON* variables and TZ.
+    """
+    order = {
+        "args": [str(arg) for arg in args],
+        "imports": imports,
+        "main": main,
+        "environment": dict(os.environ if env is None else env),
+        "directory": str(cwd or Path.cwd()),
+    }
+    with ExitStack() as theirs:
+        pairs = [
+            _pair(stream, is_input, theirs) for stream, is_input in ((stdin, True), (stdout, False), (stderr, False))
+        ]
+        for _ in range(ATTEMPTS):
+            connection = _connected(address)
+            with suppress(ConnectionError):
+                socket.send_fds(connection, [json.dumps(order).encode()], [number for number, _ in pairs])
+                if pid := connection.recv(20):
+                    return Fork(connection, int(pid), [ours for _, ours in pairs])
+            connection.close()
+    raise AssertionError("no process forks")
 
 
-@cache
-def _parent() -> tuple[IO[bytes], IO[bytes]]:
-    """Standard input and output of the process that forks, one for this process."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KB_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        cwd=CHECKOUT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+def _pair(stream: int | IO[bytes], is_input: bool, theirs: ExitStack) -> tuple[int, IO[bytes] | None]:
+    """The file descriptor for the fork, and the other end of a pipe for this process."""
+    if stream == PIPE:
+        reading, writing = os.pipe()
+        given, kept = (reading, writing) if is_input else (writing, reading)
+        theirs.callback(os.close, given)
+        return given, open(kept, "wb" if is_input else "rb")
+    if stream == DEVNULL:
+        number = os.open(os.devnull, os.O_RDWR)
+        theirs.callback(os.close, number)
+        return number, None
+    return (stream if isinstance(stream, int) else stream.fileno()), None
+
+
+def _connected(address: str) -> socket.socket:
+    """A connection to the process that forks, which is started if there is none."""
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(address)
+        except ConnectionRefusedError:
+            connection.close()
+            _start_parent(address)
+        else:
+            return connection
+
+
+def _start_parent(address: str) -> None:
+    """It ends with this process; another that needs one starts its own then."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError:  # another process is just doing the same
+            return
+        listener.listen(128)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm_parent", str(listener.fileno())],
+            cwd=CHECKOUT,
+            env={name: value for name, value in os.environ.items() if not name.startswith("KB_")},
+            stdin=PIPE,
+            stdout=DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
     assert process.stdin
-    assert process.stdout
-    for ending in (process.stdout.close, lambda: process.wait(GENEROUS_S), process.stdin.close):
+    for ending in (lambda: process.wait(GENEROUS_S), process.stdin.close):
         atexit.register(ending)  # called from the last to the first
-    return process.stdin, process.stdout
-
-
-def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who has ended is no zombie
-    for name in SHELL:
-        import_module(name)
-    parser.parse_entry = cache(parser.parse_entry)
-    load_catalog((builtin_root(),))
-    gc.collect()
-    gc.freeze()
-    with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
-        while order := sys.stdin.buffer.readline():
-            pid = os.fork()
-            if pid == 0:
-                answers.close()
-                _become(json.loads(order))
-            answers.write(f"{pid}\n".encode())
-
-
-def _become(order: dict[str, Any]) -> None:
-    code = 70
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        null, log = os.open(os.devnull, os.O_RDWR), os.open(order["log"], os.O_WRONLY | os.O_APPEND)
-        for descriptor, source in enumerate((null, null, log)):
-            os.dup2(source, descriptor)
-        os.environ.clear()
-        os.environ.update(order["environment"])
-        os.chdir(order["directory"])
-        sys.argv = ["kb", *order["args"]]
-        import_module("kb.cli.main").main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:  # never back into the loop: two processes would read one pipe
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    main()
