@@ -82,7 +82,7 @@ def test_every_package_and_module_that_the_architecture_names_is_there() -> None
     modules = {
         name for name in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", text) if name.split(".")[0] in {*packages, "api"}
     }
-    files = {name.replace(".", "/") + ".py" for name in modules if not name.endswith(".py")}
+    files = {name.replace(".", "/") + ".py" for name in modules if not name.endswith((".py", ".md"))}
     files |= set(re.findall(r"`((?:\w+/)*\w*(?:\.py|\.toml|/))`", text))
     folders = [CHECKOUT, CORE, *CORE.iterdir(), CHECKOUT / "api", CHECKOUT / "cli"]
     missing = [name for name in files if not any((folder / name).exists() for folder in folders)]

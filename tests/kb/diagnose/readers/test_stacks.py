@@ -106,7 +106,9 @@ def test_torchs_debug_server_says_whose_stacks_these_are() -> None:
     ]
 
 
-@pytest.mark.parametrize("prefix", ["[rank{}]: ", "[default{}]:", "{}: ", "[1,{}]<stderr>:", "(Trainer rank={} pid=71) "])
+@pytest.mark.parametrize(
+    "prefix", ["[rank{}]: ", "[default{}]:", "{}: ", "[1,{}]<stderr>:", "(Trainer rank={} pid=71) "]
+)
 def test_interleaved_lines_of_two_ranks_are_taken_apart_by_their_launchers_prefix(prefix: str) -> None:
     item, other = FAULT.splitlines(), FAULT.replace("42", "43").splitlines()
     mixed = "\n".join(f"{prefix.format(0)}{a}\n{prefix.format(1)}{b}" for a, b in zip(item, other, strict=True))
