@@ -19,7 +19,6 @@ from kb.content.roots import Root
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.questions import Question, questions
-from kb.diagnose.scan.signature_matcher import Matcher
 from kb.errors import IndexUnavailable
 from kb.search.index import Index
 from kb.search.index_cache import open_index
@@ -59,7 +58,7 @@ class Content:
 
     `searching` has one thread, the only one that uses the index: the readers of Whoosh share a file cursor, and two
     threads in one searcher get wrong answers or errors. Requests share it by `questions`. A diagnosis scans its streams
-    in the threads of `scanning`, for seconds, before it uses the index, for milliseconds.
+    in a process of `scanning`, for seconds, before it uses the index, for milliseconds.
     """
 
     index: Index
@@ -98,7 +97,7 @@ class Content:
             links=links,
             searching=searching,
             questions=FairQueue(searching, 1),
-            scanning=ScanPool(Matcher(index.signatures)),
+            scanning=ScanPool(index.signatures),
             uploading=asyncio.Semaphore(MOST_UPLOADS),
         )
 

@@ -64,6 +64,7 @@ class Rollout:
         if content is None:
             _log_failure(reading)
             return
+        content.scanning.start()
         self._state.metrics.set_content(self._generation or 0, len(content.catalog))
         self._state.loading, self._state.listing = reading, content.listing
         replaced = None if old is reading else _content_of(old)

@@ -1,62 +1,85 @@
-"""Threads that scan logs beside the event loop: few, and none for longer than others can wait."""
+"""Scans of logs beside the event loop: few at a time, and each in a process that the kernel limits."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
-from threading import Event, Lock
+from threading import Event, local
+from typing import Any
 
 from kb.diagnose.evidence import Scan
 from kb.diagnose.inputs.sources import Stream
-from kb.diagnose.scan.scan import Limits, scan
-from kb.diagnose.scan.signature_matcher import Matcher
-from kb.errors import IndexUnavailable, UsageError
+from kb.diagnose.isolation.client import ScanServer
+from kb.diagnose.isolation.job import Excess
+from kb.diagnose.scan.scan import Limits
+from kb.errors import IndexUnavailable, ServiceBusy, UsageError
 
 from .fair_queue import FairQueue
 
 MOST_AT_ONCE = 4
 MOST_S = 30.0  # of processor time for one request: 2 MB can unpack to logs that take minutes
-LIMITS = Limits(structured=32 << 20, values=2_000_000, records=200_000, reading=Lock())
+MOST_MEMORY = 256 << 20  # bytes for one request, beyond what its process starts with
+LIMITS = Limits(structured=32 << 20, values=2_000_000, records=200_000)
+ELSEWHERE = "`kb diagnose FILE` reads files of any size"
+REFUSALS = {
+    Excess.TIME: "this takes too long to read here",
+    Excess.MEMORY: "this takes too much memory to read here",
+}
 
 
 class ScanPool:
-    """The threads. A scan waits for a free one before it reads its streams."""
+    """Threads that wait for the processes of scans. A scan waits for a free thread before it reads its streams."""
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, signatures: Iterable[dict[str, Any]]) -> None:
         self.threads = ThreadPoolExecutor(MOST_AT_ONCE, "kb-scan")
-        self._queue = FairQueue(self.threads, MOST_AT_ONCE)
-        self._matcher = matcher
+        self._server = ScanServer(signatures)
+        self._used = _UsedSeconds()
+        self._queue = FairQueue(self.threads, MOST_AT_ONCE, clock=self._used.clock)
         self._is_closing = Event()
+
+    def start(self) -> None:
+        """Start what the first scan would have to wait for."""
+        with suppress(OSError):  # the scans will say so
+            self._server.start()
 
     async def scan(self, streams: Sequence[Stream]) -> Scan:
         """Runs on when its client has left, but no longer than `MOST_S`.
 
-        Raises `UsageError` when that is not enough, `IndexUnavailable` when the service ends, the errors of the
-        streams, and those of `FairQueue.run`.
+        Raises `UsageError` when that or `MOST_MEMORY` is not enough, `IndexUnavailable` when the service ends,
+        `ServiceBusy` when the process is killed, the errors of the streams, and those of `FairQueue.run`.
         """
         return await self._queue.run(partial(self._scan, streams))
 
     def close(self) -> None:
-        """End the threads soon, in the middle of a log."""
+        """End the scans soon, in the middle of a log."""
         self._is_closing.set()
+        self._server.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def _scan(self, streams: Sequence[Stream]) -> Scan:
-        end = time.thread_time() + MOST_S
+        try:
+            answer = self._server.scan(streams, MOST_S, MOST_MEMORY, LIMITS)
+        except OSError:
+            answer = None
+        self._used.seconds += answer.seconds if answer else MOST_S
+        if self._is_closing.is_set():
+            raise IndexUnavailable("the service is shutting down", "try again in a moment")
+        if answer is None:
+            raise ServiceBusy("the process that read this was ended", f"try again in a moment; {ELSEWHERE}")
+        if isinstance(answer.result, Excess):
+            raise UsageError(REFUSALS[answer.result], ELSEWHERE)
+        if isinstance(answer.result, str):
+            raise RuntimeError(f"a scan failed: {answer.result}")
+        return answer.result
 
-        def check(_: int) -> None:
-            if time.thread_time() > end:
-                raise UsageError("this takes too long to read here", "`kb diagnose FILE` reads files of any size")
-            if self._is_closing.is_set():
-                raise IndexUnavailable("the service is shutting down", "try again in a moment")
 
-        def checked(piece: bytes) -> bytes:
-            check(len(piece))
-            return piece
+class _UsedSeconds(local):
+    """Processor seconds of the scans that a thread waited for."""
 
-        # `scan` calls `check` for what it reads; a compressed stream may unpack to nothing.
-        watched = [replace(stream, pieces=map(checked, stream.pieces)) for stream in streams]
-        return scan(watched, self._matcher, check, LIMITS)
+    seconds = 0.0
+
+    def clock(self) -> float:
+        return time.thread_time() + self.seconds

@@ -98,8 +98,12 @@ def admin(store_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def make_app(entries: ContentRoot, store_path: Path) -> Callable[..., FastAPI]:
-    """Makes an application over the entries and the store, with other settings than the usual ones."""
+def make_app(entries: ContentRoot, store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FastAPI]:
+    """Makes an application over the entries and the store, with other settings than the usual ones.
+
+    The process that scans logs starts with the first log: few tests send one.
+    """
+    monkeypatch.setattr(resolve_name("kb.api.state.scanning").ScanPool, "start", lambda _: None)
     create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # nothing imports a shell
     settings: Any = resolve_name("kb.api.settings:Settings")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from kb.diagnose.evidence import Line, Scan
 from kb.diagnose.inputs.formats import Kind, detect_kind
@@ -30,15 +30,11 @@ ReportProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on the memory that dumps may take: bytes and values of each, and collectives of all together.
-
-    `reading` is held while one is read: scans that share it read one dump at a time.
-    """
+    """Bounds on the memory that dumps may take: bytes and values of each, and collectives of all together."""
 
     structured: int = LARGEST
     values: int = MOST_VALUES
     records: int = 5_000_000
-    reading: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 def scan(
@@ -79,8 +75,7 @@ class _Reader:
             else:
                 data = stream.read(self.limits.structured + 1)
                 self.progress(len(data))
-                with self.limits.reading:
-                    self._read_structured(source, kind, data)
+                self._read_structured(source, kind, data)
 
     def conclude(self) -> Scan:
         """The scan, with the observations that only all inputs together allow."""

@@ -1,0 +1,123 @@
+"""One scan in a process of its own: what it may use, and what it answers."""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kb.diagnose.evidence import Scan
+from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.scan.scan import Limits, scan
+from kb.diagnose.scan.signature_matcher import Matcher
+
+GRACE_S = 5  # of processor time beyond the limit, after which the kernel ends a process that does not notice
+
+
+class Excess(Enum):
+    """A limit that a scan exceeded."""
+
+    TIME = "time"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is known of a stream before its pieces arrive; see `Stream`."""
+
+    name: str
+    modified: float | None
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The streams that follow, and what reading them may take: seconds of processor time, bytes of memory."""
+
+    headers: Sequence[Header]
+    seconds: float
+    memory: int
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`result` is the text of a traceback when the scan failed. `seconds` of processor time were used."""
+
+    result: Scan | Excess | str
+    seconds: float
+
+
+class _Stop(BaseException):
+    """No reader of an input may catch it."""
+
+
+class _TooLong(_Stop):
+    """The processor time is used up."""
+
+
+class _Abandoned(_Stop):
+    """Whoever asked has left."""
+
+
+def run(connection: Connection, matcher: Matcher) -> None:
+    """Read a job and its streams from the connection, and answer."""
+    job: Job = connection.recv()
+    try:
+        _limit(job)
+        result: Scan | Excess | str = scan(_streams(connection, job.headers), matcher, limits=job.limits)
+    except _TooLong:
+        result = Excess.TIME
+    except MemoryError:
+        result = Excess.MEMORY
+    except _Abandoned:
+        return
+    except Exception:
+        result = traceback.format_exc()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    with suppress(OSError):  # whoever asked has left
+        connection.send(Answer(result, time.process_time()))
+
+
+def _streams(connection: Connection, headers: Sequence[Header]) -> Iterator[Stream]:
+    for header in headers:
+        pieces = _pieces(connection)
+        yield Stream(header.name, pieces, header.modified, header.most)
+        for _ in pieces:  # what the scan did not want
+            pass
+
+
+def _pieces(connection: Connection) -> Iterator[bytes]:
+    try:
+        yield from iter(connection.recv_bytes, b"")
+    except (EOFError, OSError):
+        raise _Abandoned from None
+
+
+def _limit(job: Job) -> None:
+    def stop(*_: Any) -> None:
+        raise _TooLong
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, job.seconds)
+    seconds = math.ceil(job.seconds) + GRACE_S
+    _lower(resource.RLIMIT_CPU, seconds)
+    with suppress(FileNotFoundError):  # macOS, which does not limit the memory of a process either
+        with open("/proc/self/statm") as file:
+            present = int(file.read().split()[0]) * resource.getpagesize()
+        _lower(resource.RLIMIT_AS, present + job.memory)
+
+
+def _lower(kind: int, limit: int) -> None:
+    """No process may raise a limit that it was started with."""
+    present = resource.getrlimit(kind)[1]
+    lower = limit if present == resource.RLIM_INFINITY else min(limit, present)
+    resource.setrlimit(kind, (lower, lower))
