@@ -15,6 +15,7 @@
 import os
 import signal
 import sys
+from collections.abc import Set
 from contextlib import suppress
 from importlib import import_module
 from typing import Annotated
@@ -89,12 +90,19 @@ def kb(
     pass
 
 
-def main() -> None:
-    """Entry point of the console script."""
+def main(mask: Set[signal.Signals | int] | None = None) -> None:
+    """Run this process's command line and end with its exit code. `mask` are the signals to block from here on."""
     claim_streams()
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and sys.argv[1:2] not in (["serve"], ["mcp"]):
+    argv = sys.argv[1:]
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and argv[:1] not in (["serve"], ["mcp"]):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a job ends kb as Ctrl-C does
-    sys.exit(run(sys.argv[1:]))
+    try:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # raises here what came while kb started
+        code = run(argv)
+    except KeyboardInterrupt:
+        code = _interrupted(argv)
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:

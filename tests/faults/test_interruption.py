@@ -8,13 +8,15 @@ import pty
 import signal
 import sqlite3
 import subprocess
+import sys
 import termios
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.console import KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
+from tests.support.console import CHECKOUT, GENEROUS_S, KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
 
 WAITS = """
 Path(os.environ["PIDS"], str(os.getpid())).touch()
@@ -172,3 +174,31 @@ def test_a_termination_is_an_interruption_for_every_command() -> None:
         for stream in (process.stdin, process.stdout):
             if stream:
                 stream.close()
+
+
+STARTING = """
+import os, sys
+from importlib.metadata import EntryPoint
+
+number, entry_point = int(sys.argv[1]), sys.argv[2]
+
+class Signal:
+    def find_spec(self, name, *rest):
+        if name == "typer":  # long before any code of a command
+            os.kill(os.getpid(), number)
+
+sys.meta_path.insert(0, Signal())
+main = EntryPoint("kb", entry_point, "console_scripts").load()
+sys.argv[1:] = ["list", "--json"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_it_starts_it_ends_as_it_does_later(number: signal.Signals) -> None:
+    entry_point = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]["kb"]
+    command = [sys.executable, "-c", STARTING, str(int(number)), entry_point]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=GENEROUS_S)
+    assert ended.returncode == 130
+    assert json.loads(ended.stdout)["error"]["type"] == "interrupted"
+    assert ended.stderr == ""
