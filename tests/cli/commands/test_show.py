@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pkgutil import resolve_name
 from statistics import median
 
@@ -11,13 +12,15 @@ import pytest
 
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.entry import Entry
+from kb.content.parser import markdown_parser
 from kb.content.roots import builtin_root
 from tests.support.console import ContentRoot, Kb
 
 ENTRY = "checkpoint-save-allgather-timeout"
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})[^\n]*\n(?P<code>.*?)^ *(?P=fence) *$", re.MULTILINE | re.DOTALL)
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-TABLE = re.compile(r"(?:^ *\|.*\n?)+", re.MULTILINE)  # where it does not fit, each row repeats its headings
+# Where a table does not fit, each row repeats its headings: words of tables are not compared.
+FENCE_OR_TABLE = re.compile(rf"{FENCE.pattern}|(?:^ *\|.*\n?)+", FENCE.flags)
 WORD = re.compile(r"[\w./][\w./:-]*", re.ASCII)
 WIDTHS = (40, 80, 120)
 
@@ -40,6 +43,14 @@ def rendered(source: str, width: int, *, has_color: bool = False) -> str:
     return ESCAPE.sub("", text)
 
 
+@pytest.fixture
+def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source is parsed once for all widths."""
+    parser = markdown_parser()
+    monkeypatch.setattr(parser, "parse", lru_cache(1)(parser.parse))
+    monkeypatch.setattr(resolve_name("kb.cli.terminal.markdown"), "_parser", lambda: parser)
+
+
 def code_lines(markdown: str) -> list[str]:
     """The lines of all blocks of code, without the indentation of the list that they are in."""
     return [
@@ -49,33 +60,35 @@ def code_lines(markdown: str) -> list[str]:
     ]
 
 
+def missing(code: list[str], text: str) -> list[str]:
+    """Lines of code that are no lines of the text, in their order: each search goes on where the last one ended."""
+    lines = iter(text.splitlines())
+    return [line for line in code if line not in lines]
+
+
 @pytest.mark.slow
-def test_every_character_of_code_is_there_at_every_width(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("parsed_once")
+def test_at_every_width_code_is_as_it_was_written_and_prose_fits_with_no_word_broken(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each line of code is one line, from its first column: what is copied is what was written."""
     for entry in catalog:
-        source = "\n\n".join(pages(entry, catalog))
+        source = FENCE_OR_TABLE.sub(
+            lambda block: block[0] if block["fence"] else "", "\n\n".join(pages(entry, catalog))
+        )
         code = code_lines(source)
-        texts = {f"{width} columns": rendered(source, width) for width in WIDTHS}
+        words = WORD.findall(FENCE.sub("", rendered(source, 10_000)))
+        for width in WIDTHS:
+            text = rendered(source, width)
+            assert not missing(code, text), (entry.id, width)
+            prose = FENCE.sub("", text)
+            assert WORD.findall(prose) == words, (entry.id, width)
+            long = [line for line in prose.splitlines() if len(line) > width and line.strip() not in source]
+            assert not long or width == min(WIDTHS), (entry.id, width, long)
         with monkeypatch.context() as environment:
             environment.delenv("NO_COLOR")
             environment.setenv("FORCE_COLOR", "1")
-            texts["in colour"] = rendered(source, 80, has_color=True)
-        for name, text in texts.items():
-            lines = iter(text.splitlines())
-            missing = [line for line in code if line not in lines]  # each search goes on where the last one ended
-            assert not missing, (entry.id, name)
-
-
-@pytest.mark.slow
-def test_prose_fits_the_width_and_no_word_is_broken(catalog: Catalog) -> None:
-    for entry in catalog:
-        prose = TABLE.sub("", FENCE.sub("", "\n\n".join(pages(entry, catalog))))
-        words = WORD.findall(rendered(prose, 10_000))
-        for width in WIDTHS:
-            text = rendered(prose, width)
-            assert WORD.findall(text) == words, (entry.id, width)
-            long = [line for line in text.splitlines() if len(line) > width and line.strip() not in prose]
-            assert not long or width == min(WIDTHS), (entry.id, width, long)
+            assert not missing(code, rendered(source, 80, has_color=True)), (entry.id, "in colour")
 
 
 def test_the_page_beside_a_dead_job_is_short(catalog: Catalog) -> None:
