@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,10 +28,16 @@ IDS = [entry.id for entry in CATALOG if entry.meta.probe]
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher(Path(sys.executable)) as started:
-        started.preload()
-        yield started
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """It leaves nothing in the folder for temporary files; torch's compiler would, as soon as it is imported."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TMPDIR", str(temporary))
+        environment.setattr(tempfile, "tempdir", None)
+        with Launcher(Path(sys.executable)) as started:
+            started.preload()
+            yield started
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +56,11 @@ def test_there_are_probes_to_test() -> None:
 
 
 @pytest.mark.parametrize("entry_id", IDS)
-def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine: MachineSnapshot) -> None:
-    """Both arms control: fix-ineffective. Both treatment: not-reproduced. Swapped: inverted."""
+def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine: MachineSnapshot, home: Path) -> None:
+    """Both arms control: fix-ineffective. Both treatment: not-reproduced. Swapped: inverted.
+
+    What libraries leave in folders for temporary files, as the workers of a DataLoader do, goes with the arm.
+    """
     plan = plan_of(entry_id, launcher, machine)
     assert not plan.fault
     refused = [f"{name}: {reason}" for name, reason in plan.skipped]
@@ -60,6 +70,7 @@ def test_the_verdict_follows_the_arms(entry_id: str, launcher: Launcher, machine
             refused.append(f"{experiment.name}: this machine refuses it")
         else:
             assert seen == FOLLOWING, experiment.name
+    assert list((home / "tmp").iterdir()) == []
     if len(refused) == len(plan.probe.every):
         pytest.skip("; ".join(refused) or "the probe is a check")
 

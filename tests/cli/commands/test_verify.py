@@ -290,13 +290,6 @@ def test_what_is_said_of_a_named_file_comes_before_the_arms(
     assert kb("verify", "about-files").code == (code if code == 1 else 0), "without a file only the arms decide"
 
 
-def test_what_libraries_leave_in_temporary_folders_goes_with_the_arm(kb: Kb, home: Path) -> None:
-    """Data loader workers and torch's compiler make folders of their own."""
-    documents = kb("verify", "dataloader-shm-bus-error", "compile-rank-skew", "--json").json["reports"]
-    assert {document["verdict"] for document in documents} <= {"verified", "not-applicable"}
-    assert list((home / "tmp").iterdir()) == []
-
-
 NEEDS_MORE = """make(raised("the thing broke"), needs=Needs(packages={"no-such-package": ""}))"""
 CLEAR_NOW = f'replace({NEEDS_MORE}, check=lambda p: clear("free now"), params={{"port": Param("int", "a port", 1)}})'
 
