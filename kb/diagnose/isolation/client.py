@@ -22,6 +22,8 @@ from kb.diagnose.scan.scan import Limits
 
 COMMAND = (sys.executable, "-P", "-m", "kb.diagnose.isolation.server")  # -P: not a folder called kb where the user is
 
+STDERR = 2  # standard output may be a protocol
+
 
 class ScanServer:
     """Starts the process that forks for each scan, and again when that has ended. Threads may share it."""
@@ -79,9 +81,7 @@ class ScanServer:
         if self._control is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                self._process = subprocess.Popen(
-                    COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0
-                )
+                self._process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), stdout=STDERR, process_group=0)
             self._control = ours
             setup = Connection(os.dup(ours.fileno()))
             with setup:
