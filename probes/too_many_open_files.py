@@ -1,11 +1,13 @@
-"""Every batch that a worker sent holds a descriptor open in the parent, as long as the batch exists.
+"""Every tensor that a worker sent holds a descriptor open in the parent, as long as the tensor exists.
 
-`fix` chooses what the treatment arm does about it.
+Batches that a loop keeps, or batches of many tensors that wait to be used. `fix` chooses what the treatment arm does
+about the former.
 """
 
 import os
 import re
 import resource
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,43 @@ def evaluate(ctx: Context, *, fixed: bool) -> None:
         if number == 40:
             ctx.note(descriptors_more_after_40_batches=len(os.listdir("/proc/self/fd")) - opened_before, limit=now)
     assert torch.cat(batches_seen).sum().item() == sum(range(batches))
+
+
+RECEIVED, TENSORS = 256, 60  # the limit of the process that receives, and the tensors of a batch
+
+
+class Slow:
+    """Batches of many small tensors. The first takes a while, so that those of other workers arrive before it."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, row: int) -> Any:
+        import torch
+
+        if row == 0:
+            time.sleep(1.0)
+        return [torch.tensor([float(row)]) for _ in range(TENSORS)]
+
+
+def load(ctx: Context, *, stacked: bool = False, workers: int = 4) -> None:
+    """Use the batches one by one and keep none. Those that arrive early wait in the loader."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    batches = iter(
+        DataLoader(
+            Slow(),
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=torch.stack if stacked else None,
+            multiprocessing_context="fork",
+        )
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (RECEIVED, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    ctx.reached()
+    total = sum(float(sum(tensor.item() for tensor in batch)) for batch in batches)
+    assert total == TENSORS * sum(range(len(Slow()))), total
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -87,6 +126,7 @@ MESSAGES = (
     r"|received 0 items of ancdata|Errno 24\] Too many open files"
 )
 RETAINED = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
+WAITING = "six batches of 60 tensors from three workers wait for the first of the fourth; the limit is 256 files"
 FREED = "the same loop without a descriptor per kept batch (--set fix=clone, file_system or limit)"
 
 probe = Probe(
@@ -104,6 +144,34 @@ probe = Probe(
             world_size=1,
             deadline_s=30,
             expected_s=(0.4, 0.5),
+        ),
+    ),
+    variants=(
+        Experiment(
+            name="in-flight",
+            control=Arm(load, expect=raised(MESSAGES), because=WAITING, fidelity="cpu"),
+            treatment=Arm(
+                partial(load, stacked=True),
+                expect=completed(),
+                because="the same batches, each stacked into one tensor by the worker",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
+            expected_s=(1.0, 3.0),
+        ),
+        Experiment(
+            name="workers",
+            control=Arm(load, expect=raised(MESSAGES), because=WAITING, fidelity="cpu"),
+            treatment=Arm(
+                partial(load, workers=1),
+                expect=completed(),
+                because="one worker: batches come in order, and none waits in the receiving process",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
+            expected_s=(1.0, 3.0),
         ),
     ),
 )
