@@ -19,7 +19,7 @@ from kb.store import feedback, keys, reports
 from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import CHECKOUT
-from tests.support.kb_serve import listening
+from tests.support.kb_serve import listening_cold
 from tests.support.postgres_server import free_port
 
 pytest_plugins = ["tests.support.postgres_fixtures"]
@@ -61,7 +61,7 @@ def test_who_asks_at_once_waits_until_it_is_ready() -> None:
     port = str(free_port())
     curl = [word.replace("8000", port) for word in command("curl")]
     asking = subprocess.Popen(curl, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    with asking, listening("--port", port):
+    with asking, listening_cold("--port", port):
         output, _ = asking.communicate(timeout=120)
     assert (asking.returncode, json.loads(output)["status"]) == (0, "ready")
 

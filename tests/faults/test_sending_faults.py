@@ -14,9 +14,10 @@ import pytest
 from kb.sharing.outbox import Outbox
 from kb.store import keys
 from tests.support.console import wait_for
-from tests.support.fake_service import FakeService, delivery_of, drop, keep_and_hang, listening, report, start_node
+from tests.support.fake_service import FakeService, drop, keep_and_hang, listening, report
 from tests.support.programs import program
 from tests.support.replicas import Place, Replica, started
+from tests.support.reporting_node import delivery_of, start_node
 
 if TYPE_CHECKING:
     from tests.support.postgres_server import Server as Postgres

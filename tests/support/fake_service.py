@@ -1,4 +1,4 @@
-"""A service that takes reports over real HTTP, misbehaves as it is told, and the nodes that report to it.
+"""A service that takes reports over real HTTP, and misbehaves as it is told.
 
 It keeps what it takes by idempotency key, as a kb service does, so that a test can count what arrived and how often.
 """
@@ -6,48 +6,13 @@ It keeps what it takes by idempotency key, as a kb service does, so that a test 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from tests.support.console import GENEROUS_S
-
-# Queues reports (argv 3, JSON) for a service (argv 2) in a directory (argv 1), sends what waits and prints the delivery.
-# KILL_AT=n ends it by SIGKILL before its n-th action on the directory or the network; without it the count is printed.
-NODE = """
-import json, os, re, signal, sys
-from dataclasses import asdict
-from pathlib import Path
-from kb.sharing.outbox import Outbox
-from kb.sharing.sender import send
-from kb.sharing.client import Service
-
-directory, url, reports = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-last, count = int(os.environ.get("KILL_AT", "0")), 0
-ON_DISK, ON_NETWORK = {"open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.scandir"}, {
-    "socket.connect", "http.client.send"}
-
-def act(event, args):
-    global count
-    if event in ON_NETWORK or event == "fcntl.flock" or event in ON_DISK and str(directory) in str(args[0]):
-        count += 1
-        if count == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(act)
-outbox = Outbox(directory)
-if reports:
-    outbox.add(url, reports)
-delivery = send(outbox, Service.at(url, os.environ.get("KB_API_KEY", "")), 120)
-print(json.dumps({**asdict(delivery), "actions": count}))
-"""
 
 
 def report(entry_id: str = "the-entry", **more: Any) -> dict[str, Any]:
@@ -63,24 +28,6 @@ def report(entry_id: str = "the-entry", **more: Any) -> dict[str, Any]:
         "kb_version": "0.1.0",
         **more,
     }
-
-
-def start_node(directory: Path, url: str, *reports: dict[str, Any], **env: str) -> subprocess.Popen[bytes]:
-    """A process that queues these reports and sends what waits."""
-    command = [sys.executable, "-c", NODE, str(directory), url, json.dumps(reports)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, **env}
-    )
-
-
-def delivery_of(node: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What a node says when it is done; {} for one that was killed."""
-    out, err = node.communicate(timeout=GENEROUS_S)
-    if node.returncode == -signal.SIGKILL:
-        return {}
-    assert node.returncode == 0, err.decode()
-    document: dict[str, Any] = json.loads(out)
-    return document
 
 
 class FakeService(ThreadingHTTPServer):

@@ -1,4 +1,4 @@
-"""A real `kb serve`, asked and ended as a person does."""
+"""A real `kb serve`, asked and ended as a person does. Unless it is cold, it is a fork: see `warm_start`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.support.console import GENEROUS_S, KB, end, wait_for
+from tests.support.warm_start import Fork, start_warm
 
 
 class Serving:
     """A running `kb serve`. It logs to a file: a pipe that nobody reads would stop it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, log: Path) -> None:
         self.process = process
         self.log = log
         wait_for(lambda: self._address() or process.poll() is not None, "the server to listen", GENEROUS_S)
@@ -59,6 +60,9 @@ class Serving:
         status, _, body = self.ask("GET", path, **headers)
         return status, json.loads(body)
 
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: self.ask("GET", "/readyz")[0] == 200, "the server to be ready", GENEROUS_S)
+
     def stop(self, number: signal.Signals) -> int:
         """The exit code after a signal."""
         self.process.send_signal(number)
@@ -72,21 +76,35 @@ class Serving:
 def serving(*args: str | Path, **environment: str) -> Iterator[Serving]:
     """A server that is ready."""
     with listening(*args, **environment) as server:
-        wait_for(lambda: server.ask("GET", "/readyz")[0] == 200, "the server to be ready", GENEROUS_S)
+        server.wait_until_ready()
         yield server
 
 
 @contextmanager
 def listening(*args: str | Path, **environment: str) -> Iterator[Serving]:
     """A server that may not be ready."""
+    with _logged(lambda log: start_warm(*_command(args), env={**os.environ, **environment}, stderr=log)) as server:
+        yield server
+
+
+@contextmanager
+def listening_cold(*args: str | Path, **environment: str) -> Iterator[Serving]:
+    """The same, started as users start it: by an interpreter of its own."""
+    command, env = [str(KB), *_command(args)], {**os.environ, **environment}
+    with _logged(lambda log: subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=log)) as server:
+        yield server
+
+
+def _command(args: Sequence[str | Path]) -> list[str]:
+    return ["serve", "--port", "0", *map(str, args)]
+
+
+@contextmanager
+def _logged(start: Callable[[IO[bytes]], subprocess.Popen[bytes] | Fork]) -> Iterator[Serving]:
+    """The server that this starts, given where to log."""
     number, name = tempfile.mkstemp(".log", "serve-")
     with os.fdopen(number, "wb") as log:
-        process = subprocess.Popen(
-            [str(KB), "serve", "--port", "0", *map(str, args)],
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            env={**os.environ, **environment},
-        )
+        process = start(log)
     try:
         yield Serving(process, Path(name))
     finally:

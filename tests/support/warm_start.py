@@ -60,7 +60,7 @@ class Fork:
             self.stdin.close()
         assert self.stdout
         assert self.stderr
-        with ThreadPoolExecutor(2) as readers:
+        with self.stdout, self.stderr, ThreadPoolExecutor(2) as readers:
             reading = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:
                 self.wait(timeout)

@@ -21,7 +21,7 @@ from kb.store.database import Database
 from kb.store.keys import Scope
 from tests.support.console import CHECKOUT, ContentRoot, Kb, is_running, wait_for
 from tests.support.in_process import run_kb_here
-from tests.support.kb_serve import Serving, serving
+from tests.support.kb_serve import Serving, listening_cold, serving
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,9 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
 def server(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Iterator[Serving]:
     """With every setting as it is by default."""
     home = str(tmp_path_factory.mktemp("home"))
-    with serving(HOME=home, XDG_CACHE_HOME=str(built_in_index), XDG_DATA_HOME=home, KB_ROOTS="") as started:
+    own = {"HOME": home, "XDG_CACHE_HOME": str(built_in_index), "XDG_DATA_HOME": home, "KB_ROOTS": ""}
+    with listening_cold(**own) as started:
+        started.wait_until_ready()
         yield started
 
 

@@ -18,16 +18,15 @@ from tests.support.console import wait_for
 from tests.support.fake_service import (
     Behaviour,
     FakeService,
-    delivery_of,
     drop,
     hang,
     listening,
     report,
     says,
-    start_node,
     torn,
     trickle,
 )
+from tests.support.reporting_node import delivery_of, start_node
 
 
 @pytest.fixture
