@@ -1,10 +1,20 @@
-"""Help: `-h` everywhere, and a bare `kb`."""
+"""Help: of each command, `-h` everywhere, a bare `kb`, and a command that there is not."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.console import Kb
+
+COMMANDS = ["search", "show", "verify", "list", "env", "history", "serve", "lint", "index", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_says_what_it_is_for(kb: Kb, command: str) -> None:
+    ended = kb(command, "--help")
+    assert ended.code == 0
+    assert len(ended.out.splitlines()) > 5
+    assert f"{command} " in kb("--help").out
 
 
 @pytest.mark.parametrize("command", ["", "search", "verify", "key", "key new"])
@@ -22,3 +32,9 @@ def test_a_group_without_a_command_shows_its_help_and_no_error(kb: Kb, command: 
     assert ended.err.startswith("Usage: ")
     assert "Commands:" in ended.err
     assert "error" not in ended.err
+
+
+def test_an_unknown_command_is_a_usage_error(kb: Kb) -> None:
+    ended = kb("serach", "timeout", "--json")
+    assert ended.code == 2
+    assert ended.json["error"]["type"] == "usage-error"

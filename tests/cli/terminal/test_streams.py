@@ -97,6 +97,19 @@ def test_a_full_disk_is_an_internal_error(command: str, stderr: str) -> None:
     assert ended.stderr == ("" if stderr else text)
 
 
+@pytest.mark.parametrize("arguments, code", [("list --json", 0), ("show stochastic-nonsense", 2), ("verify fails", 1)])
+def test_a_reader_that_leaves_early_changes_neither_exit_code_nor_stderr(
+    content: ContentRoot, arguments: str, code: int
+) -> None:
+    content.incident("fails", "if is_fixed:\n    raise RuntimeError('the thing broke: code 7')")
+    ended = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {KB} {arguments} | true"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
+
+
 def test_a_document_that_has_begun_is_followed_by_no_other() -> None:
     """The reader is slow and the pipe short: not all of the document is written when Ctrl-C comes."""
     with started("list", "--json") as process:
