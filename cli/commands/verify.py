@@ -79,7 +79,7 @@ def verify(
                     session(catalog, entries, values, interpreter_of(python), keep_logs, force=force)
                 )
             if plan_only:
-                return show_plans(prepared.plans, prepared.launcher, recipient, as_json=as_json)
+                return show_plans(prepared, status, recipient, as_json=as_json)
             as_list = everything or len(entries) > 1
             lines = None if as_json else ReportLines(len(entries), status, as_list=as_list)
             run = _run(prepared, interrupted, lines, repeat, end)

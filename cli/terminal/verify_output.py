@@ -11,10 +11,9 @@ from ..service.delivery import Recipient, print_destination
 from .output import emit, emit_error, notice
 
 if TYPE_CHECKING:
-    from kb.harness.launcher import Launcher
-    from kb.verify.plan import Plan
     from kb.verify.report import Report
     from kb.verify.runner import RunResult
+    from kb.verify.session import Session
 
     from .progress import StatusLine
 
@@ -105,26 +104,29 @@ def _cut_by(run: RunResult) -> KbError | None:
     return LATE if run.ending is Ending.DEADLINE else None
 
 
-def show_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None, *, as_json: bool) -> int:
+def show_plans(session: Session, status: StatusLine, recipient: Recipient | None, *, as_json: bool) -> int:
     """Show what would run and what would be sent. Runs and sends nothing."""
     if as_json:
         emit(
             "verify-plan",
-            python=str(launcher.python),
-            removed_variables=list(launcher.removed),
-            plans=[plan.to_json() for plan in plans],
+            python=str(session.launcher.python),
+            removed_variables=list(session.launcher.removed),
+            plans=[plan.to_json() for plan in session.plans],
             report={"url": recipient.service.url, "queued": recipient.waiting()} if recipient else None,
         )
     else:
-        _print_plans(plans, launcher, recipient)
+        _print_plans(session, status, recipient)
     return 0
 
 
-def _print_plans(plans: list[Plan], launcher: Launcher, recipient: Recipient | None) -> None:
+def _print_plans(session: Session, status: StatusLine, recipient: Recipient | None) -> None:
     from .reports import print_plan
 
-    for plan in plans:
-        print_plan(plan)
+    for plan in session.plans:
+        with status.paused():
+            print_plan(plan)
+            sys.stdout.flush()
+    launcher = session.launcher
     print(f"interpreter  {launcher.python}")
     print("files        one temporary directory per arm, deleted afterwards; the report goes into the store")
     print(f"environment  yours, without {', '.join(launcher.removed) or 'any change'}")

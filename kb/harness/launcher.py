@@ -104,6 +104,10 @@ class Launcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def close(self) -> None:
         """End everything that runs. Calls that wait for an arm raise `LaunchError`; nothing can be started after."""
         self._is_closed = True

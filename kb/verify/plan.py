@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kb.content.entry import Entry
-from kb.errors import BadParameter, ProbeError
+from kb.errors import BadParameter, LaunchError, ProbeError
 from kb.harness.launcher import Launcher, Task
 from kb.machine.snapshot import MachineSnapshot
 from kb.patterns.redos import backtracking_risk
@@ -119,6 +119,10 @@ def make_plan(
         probe = describe(probe_file, launcher)
     except ProbeError as error:
         return Plan(entry, probe_file, fault=error.message)
+    except LaunchError as error:
+        if launcher.is_closed:  # too late for anything to run
+            return Plan(entry, probe_file, fault=error.message)
+        raise
     params = typed_params(probe.params, settings)
     reasons = {experiment.name: unmet(experiment.needs, machine, force=force) for experiment in probe.every}
     runnable = tuple(experiment for experiment in probe.experiments if not reasons[experiment.name])
@@ -195,8 +199,8 @@ def typed_params(params: Mapping[str, Param], settings: Mapping[str, str]) -> di
     return values
 
 
-def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> None:
-    """Raises `BadParameter` for a setting that none of the chosen probes takes."""
+def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> list[Plan]:
+    """The plans. Raises `BadParameter` for a setting that none of the chosen probes takes."""
     known = {name: param.help for plan in plans for name, param in plan.probe.params.items()}
     for name in settings:
         if name not in known and not all(plan.fault for plan in plans):
@@ -204,6 +208,7 @@ def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> None:
             raise BadParameter(
                 f"no chosen probe takes {name!r}", f"they take {takes}" if takes else "they take no parameters"
             )
+    return plans
 
 
 def _type_phrase(kind: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -30,6 +30,7 @@ from kb.verify.report import ExperimentResult, Report, overall
 from kb.verify.statistics import is_decided, judge_repeats, majority
 from kb.verify.verdict import Judgement, Verdict, judge_check
 
+TURN_S = 0.2  # so that signals are handled
 JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
 
 
@@ -78,45 +79,65 @@ class RunResult:
 
 
 def verify(
-    plans: list[Plan], launcher: Launcher, environment: Mapping[str, Any], options: RunOptions, progress: Progress
+    plans: Iterable[Plan], launcher: Launcher, environment: Mapping[str, Any], options: RunOptions, progress: Progress
 ) -> RunResult:
-    """Run all plans, CPU experiments two at a time, GPU experiments one at a time. Nothing runs when it returns."""
-    if any(plan.has_torch for plan in plans):
-        launcher.preload()
+    """Run all plans, CPU experiments two at a time, GPU experiments one at a time. Nothing runs when it returns.
+
+    A plan is read in a thread of its own, when it can soon begin: making it may take a while.
+    """
     end = time.monotonic() + options.timeout_s if options.timeout_s else inf
     worker = _PlanRunner(launcher, environment, options, progress, Lock(), Event(), Event())
     pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
-    futures = [pool.submit(worker.report, plan) for plan in plans]
-    pending = set(futures)
+    planner = ThreadPoolExecutor(1, thread_name_prefix="kb-plan")
+    unread = iter(plans)
+    following: Future[Plan | None] | None = planner.submit(next, unread, None)
+    futures: list[Future[Report]] = []
+    pending: set[Future[Report]] = set()
+    ending, is_read = Ending.COMPLETE, False
     try:
-        ending = _wait_for_reports(pending, end, options)
-        finished = [future for future in futures if future not in pending]
-        if ending is not Ending.COMPLETE:
-            worker.stop.set()
-            launcher.close()
-        if ending is Ending.DEADLINE:
-            _wait_for_reports(pending, inf, replace(options, is_interrupted=_never))
-            finished = futures
-        return RunResult(tuple(future.result() for future in finished), ending)
+        while pending or not is_read:
+            if following is None and not is_read and len(pending) <= JOBS:
+                following = planner.submit(next, unread, None)
+            waited_for: set[Future[Any]] = {*pending, following} if following else {*pending}
+            wait(waited_for, timeout=TURN_S, return_when=FIRST_COMPLETED)
+            if following and following.done():
+                plan, following = following.result(), None
+                if plan is None:
+                    is_read = True
+                else:
+                    futures.append(_begin(plan, worker, pool))
+                    pending.add(futures[-1])
+            for future in [future for future in pending if future.done()]:
+                pending.remove(future)
+                options.on_report(future.result())
+            if ending is Ending.COMPLETE:
+                ending = _cut_by(end if pending or not is_read else inf, options)
+                if ending is not Ending.COMPLETE:
+                    worker.stop.set()
+                    launcher.close()
+            if ending is Ending.INTERRUPTED:
+                break
+        return RunResult(tuple(future.result() for future in futures if future not in pending), ending)
     finally:
         worker.stop.set()
         if pending:
             launcher.close()
-        pool.shutdown(wait=True, cancel_futures=True)
+        for executor in (planner, pool):
+            executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _wait_for_reports(pending: set[Future[Report]], end: float, options: RunOptions) -> Ending:
-    """Take each future out of `pending` once its report is there, in short steps so that signals are handled."""
-    while pending:
-        done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-        for future in done:
-            pending.remove(future)
-            options.on_report(future.result())
-        if options.is_interrupted():
-            return Ending.INTERRUPTED
-        if time.monotonic() > end:
-            return Ending.DEADLINE if pending else Ending.COMPLETE
-    return Ending.COMPLETE
+def _begin(plan: Plan, worker: _PlanRunner, pool: ThreadPoolExecutor) -> Future[Report]:
+    """Call it in the thread that lives as long as the launcher: it may start the process that imports torch."""
+    if plan.has_torch:
+        worker.launcher.preload()
+    return pool.submit(worker.report, plan)
+
+
+def _cut_by(end: float, options: RunOptions) -> Ending:
+    """What ends the run now, `COMPLETE` when nothing does."""
+    if options.is_interrupted():
+        return Ending.INTERRUPTED
+    return Ending.DEADLINE if time.monotonic() > end else Ending.COMPLETE
 
 
 @dataclass(frozen=True, slots=True)

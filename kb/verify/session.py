@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Plans that are ready to run while their launcher is open. `environment` is the machine, as in reports."""
+    """What runs while the launcher is open. `environment` is the machine, as in reports.
 
-    plans: list[Plan]
+    `plans` are read once. Several are made one by one as they are read: the first verdict does not wait for the last.
+    """
+
+    plans: Iterable[Plan]
     launcher: Launcher
     environment: Mapping[str, Any]
     progress: Progress
@@ -43,7 +46,7 @@ class Session:
 
 def prepare(
     catalog: Catalog,
-    entries: Iterable[Entry],
+    entries: Sequence[Entry],
     settings: Mapping[str, str],
     interpreter: Path,
     launcher: Launcher,
@@ -52,12 +55,20 @@ def prepare(
     *,
     force: bool = False,
 ) -> Session:
-    """Plan these entries for this machine. Raises `BadParameter` for a setting that no probe declares."""
-    progress.begin("plan", "looking at this machine")
+    """Look at this machine for these entries. Raises `BadParameter` for a setting that no probe declares."""
+    progress.begin("machine", "looking at this machine")
     machine = snapshot.capture(interpreter)
-    plans = [make_plan(entry, catalog.probe_file(entry), launcher, machine, settings, force=force) for entry in entries]
-    progress.end("plan")
-    reject_unknown(settings, plans)
+    progress.end("machine")
+
+    def make(entry: Entry) -> Plan:
+        progress.begin("plan", f"{entry.id} plan")
+        plan = make_plan(entry, catalog.probe_file(entry), launcher, machine, settings, force=force)
+        progress.end("plan")
+        return plan
+
+    plans: Iterable[Plan] = map(make, entries)
+    if settings or len(entries) == 1:
+        plans = reject_unknown(settings, list(plans))
     environment = {**machine.to_json(), "removed_variables": list(launcher.removed)}
     return Session(plans, launcher, environment, progress, notify)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.console import CHECKOUT, GENEROUS_S, KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
+from tests.support.warm_start import PIPE, VERIFY, Fork, start_warm
 
 WAITS = """
 Path(os.environ["PIDS"], str(os.getpid())).touch()
@@ -36,20 +37,15 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def waiting(content: ContentRoot, pids: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def waiting(content: ContentRoot, pids: Path, tmp_path: Path) -> Iterator[Fork]:
     """`kb verify` with an arm that runs, and has a child in a session of its own."""
     content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
-    process = subprocess.Popen(
-        [str(KB), "verify", "waits", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = start_warm("verify", "waits", "--json", imports=VERIFY, cwd=tmp_path)
     try:
         wait_for((pids / "ready").exists, "the arm to run")
         yield process
     finally:
         end(process)
-        for stream in (process.stdout, process.stderr):
-            if stream:
-                stream.close()
 
 
 def ranks(pids: Path) -> list[int]:
@@ -57,9 +53,7 @@ def ranks(pids: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_ends_its_arms_first_and_says_130(
-    waiting: subprocess.Popen[bytes], pids: Path, number: signal.Signals
-) -> None:
+def test_interrupted_it_ends_its_arms_first_and_says_130(waiting: Fork, pids: Path, number: signal.Signals) -> None:
     waiting.send_signal(number)
     assert waiting.wait(60) == 130
     assert not any(map(is_running, ranks(pids)))
@@ -72,7 +66,7 @@ def test_verdicts_that_were_there_before_an_interruption_are_shown_and_saved(
 ) -> None:
     content.incident("breaks")
     content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
-    process = subprocess.Popen([str(KB), "verify", "breaks", "waits", "--json"], stdout=subprocess.PIPE)
+    process = start_warm("verify", "breaks", "waits", "--json", imports=VERIFY, stdout=PIPE, stderr=PIPE)
     try:
         wait_for((pids / "ready").exists, "the other arm to run")
         wait_for(lambda: kb("history", "--json").json["reports"], "the first report to be saved")
@@ -94,7 +88,7 @@ def test_verdicts_that_were_there_before_an_interruption_are_shown_and_saved(
 def test_each_verdict_is_printed_when_it_is_there(content: ContentRoot, pids: Path) -> None:
     content.incident("breaks")
     content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
-    process = subprocess.Popen([str(KB), "verify", "waits", "breaks"], stdout=subprocess.PIPE)
+    process = start_warm("verify", "waits", "breaks", imports=VERIFY, stdout=PIPE, stderr=PIPE)
     try:
         assert process.stdout
         assert process.stdout.readline().startswith(b"1/2  verified         breaks"), "while the other one runs"
@@ -106,7 +100,36 @@ def test_each_verdict_is_printed_when_it_is_there(content: ContentRoot, pids: Pa
     assert out == b"1 verified\n"
 
 
-def test_killed_it_leaves_no_rank_and_no_directory(waiting: subprocess.Popen[bytes], pids: Path) -> None:
+SLOW_TO_READ = """
+import os, time
+from pathlib import Path
+
+pids = Path(os.environ["PIDS"])
+for _ in range(90):  # a probe may take ten seconds to be read
+    if (pids / "go").exists():
+        break
+    time.sleep(0.1)
+(pids / "read").touch()
+"""
+
+
+def test_the_first_verdict_waits_for_no_other_probe_to_be_read(content: ContentRoot, pids: Path) -> None:
+    content.incident("breaks")
+    content.raw_probe("slow", SLOW_TO_READ)
+    process = subprocess.Popen([str(KB), "verify", "breaks", "slow"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline().startswith(b"1/2  verified         breaks")
+        assert not (pids / "read").exists()
+        (pids / "go").touch()
+        out, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert process.returncode == 3
+    assert b"2/2  inconclusive     slow" in out, "a file without a probe"
+
+
+def test_killed_it_leaves_no_rank_and_no_directory(waiting: Fork, pids: Path) -> None:
     waiting.kill()
     waiting.wait(30)
     wait_for(lambda: not any(map(is_running, ranks(pids))), "the ranks to end without their supervisor")
@@ -116,7 +139,7 @@ def test_killed_it_leaves_no_rank_and_no_directory(waiting: subprocess.Popen[byt
 def test_killed_while_it_saves_it_leaves_an_intact_store(kb: Kb, content: ContentRoot, home: Path) -> None:
     content.incident("breaks")
     assert kb("verify", "breaks").code == 0
-    process = subprocess.Popen([str(KB), "verify", "breaks"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start_warm("verify", "breaks", imports=VERIFY)
     database = next((home / "data").rglob("*.db"))
     wal = database.with_name(database.name + "-wal")
     wait_for(lambda: wal.exists() or process.poll() is not None, "the second report to be written")
@@ -132,8 +155,8 @@ def test_a_terminal_is_sane_after_a_kill(content: ContentRoot, pids: Path, tmp_p
     content.incident("waits", WAITS, 'make(raised("the thing broke"), deadline_s=300)')
     leader, follower = pty.openpty()
     before = termios.tcgetattr(follower)
-    process = subprocess.Popen(
-        [str(KB), "verify", "waits"], cwd=tmp_path, stdin=follower, stdout=follower, stderr=follower
+    process = start_warm(
+        "verify", "waits", imports=VERIFY, cwd=tmp_path, stdin=follower, stdout=follower, stderr=follower
     )
     drawn = b""
     try:
