@@ -69,13 +69,17 @@ def launch(ctx: Context, *, options: List[str]) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Count what CUDA would show of CUDA_VISIBLE_DEVICES, and compare it with the processes of this host."""
-    uuids = listed()
+    uuids, has_instances = listed()
     variable = params["visible"] if params["visible"] is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None and not uuids:
         return unknown("CUDA_VISIBLE_DEVICES is not set, and nvidia-smi is missing or lists no GPU")
     entries, seen = visible(variable, uuids)
     setting = f"CUDA_VISIBLE_DEVICES={variable}" if variable is not None else "CUDA_VISIBLE_DEVICES is not set"
     evidence = [f"{setting}; nvidia-smi lists {len(uuids) or 'no'} GPUs", f"a process sees {seen} of {entries} entries"]
+    is_mig = variable is not None and "MIG-" in variable
+    if (is_mig and seen < entries) or (has_instances and not is_mig):
+        mig = "CUDA gives a process one MIG instance" if is_mig else "MIG is on, and the variable names no instance"
+        return exposed(*evidence, mig, advice="CUDA_VISIBLE_DEVICES=MIG-..., one instance for each process")
     if seen < entries:
         cut = "CUDA ends the list at the first entry that is no GPU, and takes none when one comes twice"
         return exposed(*evidence, cut, advice="write numbers of nvidia-smi -L, or whole UUIDs, each once")
@@ -88,27 +92,37 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice=advice)
     if processes > seen:
         return exposed(*evidence, advice=f"start {seen} processes, or make {processes} GPUs visible to each")
+    if not uuids:
+        where = "run this on the node of the job, where nvidia-smi lists its GPUs"
+        return unknown(*evidence, "whether these GPUs exist cannot be seen here", advice=where)
     return clear(*evidence)
 
 
-def listed() -> List[str]:
+def listed() -> Tuple[List[str], bool]:
+    """The UUIDs of the GPUs, and whether any is divided into MIG instances."""
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", ran.stdout, re.MULTILINE)
+        return [], False
+    uuids = re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", ran.stdout, re.MULTILINE)
+    return uuids, re.search(r"^ +MIG .*\(UUID: MIG-", ran.stdout, re.MULTILINE) is not None
 
 
 def visible(variable: Any, uuids: List[str]) -> Tuple[int, int]:
-    """Entries of the variable, and how many of them CUDA takes: up to the first invalid one, none if one repeats."""
+    """Entries of the variable, and how many of them CUDA takes: up to the first invalid one, none if one repeats.
+
+    Of MIG instances it takes the first alone (MIG user guide, "CUDA_VISIBLE_DEVICES").
+    """
     if variable is None:
         return len(uuids), len(uuids)
     hides_all = variable.strip() in ("", "-1")  # on purpose
     entries = [] if hides_all else [entry.strip() for entry in variable.split(",")]
     taken: List[str] = []
     for entry in entries:
-        if entry.startswith("MIG-") or (not uuids and re.match(r"GPU-|\d+$", entry)):
-            device = entry  # cannot be looked up here: believed
+        if entry.startswith("MIG-"):
+            return len(entries), 1 if not taken else len(taken)
+        if not uuids and re.match(r"GPU-|\d+$", entry):
+            device = entry  # cannot be looked up here
         elif entry.startswith("GPU-"):
             device = next((uuid for uuid in uuids if uuid.startswith(entry)), "")
         else:
