@@ -20,7 +20,8 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, TextContent
 
-from tests.support.console import GENEROUS_S, KB
+from tests.support.console import GENEROUS_S
+from tests.support.warm_command import warm_command
 
 
 class Model:
@@ -108,7 +109,8 @@ def over_stdio(
     stderr: TextIO | None = None,
 ) -> Iterator[Model]:
     """A client of a `kb mcp` of its own."""
-    server = StdioServerParameters(command=str(KB), args=["mcp", *map(str, args)], env=dict(env or os.environ))
+    command, *arguments = warm_command("mcp", *args)
+    server = StdioServerParameters(command=command, args=arguments, env=dict(env or os.environ))
     transport = stdio_client(server, stderr or sys.__stderr__ or sys.stderr)
     client = Client(transport, mode=mode, elicitation_callback=consent, read_timeout_seconds=GENEROUS_S)
     with connected(client) as model:

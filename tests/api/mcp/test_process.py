@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from tests.support.console import CHECKOUT, GENEROUS_S, KB, ContentRoot, Kb, end, is_running, wait_for
 from tests.support.in_process import run_kb_here
+from tests.support.warm_start import MCP, PIPE, Fork, start_warm
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +35,7 @@ time.sleep(600)
 class Raw:
     """A `kb mcp` that is spoken to line by line."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork) -> None:
         self.process = process
 
     def say(self, line: bytes) -> None:
@@ -79,13 +81,20 @@ class Raw:
     def rest(self) -> tuple[int, bytes, bytes]:
         """(exit code, the rest of stdout, stderr) once it has ended."""
         out, err = self.process.communicate(timeout=GENEROUS_S)
-        return self.process.returncode, out, err
+        return self.process.wait(GENEROUS_S), out, err
+
+
+def warm(*args: str) -> Fork:
+    return start_warm("mcp", *args, imports=MCP, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+
+
+def cold() -> subprocess.Popen[bytes]:
+    """As a client starts it."""
+    return subprocess.Popen([str(KB), "mcp"], stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
 
 @contextmanager
-def started(*args: str | Path) -> Iterator[Raw]:
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([str(KB), "mcp", *map(str, args)], stdin=pipe, stdout=pipe, stderr=pipe)
+def started(process: subprocess.Popen[bytes] | Fork) -> Iterator[Raw]:
     try:
         yield Raw(process)
     finally:
@@ -97,7 +106,7 @@ def started(*args: str | Path) -> Iterator[Raw]:
 
 
 def test_nothing_but_the_protocol_is_on_standard_output_and_it_ends_with_its_input() -> None:
-    with started() as server:
+    with started(cold()) as server:
         server.greet()
         server.say(b"this is no JSON")
         assert server.hear()["error"]["code"] == -32700
@@ -128,7 +137,7 @@ UNREADABLE = [
 
 
 def test_a_line_that_is_no_message_gets_an_error_and_the_next_one_its_answer() -> None:
-    with started() as server:
+    with started(warm()) as server:
         for line, code, request_id in UNREADABLE:  # before the handshake, too
             server.say(line)
             answer = server.hear()
@@ -145,7 +154,7 @@ def test_a_line_that_is_no_message_gets_an_error_and_the_next_one_its_answer() -
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_without_a_traceback(number: signal.Signals) -> None:
-    with started() as server:
+    with started(warm()) as server:
         server.greet()
         server.process.send_signal(number)
         assert server.rest() == (-number, b"", b"")
@@ -173,7 +182,7 @@ def mark(waits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @contextmanager
 def verifying(mark: Path) -> Iterator[tuple[Raw, int]]:
     """A server that verifies with consent, and the process of the job that takes its time."""
-    with started("--allow-verify") as server:
+    with started(warm("--allow-verify")) as server:
         server.greet()
         server.ask("tools/call", name="verify_fix", arguments={"id": "waits"})
         server.consent()
@@ -237,10 +246,9 @@ def test_without_the_extra_it_names_it(missing: str, tmp_path: Path) -> None:
     assert f"pip install -e '{CHECKOUT}[server]'" in ended.stderr
 
 
-def test_the_sdk_leaves_the_log_of_the_process_alone() -> None:
-    code = (
-        "import logging; from pkgutil import resolve_name; "
-        "server, tools = resolve_name('kb.api.mcp.server:Server'), resolve_name('kb.api.mcp.tools:Tools'); server(tools(None)); "
-        "assert (logging.getLogger().handlers, logging.getLogger().level) == ([], logging.WARNING)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "KB_ROOTS": ""})
+def test_the_sdk_leaves_the_log_of_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger()
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "level", logging.WARNING)
+    resolve_name("kb.api.mcp.server:Server")(resolve_name("kb.api.mcp.tools:Tools")(None))
+    assert (log.handlers, log.level) == ([], logging.WARNING)
