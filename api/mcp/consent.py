@@ -10,8 +10,10 @@ from pydantic import BaseModel, Field
 
 from kb.errors import KbError
 
+from .answers import Document
 from .arguments import EntryId
 from .tools import Tools
+from .verification import verification_answer
 
 Settings = Annotated[
     dict[str, str] | None, Field(description="Parameters of the probe, as `kb verify --set KEY=VALUE` takes them.")
@@ -47,15 +49,16 @@ async def verify_fix(
     id: EntryId,  # noqa: A002
     consent: Annotated[ElicitationResult[Consent], Resolve(_consent)],
     settings: Settings = None,
-) -> dict[str, Any]:
+) -> Document:
     """Verify an incident and its fix on this machine: the job must fail without the fix, and complete with it.
 
     The person is asked for consent each time. It takes seconds to minutes. `verdict` is the result and
-    `fidelity` on what: a verdict of fidelity cpu says nothing about NCCL.
+    `fidelity` on what: a verdict of fidelity cpu says nothing about NCCL. Stacks and logs are in `whole_report`.
     """
     if not isinstance(consent, AcceptedElicitation) or not consent.data.run:
         raise ToolError("the person did not consent, so nothing was run; do not ask again unless they want it")
     tools = ctx.request_context.lifespan_context
     content, machine = await tools.content(), tools.machine
     assert machine is not None
-    return await tools.on_machine(lambda: machine.verify(content.catalog, id, settings or {}))
+    report = await tools.on_machine(lambda: machine.verify(content.catalog, id, settings or {}))
+    return verification_answer(report)

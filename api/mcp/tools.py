@@ -87,11 +87,10 @@ class Tools:
     ) -> Document:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
-        Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first, each
-        with its cause and the words that matched. `answered` is false when even the best only has some words in common
-        with the question: then put the questions of `ask` to the person and search again with their answers, or say
-        that kb does not know it. Read an incident with get_incident before you advise a fix, and cite its id and the
-        section you rely on.
+        Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first.
+        `answered` is false when even the best only has some words in common with the question: then put the questions
+        of `ask` to the person and search again with their answers, or say that kb does not know it. Read an incident
+        with get_incident before you advise a fix, and cite its id and the section you rely on.
         """
         question = SearchQuestion(
             q=query,
@@ -116,11 +115,11 @@ class Tools:
         sections: Sections = None,
         language: Language = None,
     ) -> Document:
-        """Read one incident: cause, fix with its cost, how to tell it from look-alikes; ask for `more_sections`.
+        """Read one incident: cause, fix with its cost, how to tell it from look-alikes.
 
-        Every claim ends with its grade: [probe] an experiment shows it, [source N] and [thread N] it was read in
-        reference N, [claimed N] somebody asserts it and nobody checked, [inferred] a conclusion. Keep the grade when
-        you pass a claim on, and cite it as the id and the section, for instance `address-in-use, Fix`.
+        What is left out, marked with …, is in `more_sections`: ask for them. Every claim ends with its grade: [probe]
+        an experiment shows it, [source N] and [thread N] it was read in reference N, [claimed N] nobody checked it,
+        [inferred] a conclusion. Keep the grade when you pass a claim on, and cite the id and the section.
         """
         content = await self.content()
         entry = content.catalog.get(id)
@@ -151,9 +150,9 @@ class Tools:
     ) -> Document:
         """Say which known incidents can happen with these versions, which cannot, and why.
 
-        Use it before a job runs, before an upgrade, or to see whether a candidate applies at all. Where the server
-        runs on the person's own machine, packages may be left out: then it looks at that machine. Everywhere else they
-        are needed. What only a version excludes has state does-not-apply; unknown means that a version is missing.
+        Use it before a job runs, before an upgrade, or to see whether a candidate applies at all. Packages may be left
+        out where the server runs on the person's own machine: then it looks at that machine. What only a version
+        excludes has state does-not-apply; unknown means that a version is missing.
         """
         content = await self.content()
         if packages is not None:

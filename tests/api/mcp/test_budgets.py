@@ -1,7 +1,4 @@
-"""What a model gets costs it at most 1,500 tokens, unless it asks for more.
-
-Tokens are estimated without a tokenizer: four characters are one, and so is each character of a wide script.
-"""
+"""What a model gets costs it at most 1,500 tokens, unless it asks for more."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kb.api.mcp.answers import encode, tokens
+from kb.api.mcp.verification import verification_answer
 from mcp_types import CallToolResult, TextContent
 
 from kb.content.catalog import Catalog, load_catalog
@@ -29,9 +28,15 @@ QUESTIONS = (
 )
 
 
-def tokens(text: str) -> int:
-    wide = sum(ord(character) >= 0x2E80 for character in text)
-    return wide + (len(text) - wide) // 4
+# Texts of the kinds that answers consist of, and what o200k_base, the tokenizer of GPT-4o and GPT-5, makes of them.
+COUNTED = {
+    "Saving a sharded model is a collective: the full state dict is all-gathered from every rank.": 22,
+    "export NCCL_IB_GID_INDEX=3; show_gids | grep v2; ib_write_bw -d mlx5_0 -x 3 -F": 33,
+    '{"id":"nan-loss","confidence":0.95,"evidence":[{"line":1042,"rank":3,"time":"2026-11-12T10:10:10Z"}]}': 42,
+    "[rank3]: WorkNCCL(SeqNum=92113, OpType=_ALLGATHER_BASE, NumelIn=12582912, Timeout(ms)=1800000)": 38,
+    "https://github.com/pytorch/pytorch/blob/001074d25084fdb87a799823e395a50f5ec044d3/c10/cuda/CUDACachingAllocator.cpp": 41,
+    "保存分片模型本身就是一次集合通信:完整的 state dict 要从所有 rank all-gather 而来": 25,
+}
 
 
 def cost(result: CallToolResult) -> int:
@@ -56,6 +61,11 @@ def catalog() -> Catalog:
     return load_catalog((builtin_root(),))
 
 
+@pytest.mark.parametrize("text", COUNTED)
+def test_the_estimate_of_tokens_is_near_the_count_of_a_tokenizer(text: str) -> None:
+    assert 0.88 <= tokens(text) / COUNTED[text] <= 1.35
+
+
 def test_the_tools_cost_little(model: Model) -> None:
     tools = model.do("list_tools").tools
     assert sum(tokens(tool.model_dump_json(by_alias=True, exclude_none=True)) for tool in tools) <= BUDGET
@@ -71,7 +81,21 @@ def test_every_incident_costs_little_and_has_its_fix(model: Model, catalog: Cata
     for entry in catalog.current():
         assert cost(model.call("get_incident", id=entry.id)) <= BUDGET, entry.id
         assert cost(model.call("get_incident", id=entry.id, language="zh")) <= BUDGET, entry.id
-        assert "Fix" in model.answer("get_incident", id=entry.id)["sections"], entry.id
+        answer = model.answer("get_incident", id=entry.id)
+        assert "1. " in answer["sections"]["Fix"], entry.id
+
+
+def test_a_section_that_does_not_fit_ends_after_a_whole_item_and_can_be_asked_for(model: Model) -> None:
+    sections = {}
+    for name, more in (("short", {}), ("whole", {"sections": ["How to tell"]})):
+        document = model.answer("get_incident", id="oom-fragmentation", **more)
+        sections[name] = document["sections"]["How to tell"]
+        assert ("How to tell" in document["more_sections"]) == (name == "short")
+    text, end = sections["short"][:-2], sections["short"][-2:]
+    assert end == "\n…"
+    assert sections["whole"].startswith(text)
+    assert sections["whole"][len(text)] == "\n"
+    assert text.count("```") % 2 == 0
 
 
 def test_every_diagnosis_costs_little_and_has_a_fix(model: Model, catalog: Catalog) -> None:
@@ -94,3 +118,29 @@ def test_an_environment_costs_little(model: Model) -> None:
     packages = {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0", "deepspeed": "0.14.0"}
     assert cost(model.call("check_environment", packages=packages, gpu="H100")) <= BUDGET
     assert cost(model.call("check_environment")) <= BUDGET
+
+
+def test_a_verification_costs_little_and_says_what_failed() -> None:
+    failed = {"kind": "raised", "exit_code": 3, "signal": "", "type": "RuntimeError", "waiting_in": ""}
+    log = "[rank0]: Traceback (most recent call last):\n" * 500
+    ranks = [failed | {"rank": rank, "message": "x " * 2000, "traceback": log, "log": log} for rank in range(64)]
+    arm = {"because": "w " * 400, "expected": "raised", "outcome": "raised", "failure": None, "duration_s": 3.7}
+    arm |= {"first_failing_rank": 0, "flight_record": ["rank 1 never issued collective 6"] * 64, "ranks": ranks}
+    result = {"verdict": "other-failure", "reason": "r " * 2000, "evidence": log, "fidelity": "cpu", "stands_for": None}
+    result |= {"experiment": "gloo", "repeats": None, "arms": {"control": arm, "treatment": arm}}
+    environment = {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "driver_version": "570.86.15"}] * 8}
+    report = result | {
+        "id": "nan-loss",
+        "variants": [result] * 8,
+        "skipped": [{"experiment": "nccl", "reason": "needs 2 GPUs"}] * 8,
+        "check": None,
+        "params": {},
+        "environment": environment,
+        "leftovers": [],
+        "next_step": "find out what broke here",
+    }
+    answer = verification_answer(report)
+    assert tokens(encode(answer)) <= BUDGET
+    assert answer["arms"]["control"]["ranks"][0]["message"].startswith("x x ")
+    assert (answer["verdict"], answer["next_step"]) == ("other-failure", "find out what broke here")
+    assert answer["machine"]["driver"] == "570.86.15"

@@ -90,14 +90,16 @@ def test_with_consent_the_probe_runs_and_the_report_is_kept(
     desk.person.says("accept", run=True)
     report = desk.model.answer("verify_fix", id="breaks")
     assert (report["id"], report["verdict"], report["fidelity"]) == ("breaks", "verified", "cpu")
-    assert report["leftovers"] == []
+    assert report["arms"]["control"]["ranks"][0]["message"] == "the thing broke: code 7"
     assert desk.place.ran == "ran ran "
     [question] = desk.person.asked
     assert "Run the probe of breaks (The thing called breaks)" in question
     for name, value in desk.place.env.items():
         monkeypatch.setenv(name, value)
-    kept = run_kb("history", "breaks", "--json", cwd=tmp_path).json["reports"][0]
-    assert {name: kept[name] for name in report} == report
+    kept = run_kb(*report["whole_report"].split()[1:], cwd=tmp_path).json["reports"][0]
+    names = ("id", "verdict", "reason", "evidence", "fidelity", "next_step")
+    assert [kept[name] for name in names] == [report[name] for name in names]
+    assert kept["arms"]["control"]["ranks"][0]["traceback"]
 
 
 @pytest.mark.parametrize("action", ["decline", "cancel"])
