@@ -12,6 +12,8 @@ from typing import Any, Self
 from kb.content.roots import Root, configured_roots
 from kb.errors import UsageError
 
+from .requests.rate_limits import RateLimit
+
 
 class Anonymous(StrEnum):
     """Who may read without a key."""
@@ -45,11 +47,13 @@ class Settings:
         except ValueError:
             hint = f"one of {', '.join(Anonymous)}"
             raise UsageError(f"invalid KB_ANONYMOUS={environment['KB_ANONYMOUS']!r}", hint) from None
+        rate = environment.get("KB_RATE", "600/minute")
+        RateLimit.parse(rate)
         return cls(
             roots=configured_roots() if roots is None else roots,
             database=environment.get("KB_DATABASE_URL") or None,
             anonymous=anonymous,
-            rate=environment.get("KB_RATE", "600/minute"),
+            rate=rate,
         )
 
     def but(self, **changed: Any) -> Self:

@@ -129,12 +129,17 @@ def test_the_environment_says_who_may_read_as_the_options_do() -> None:
         assert "INSECURE" in server.lines[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("KB_ANONYMOUS", "friends"), ("KB_RATE", "often"), ("KB_DATABASE_URL", "mysql://h/db")]
-)
+@pytest.mark.parametrize(("name", "value"), [("KB_ANONYMOUS", "friends"), ("KB_RATE", "often")])
+def test_a_setting_that_makes_no_sense_is_refused_before_anything_is_served(kb: Kb, name: str, value: str) -> None:
+    ended = kb("serve", "--port", "0", "--workers", "2", **{name: value})
+    assert ended.code == 2
+    assert value in ended.err
+    assert "serving" not in ended.err
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_setting_that_makes_no_sense_is_a_usage_error(kb: Kb, name: str, value: str, workers: str) -> None:
-    ended = kb("serve", "--port", "0", "--workers", workers, **{name: value})
+def test_a_database_of_an_unknown_kind_ends_all_workers_with_a_usage_error(kb: Kb, workers: str) -> None:
+    ended = kb("serve", "--port", "0", "--workers", workers, KB_DATABASE_URL="mysql://h/db")
     assert ended.code == 2
     assert "Traceback" not in ended.err
 
