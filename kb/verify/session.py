@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kb.content.catalog import Catalog
 from kb.content.entry import Entry
-from kb.errors import StoreUnavailable
+from kb.errors import LaunchError, StoreUnavailable
 from kb.harness.launcher import Launcher
 from kb.machine import snapshot
 from kb.verify.plan import Plan, make_plan, reject_unknown
@@ -62,9 +62,15 @@ def prepare(
 
     def make(entry: Entry) -> Plan:
         progress.begin("plan", f"{entry.id} plan")
-        plan = make_plan(entry, catalog.probe_file(entry), launcher, machine, settings, force=force)
-        progress.end("plan")
-        return plan
+        probe_file = catalog.probe_file(entry)
+        try:
+            return make_plan(entry, probe_file, launcher, machine, settings, force=force)
+        except LaunchError as error:
+            if entry is entries[0]:
+                raise
+            return Plan(entry, probe_file, fault=error.message)  # the others have begun: their reports are not lost
+        finally:
+            progress.end("plan")
 
     plans: Iterable[Plan] = map(make, entries)
     if settings or len(entries) == 1:
