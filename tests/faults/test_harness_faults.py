@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kb.runtime import processes
-from tests.support.console import BREAKS, KB, ContentRoot, Kb, arm_directories, end, is_running, wait_for
+from tests.support.console import BREAKS, ContentRoot, Kb, arm_directories, end, is_running, wait_for
+from tests.support.warm_start import PIPE, VERIFY, Fork, start_warm
 
 WAITS = """
 Path(os.environ["PIDS"], str(os.getpid())).touch()
@@ -41,11 +41,11 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([str(KB), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def start(*arguments: str) -> Fork:
+    return start_warm(*arguments, imports=VERIFY, stdout=PIPE, stderr=PIPE)
 
 
-def fork_server_of(process: subprocess.Popen[bytes]) -> int:
+def fork_server_of(process: Fork) -> int:
     children = [child for child in processes.descendants(process.pid) if child.parent == process.pid]
     return next(
         child.pid for child in children if b"forkserver" in Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")

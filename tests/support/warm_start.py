@@ -28,6 +28,14 @@ ADDRESS = f"\0kb-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or token_hex(16
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 SERVICE = ("kb.cli.main", "kb.cli.commands.serve", "kb.api.app", "uvicorn.config", "uvicorn.server")
 MCP = (*SERVICE, "kb.cli.commands.mcp", "kb.api.mcp.server", "mcp.server.stdio")
+VERIFY = (
+    "kb.cli.main",
+    "kb.cli.commands.verify",
+    "kb.cli.terminal.reports",
+    "kb.store.sqlite",
+    "kb.store.reports",
+    "alembic.command",
+)
 ATTEMPTS = 5  # to find a parent: the one that was found may be about to end
 
 
