@@ -29,7 +29,7 @@ def train(ctx: Context, *, warm_up: bool) -> None:
         compiled(x, 10)
         begun = time.monotonic()
         compiled(x, 100)
-        count = int(100 * 4 * timeout_s / (time.monotonic() - begun))
+        count = int(100 * 3 * timeout_s / (time.monotonic() - begun))
     run = compiled if ctx.rank == 0 else layers
     ctx.reached()
     if warm_up:

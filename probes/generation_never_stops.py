@@ -27,7 +27,7 @@ from kb.probe import (
 EOS, ASK, REPLY, MARKER = range(4)  # MARKER ends a turn as `###` or <|im_end|> does: an ordinary token to generation
 ANSWERS = {4: [10, 11], 5: [12, 10, 13], 6: [14], 7: [11, 13, 12, 15], 8: [15, 10], 9: [13, 14, 11]}
 VOCABULARY, WIDTH, LIMIT = 16, 24, 60
-PACKED_STEPS, PADDED_STEPS = 150, 80
+PACKED_STEPS, PADDED_STEPS = 100, 60  # it is trained after 75 and 40
 CAUSES = ("packed", "masked", "marker")
 
 

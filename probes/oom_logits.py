@@ -12,7 +12,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
-HIDDEN, VOCAB, SLICES = 64, 16384, 8
+HIDDEN, VOCAB, SLICES = 16, 16384, 8  # bfloat16 on a CPU is slow: few features, and logits of full size
 CPU_TOKENS, GPU_TOKENS = 1024, 8192  # 64 and 512 MiB of float32 logits
 CPU_ROOM, GPU_MIB = 140 << 20, 1024
 PEAK = 12  # bytes per logit, measured below in the backward: log-softmax 4, two float32 gradients 4 + 4

@@ -48,7 +48,8 @@ def resume(ctx: Context, *, matching_names: bool) -> None:
     ctx.init_process_group(timeout_s=10)
     bare = build()
     try:
-        model: Any = torch.compile(DistributedDataParallel(bare))  # nothing is compiled before the first call
+        # Nothing is compiled before the first call; the names are the same with every backend, inductor loads slowly.
+        model: Any = torch.compile(DistributedDataParallel(bare), backend="eager")
     except RuntimeError as error:
         raise Unavailable("torch.compile does not work here: %s" % error) from error
     if ctx.rank == 0:
