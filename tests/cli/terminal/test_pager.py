@@ -17,9 +17,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.console import GENEROUS_S, KB, Kb, end
+from tests.support.warm_start import start_warm
 
 ENTRY = "checkpoint-save-allgather-timeout"
 MARK = "through a pager"
+IMPORTS = (
+    "kb.cli.main",
+    "kb.cli.commands.list_",
+    "kb.cli.commands.search",
+    "kb.cli.commands.show",
+    "kb.content.catalog",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,34 +46,31 @@ def pager(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def on_terminal(
-    *args: str, rows: int = 24, columns: int = 80, **env: str
-) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A `kb` under way at a terminal of this size, and the other end of the terminal."""
+def terminal(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal of this size: ours, and that of a program, which is to be closed here when it runs."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    try:
+        yield ours, its
+    finally:
+        os.close(ours)
+
+
+def variables(**env: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "LESS")}
-    with subprocess.Popen(
-        [KB, *args],
-        stdin=its,
-        stdout=its,
-        stderr=its,
-        env={**inherited, "TERM": "xterm", **env},
-        start_new_session=True,
-    ) as process:
-        os.close(its)
-        try:
-            yield process, ours
-        finally:
-            end(process)
-            os.close(ours)
+    return {**inherited, "TERM": "xterm", **env}
 
 
 def shown(*args: str, rows: int = 24, columns: int = 80, **env: str) -> str:
     """All that a terminal of this size shows of a command that succeeds."""
-    with on_terminal(*args, rows=rows, columns=columns, **env) as (process, terminal):
-        output = b"".join(iter(lambda: read(terminal), b""))
-        assert process.wait(GENEROUS_S) == 0, output
+    with terminal(rows, columns) as (ours, its):
+        process = start_warm(*args, imports=IMPORTS, env=variables(**env), stdin=its, stdout=its, stderr=its)
+        os.close(its)
+        try:
+            output = b"".join(iter(lambda: read(ours), b""))
+            assert process.wait(GENEROUS_S) == 0, output
+        finally:
+            end(process)
     return output.decode().replace("\r\n", "\n")
 
 
@@ -111,16 +116,28 @@ def test_who_leaves_the_pager_early_sees_no_error() -> None:
 
 
 def test_less_keeps_running_after_ctrl_c_and_ends_with_q() -> None:
-    with on_terminal("show", ENTRY, "--all", PAGER="less") as (process, terminal):
-        seen = b""
-        while b"Symptom" not in seen:
-            seen += read(terminal)
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.5)  # time in which it could end; that it does not is what is asserted
-        assert process.poll() is None
-        os.write(terminal, b"q")
-        rest = b"".join(iter(lambda: read(terminal), b""))
-        assert process.wait(GENEROUS_S) == 0
+    with terminal(24, 80) as (ours, its):
+        process = subprocess.Popen(
+            [KB, "show", ENTRY, "--all"],
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            env=variables(PAGER="less"),
+            start_new_session=True,
+        )
+        os.close(its)
+        try:
+            seen = b""
+            while b"Symptom" not in seen:
+                seen += read(ours)
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.5)  # time in which it could end; that it does not is what is asserted
+            assert process.poll() is None
+            os.write(ours, b"q")
+            rest = b"".join(iter(lambda: read(ours), b""))
+            assert process.wait(GENEROUS_S) == 0
+        finally:
+            end(process)
     assert b"Traceback" not in seen + rest
 
 
@@ -133,9 +150,9 @@ def test_code_is_whole_on_a_narrow_terminal() -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
-def test_titles_and_ids_of_lists_are_not_broken(kb_process: Kb, columns: int) -> None:
+def test_titles_and_ids_of_lists_are_not_broken(kb: Kb, columns: int) -> None:
     for command in (("list",), ("search", "NCCL timeout", "--limit", "20")):
-        document = kb_process(*command, "--json").json
+        document = kb(*command, "--json").json
         lines = shown(*command, columns=columns, rows=500).splitlines()
         words = " ".join(lines).split()
         for entry in document.get("entries") or document["hits"]:
