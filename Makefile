@@ -7,7 +7,7 @@ IN_PARALLEL := -n auto --dist worksteal
 PYTHONS := tests/cli/test_other_pythons.py
 ALL_TESTS := $(IN_PARALLEL) --ignore $(PYTHONS)
 
-.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy gpu-check clean
+.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy matrix gpu-check clean
 
 setup: $(STAMP)
 
@@ -72,6 +72,9 @@ confusion: setup ## run every control arm and diagnose what it left; draws docs/
 
 healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with the training libraries
 	$(BIN)/python tests/healthy/record.py
+
+matrix: setup ## verify every entry with one release of torch after the other (5 GB each, removed); RELEASES="2.5.1 2.6.0"
+	$(BIN)/python -m tests.bench.releases
 
 gpu-check: setup ## everything a machine with GPUs can prove, as one report file
 	$(BIN)/python -m tests.bench.gpu_check

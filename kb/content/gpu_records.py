@@ -64,6 +64,8 @@ def proofs(roots: Iterable[Root]) -> dict[str, tuple[Proof, ...]]:
     for path in (path for root in roots for path in root.verified_files()):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
+            if document["schema"] != SCHEMA:
+                continue
             machine = _columns(document["machine"])
             for report in document["reports"]:
                 proof = Proof(*machine, report["verdict"], report["started_at"][:10], report["entry_digest"])

@@ -41,7 +41,7 @@ class Root:
         return sorted((self.entries / "healthy").glob("*.log"))
 
     def verified_files(self) -> list[Path]:
-        """Records of machines with GPUs: see `kb.content.gpu_records`."""
+        """Records of machines and of releases: see `kb.content.gpu_records` and `kb.content.release_records`."""
         return sorted(self.verified.glob("*.json"))
 
     def probe_file(self, stem: str) -> Path:
