@@ -55,7 +55,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if params["adapter"] is not None:
         return inspect_adapter(params["adapter"])
     transformers, peft = version("transformers"), version("peft")
-    look = "an adapter that was trained without an error can be looked at: --set adapter=<folder or .safetensors>"
+    look = "an adapter that was trained without an error can be looked at: --set adapter=FOLDER (or a .safetensors)"
     if transformers is None or peft is None:
         missing = " and ".join(
             name for name, message in (("transformers", transformers), ("peft", peft)) if not message

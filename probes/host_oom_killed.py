@@ -168,7 +168,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice="look for the victim: dmesg -T | grep -i 'killed process'")
     if need:
         return clear(*evidence, "pinned buffers, data and workers come on top")
-    return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --config ds.json --set billions=7")
+    return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --set config=ds.json --set billions=7")
 
 
 def needed(params: Mapping[str, Any]) -> Tuple[float, str]:

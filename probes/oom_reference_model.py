@@ -90,7 +90,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if trainer not in WITH_REFERENCE:
         return unknown("whether %s keeps a reference model is not known here" % trainer)
     if billions is None:
-        return unknown("the number of parameters was not given", advice="--set params=8 (billions) --set dtype=bf16")
+        return unknown("the number of parameters was not given", advice="--set params=8 --set dtype=bf16 (billions)")
     wrong = _wrong_word(params)
     if wrong or not 0 < billions < 1e6 or params["shards"] < 1:
         return unknown(wrong or "params and shards are numbers above zero")
