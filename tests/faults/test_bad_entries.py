@@ -64,6 +64,7 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("few_entries")
 @pytest.mark.parametrize("damage, rule", BROKEN, ids=[damage.__name__ for damage, _ in BROKEN])
 def test_a_broken_entry_is_named_and_costs_nobody_else(
     kb: Kb, content: ContentRoot, damage: Callable[[Path], None], rule: str
@@ -101,6 +102,7 @@ def test_an_unknown_id_is_answered_with_the_nearest_ones(kb: Kb) -> None:
     assert kb("show", "oom_mask").err.splitlines()[1].startswith("hint:  nearest: oom-masked-as-nccl-timeout")
 
 
+@pytest.mark.usefixtures("few_entries")
 def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, content: ContentRoot) -> None:
     taken = "checkpoint-save-allgather-timeout"
     content.incident(taken)
@@ -113,6 +115,7 @@ def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, con
     assert kb("verify", taken, "--json").json["verdict"] == "verified"
 
 
+@pytest.mark.usefixtures("few_entries")
 def test_a_signature_that_could_hang_is_a_finding_and_hangs_neither_search_nor_verify(
     kb: Kb, content: ContentRoot
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.console import ContentRoot, Kb
 
 PRINTS = 'if not is_fixed:\n    print("warning: the thing broke: code 7", flush=True)\n    '
@@ -90,6 +92,7 @@ def test_a_rank_that_only_follows_another_failure_verifies_nothing_unless_that_i
     assert "rank 1: ImportError: No module named x" in reports["follows"]["evidence"]
 
 
+@pytest.mark.usefixtures("few_entries")
 def test_a_probe_that_needs_no_gpu_is_never_of_hardware_fidelity(kb: Kb, content: ContentRoot) -> None:
     content.incident("pretends", probe=WITHOUT_GPU.strip())
     ended = kb("verify", "pretends", "--json")
