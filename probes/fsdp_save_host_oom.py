@@ -72,7 +72,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if billions is None or billions <= 0 or params["ranks"] < 1 or params["copies"] not in ("rank0", "all"):
         return unknown(
             "the number of parameters was not given" + (", the save is %s" % kind if kind else ""),
-            advice="--set params=70 --set bytes=12 (billions; fp32 weights and Adam), copies=all if all ranks gather",
+            advice="--set params=70 --set bytes=12 (billions; fp32 weights and Adam), copies=all if every rank gathers",
         )
     free, source = host_memory()
     if free is None:

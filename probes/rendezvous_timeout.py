@@ -41,7 +41,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     """From this machine: does the master's name resolve, and does its port accept a connection? Sends no byte."""
     address, port = params["address"], params["port"]
     if not address:
-        return unknown("no address was named", advice="on every node while rank 0 waits: --set address=MASTER_ADDR --set port=29500")
+        return unknown(
+            "no address was named",
+            advice="on every node while rank 0 waits: --set address=MASTER_ADDR --set port=29500",
+        )
     try:
         command = ["getent", "ahosts", address]
         looked_up = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=0.5)
