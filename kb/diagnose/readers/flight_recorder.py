@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ MOST_RECORDS = 50_000
 MOST_RANKS, LONGEST_RANKS = 1 << 17, 1 << 20  # of a group: ranks, and characters where they are a text
 MOST_FRAMES = 200
 MOST_TENSORS = 64
+MOST_SHARED = 100_000
 TORCH = re.compile(r"(^|[/\\])torch[/\\](distributed|nn|autograd|utils|optim|cuda|fx|_dynamo|_inductor)[/\\]")
 LIBRARY = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen ")
 
@@ -55,15 +56,33 @@ class FlightDump:
     status: dict[str, GroupStatus]
 
 
-def read_dump(data: bytes, source: str, most_values: int = MOST_VALUES) -> FlightDump:
-    """Raises `Unreadable`."""
+class SharedParts:
+    """Equal parts of many dumps as one object: a thousand ranks list the same groups and make the same calls."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Hashable, Any] = {}
+
+    def share(self, key: Hashable, make: Callable[[], Parsed]) -> Parsed:
+        """What was made for an equal key, or `make()`."""
+        if key not in self._parts:
+            if len(self._parts) >= MOST_SHARED:
+                self._parts.clear()
+            self._parts[key] = make()
+        part: Parsed = self._parts[key]
+        return part
+
+
+def read_dump(
+    data: bytes, source: str, most_values: int = MOST_VALUES, shared: SharedParts | None = None
+) -> FlightDump:
+    """Raises `Unreadable`. Dumps that are read with the same `shared` take less memory."""
     dump = load_pickle(data, most_values) if data[:1] == pickle.PROTO else load_json(data, most_values)
     if not isinstance(dump, dict) or not any(key in dump for key in KEYS):
         raise Unreadable("not a flight-recorder dump: it has neither entries nor process groups")
     entries = dump.get("entries") or []  # JSON leaves the key out when there are none
     if not isinstance(entries, list):
         raise Unreadable("its entries are not a list")
-    cache = _PartCache()
+    cache = _PartCache(shared or SharedParts())
     records = [_record(index, entry, cache) for index, entry in enumerate(entries[-MOST_RECORDS:])]
     rank = as_integer(dump.get("rank"))
     return FlightDump(
@@ -79,15 +98,25 @@ def read_dump(data: bytes, source: str, most_values: int = MOST_VALUES) -> Fligh
 class _PartCache:
     """Parses each part of a dump once: a pickle may name one part in fifty thousand places."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedParts) -> None:
+        self._shared = shared
         self._parsed: dict[tuple[Callable[[Any], Any], int], Any] = {}
 
     def parse(self, parser: Callable[[Any], Parsed], part: Any) -> Parsed:
         key = (parser, id(part))
         if key not in self._parsed:
-            self._parsed[key] = parser(part)
+            self._parsed[key] = self._parse(parser, part)
         parsed: Parsed = self._parsed[key]
         return parsed
+
+    def text(self, text: str) -> str:
+        return self._shared.share(text, lambda: text)
+
+    def _parse(self, parser: Callable[[Any], Parsed], part: Any) -> Parsed:
+        if isinstance(part, str):
+            return self._shared.share((parser, part), lambda: parser(part))
+        parsed = parser(part)
+        return self._shared.share((parser, repr(parsed)), lambda: parsed)
 
 
 def _rank_from_name(source: str) -> int | None:
@@ -102,17 +131,17 @@ def _record(index: int, entry: Any, cache: _PartCache) -> Record:
     seq = as_integer(entry.get("collective_seq_id", entry.get("seq_id"))) if isinstance(entry, dict) else None
     if seq is None:
         raise Unreadable(f"its entry {index} has no sequence number")
-    op = as_text(entry.get("profiling_name"))
+    op = cache.text(as_text(entry.get("profiling_name")))
     state = as_text(entry.get("state"))
     return {
-        "group": _group_name(entry.get("process_group"), entry.get("pg_id")),
+        "group": cache.text(_group_name(entry.get("process_group"), entry.get("pg_id"))),
         "seq": seq,
         "op": op,
         "sizes": cache.parse(_sizes, entry.get("input_sizes")),
         "outputs": cache.parse(_sizes, entry.get("output_sizes")),
         "dtypes": cache.parse(_dtypes, entry.get("input_dtypes")),
         "retired": entry.get("retired") is True,
-        "state": state if state in STATES else "scheduled",
+        "state": cache.text(state) if state in STATES else "scheduled",
         "p2p": entry.get("is_p2p") is True or bool(re.search(r"(^|:)(send|recv)\b", op)),
         "frames": cache.parse(_user_frames, entry.get("frames")),
         "record_id": as_integer(entry.get("record_id")) or 0,

@@ -12,8 +12,7 @@ from kb.diagnose.inputs.formats import Kind, detect_kind
 from kb.diagnose.inputs.rank_from_path import rank_from_path
 from kb.diagnose.inputs.sources import Source, Stream
 from kb.diagnose.inputs.streams import HEAD
-from kb.diagnose.readers.flight_comparison import compare_dumps
-from kb.diagnose.readers.flight_recorder import FlightDump, read_dump
+from kb.diagnose.readers.flight_dumps import FlightDumps
 from kb.diagnose.readers.nccl_ras import read_ras_report
 from kb.diagnose.readers.stacks import read_stacks
 from kb.diagnose.readers.structured import LARGEST, MOST_VALUES, Unreadable
@@ -30,11 +29,14 @@ ReportProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on the memory that dumps may take: bytes and values of each, and collectives of all together."""
+    """Bounds on the memory that dumps may take: bytes and values of each, and collectives of all together.
+
+    Of more collectives, the last of each dump are compared.
+    """
 
     structured: int = LARGEST
     values: int = MOST_VALUES
-    records: int = 5_000_000
+    records: int = 1_000_000
 
 
 def scan(
@@ -62,7 +64,10 @@ class _Reader:
     progress: ReportProgress
     limits: Limits
     evidence: Accumulator = field(default_factory=Accumulator)
-    dumps: list[FlightDump] = field(default_factory=list)
+    dumps: FlightDumps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dumps = FlightDumps(self.limits.records)
 
     def read_input(self, source: Source | Stream) -> None:
         self.evidence.sources += 1
@@ -79,7 +84,8 @@ class _Reader:
 
     def conclude(self) -> Scan:
         """The scan, with the observations that only all inputs together allow."""
-        self._observe(compare_dumps(self.dumps))
+        self._observe(self.dumps.compare())
+        self.evidence.problems += self.dumps.problems()
         self._observe(derive_observations(self.evidence.freeze()))
         return self.evidence.freeze()
 
@@ -104,9 +110,7 @@ class _Reader:
             if len(data) > self.limits.structured:
                 raise Unreadable(f"it is larger than {self.limits.structured >> 20} MiB")
             if kind in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
-                if sum(len(dump.records) for dump in self.dumps) > self.limits.records:
-                    raise Unreadable(f"the dumps before it have more than {self.limits.records:,} collectives")
-                self.dumps.append(read_dump(data, source.name, self.limits.values))
+                self.dumps.add(data, source.name, self.limits.values)
             elif kind is Kind.ERROR_FILE:
                 rank = rank_from_path(source.name)
                 for line in read_error_file(data, source.name, rank, self.limits.values):

@@ -1,0 +1,58 @@
+"""The flight-recorder dumps of a job in bounded memory: of too many collectives, those of each rank that came last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from kb.diagnose.evidence import Line
+from kb.diagnose.readers.flight_comparison import compare_dumps
+from kb.diagnose.readers.flight_recorder import FlightDump, SharedParts, read_dump
+
+ROOM = 4  # a fourth of the memory is freed at a time
+
+
+@dataclass(slots=True)
+class FlightDumps:
+    """`add` the dumps, then `compare` them. At most `most` collectives of all together stay in memory."""
+
+    most: int
+    _dumps: list[FlightDump] = field(default_factory=list)
+    _shared: SharedParts = field(default_factory=SharedParts)
+    _count: int = 0  # of the collectives
+    _last: int | None = None  # collectives that each dump has at most; None while all are there
+
+    def add(self, data: bytes, source: str, most_values: int) -> None:
+        """Raises `Unreadable`."""
+        dump = read_dump(data, source, most_values, self._shared)
+        self._dumps.append(dump)
+        self._count += len(dump.records)
+        if self._count > self.most:
+            self._shorten((self.most - self.most // ROOM) // len(self._dumps))
+
+    def compare(self) -> list[Line]:
+        """The sentences about the dumps, and nothing of a collective that is there for some ranks only."""
+        if self._last is not None:
+            self._shorten(self._last)
+        return compare_dumps(self._dumps)
+
+    def problems(self) -> Iterator[str]:
+        if self._last is not None:
+            yield (
+                f"{self._dumps[0].source}: {len(self._dumps):,} dumps have more than {self.most:,} collectives; "
+                f"the last {self._last:,} of each are compared"
+            )
+
+    def _shorten(self, last: int) -> None:
+        self._last = max(1, last)
+        self._dumps = [_shortened(dump, self._last) for dump in self._dumps]
+        self._count = sum(len(dump.records) for dump in self._dumps)
+
+
+def _shortened(dump: FlightDump, last: int) -> FlightDump:
+    """As if the ring buffer of the rank had been shorter: an id above 0 says that earlier records were overwritten."""
+    if len(dump.records) <= last:
+        return dump
+    records = dump.records[-last:]
+    records[0] = {**records[0], "record_id": max(1, records[0]["record_id"])}
+    return replace(dump, records=records)
