@@ -37,7 +37,7 @@ def ten_megabytes(path: Path) -> None:
 
 
 def other_id(path: Path) -> None:
-    path.write_text(path.read_text().replace("id: broken", "id: another-one"))
+    path.write_text(path.read_text().replace("id: broken-", "id: another-"))
 
 
 def alias_bomb(path: Path) -> None:
@@ -64,30 +64,25 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("few_entries")
-@pytest.mark.parametrize("damage, rule", BROKEN, ids=[damage.__name__ for damage, _ in BROKEN])
-def test_a_broken_entry_is_named_and_costs_nobody_else(
-    kb: Kb, content: ContentRoot, damage: Callable[[Path], None], rule: str
-) -> None:
-    path = content.entry("broken")
+def test_broken_entries_are_named_and_cost_nobody_else(kb: Kb, content: ContentRoot) -> None:
+    broken = [(content.entry(f"broken-{number}"), damage, rule) for number, (damage, rule) in enumerate(BROKEN)]
     content.incident("sound", body="if not is_fixed:\n    raise RuntimeError('the thing broke: code 7')\n")
-    damage(path)
+    for path, damage, _ in broken:
+        damage(path)
 
     linted = kb("lint", "--json")
     assert linted.code == 1
-    assert {"rule": rule, "file": str(path)}.items() <= next(
-        finding for finding in linted.json["findings"] if finding["rule"] == rule
-    ).items()
-
+    named = {(finding["rule"], finding["file"]) for finding in linted.json["findings"]}
     searched = kb("search", "thing called sound", "--json")
     assert searched.code == 0
     assert searched.json["hits"][0]["id"] == "sound"
-    assert any(rule in problem for problem in searched.json["problems"])
 
-    shown = kb("show", "broken", "--json")
-    assert shown.code == 2
-    assert shown.json["error"]["type"] == "content-error"
-    assert rule in shown.json["error"]["message"]
+    for path, damage, rule in broken:
+        assert (rule, str(path)) in named, damage
+        assert any(path.name in problem and rule in problem for problem in searched.json["problems"]), damage
+        shown = kb("show", path.stem, "--json")
+        assert (shown.code, shown.json["error"]["type"]) == (2, "content-error"), damage
+        assert rule in shown.json["error"]["message"], damage
 
     assert kb("verify", "sound", "--json").json["verdict"] == "verified"
 
@@ -102,7 +97,6 @@ def test_an_unknown_id_is_answered_with_the_nearest_ones(kb: Kb) -> None:
     assert kb("show", "oom_mask").err.splitlines()[1].startswith("hint:  nearest: oom-masked-as-nccl-timeout")
 
 
-@pytest.mark.usefixtures("few_entries")
 def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, content: ContentRoot) -> None:
     taken = "checkpoint-save-allgather-timeout"
     content.incident(taken)
@@ -115,7 +109,6 @@ def test_two_entries_of_one_id_are_a_finding_and_replaces_is_the_way(kb: Kb, con
     assert kb("verify", taken, "--json").json["verdict"] == "verified"
 
 
-@pytest.mark.usefixtures("few_entries")
 def test_a_signature_that_could_hang_is_a_finding_and_hangs_neither_search_nor_verify(
     kb: Kb, content: ContentRoot
 ) -> None:

@@ -7,33 +7,32 @@ import pytest
 from tests.support.console import ContentRoot, Kb, arm_directories
 
 BROKEN = {
-    "raises at import": ("raise ValueError('no luck')", "ValueError: no luck"),
-    "is not Python": ("def (:", "SyntaxError"),
-    "defines no probe": ("x = 1", "it defines no `probe = Probe(...)`"),
-    "defines an empty probe": ("from kb.probe import Probe\nprobe = Probe()", "neither a check nor an experiment"),
-    "calls os._exit": ("import os\nos._exit(0)", "ended with exit code 0"),
-    "kills itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "died of SIGKILL"),
+    "raises-at-import": ("raise ValueError('no luck')", "ValueError: no luck"),
+    "is-not-python": ("def (:", "SyntaxError"),
+    "defines-no-probe": ("x = 1", "it defines no `probe = Probe(...)`"),
+    "defines-an-empty-probe": ("from kb.probe import Probe\nprobe = Probe()", "neither a check nor an experiment"),
+    "calls-exit": ("import os\nos._exit(0)", "ended with exit code 0"),
+    "kills-itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "died of SIGKILL"),
     "exits": ("raise SystemExit(0)", "SystemExit"),
-    "expects a pattern that could hang": (
+    "expects-a-pattern-that-could-hang": (
         "from kb.probe import *\nfrom kb.probe import Arm, Experiment, Probe, completed, raised\n"
         "arm = dict(job=print, because='x', fidelity='cpu')\n"
         "probe = Probe((Experiment('x', Arm(expect=raised('(a+)+!'), **arm), Arm(expect=completed(), **arm)),))",
         "an unbounded repeat can match the same text in two ways",
     ),
-    "writes a gigabyte": ("import os\nwhile True:\n    os.write(1, b'x' * (1 << 20))", "File too large"),
+    "writes-a-gigabyte": ("import os\nwhile True:\n    os.write(1, b'x' * (1 << 20))", "File too large"),
 }
 
 
-@pytest.mark.parametrize("source, says", BROKEN.values(), ids=BROKEN.keys())
-def test_a_probe_file_that_cannot_be_used_is_inconclusive_and_says_why(
-    kb: Kb, content: ContentRoot, source: str, says: str
-) -> None:
-    content.raw_probe("broken", source)
-    ended = kb("verify", "broken", "--json")
+def test_probe_files_that_cannot_be_used_are_inconclusive_and_say_why(kb: Kb, content: ContentRoot) -> None:
+    for name, (source, _) in BROKEN.items():
+        content.raw_probe(name, source)
+    ended = kb("verify", *BROKEN, "--json")
     assert ended.code == 3
-    assert ended.json["verdict"] == "inconclusive"
-    assert says in ended.json["reason"]
-    assert ended.json["arms"] is None
+    for (name, (_, says)), report in zip(BROKEN.items(), ended.json["reports"], strict=True):
+        assert (report["id"], report["verdict"]) == (name, "inconclusive")
+        assert says in report["reason"], name
+        assert report["arms"] is None
     assert not arm_directories()
 
 
@@ -84,15 +83,16 @@ def test_a_job_that_ends_before_its_mark_proves_nothing(kb: Kb, content: Content
     assert ended.code == 3
 
 
-@pytest.mark.parametrize(
-    "answer", ["None", "'clear'", "True", "clear", "Finding('fine', [])", "Finding('clear', None)"]
-)
-def test_a_check_that_answers_something_else_is_unknown_never_clear(kb: Kb, content: ContentRoot, answer: str) -> None:
-    content.raw_probe(
-        "odd-check", f"from kb.probe import Finding, Probe, clear\nprobe = Probe(check=lambda params: {answer})"
-    )
-    ended = kb("verify", "odd-check", "--json")
-    assert (ended.code, ended.json["check"]["state"]) == (4, "unknown")
+def test_checks_that_answer_something_else_are_unknown_never_clear(kb: Kb, content: ContentRoot) -> None:
+    answers = ["None", "'clear'", "True", "clear", "Finding('fine', [])", "Finding('clear', None)"]
+    names = [f"odd-check-{number}" for number, _ in enumerate(answers)]
+    for name, answer in zip(names, answers, strict=True):
+        content.raw_probe(
+            name, f"from kb.probe import Finding, Probe, clear\nprobe = Probe(check=lambda params: {answer})"
+        )
+    ended = kb("verify", *names, "--json")
+    assert ended.code == 4
+    assert [report["check"]["state"] for report in ended.json["reports"]] == ["unknown"] * len(answers)
 
 
 def test_a_check_that_fails_is_unknown_never_clear(kb: Kb, content: ContentRoot) -> None:
