@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import ipaddress
 import os
 import re
@@ -104,7 +105,7 @@ def check(params: Mapping[str, object]) -> Finding:
         why = f"no RDMA device in {root}, so NCCL goes over TCP; in a container: is /dev/infiniband passed in?"
         return exposed(*evidence, why, advice="remove the variable, or give the job its devices")
     if not ports:
-        return clear(f"no RDMA device in {root}: NCCL goes over TCP here, and none of this applies")
+        return clear(f"no RDMA device in {root}: NCCL goes over TCP here; ask in the job's own container and node")
     evidence += [f"{port.name} {port.layer} {port.state}" for port in ports[:16]]
     if set_by_user.get("DISABLE", "0") != "0":
         return unknown(*evidence, "NCCL does not use these devices at all: TCP, many times slower")
@@ -139,9 +140,27 @@ def check(params: Mapping[str, object]) -> Finding:
             doubts += [problem] if problem else []
     if doubts:
         return unknown(*evidence, *doubts, advice=ADVICE)
+    if not index and any(port.layer == "Ethernet" for port in used) and (release := nccl_release()) < FINDS_GID:
+        what = f"NCCL {release[0]}.{release[1]}" if release else "an NCCL before 2.21 (none is installed as a package)"
+        return unknown(*evidence, f"{what} takes GID 0 when NCCL_IB_GID_INDEX is not set", advice=ADVICE)
     return clear(
-        *evidence, "whether the switches carry it (routing, MTU, PFC) only ib_write_bw between two nodes shows"
+        *evidence,
+        "in order on this node; compare the others. Whether the switches carry it (routing, MTU, PFC) only "
+        "ib_write_bw between two nodes shows",
     )
+
+
+FINDS_GID = (2, 21)
+
+
+def nccl_release() -> Tuple[int, ...]:
+    """Major and minor number of the NCCL that pip installed for torch; empty when there is none."""
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
+        try:
+            return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            continue
+    return ()
 
 
 ADVICE = "show_gids on every node; with NCCL 2.21 or newer remove NCCL_IB_GID_INDEX, else give the RoCE v2 GID of IPv4"
