@@ -6,6 +6,8 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -16,6 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kb.content import parser, roots
+from kb.search.fingerprints import recipe
+from kb.search.generation import BUILT_IN, BUILT_IN_SEGMENT
+from kb.search.index_update import IndexedSegment
 from tests.support.console import ContentRoot, Kb, run_kb
 from tests.support.in_process import run_kb_here
 from tests.support.wheel import UvTool, build_wheel, install_wheel
@@ -86,9 +91,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the index of the built-in entries, for reading: it takes seconds."""
+    """A cache that holds the index of the built-in entries, for reading.
+
+    It uses the segment that an installation brings along. A change of the code makes that useless until the next one,
+    and every index of these tests would take seconds.
+    """
 
     def build(folder: Path) -> None:
+        if not IndexedSegment.load(BUILT_IN_SEGMENT, BUILT_IN, recipe()):
+            subprocess.run([sys.executable, "-m", "kb.search.built_in_index"], stdout=subprocess.DEVNULL, check=True)
         assert run_kb("index", cwd=folder.parent, XDG_CACHE_HOME=str(folder), KB_ROOTS="").code == 0
 
     return made_once(tmp_path_factory, "built-in-index", build)
