@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from kb.content.claims import Claim
+
+from .content import QuestionDocument
 
 TEXT = "Gradient clipping spreads it further: it multiplies all gradients by `max_norm / norm`, and the norm is NaN."
 URL = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
@@ -16,6 +20,7 @@ CLAIM: dict[str, Any] = {
     "status": "confirmed",
     "text": TEXT,
     "references": [URL],
+    "url": "https://kb.example.org/entries/nan-loss",
 }
 CONTEXT = f"{TEXT} [nan-loss § Root cause, {GRADE}; read in source: {URL}]"
 
@@ -23,7 +28,6 @@ CONTEXT = f"{TEXT} [nan-loss § Root cause, {GRADE}; read in source: {URL}]"
 class ClaimDocument(BaseModel):
     """One statement of an entry, in Markdown."""
 
-    model_config = ConfigDict(from_attributes=True)
     entry: str = Field(description="The id of the entry.")
     section: str = Field(description="Its heading there; for a Chinese claim the heading of its part.")
     grade: str = Field(
@@ -33,20 +37,28 @@ class ClaimDocument(BaseModel):
     status: str = Field(description="Of the whole entry: confirmed by its probe, reported or disputed.")
     text: str = Field(description="With its code and without its marks.")
     references: tuple[str, ...] = Field(description="Where it can be checked.")
+    url: str = Field(description="The page of the entry.")
+
+    @classmethod
+    def of(cls, claim: Claim, url: str) -> Self:
+        members = {name: getattr(claim, name) for name in cls.model_fields if name != "url"}
+        return cls.model_validate({**members, "url": url})
 
 
 class ContextDocument(BaseModel):
     """`context` is the block for the model, `claims` the same piece by piece.
 
-    `truncated`: not all claims fitted in. No claims: no entry answers the question.
+    `truncated`: not all claims fitted in. No claims: no entry answers the question; `ask` then has what to ask the
+    person: lines and observations that tell the nearest entries apart.
     """
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"query": "loss is nan", "context": CONTEXT, "claims": [CLAIM], "truncated": True}]
+            "examples": [{"query": "loss is nan", "context": CONTEXT, "claims": [CLAIM], "truncated": True, "ask": []}]
         }
     )
     query: str
     context: str
     claims: tuple[ClaimDocument, ...]
     truncated: bool
+    ask: tuple[QuestionDocument, ...]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +41,14 @@ REQUESTS = [example for example in EXAMPLES if "curl " in example.commands]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Iterator[list[str]]:
+def place(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Place:
+    return Place(tmp_path_factory.mktemp("service"), built_in_index)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[list[str]]:
     """What each request of the page prints, in a folder of its own against a service of its own."""
     folder = tmp_path_factory.mktemp("reader")
-    place = Place(tmp_path_factory.mktemp("service"), built_in_index)
     key = place.key("admin")
     with started(place) as replica:
         environment = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": key, "NO_PROXY": "*"}
@@ -106,6 +112,24 @@ def test_a_wrong_example_would_be_noticed() -> None:
     others: tuple[object, ...] = ({"a": []}, {"a": [{"b": "ends"}]}, {"a": [{}]}, {}, [], None)
     for other in others:
         assert not is_like({"a": [{"b": "begins…"}]}, other)
+
+
+def test_the_chatbot_of_the_page_answers(place: Place, tmp_path: Path) -> None:
+    [bot] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "bot.py").write_text(bot, encoding="utf-8")
+    with started(place) as replica:
+        own = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": place.key("read"), "NO_PROXY": "*"}
+
+        def reply(text: str) -> str:
+            return run(f"{sys.executable} bot.py {shlex.quote(text)}", tmp_path, own)
+
+        log = reply("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+        assert "[oom-activations § Fix, " in log
+        assert log.endswith(f"{replica.url}/entries/oom-activations\n")
+        question = reply("all-gather times out when I save a checkpoint")
+        assert "[checkpoint-save-allgather-timeout § Fix, " in question
+        assert question.endswith(f"{replica.url}/entries/checkpoint-save-allgather-timeout\n")
+        assert reply("my job hangs").startswith("kb does not know this one. Do you see one of these?\n- ")
 
 
 def test_every_role_and_fidelity_is_explained_on_the_page() -> None:

@@ -39,8 +39,16 @@ def test_every_line_is_a_claim_that_ends_in_its_citation(client: httpx.Client) -
         "status": "confirmed",
         "text": "The disk is worn out.",
         "references": ["https://example.org/slow-disk"],
+        "url": f"{client.base_url}/entries/slow-disk".replace(":80/", "/"),
     }
     assert document["truncated"] is False
+    assert document["ask"] == []
+
+
+def test_addresses_are_those_by_which_the_client_reached_the_service(client: httpx.Client) -> None:
+    for host in ("127.0.0.1:8000", "localhost:8000"):
+        answer = client.get("/v1/context", params={"q": ASKED}, headers={"Host": host})
+        assert answer.json()["claims"][0]["url"] == f"http://{host}/entries/slow-disk"
 
 
 def test_as_text_it_is_the_block_alone(client: httpx.Client) -> None:
