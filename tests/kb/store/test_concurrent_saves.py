@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,37 +16,8 @@ from kb.store.database import Database
 from kb.store.reports import history, save
 from tests.support.console import GENEROUS_S, end
 from tests.support.store_files import query, report
-
-WRITER = """
-import json, sys
-from pathlib import Path
-from kb.store.database import Database
-from kb.store.reports import save
-
-batch = json.loads(Path(sys.argv[2]).read_text())
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(int(sys.argv[4])):
-    name = f"{sys.argv[3]}-{number}"
-    save(Database.open(Path(sys.argv[1])), [{**one, "batch": name} for one in batch])
-    print(name, flush=True)
-"""
-FILLER = """
-import json, resource, sys
-from pathlib import Path
-from kb.errors import StoreUnavailable
-from kb.store.database import Database
-from kb.store.reports import save
-
-document = json.loads(Path(sys.argv[2]).read_text())[0]
-resource.setrlimit(resource.RLIMIT_FSIZE, (128 << 10, 128 << 10))
-kept = 0
-try:
-    for kept in range(1000):
-        save(Database.open(Path(sys.argv[1])), [document])
-except StoreUnavailable as error:
-    print(json.dumps([kept, error.message, error.hint]))
-"""
+from tests.support.store_programs import run_program, start_program
+from tests.support.warm_start import Fork
 
 
 @pytest.fixture
@@ -75,8 +43,7 @@ def test_a_writer_that_never_ends_is_named_after_a_wait(path: Path, monkeypatch:
 
 
 def test_a_full_disk_loses_nothing_that_was_kept(path: Path, batch: Path) -> None:
-    output = subprocess.check_output([sys.executable, "-c", FILLER, str(path), str(batch)], timeout=GENEROUS_S)
-    kept, message, hint = json.loads(output)
+    kept, message, hint = json.loads(run_program("save_until_full", path, batch))
     assert kept > 0
     assert "cannot be written" in message
     assert "space" in hint
@@ -86,30 +53,22 @@ def test_a_full_disk_loses_nothing_that_was_kept(path: Path, batch: Path) -> Non
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def writers(path: Path, batch: Path, count: int, saves: int) -> list[subprocess.Popen[str]]:
+def writers(path: Path, batch: Path, count: int, saves: int) -> list[Fork]:
     """Processes that stand ready to save, and begin at the same moment."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(batch), f"writer{number}", str(saves)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
+    started = [start_program("save_batches", path, batch, f"writer{number}", str(saves)) for number in range(count)]
     for item in started:
         assert item.stdout
-        assert item.stdout.readline() == "ready\n"
+        assert item.stdout.readline() == b"ready\n"
     for item in started:
         assert item.stdin
-        item.stdin.write("\n")
+        item.stdin.write(b"\n")
         item.stdin.flush()
     return started
 
 
-def close(process: subprocess.Popen[Any]) -> None:
+def close(process: Fork) -> None:
     end(process)
-    for stream in (process.stdin, process.stdout):
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream:
             stream.close()
 
@@ -134,9 +93,9 @@ def test_killed_in_the_middle_of_a_save_it_leaves_an_intact_store(path: Path, ba
     try:
         for number, item in enumerate(started):
             assert item.stdout
-            acknowledged |= {item.stdout.readline().strip() for _ in range(3 + 4 * number)}
+            acknowledged |= {item.stdout.readline().decode().strip() for _ in range(3 + 4 * number)}
             item.kill()
-            acknowledged |= {line.strip() for line in item.stdout if line.endswith("\n")}
+            acknowledged |= {line.decode().strip() for line in item.stdout if line.endswith(b"\n")}
     finally:
         for item in started:
             close(item)
