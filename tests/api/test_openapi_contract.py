@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from tests.support.replicas import Place, started
 
-EXAMPLES = 20  # for each operation, besides those that schemathesis makes up for every limit it finds described
+EXAMPLES = 10  # for each operation, besides those that schemathesis makes up for every limit it finds described
 OPEN = ("/healthz", "/readyz")
 
 # A schema cannot say which tags, cursors and entries there are: `fits_is_read` takes the place of the first. The other

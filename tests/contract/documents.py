@@ -6,14 +6,14 @@ Only the shape is kept of documents that follow from the entries, the machine or
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from tests.support.console import KB
+from tests.support.console import GENEROUS_S
 from tests.support.in_process import run_kb_here
+from tests.support.warm_start import MCP, PIPE, start_warm
 
 LOG = """\
 [rank1]:[E818 17:11:30.1 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: \
@@ -101,15 +101,15 @@ def _tools(folder: Path) -> Any:
         {"jsonrpc": "2.0", "method": "notifications/initialized"},
         {"jsonrpc": "2.0", "id": 2, "method": "tools/list", "params": {}},
     ]
-    with subprocess.Popen([KB, "mcp"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
+    server = start_warm("mcp", imports=MCP, cwd=folder, stdin=PIPE, stdout=PIPE)
+    assert server.stdin
+    assert server.stdout
+    with server.stdin, server.stdout:
         for item in asked:
-            server.stdin.write(json.dumps(item) + "\n")
-            server.stdin.flush()
+            server.stdin.write(json.dumps(item).encode() + b"\n")
+        server.stdin.flush()
         answer: Any = {}
         while answer.get("id") != 2:
             answer = json.loads(server.stdout.readline())
-        server.stdin.close()
-        server.wait(60)
+    server.wait(GENEROUS_S)
     return answer["result"]["tools"]
