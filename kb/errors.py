@@ -51,11 +51,14 @@ class UsageError(KbError):
     exit_code = 2
 
 
+EVERY_ID = "`kb list`, or GET /v1/entries, shows every id; KB_ROOTS or `--root` adds those of your team"
+
+
 class UnknownEntry(UsageError):
     """No entry has this id."""
 
     def __init__(self, entry_id: str, nearest: tuple[str, ...]) -> None:
-        hint = f"nearest: {', '.join(nearest)}" if nearest else "`kb list`, or GET /v1/entries, shows every id"
+        hint = f"nearest: {', '.join(nearest)}" if nearest else EVERY_ID
         super().__init__(f"no entry is called {entry_id!r}", hint)
         self.nearest = nearest
 

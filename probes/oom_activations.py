@@ -101,7 +101,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if any(number is None or number <= 0 for number in numbers) or params["trains"] not in PER_HIDDEN:
         return unknown(
             "tokens of a micro batch, hidden size, layers and the GPU's memory are needed",
-            advice="--set tokens=16384 --set hidden=4096 --set layers=32 --set gpu_memory=79, and trains=adapter for one",
+            advice="--set tokens=16384 --set hidden=4096 --set layers=32 --set gpu_memory=79, or trains=adapter",
         )
     message = "%s tokens x %s hidden x %s layers" % numbers[:3]
     need = tokens * params["hidden"] * params["layers"] * PER_HIDDEN[params["trains"]] / GIB

@@ -12,6 +12,7 @@ import typer
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 
+from ..terminal.hints import with_roots
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, style
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ def check(
         print(_nagios(results, code))
         return code
     else:
-        _print(results)
+        _print(results, roots)
+        if python is None and any(result.finding.state == "unknown" for result in results):
+            print("to check your training environment: kb check --python /path/to/your/training/env/bin/python")
     return exit_code(results)
 
 
@@ -68,25 +71,27 @@ def _counts(results: tuple[CheckResult, ...]) -> dict[str, int]:
     return {state: counts[state] for state in ("exposed", "clear", "unknown")}
 
 
-def _print(results: tuple[CheckResult, ...]) -> None:
+def _print(results: tuple[CheckResult, ...], roots: list[Path] | None) -> None:
     """What is exposed, and every result about a given file; most other checks have nothing to examine."""
     for result in results:
         if result.is_exposed or result.takes_given_file:
-            _print_result(result)
+            _print_result(result, roots)
     totals = ", ".join(f"{count} {state}" for state, count in _counts(results).items())
     print(f"{totals}; `kb check --json` gives the reasons of all")
 
 
-def _print_result(result: CheckResult) -> None:
+def _print_result(result: CheckResult, roots: list[Path] | None) -> None:
+    from kb.verify.checks import to_do
+
     state, entry = result.finding.state, result.entry
     color = {"exposed": "red", "clear": "green"}.get(state, "yellow")
     print(f"{style(f'{state:<8}', color, bold=True)} {style(entry.id, bold=True)}  {entry.meta.title}")
     for line in result.finding.evidence:
         print(f"  {line}")
     if result.finding.advice:
-        print(f"  do: {result.finding.advice}")
+        print(f"  do: {with_roots(to_do(result.finding.advice, entry.id), roots)}")
     if result.is_exposed:
-        print(f"  read: kb show {entry.id}")
+        print(f"  read: {with_roots(f'kb show {entry.id}', roots)}")
 
 
 def _nagios_code(results: tuple[CheckResult, ...], code: int) -> int:

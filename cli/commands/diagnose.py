@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,14 +67,20 @@ def diagnose(
     elif not as_json:
         for problem in problems:
             notice(problem)
-        print_diagnosis(diagnosis, limit)
+        print_diagnosis(diagnosis, limit, roots)
         if saved:
             print(f"   saved    {saved}\n   then     kb new ID --from {Path(saved).stem} makes an entry of it")
         elif diagnosis.unexplained:
-            print(labelled("save", "--save-unexplained saves a redacted excerpt, for a new entry"))
+            again = "--save-unexplained" if "-" in paths else _again(paths, roots)
+            print(labelled("save", f"`{again}` saves a redacted excerpt, for a new entry"))
     if verify:
         return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None)
     return 0 if diagnosis.findings and not diagnosis.unexplained else 1
+
+
+def _again(paths: list[str], roots: list[Path] | None) -> str:
+    given = [word for root in roots or () for word in ("--root", str(root))]
+    return shlex.join(["kb", "diagnose", *paths, "--save-unexplained", *given])
 
 
 def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import sys
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +12,10 @@ import typer
 from kb.content.roots import configured_roots
 
 from ..terminal.completion import complete_ids
+from ..terminal.fields import wrapped_on_terminal
 from ..terminal.output import JsonFlag, RootOption, clock, emit, style
+
+BESIDE_ID = 54  # columns of a line without its mark
 
 
 def history(
@@ -40,7 +45,7 @@ def history(
     elif reports:
         _print(reports)
     else:
-        print(f"no report yet. `kb verify {entry_id or '<id>'}` makes one.")
+        print(f"no report yet. `kb verify {entry_id or 'ID'}` makes one.")
     return 0 if reports else 1
 
 
@@ -51,11 +56,14 @@ def _print(reports: list[dict[str, Any]]) -> None:
 
     colors = {verdict.value: COLORS[code] for verdict, code in EXIT_CODES.items()}
     width = max(len(report["id"]) for report in reports)
+    is_narrow = sys.stdout.isatty() and width + BESIDE_ID > get_terminal_size().columns
     for report in reports:
-        verdict = style(f"{report['verdict']:<15}", colors.get(report["verdict"], ""))
-        started = datetime.datetime.fromisoformat(report["started_at"])
-        mark = style("  earlier wording", dim=True) if report["earlier_wording"] else ""
-        print(
-            f"{clock(started)}  {report['id']:<{width}}  {verdict}  "
-            f"{report['fidelity']:<9}{report['duration_s']:8.1f} s{mark}"
-        )
+        started = clock(datetime.datetime.fromisoformat(report["started_at"]))
+        verdict, fidelity, seconds = report["verdict"], report["fidelity"], f"{report['duration_s']:.1f} s"
+        mark = "  earlier wording" if report["earlier_wording"] else ""
+        if is_narrow:
+            facts = wrapped_on_terminal(f"{started}  {verdict}  {fidelity}  {seconds}{mark}", 2)
+            print(f"{report['id']}\n  {facts.replace(verdict, style(verdict, colors.get(verdict, '')), 1)}")
+        else:
+            verdict = style(f"{verdict:<15}", colors.get(verdict, ""))
+            print(f"{started}  {report['id']:<{width}}  {verdict} {fidelity:<9}{seconds:>9}{style(mark, dim=True)}")

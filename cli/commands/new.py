@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,7 +45,8 @@ def new(
         print(f"{shown(entry)}\n{shown(probe)}")
         if draft is not NO_DRAFT:
             print("review the log before you share it: redaction recognises patterns, not what is confidential to you")
-        print(f"next: run kb lint {shown(entry)} until it is clean, then kb verify {entry_id} --root {shown(home)}")
+        print("next: fill in what says TODO until the first command is clean, then verify it:")
+        print(f"  kb lint {quote(str(shown(entry)))}\n  kb verify {entry_id} --root {quote(str(shown(home)))}")
     return 0
 
 

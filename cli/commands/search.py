@@ -15,7 +15,7 @@ from kb.search.index_cache import open_index
 from kb.search.ranking import search as find
 from kb.search.results import Answer, Hit
 
-from ..terminal.fields import headline, labelled
+from ..terminal.fields import headline, labelled, print_commands
 from ..terminal.filter_options import AreaOption, FrameworkOption, StatusOption, TagOption
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, notice, style
 from ..terminal.stdin import stdin
@@ -70,7 +70,7 @@ def search(
             problems=index.problems,
         )
     else:
-        _print(answer, in_chinese=any("\u4e00" <= character <= "\u9fff" for character in text))
+        _print(answer, roots, in_chinese=any("\u4e00" <= character <= "\u9fff" for character in text))
     return 0 if answer.hits else 1
 
 
@@ -96,18 +96,18 @@ def _installed(python: Path) -> dict[str, str | None]:
     return installed.versions(python)
 
 
-def _print(answer: Answer, *, in_chinese: bool) -> None:
+def _print(answer: Answer, roots: list[Path] | None, *, in_chinese: bool) -> None:
     if answer.did_you_mean:
         print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
     if answer.hits and not answer.answered:
         print("No confident match. These entries share some words with the query:\n")
     for number, hit in enumerate(answer.hits, 1):
-        _print_hit(number, hit, in_chinese)
+        _print_hit(number, hit, roots, in_chinese)
     if not answer.hits:
         print("nothing found. Fewer words, fewer filters or the error line itself find more; `kb list` shows all.")
 
 
-def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
+def _print_hit(number: int, hit: Hit, roots: list[Path] | None, in_chinese: bool) -> None:
     title = hit.title_zh if in_chinese else hit.title
     cause = hit.cause_zh if in_chinese and hit.cause_zh else hit.cause
     origin = "" if hit.origin == "built-in" else f" · from {hit.origin}"
@@ -121,7 +121,7 @@ def _print_hit(number: int, hit: Hit, in_chinese: bool) -> None:
     if hit.why:
         _print_why(hit.why)
     print(labelled("example", hit.snippet, dim=True))
-    print(f"   verify   {style(f'kb verify {hit.id}', 'green')}" if hit.probe else f"   read     kb show {hit.id}")
+    print_commands(hit.id, roots, has_probe=bool(hit.probe))
     print()
 
 

@@ -12,6 +12,7 @@ from kb.content.roots import configured_roots
 from kb.errors import UsageError
 
 from ..terminal.completion import complete_ids, complete_languages, complete_sections
+from ..terminal.hints import with_roots
 from ..terminal.output import JsonFlag, RootOption, emit, has_color
 from ..terminal.pager import NoPagerFlag, print_paged
 from ..terminal.wrapping import columns
@@ -63,5 +64,5 @@ def show(
         page = f"## {heading}\n\n{entry.section(heading)}\n"
     else:
         page = whole_page(entry, lang, hardware) if is_whole else short_page(entry, lang, hardware, catalog.entries)
-    print_paged(Renderer(columns(), has_color()).render(page), no_pager=no_pager)
+    print_paged(Renderer(columns(), has_color()).render(with_roots(page, roots)), no_pager=no_pager)
     return 0

@@ -81,7 +81,7 @@ def verify(
             if plan_only:
                 return show_plans(prepared, status, recipient, as_json=as_json)
             as_list = everything or len(entries) > 1
-            lines = None if as_json else ReportLines(len(entries), status, as_list=as_list)
+            lines = None if as_json else ReportLines(len(entries), status, roots, as_list=as_list)
             run = _run(prepared, interrupted, lines, repeat, end)
         return show_run(run, recipient, as_json=as_json, as_list=as_list)
 
@@ -97,7 +97,7 @@ def verify_quietly(
         catalog = load_catalog(configured_roots(roots))
         entries = [catalog.get(entry_id) for entry_id in ids]
         with session(catalog, entries, {}, interpreter_of(python)) as (prepared, status):
-            lines = None if as_json else ReportLines(len(entries), status, as_list=True)
+            lines = None if as_json else ReportLines(len(entries), status, roots, as_list=True)
             run = _run(prepared, interrupted, lines)
     return exit_code_of(run), run
 

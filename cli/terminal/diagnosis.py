@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Line
@@ -11,7 +12,8 @@ from kb.diagnose.finding import Finding
 from kb.diagnose.next_step import CERTAIN
 from kb.harness.collective import name_ranks
 
-from .fields import headline, labelled
+from .fields import headline, labelled, print_commands
+from .hints import with_roots
 from .output import style
 
 MOST_FINDINGS = 3
@@ -20,16 +22,16 @@ MOST_FAILURES = 8
 WIDEST_LINE = 160
 
 
-def print_diagnosis(diagnosis: Diagnosis, limit: int | None) -> None:
-    """`limit` is the most findings that are printed."""
+def print_diagnosis(diagnosis: Diagnosis, limit: int | None, roots: Sequence[Path] | None = None) -> None:
+    """`limit` is the most findings that are printed; `roots` are the content roots that the command named."""
     limit = limit or MOST_FINDINGS
     if diagnosis.unexplained:
-        _print_unexplained(diagnosis, limit)
+        _print_unexplained(diagnosis, limit, roots)
     elif diagnosis.findings:
         if diagnosis.is_cause_unknown:
             _print_first_failure(diagnosis)
             print()
-        _print_findings(diagnosis, limit)
+        _print_findings(diagnosis, limit, roots)
     elif diagnosis.bytes:
         lines, files = _counted(diagnosis.lines, "line"), _counted(diagnosis.sources, "file")
         print(f"no line reports a failure in English or Chinese: {lines} of {files} read")
@@ -40,20 +42,20 @@ def print_diagnosis(diagnosis: Diagnosis, limit: int | None) -> None:
     _print_observations(diagnosis)
     step = diagnosis.next_step
     if step and step.text:
-        print(labelled("next", step.text.replace("**", "")))
+        print(labelled("next", with_roots(step.text.replace("**", ""), roots)))
         if step.command:
-            print(f"   run      {style(step.command, 'green')}")
+            print(f"   run      {style(with_roots(step.command, roots), 'green')}")
 
 
-def _print_findings(diagnosis: Diagnosis, limit: int) -> None:
+def _print_findings(diagnosis: Diagnosis, limit: int, roots: Sequence[Path] | None) -> None:
     in_full = 1 if diagnosis.findings[0].confidence >= CERTAIN else limit
     for number, finding in enumerate(diagnosis.findings[:in_full], 1):
-        _print_finding(number, finding)
+        _print_finding(number, finding, roots)
     if others := _listed(diagnosis.findings[in_full:limit]):
         print(labelled("also", f"possible: {others}") + "\n")
 
 
-def _print_unexplained(diagnosis: Diagnosis, limit: int) -> None:
+def _print_unexplained(diagnosis: Diagnosis, limit: int, roots: Sequence[Path] | None) -> None:
     reason = ": no entry explains the first failure" if diagnosis.is_cause_unknown else ""
     print(style(f"no confident match{reason}", bold=True))
     _print_first_failure(diagnosis)
@@ -69,6 +71,7 @@ def _print_unexplained(diagnosis: Diagnosis, limit: int) -> None:
         print(labelled("then", f"what followed fits: {matched}"))
     elif best:
         print(labelled("similar", f"at best: {_listed(best)}"))
+        print_commands(best[0].id, roots, has_probe=False)
     print()
 
 
@@ -80,7 +83,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def _print_finding(number: int, finding: Finding) -> None:
+def _print_finding(number: int, finding: Finding, roots: Sequence[Path] | None) -> None:
     origin = "" if finding.origin == "built-in" else f" · from {finding.origin}"
     facts = f"{finding.role} · confidence {finding.confidence:.2f} · {finding.status}{origin}"
     print(headline(number, finding.title, finding.id, facts))
@@ -92,10 +95,7 @@ def _print_finding(number: int, finding: Finding) -> None:
         print(f"            {finding.count:,} lines in all{ranks}")
     for objection in finding.against:
         print(labelled("against", objection))
-    if finding.probe:
-        print(f"   verify   {style(f'kb verify {finding.id}', 'green')}")
-    else:
-        print(f"   read     kb show {finding.id}")
+    print_commands(finding.id, roots, has_probe=bool(finding.probe))
     print()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from .hints import with_roots
 from .output import style
 from .wrapping import hanging
 
@@ -20,6 +23,13 @@ def headline(number: int, title: str, entry_id: str, facts: str) -> str:
 def labelled(label: str, text: str, *, dim: bool = False) -> str:
     """A label and a text, whose lines all begin at the same column."""
     return f"   {label:<8} {style(hanging(text, INDENT), dim=dim)}"
+
+
+def print_commands(entry_id: str, roots: Sequence[Path] | None, *, has_probe: bool) -> None:
+    """How to read an entry and how to verify it."""
+    print(f"   read     {style(with_roots(f'kb show {entry_id}', roots), 'green')}")
+    if has_probe:
+        print(f"   verify   {style(with_roots(f'kb verify {entry_id}', roots), 'green')}")
 
 
 def wrapped_on_terminal(text: str, indent: int) -> str:

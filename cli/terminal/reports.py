@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from kb.harness.outcome import ArmOutcome
 from kb.probe import Arm, Needs
 from kb.verify.plan import Plan
-from kb.verify.report import ExperimentResult, Report
-from kb.verify.verdict import EXIT_CODES, Verdict
+from kb.verify.report import WITH_PYTHON, ExperimentResult, Report, summary
+from kb.verify.verdict import EXIT_CODES
 
+from .fields import wrapped_on_terminal
+from .hints import with_roots
 from .output import style
 
 BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # of the machine that torch was built on
@@ -24,23 +28,56 @@ MEANING = {
 }
 
 
-def print_report(report: Report, *, is_short: bool, counter: str = "") -> None:
-    """One report; in a list, a success takes one line, which begins with `counter`."""
-    circumstances = f"({MEANING[report.fidelity]}, {report.duration_s:.1f} s)"
-    print(f"{counter}{_verdict(report.verdict)}  {style(report.entry_id, bold=True)}  {circumstances}")
+def print_report(report: Report, roots: Sequence[Path] | None, *, is_short: bool, counter: str = "") -> None:
+    """One report; in a list, a success takes one line, which begins with `counter`.
+
+    `roots` are the content roots that the command named.
+    """
+    print(_first_line(report, counter))
     _print_check(report, is_short=is_short)
     if is_short and report.exit_code == 0:
         return
-    print(f"  {report.judgement.reason}")
+    if reason := _reason(report, is_short=is_short):
+        _print_wrapped(reason)
     for number, result in enumerate(report.results):
         if number:
             print(f"  variant {style(result.experiment.name, bold=True)}: {result.judgement.verdict.value}")
         _print_experiment(result)
-    for name, reason in report.skipped:
-        print(f"  {style(f'not run: {name}', dim=True)} {reason}")
+    _print_skipped(report)
     for leftover in report.leftovers:
         print(f"  {style('left behind:', 'red')} {leftover}")
-    print(f"  next: {report.next_step}")
+    if not (is_short and WITH_PYTHON in report.next_step):  # the same of many: the summary says it once
+        _print_wrapped(f"next: {with_roots(report.next_step, roots)}")
+
+
+def _first_line(report: Report, counter: str) -> str:
+    verdict = f"{report.verdict.value:<15}"
+    circumstances = f"({MEANING[report.fidelity]}, {report.duration_s:.1f} s)"
+    line = wrapped_on_terminal(f"{counter}{verdict}  {report.entry_id}  {circumstances}", 2)
+    colored = line.replace(verdict, style(verdict, COLORS[EXIT_CODES[report.verdict]], bold=True), 1)
+    return colored.replace(report.entry_id, style(report.entry_id, bold=True), 1)
+
+
+def _reason(report: Report, *, is_short: bool) -> str:
+    """Why, without what the lines of the check and of the experiments that did not run say."""
+    skipped = "; ".join(f"{name}: {reason}" for name, reason in report.skipped)
+    reason = report.judgement.reason.removesuffix(skipped).removesuffix("; ")
+    is_shown = not is_short and report.check is not None and reason == "; ".join(report.check.evidence)
+    return "" if is_shown else reason
+
+
+def _print_skipped(report: Report) -> None:
+    names: dict[str, list[str]] = {}
+    for name, reason in report.skipped:
+        names.setdefault(reason, []).append(name)
+    for reason, experiments in names.items():
+        label = f"not run: {', '.join(experiments)}"
+        _print_wrapped(f"{label}: {reason}", label)
+
+
+def _print_wrapped(text: str, label: str = "", indent: int = 2) -> None:
+    """A text whose lines begin at one column; its first words, the label, are dim."""
+    print(" " * indent + wrapped_on_terminal(text, indent).replace(label, style(label, dim=True) if label else "", 1))
 
 
 def _print_check(report: Report, *, is_short: bool) -> None:
@@ -52,14 +89,14 @@ def _print_check(report: Report, *, is_short: bool) -> None:
     whose = "your file" if report.has_named_file else "this machine"
     print(f"  {whose}: {style(check.state, color, bold=True)}")
     for line in check.evidence[:1] if is_short else check.evidence:
-        print(f"    {line}")
+        _print_wrapped(line, indent=4)
 
 
 def _print_experiment(result: ExperimentResult) -> None:
     _print_arm("control", result.experiment.control, result.control)
     _print_arm("treatment", result.experiment.treatment, result.treatment)
     if result.experiment.control.stands_for:
-        print(f"  {style('stands for', dim=True)} {result.experiment.control.stands_for}")
+        _print_wrapped(f"stands for {result.experiment.control.stands_for}", "stands for")
     if result.counts and result.counts.pairs > 1:
         counts = result.counts
         failures = f"control failed {counts.control}, treatment {counts.treatment}"
@@ -67,19 +104,22 @@ def _print_experiment(result: ExperimentResult) -> None:
 
 
 def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
-    print(f"  {name:<9} {outcome.kind} after {outcome.duration_s:.1f} s: {arm.because}")
+    label = f"{name:<9} "
+    print(f"  {label}" + wrapped_on_terminal(f"{outcome.kind} after {outcome.duration_s:.1f} s: {arm.because}", 12))
     first = outcome.first_failure
     if first:
         message = " ".join((first.message or first.log.strip()[-300:] or first.waiting_in).split())
         message = ESCAPES.sub("", BUILD_PATH.sub(r"[\1]", message))
         kind = first.type or first.signal or first.kind
-        print(f"            first failing rank: {first.rank} {kind} {message[:300]}")
+        _print_wrapped(f"first failing rank: {first.rank} {kind} {message[:300]}", indent=12)
     for sentence in outcome.flight:
-        print(f"            {sentence}")
+        _print_wrapped(sentence, indent=12)
 
 
-def print_summary(counts: dict[str, int]) -> None:
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+def print_summary(reports: Sequence[Report]) -> None:
+    print(", ".join(f"{count} {verdict}" for verdict, count in summary(reports).items()))
+    if any(report.lacks_package for report in reports):
+        print(wrapped_on_terminal(f"next: for what is not installed here, add `{WITH_PYTHON}`", 0))
 
 
 def print_plan(plan: Plan) -> None:
@@ -109,7 +149,3 @@ def _needs(needs: Needs) -> str:
     packages = [f"{name} {specifier}".strip() for name, specifier in needs.packages.items()]
     gpus = [f"{needs.gpus} GPUs with {needs.gpu_memory_mib} MiB each"] if needs.gpus else []
     return ", ".join([*gpus, f"{needs.memory_mib} MiB of memory", *packages, *needs.programs])
-
-
-def _verdict(verdict: Verdict) -> str:
-    return style(f"{verdict.value:<15}", COLORS[EXIT_CODES[verdict]], bold=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kb.errors import DeadlineExceeded, Interrupted, KbError
@@ -23,9 +25,10 @@ LATE = DeadlineExceeded("the overall deadline came before every entry was done",
 class ReportLines:
     """Prints each report of a run above the status line when it is there; `total` is how many there will be."""
 
-    def __init__(self, total: int, status: StatusLine, *, as_list: bool) -> None:
+    def __init__(self, total: int, status: StatusLine, roots: Sequence[Path] | None, *, as_list: bool) -> None:
         self._total = total
         self._status = status
+        self._roots = roots
         self._as_list = as_list
         self._count = 0
 
@@ -36,7 +39,7 @@ class ReportLines:
         width = len(str(self._total))
         counter = f"{self._count:>{width}}/{self._total}  " if self._as_list else ""
         with self._status.paused():
-            print_report(report, is_short=self._as_list, counter=counter)
+            print_report(report, self._roots, is_short=self._as_list, counter=counter)
             sys.stdout.flush()  # also into a pipe or a file, which somebody watches
 
 
@@ -50,17 +53,14 @@ def exit_code_of(run: RunResult) -> int:
 
 def show_run(run: RunResult, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
     """Show what follows the reports, or with `as_json` the document, and send the reports to the recipient."""
-    from kb.verify.report import summary
-
     error = _cut_by(run)
     if as_json:
         _emit_reports(run, recipient, error, as_list=as_list)
         return exit_code_of(run)
-    counts = summary(run.reports)
-    if as_list and counts:
+    if as_list and run.reports:
         from .reports import print_summary
 
-        print_summary(counts)
+        print_summary(run.reports)
     if error:
         notice(error.message)
     sys.stdout.flush()  # the verdict does not wait for the service

@@ -12,7 +12,7 @@ from unicodedata import east_asian_width
 
 WIDEST = 110  # columns of prose; longer lines are hard to read
 OPENING = "([“‘（《「『【"  # never ends a line
-WORD = re.compile(r"[^\s`]*`[^`\n]{1,40}`\S*|\S+")  # a command is copied as a whole
+WORD = re.compile(r"[^\s`]*`(?:(?:kb |--)[^`\n]*|[^`\n]{1,40})`\S*|\S+")  # a command is copied as a whole
 CLOSING = "”’)],.;:!?、，。；：！？）》」』】"  # never begins one
 
 

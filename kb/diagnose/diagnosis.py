@@ -10,7 +10,7 @@ from kb.diagnose.evidence import Failure, Line, Scan, SignatureMatch
 from kb.diagnose.failure_lines import is_interruption, is_launcher, is_log
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary, summarize_ranks
-from kb.diagnose.next_step import LIKELY, Documents, NextStep, next_step, read_first_failure
+from kb.diagnose.next_step import LIKELY, Documents, NextStep, log_more, next_step, read_first_failure
 from kb.diagnose.ranking import Candidate, rank_candidates
 from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
 from kb.search.index import Index
@@ -80,6 +80,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     cause_unknown = is_cause_unknown(candidates, ranks)
     is_explained = bool(findings) and findings[0].confidence >= LIKELY and not (cause_unknown and ranks.has_raised)
     has_failed = bool(scan.failures or scan.observations or findings)
+    step = read_first_failure(ranks) if cause_unknown else next_step(findings, documents, ranks)
     return Diagnosis(
         findings=findings,
         unexplained=has_failed and not is_explained,
@@ -87,7 +88,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         ranks=ranks,
         observations=scan.observations[:MOST_LINES],
         failures=scan.failures[:MOST_LINES],
-        next_step=read_first_failure(ranks) if cause_unknown else next_step(findings, documents, ranks),
+        next_step=step or log_more(failure.line.text for failure in scan.failures),
         sources=scan.sources,
         lines=scan.lines,
         bytes=scan.bytes,

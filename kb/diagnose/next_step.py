@@ -6,8 +6,9 @@ the observation to make.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ LIKELY = 0.35  # confidence below which an entry is not a candidate
 MOST_CANDIDATES = 3
 STREAMS = ("", "-", "body", "pasted text")  # what the command and the service call a log that is in no file
 PACKED = (".gz", ".zst")
+NCCL_ERROR = re.compile(r"\bnccl\w+Error\b")  # the kind of an error, not its reason
 
 Documents = Mapping[str, Mapping[str, Any]]  # of the index, by entry
 
@@ -75,6 +77,16 @@ def read_first_failure(ranks: RankSummary) -> NextStep | None:
     return NextStep(f"{text} What the other ranks printed followed.")
 
 
+def log_more(failures: Iterable[str]) -> NextStep | None:
+    """The step when nothing explains an error of NCCL, which gives its reason only when it is asked."""
+    if not any(map(NCCL_ERROR.search, failures)):
+        return None
+    return NextStep(
+        "NCCL gives its reason in a line with `NCCL WARN`, and only with `NCCL_DEBUG=INFO`: "
+        "set it on every rank, run the job again, and diagnose that log."
+    )
+
+
 def _read_absent(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
     names = name_ranks(absent)
     text = f"Read what {names} did: the others waited. The log of {names}, or `py-spy dump` there while the job hangs."
@@ -88,13 +100,22 @@ def _difference(rivals: Sequence[Finding], documents: Documents) -> NextStep | N
         for finding, other in ((best, rival), (rival, best)):
             test = next((item for item in documents[finding.id]["tells"] if f"`{other.id}`" in item), "")
             if test:
-                return NextStep(without_marks(test), finding.id, (best.id, rival.id), _command(best, documents))
+                return _observation(test, finding.id, (best.id, rival.id), _command(best, documents))
     return None
 
 
 def _first_test(finding: Finding, documents: Documents) -> NextStep | None:
     test = next(iter(documents[finding.id]["tells"]), "")
-    return NextStep(without_marks(test), finding.id, (finding.id,), _command(finding, documents)) if test else None
+    return _observation(test, finding.id, (finding.id,), _command(finding, documents)) if test else None
+
+
+def _observation(test: str, source: str, separates: tuple[str, ...], command: str) -> NextStep:
+    """The item of an entry as a step. Where it reads a log, it names the one that is diagnosed."""
+    text = without_marks(test)
+    general, reads_log, _ = command.partition(" --set log=")
+    if reads_log and "`" not in command:  # a file may have any name, this is Markdown
+        text = re.sub(rf"{re.escape(general)} --set log=[^\s`]+", lambda _: command, text)
+    return NextStep(text, source, separates, command)
 
 
 def _proof(finding: Finding, documents: Documents) -> NextStep:

@@ -11,6 +11,7 @@ from typing import Any
 from kb import __version__
 from kb.harness.outcome import ArmOutcome
 from kb.probe import FIDELITIES, Arm, Experiment, Finding
+from kb.verify.checks import to_do
 from kb.verify.statistics import Counts, interval
 from kb.verify.verdict import EXIT_CODES, Judgement, Verdict
 
@@ -26,7 +27,7 @@ NEXT_STEPS = {
     Verdict.NOT_APPLICABLE: "run it on a machine that has what is missing",
 }
 NOTHING_RAN: dict[str, Any] = {"experiment": None, "stands_for": None, "arms": None, "repeats": None}
-WITH_PYTHON = "kb verify {id} --python /path/to/your/training/env/bin/python"
+WITH_PYTHON = "--python /path/to/your/training/env/bin/python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,19 @@ class Report:
         return tuple(leftover for result in self.results for leftover in result.leftovers)
 
     @property
+    def lacks_package(self) -> bool:
+        """Whether another interpreter might run what this one could not."""
+        reasons = [reason for _, reason in self.skipped]
+        return self.verdict is Verdict.NOT_APPLICABLE and any("is not installed in" in reason for reason in reasons)
+
+    @property
     def next_step(self) -> str:
         if self.check and self.check.advice and self.check.state != "clear":
-            return self.check.advice
+            return to_do(self.check.advice, self.entry_id)
         if self.has_named_file and self.check and self.check.state == "unknown":
             return "name a file that the check can read: the verdict is about the mechanism, not about your file"
-        if self.verdict is Verdict.NOT_APPLICABLE and any(
-            "is not installed in" in reason for _, reason in self.skipped
-        ):
-            return f"install it there, or name your training environment: {WITH_PYTHON.format(id=self.entry_id)}"
+        if self.lacks_package:
+            return f"install it there, or name your training environment: `kb verify {self.entry_id} {WITH_PYTHON}`"
         return self.judgement.next_step or NEXT_STEPS[self.verdict].format(id=self.entry_id)
 
     def to_json(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,30 @@ def test_an_english_entry_answers_in_english_where_chinese_is_asked_for(team: Co
     assert (shown.code, "Do not break it." in shown.out) == (0, True)
     (hit, *_) = kb("search", "the thing broke: code 99 卡住", "--json").json["hits"]
     assert (hit["id"], hit["title_zh"]) == ("loader-stalls-on-nfs", TITLE)
+
+
+def test_what_an_answer_hints_at_knows_the_root_that_it_was_given(
+    kb: Kb, content: ContentRoot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KB_ROOTS")
+    home = content.path.rename(tmp_path / "our team")
+    ContentRoot(home).incident("loader-stalls-on-nfs")
+    (tmp_path / "train.log").write_text("RuntimeError: the thing broke: code 7\n")
+    for command in (
+        ["search", "the thing broke: code 7", "--limit", "1"],
+        ["diagnose", "train.log"],
+        ["show", "loader-stalls-on-nfs"],
+        ["verify", "loader-stalls-on-nfs"],
+    ):
+        out = kb(*command, "--root", "our team").out
+        hints = re.findall(r"kb (?:show|verify) loader-stalls-on-nfs[^`\n]*", out)
+        assert hints, out
+        for hint in hints:
+            assert kb(*shlex.split(hint)[1:]).code == 0, hint
+
+
+def test_the_commands_that_follow_a_new_incident_can_be_pasted(kb: Kb, tmp_path: Path) -> None:
+    out = kb("new", "loader-stalls-on-nfs", "--root", tmp_path / "our team").out
+    ContentRoot(tmp_path / "our team").incident("loader-stalls-on-nfs")
+    commands = [line for line in out.splitlines() if line.startswith("  kb ")]
+    assert [kb(*shlex.split(command)[1:]).code for command in commands] == [0, 0], out

@@ -60,6 +60,12 @@ def test_what_is_exposed_comes_first_with_what_to_do(kb: Kb, content: ContentRoo
     assert first[1:4] == ["  too small", "  do: make it larger", "  read: kb show bare"]
 
 
+def test_a_setting_that_a_check_asks_for_is_part_of_a_command(kb: Kb, content: ContentRoot) -> None:
+    content.raw_probe("asks", always('unknown("no file", advice="--set data=a.json --set key=x, or the folder")'))
+    advised = "`kb verify asks --set data=a.json --set key=x`, or the folder"
+    assert f"next: {advised}\n" in kb("verify", "asks").out
+
+
 def test_nagios_gets_one_line_and_its_own_exit_codes(kb: Kb, content: ContentRoot) -> None:
     content.raw_probe("bare", always('exposed("a | b")'))
     ended = kb("check", "--format", "nagios")

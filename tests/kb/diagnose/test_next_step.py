@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import pytest
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary
-from kb.diagnose.next_step import CERTAIN, LIKELY, MOST_CANDIDATES, NextStep, candidates, next_step, read_first_failure
+from kb.diagnose.next_step import (
+    CERTAIN,
+    LIKELY,
+    MOST_CANDIDATES,
+    NextStep,
+    candidates,
+    log_more,
+    next_step,
+    read_first_failure,
+)
 
 NOBODY = RankSummary(None, None, (), ())
 
@@ -102,8 +112,11 @@ def test_where_a_cause_was_printed_what_waiting_ranks_print_is_no_candidate() ->
 )
 def test_a_probe_that_reads_a_log_is_given_the_one_it_was_seen_in(source: str, command: str) -> None:
     seen = finding("a", CERTAIN, "root", evidence=(Line(source, 7, "out of memory"),))
-    tells = ["Three numbers of one line: `kb verify a --set log=train.log` compares them."]
+    tells = ["Three numbers of one line: `kb verify a --set log=old.log` compares them."]
     assert present(step(seen, a=tells)).command == command
+    observed = present(step(replace(seen, confidence=LIKELY, role="cascade"), a=tells))
+    named = command if " --set " in command else "kb verify a --set log=old.log"
+    assert observed.text == f"Three numbers of one line: `{named}` compares them."
     assert present(step(seen, a=["Not `kb verify b --set log=train.log`."])).command == "kb verify a"
 
 
@@ -114,3 +127,9 @@ def test_what_no_entry_knows_is_to_be_read_where_it_stands() -> None:
     assert (named.command, named.separates) == ("", ())
     assert "Read `ab.log:71`" in present(read_first_failure(RankSummary(failed, None, (), ()))).text
     assert read_first_failure(NOBODY) is None
+
+
+def test_an_error_of_nccl_that_nothing_explains_asks_for_its_reason() -> None:
+    failures = ["Traceback (most recent call last):", "ncclSystemError: System call or external library call failed"]
+    assert "NCCL_DEBUG=INFO" in present(log_more(failures)).text
+    assert log_more(["ValueError: NCCL is not built"]) is None

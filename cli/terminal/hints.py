@@ -1,0 +1,16 @@
+"""Commands that an answer hints at: what is pasted must work."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMAND = re.compile(r"\bkb (?:show|verify) [a-z0-9]+(?:-[a-z0-9]+)*")
+
+
+def with_roots(text: str, roots: Sequence[Path] | None) -> str:
+    """The same commands, with the content roots of this one: without them they would not know its entries."""
+    given = "".join(f" --root {shlex.quote(str(root))}" for root in roots or ())
+    return COMMAND.sub(lambda command: command[0] + given, text) if given else text
