@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from functools import cache
 
 import pytest
 
@@ -14,17 +15,24 @@ from tests.support.console import GENEROUS_S, KB, ContentRoot
 
 IDS = [path.stem for path in builtin_root().entry_files()]
 TYPE = """
-source <(_KB_COMPLETE=source_bash kb)
+{script}
 COMP_WORDS=({words}) COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
 $(complete -p kb | sed 's/.*-F \\([^ ]*\\).*/\\1/') kb
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
+@cache
+def script() -> str:
+    """What a person puts into .bashrc: `source <(_KB_COMPLETE=source_bash kb)`."""
+    env = {**os.environ, "_KB_COMPLETE": "source_bash"}
+    return subprocess.run([KB], capture_output=True, text=True, timeout=GENEROUS_S, env=env, check=True).stdout
+
+
 def offered(*words: str) -> list[str]:
     """What completes the last of these words."""
     ended = subprocess.run(
-        ["bash", "--norc", "-c", TYPE.format(words=" ".join(map(shlex.quote, ["kb", *words])))],
+        ["bash", "--norc", "-c", TYPE.format(script=script(), words=" ".join(map(shlex.quote, ["kb", *words])))],
         capture_output=True,
         text=True,
         timeout=GENEROUS_S,

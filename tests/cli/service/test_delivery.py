@@ -6,17 +6,18 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kb.sharing.shared_report import SharedReport
-from tests.support.console import GENEROUS_S, KB, ContentRoot, Ended, Kb, end, wait_for
+from tests.support.console import GENEROUS_S, ContentRoot, Ended, Kb, end, wait_for
 from tests.support.fake_service import FakeService, hang, listening, says
 from tests.support.replicas import Place, started
+from tests.support.warm_start import PIPE, start_warm
 
+IMPORTS = ("kb.cli.main", "kb.cli.commands.verify", "kb.content.catalog")
 SECRET = "kb_abcdefgh_" + "s" * 43
 NAMES_THINGS = """
 if not is_fixed:
@@ -206,16 +207,13 @@ def test_a_plan_says_what_would_be_sent_and_sends_nothing(kb: Kb, service: FakeS
 
 def test_ctrl_c_ends_the_sending_and_leaves_the_verdict(service: FakeService, tmp_path: Path) -> None:
     service.behaviours = [hang]
-    process = subprocess.Popen(
-        [str(KB), "verify", "breaks", "--json", "--report", service.url],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    process = start_warm(
+        "verify", "breaks", "--json", "--report", service.url, imports=IMPORTS, cwd=tmp_path, stdout=PIPE, stderr=PIPE
     )
     try:
         wait_for(lambda: service.requests, "the report to be sent")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=GENEROUS_S)
+        out, err = process.communicate(GENEROUS_S)
     finally:
         end(process)
     document = json.loads(out)
@@ -225,12 +223,7 @@ def test_ctrl_c_ends_the_sending_and_leaves_the_verdict(service: FakeService, tm
 
 def test_a_verdict_is_shown_before_a_service_is_waited_for(service: FakeService, tmp_path: Path) -> None:
     service.behaviours = [hang]
-    process = subprocess.Popen(
-        [str(KB), "verify", "breaks", "--report", service.url],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_warm("verify", "breaks", "--report", service.url, imports=IMPORTS, cwd=tmp_path, stdout=PIPE)
     try:
         assert process.stdout
         assert process.stdout.readline().startswith(b"verified")
