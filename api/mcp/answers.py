@@ -31,6 +31,7 @@ BUDGET = 1500  # tokens of an answer, unless the model asks for more
 PIECE = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|[^\x00-\x7f]|[^\w\s]{1,3}|_|\n+")
 LONGEST_LINE = 200  # characters of a line of evidence
 MOST_LINES = 2  # of each list of a diagnosis
+HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
 SECTIONS = ("Root cause", "Fix", "How to tell")  # of an incident, unless the model asks for others
 ITEM = re.compile(r"(?:[-*]|\d+\.) ")  # of a list that is not inside another item
@@ -138,6 +139,7 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, limit: int, lines: int) -
         next_step=step and present(text=step.text, source=step.source, command=step.command),
         ask=_questions(open_questions(diagnosis, catalog)),
         problems=diagnosis.problems,
+        note="" if diagnosis.findings or diagnosis.failures or not diagnosis.lines else HEALTHY,
     )
 
 

@@ -114,6 +114,12 @@ def test_the_log_of_a_healthy_job_costs_little(model: Model) -> None:
         assert cost(model.call("diagnose_log", text=path.read_text(encoding="utf-8"))) <= BUDGET, path.name
 
 
+def test_a_log_without_failures_says_what_to_send_instead(model: Model) -> None:
+    assert "py-spy dump" in model.answer("diagnose_log", text="step 1, loss 2.0\n")["note"]
+    binary = model.answer("diagnose_log", text="\x7fELF\0\0")
+    assert (binary["problems"], "note" in binary) == (["body: is binary and was not read"], False)
+
+
 def test_an_environment_costs_little(model: Model) -> None:
     packages = {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0", "deepspeed": "0.14.0"}
     assert cost(model.call("check_environment", packages=packages, gpu="H100")) <= BUDGET

@@ -16,8 +16,10 @@ from fastapi import FastAPI
 
 from kb.content.area import Area
 from kb.content.entry import Severity, Status
+from kb.content.gpu_records import NEVER
 from kb.content.grades import Grade
 from kb.content.html import section_html
+from kb.errors import EVERY_ID
 from kb.probe import FIDELITIES
 from kb.store import gaps
 from kb.verify.verdict import Verdict
@@ -98,6 +100,7 @@ def untranslated(html: str) -> list[str]:
         ("/graph?lang=zh", 200),
         ("/graph?lang=zh&q=disk", 200),
         ("/gaps?lang=zh", 200),
+        ("/docs?lang=zh", 200),
         ("/sign-in?lang=zh", 200),
     ],
 )
@@ -184,6 +187,11 @@ def test_every_sentence_is_one_that_the_core_or_the_service_prints() -> None:
         if len(piece) > 9
     }
     assert {piece for piece in pieces if piece.strip(" ,.") not in printed} == set()
+
+
+def test_what_every_reader_meets_is_translated() -> None:
+    for english in (EVERY_ID, NEVER):
+        assert CHINESE.search(str(translation.sentence(english, "zh"))), english
 
 
 def test_a_sentence_without_translation_is_marked_as_english() -> None:

@@ -43,6 +43,19 @@ def test_a_tag_filters_and_can_be_taken_off_again(client: httpx.Client) -> None:
     assert 'name="tag" value="storage" checked' in html
 
 
+def test_an_area_is_not_repeated_by_a_tag_of_the_same_name(
+    entries: ContentRoot, request: pytest.FixtureRequest
+) -> None:
+    path = entries.path / "entries" / "slow-disk.md"
+    path.write_text(path.read_text().replace("tags: [test, storage]", "tags: [hardware, storage]"))
+    client: httpx.Client = request.getfixturevalue("client")
+    for address in ("/?q=the+disk+is+slow", "/entries/slow-disk"):
+        html = get(client, address)
+        assert 'class="tag area" href="/?area=hardware"' in html
+        assert "/?tag=storage" in html
+        assert "/?tag=hardware" not in html
+
+
 def test_the_front_page_groups_the_entries_by_area_and_filters_by_it(client: httpx.Client) -> None:
     assert re.findall(r"/\?area=([a-z]+)", get(client, "/")) == ["hardware", "data"]
     filtered = get(client, "/?area=hardware")
