@@ -16,19 +16,13 @@ import pytest
 
 from kb.content.roots import builtin_root, configured_roots
 from kb.search import built_in_index, generation, index_cache
-from tests.support.console import KB, ContentRoot, Kb, end
+from tests.support.console import ContentRoot, Kb, end
+from tests.support.mounted import may_mount, run_mounted
+from tests.support.warm_start import PIPE, start_warm
 
 QUESTION = "ALLGATHER timeout save"
 ANSWER = "checkpoint-save-allgather-timeout"
-
-
-def may_mount() -> bool:
-    """In a mount namespace of its own: root of a container often may not."""
-    try:
-        tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True)
-    except OSError:
-        return False
-    return tried.returncode == 0
+SEARCH = ("kb.cli.main", "kb.cli.commands.search", "kb.search.index_writer", "kb.search.index_update")
 
 
 @pytest.fixture
@@ -198,6 +192,7 @@ def test_without_a_writable_cache_the_installed_index_is_used_as_it_is(kb: Kb, n
 
 
 @pytest.mark.skipif(not may_mount(), reason="no file system can be mounted here")
+@pytest.mark.usefixtures("few_entries")
 @pytest.mark.parametrize("options", ["size=16k", "ro"], ids=["full disk", "read-only home"])
 def test_a_full_or_read_only_disk_costs_the_cache_and_the_record_never_the_answer(
     tmp_path: Path, content: ContentRoot, options: str
@@ -206,43 +201,39 @@ def test_a_full_or_read_only_disk_costs_the_cache_and_the_record_never_the_answe
     content.entry("private", has_probe=False)
     home = tmp_path / "home"
     home.mkdir()
-    script = (
-        f"mount -t tmpfs -o {options} none {home} && export HOME={home} XDG_CACHE_HOME={home}/c "
-        f"XDG_DATA_HOME={home}/d && {KB} search '{QUESTION}' --json && {KB} history --json; echo code $? >&2"
-    )
-    ended = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120)
-    first = json.loads(ended.stdout.splitlines()[0])
-    assert first["hits"][0]["id"] == ANSWER, ended.stderr
-    assert "builds it in memory" in ended.stderr
+    places = {"HOME": str(home), "XDG_CACHE_HOME": f"{home}/c", "XDG_DATA_HOME": f"{home}/d"}
+    ended = run_mounted(options, home, ["search", QUESTION, "--json"], ["history", "--json"], **places)
+    first = json.loads(ended.out.splitlines()[0])
+    assert first["hits"][0]["id"] == ANSWER, ended.err
+    assert "builds it in memory" in ended.err
 
 
 @pytest.mark.skipif(not may_mount(), reason="no file system can be mounted here")
+@pytest.mark.usefixtures("few_entries")
 @pytest.mark.parametrize("kib", [4, 8, 12])
 def test_a_disk_that_fills_up_under_the_arms_is_never_a_success(tmp_path: Path, content: ContentRoot, kib: int) -> None:
     """Wherever it runs out, of the specification, a log, a result or the guard's record: a reason, and nothing left."""
     content.incident("breaks")
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = (
-        f"mount -t tmpfs -o size={kib}k none {disk} && "
-        f"TMPDIR={disk} {KB} verify breaks --json; echo code $? >&2; ls {disk} >&2"
-    )
-    ended = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=180)
-    document = json.loads(ended.stdout)
+    ended = run_mounted(f"size={kib}k", disk, ["verify", "breaks", "--json"], TMPDIR=str(disk))
+    document = ended.json
     if document["ok"]:
         assert document["verdict"] == "inconclusive"
         assert document["reason"]
-        assert "code 3" in ended.stderr
+        assert ended.code == 3
     else:
         assert document["error"]["type"] == "launch-error"
-        assert "code 5" in ended.stderr
-    assert "kb-arm-" not in ended.stderr
+        assert ended.code == 5
+    assert "kb-arm-" not in ended.err
 
 
 def test_searches_that_build_at_once_all_answer(tmp_path: Path, content: ContentRoot) -> None:
     content.entry("private", has_probe=False, symptom="The zirconium broke.")
-    command = [str(KB), "search", "zirconium", "--json"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) for _ in range(3)]
+    processes = [
+        start_warm("search", "zirconium", "--json", imports=SEARCH, stdout=PIPE, stderr=PIPE, cwd=tmp_path)
+        for _ in range(3)
+    ]
     for process in processes:
         out, _ = process.communicate(timeout=120)
         assert json.loads(out)["hits"][0]["id"] == "private"
