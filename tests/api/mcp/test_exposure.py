@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,15 +63,26 @@ def test_a_proof_counts_on_the_stated_gpu_alone(entries: Any) -> None:
         assert {incident.proved for incident in judge(entries, {}, gpu, hardware).incidents} == {None}
 
 
-def in_a_fresh_process(code: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def loaded() -> tuple[set[str], set[str]]:
+    """The modules of a service when it starts, and when somebody asks it over MCP."""
+    code = """
+import json, sys
+import kb.api.app
+started = list(sys.modules)
+import kb.api.mcp.server
+print(json.dumps([started, list(sys.modules)]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+    started, asked = json.loads(ended.stdout)
+    return set(started), set(asked)
 
 
-def test_a_service_that_nobody_asks_over_mcp_does_not_load_it() -> None:
-    in_a_fresh_process("import kb.api.app; assert 'mcp' not in sys.modules")
+def test_a_service_that_nobody_asks_over_mcp_does_not_load_it(loaded: tuple[set[str], set[str]]) -> None:
+    started, asked = loaded
+    assert "mcp" in asked - started
 
 
-def test_a_service_has_nothing_in_it_that_could_run_a_probe() -> None:
-    code = f"import kb.api.app, kb.api.mcp; found = set({RUNNERS}) & set(sys.modules); assert not found, found"
-    in_a_fresh_process(code)
+def test_a_service_has_nothing_in_it_that_could_run_a_probe(loaded: tuple[set[str], set[str]]) -> None:
+    assert not loaded[1] & set(RUNNERS)
