@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,5 +11,9 @@ COMMAND = re.compile(r"\bkb (?:show|verify) [a-z0-9]+(?:-[a-z0-9]+)*")
 
 def with_roots(text: str, roots: Sequence[Path] | None) -> str:
     """The same commands, with the content roots of this one: without them they would not know its entries."""
-    given = "".join(f" --root {shlex.quote(str(root))}" for root in roots or ())
-    return COMMAND.sub(lambda command: command[0] + given, text) if given else text
+    if not roots:
+        return text
+    from shlex import quote  # no search imports it otherwise
+
+    given = "".join(f" --root {quote(str(root))}" for root in roots)
+    return COMMAND.sub(lambda command: command[0] + given, text)

@@ -102,7 +102,7 @@ def train(ctx: Context, *, is_fixed: bool) -> None:
 probe = Probe(
     experiments=(
         Experiment(
-            name="gloo",
+            name="gloo",  # for a job without torch: needs=Needs(packages={})
             control=Arm(
                 partial(train, is_fixed=False),
                 expect=raised(r"TODO"),

@@ -60,9 +60,11 @@ def root_at(path: Path, name: str | None = None) -> Root:
     """The root at a directory. Raises `UsageError` when it holds no `entries/`."""
     path = path.expanduser().resolve()
     if not (path / "entries").is_dir():
+        from shlex import quote  # no search imports it otherwise
+
         raise UsageError(
             f"{path} is not a content root: it has no entries/ folder",
-            "a content root holds entries/ and probes/ side by side",
+            f"it holds entries/ and probes/ side by side; `kb new ID --root {quote(str(path))}` makes one",
         )
     return Root(name or str(path), path / "entries", path / "probes", path / "verified")
 

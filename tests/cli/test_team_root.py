@@ -153,3 +153,13 @@ def test_the_commands_that_follow_a_new_incident_can_be_pasted(kb: Kb, tmp_path:
     ContentRoot(tmp_path / "our team").incident("loader-stalls-on-nfs")
     commands = [line for line in out.splitlines() if line.startswith("  kb ")]
     assert [kb(*shlex.split(command)[1:]).code for command in commands] == [0, 0], out
+
+
+def test_a_root_that_is_not_there_yet_is_made_by_what_the_error_hints_at(
+    kb: Kb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KB_ROOTS", str(tmp_path / "our team"))
+    error = kb("list", "--json").json["error"]
+    (command,) = re.findall(r"`(kb new .+)`", error["hint"])
+    assert kb(*shlex.split(command.replace("ID", "loader-stalls-on-nfs"))[1:]).code == 0
+    assert kb("list").code == 0
