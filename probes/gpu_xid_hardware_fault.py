@@ -31,9 +31,10 @@ XIDS = {  # NVIDIA's catalogue: what the driver reports, and the first action
     155: ("NVLink error seen by software", "reset the GPU"),
     158: ("fatal timeout", "reset the GPU"),
 }
+XIDS.update(dict.fromkeys(range(144, 151), ("NVLink error", "drain; Xid 154 says what the driver wants")))
 OF_PROGRAMS = {13, 31, 43, 69}  # a kernel of the program's own in most cases: see illegal-memory-access
 
-XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
+XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)\b(?!, \w+ Nonfatal\b)")
 LOST = re.compile(r"fallen off the bus|GPU is lost|Unable to determine the device handle")
 RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
 SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
@@ -148,8 +149,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             "no NVIDIA GPU here: point it at files with --set dmesg=FILE and --set smi=FILE of nvidia-smi -q"
         )
-    if lines and described:
-        return clear(*evidence, f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them")
+    if any(map(str.strip, lines)) and described:
+        first = next(line.strip()[:60] for line in lines if line.strip())
+        return clear(
+            *evidence,
+            f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them; "
+            f"older ones may be overwritten, the log begins with: {first}",
+        )
     missing = "; ".join(reason for reason in (no_log, no_smi) if reason) or "neither describes a GPU"
     read = f"read: {len(lines)} lines of kernel log, {described} GPUs in nvidia-smi; missing: {missing}"
     return unknown(*evidence, read, advice="sudo dmesg -T > FILE on the node, then --set dmesg=FILE")
