@@ -36,10 +36,15 @@ from kb.patterns.syntax import (
 )
 
 COPIES = 3
+MOST_STEPS = 20_000  # parts and edges that are built; the largest of kb's own signatures takes a few hundred
 ALPHABET = frozenset(map(chr, range(9, 127))) | {"中"}
 
 Ways = Mapping[int, int]  # position to number of ways; plain dictionaries, a third of the time of `Counter`
 NO_WAYS: Ways = {}
+
+
+class TooLarge(ValueError):
+    """The automaton of the pattern takes more than `MOST_STEPS` to build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Automaton:
 
 
 def build(pattern: str) -> Automaton:
-    """The automaton of a valid pattern."""
+    """The automaton of a valid pattern. Raises `TooLarge`."""
     parsed = parse(pattern)
     builder = _Builder(ignores_case=has_flag(parsed, re.IGNORECASE))
     builder.sequence(parsed)
@@ -105,9 +110,11 @@ class _Builder:
         self.loops: list[range] = []
         self._ignores_case = ignores_case
         self._depth = 0
+        self._steps = 0
 
     def sequence(self, parsed: Any) -> _Part:
         whole = _Part()
+        self._count(1)
         for op, value in parsed:
             whole = self._join(whole, self._element(op, value))
         return whole
@@ -142,6 +149,7 @@ class _Builder:
         return _Part(left.empty * right.empty, first, last)
 
     def _connect(self, left: _Part, right: _Part) -> None:
+        self._count(len(left.last) * len(right.first))
         for start, ways_to_start in left.last.items():
             after = self.after[start]
             for end, ways_from_end in right.first.items():
@@ -168,6 +176,11 @@ class _Builder:
         if not self._depth:
             self.loops.append(range(start, len(self.classes)))
         return turn
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > MOST_STEPS:
+            raise TooLarge
 
 
 def _optional(part: _Part) -> _Part:

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from kb.patterns.automaton import Automaton, build
+from kb.patterns.automaton import Automaton, TooLarge, build
 from kb.patterns.syntax import (
     ANY,
     GROUPREF_EXISTS,
@@ -36,7 +36,10 @@ def backtracking_risk(pattern: str) -> str:
     """
     if _is_harmless(parse(pattern)):
         return ""
-    automaton = build(pattern)
+    try:
+        automaton = build(pattern)
+    except TooLarge:
+        return "the pattern is too large to be checked, and it has an unbounded repeat"
     if any(_is_ambiguous(automaton, loop) for loop in automaton.loops):
         return "an unbounded repeat can match the same text in two ways"
     if _longest_chain(automaton) > MAX_CHAIN:

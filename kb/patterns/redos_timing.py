@@ -26,6 +26,7 @@ TURNS = (29, 300)  # 29 expose exponential time; 300 expose n**4 and are still a
 SAMPLES = 20
 MISFITS = ("\0", "\n\0")  # no pattern matches these next, so that the matcher has to try every way
 MAX_REPEATS = 40  # of one pattern that are pumped
+LONGEST_EXAMPLE = 1000  # characters; repeats in repeats multiply
 
 
 def slow(texts: Mapping[str, Sequence[str]], limit_s: float = LIMIT_S) -> frozenset[str]:
@@ -79,7 +80,7 @@ def _example(parsed: Any, least: int) -> str:
     text = ""
     for op, value in parsed:
         if op in REPEATS:
-            text += _example(value[2], least) * max(least, min(value[0], 50))
+            text += (_example(value[2], least) * max(least, min(value[0], 50)))[:LONGEST_EXAMPLE]
         elif inner := subpatterns(op, value):
             text += _example(inner[0], least)
         elif op in (LITERAL, NOT_LITERAL, ANY, IN):

@@ -3,13 +3,14 @@
 A block is searched for all literals at once. Only the lines with hits are decoded and matched, and rank and time are
 parsed only for matches and failure lines. The work is bounded for any log: of an overlong line, the text around each
 literal is examined; a flood of one signature is counted without matching each line; a pattern that takes too long is
-set aside and reported.
+set aside and reported, and so is a log of which every line may match many patterns: of that, samples are examined.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from time import perf_counter
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
@@ -68,6 +69,10 @@ class Scanner:
         self._buffer += strip_escapes(bytes(self._pending))
         self._budget.last_block()
         self._search(len(self._buffer))
+        if self._budget.is_sampled:
+            self._evidence.problems.append(
+                f"{self._source}: so many of its lines may match that of a part only samples were examined"
+            )
         self._evidence.lines += bool(self._buffer) and not self._buffer.endswith(b"\n")
         self._evidence.end_log(list(self._last_lines()), self._matcher.patterns)
 
@@ -89,9 +94,10 @@ class Scanner:
         self._budget.next_block()
         start = max(0, at - matcher.longest)
         hits = matcher.find_literals(data[start:limit])
-        for span in spans_of_hits(data, hits, start, at, self._budget.is_skipped):
+        stride = self._budget.stride(limit - at)
+        for span in islice(spans_of_hits(data, hits, start, at, self._budget.is_skipped), 0, None, stride):
             self._examine(CandidateLine(data, span, self._rank, self._written), matcher.owners_of(span.literals))
-        for span in spans_of_lines(data, at, limit) if matcher.without_literal else ():
+        for span in islice(spans_of_lines(data, at, limit), 0, None, stride) if matcher.without_literal else ():
             self._examine(CandidateLine(data, span, self._rank, self._written), frozenset(matcher.without_literal))
         for pattern, count in self._budget.take_skipped():
             self._evidence.add_match_count(pattern, count)

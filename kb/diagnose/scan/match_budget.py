@@ -20,6 +20,8 @@ MAX_FAILURES = 20_000  # failure lines that are examined; then `FURTHER_FAILURES
 FURTHER_FAILURES = 200
 MAX_BOX_LINES = 10_000  # lines of rich's boxes, likewise
 FURTHER_BOX_LINES = 200
+PATIENCE_S, PATIENCE_S_PER_BYTE = 10.0, 0.1 / (1 << 20)  # of CPU time for one log; most take a fifth of that
+STRIDE = 16  # beyond that, one of so many candidate lines is examined
 
 
 class MatchBudget:
@@ -39,6 +41,10 @@ class MatchBudget:
         self._failures = MAX_FAILURES
         self._box_lines = MAX_BOX_LINES
         self._clock = thread_time()  # CPU time of this thread when it was last checked
+        self._began = self._clock
+        self._bytes = 0
+        self._is_last = False
+        self.is_sampled = False  # whether some candidate lines were not examined
 
     def next_block(self) -> None:
         self._clock = thread_time()
@@ -49,6 +55,16 @@ class MatchBudget:
 
     def last_block(self) -> None:
         self._window_budget += EXTRA_WINDOWS * BLOCKS
+        self._is_last = True
+
+    def stride(self, size: int) -> int:
+        """Of how many candidate lines in the next `size` bytes one is examined. The end of a log is examined whole."""
+        is_late = self._clock - self._began > PATIENCE_S + PATIENCE_S_PER_BYTE * self._bytes
+        self._bytes += size
+        if self._is_last or not is_late:
+            return 1
+        self.is_sampled = True
+        return STRIDE
 
     def is_skipped(self, literal: int) -> bool:
         """Whether this hit of a literal is only counted, because all its patterns matched often enough."""

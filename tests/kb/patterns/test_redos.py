@@ -53,6 +53,19 @@ def test_risky_patterns_are_reported(pattern: str) -> None:
     assert "unbounded repeat" in backtracking_risk(pattern)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [f"(?:{'|'.join(f'{number}x' for number in range(3000))})+ broke", "(?:" * 40 + r"\b" + "){3}" * 40 + "(?:ab)+"],
+    ids=["alternatives", "nested"],
+)
+def test_patterns_that_would_take_minutes_to_check_are_reported_at_once(pattern: str) -> None:
+    assert "too large to be checked" in backtracking_risk(pattern)
+
+
+def test_repeats_in_repeats_make_no_text_of_gigabytes() -> None:
+    assert max(map(len, redos_timing.pumped("(?:" * 8 + "a" + "){50}" * 8 + " broke", "a broke"))) < 1_000_000
+
+
 def test_patterns_without_risk_are_fast() -> None:
     assert redos_timing.slow({pattern: redos_timing.pumped(pattern, "Error: 7") for pattern in FAST}) == frozenset()
 

@@ -17,8 +17,8 @@ from kb.content.entry import Entry
 from kb.content.roots import builtin_root
 from kb.diagnose.evidence import Scan
 from kb.diagnose.inputs.sources import Stream
-from kb.diagnose.scan import log_scanner
-from kb.diagnose.scan.match_budget import ENOUGH
+from kb.diagnose.scan import log_scanner, match_budget
+from kb.diagnose.scan.match_budget import ENOUGH, MatchBudget
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
 from kb.patterns.literals import literals
@@ -246,3 +246,29 @@ def test_a_frame_in_a_box_adds_no_match_of_the_lines_before_it() -> None:
         (single_line, 1),
         (several_lines, 1),
     ]
+
+
+@pytest.mark.parametrize("separator", [b" ", b"\n"], ids=["one line", "many lines"])
+def test_a_log_that_may_match_everywhere_is_sampled_and_its_end_is_read(
+    monkeypatch: pytest.MonkeyPatch, separator: bytes
+) -> None:
+    """256 MB of literals on one line took minutes."""
+    almost = b"the disk of host 7 was almost broken%s%s" % (b"." * 3000, separator)
+    log = almost * (3 * log_scanner.BLOCK // len(almost)) + b"\nthe disk of host 7 was broken today\n"
+    pattern = r"the disk of host \d was (really )?broken"
+    whole = look(cut(log, log_scanner.BLOCK), pattern)
+    assert not whole.problems
+    tries = 0
+
+    def count(self: MatchBudget, number: int) -> bool:
+        nonlocal tries
+        tries += 1
+        return may_try(self, number)
+
+    may_try = MatchBudget.may_try
+    monkeypatch.setattr(MatchBudget, "may_try", count)
+    monkeypatch.setattr(match_budget, "PATIENCE_S", -1.0)
+    sampled = look(cut(log, log_scanner.BLOCK), pattern)
+    assert sampled.problems == ("train.log: so many of its lines may match that of a part only samples were examined",)
+    assert matches(sampled) == matches(whole) != set()
+    assert tries < log.count(b"almost") / 2
