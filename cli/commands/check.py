@@ -81,7 +81,7 @@ def _print(results: tuple[CheckResult, ...], roots: list[Path] | None) -> None:
 
 
 def _print_result(result: CheckResult, roots: list[Path] | None) -> None:
-    from kb.verify.checks import to_do
+    from kb.verify.advice import with_command
 
     state, entry = result.finding.state, result.entry
     color = {"exposed": "red", "clear": "green"}.get(state, "yellow")
@@ -89,7 +89,7 @@ def _print_result(result: CheckResult, roots: list[Path] | None) -> None:
     for line in result.finding.evidence:
         print(f"  {line}")
     if result.finding.advice:
-        print(f"  do: {with_roots(to_do(result.finding.advice, entry.id), roots)}")
+        print(f"  do: {with_roots(with_command(result.finding.advice, entry.id), roots)}")
     if result.is_exposed:
         print(f"  read: {with_roots(f'kb show {entry.id}', roots)}")
 

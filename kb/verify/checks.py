@@ -6,7 +6,6 @@ makes its own result `unknown`, with the failure as evidence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from kb.probe import STATES, Finding
 
 CHECK_S = 10.0  # a check takes below a second, except on a slow file system
 AT_ONCE = 4  # checks mostly wait for files and for nvidia-smi
-SETTINGS = re.compile(r"--set [^\s,;()`]+(?: --set [^\s,;()`]+)*")
 SEVEREST = (Severity.CRITICAL, Severity.HIGH, Severity.MEDIUM, Severity.LOW)
 
 
@@ -92,11 +90,6 @@ def failure_reason(result: Mapping[str, Any] | None, outcome: ArmOutcome) -> str
     if rank.signal:
         return f"its process died of {rank.signal}"
     return "it did not end in time" if rank.exit_code is None else f"its process ended with exit code {rank.exit_code}"
-
-
-def to_do(advice: str, entry_id: str) -> str:
-    """What a check advises, with the command that takes the settings it names."""
-    return advice if "`" in advice else SETTINGS.sub(rf"`kb verify {entry_id} \g<0>`", advice)
 
 
 def exit_code(results: Iterable[CheckResult]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from kb import __version__
 from kb.harness.outcome import ArmOutcome
 from kb.probe import FIDELITIES, Arm, Experiment, Finding
-from kb.verify.checks import to_do
+from kb.verify.advice import with_command
 from kb.verify.statistics import Counts, interval
 from kb.verify.verdict import EXIT_CODES, Judgement, Verdict
 
@@ -124,7 +124,7 @@ class Report:
     @property
     def next_step(self) -> str:
         if self.check and self.check.advice and self.check.state != "clear":
-            return to_do(self.check.advice, self.entry_id)
+            return with_command(self.check.advice, self.entry_id)
         if self.has_named_file and self.check and self.check.state == "unknown":
             return "name a file that the check can read: the verdict is about the mechanism, not about your file"
         if self.lacks_package:

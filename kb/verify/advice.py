@@ -1,0 +1,12 @@
+"""What a check advises, as something to run."""
+
+from __future__ import annotations
+
+import re
+
+SETTINGS = re.compile(r"--set [^\s,;()`]+(?: --set [^\s,;()`]+)*")
+
+
+def with_command(advice: str, entry_id: str) -> str:
+    """The same advice, with the command that takes the settings it names."""
+    return advice if "`" in advice else SETTINGS.sub(rf"`kb verify {entry_id} \g<0>`", advice)
