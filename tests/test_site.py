@@ -53,6 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("index.html")}
 
@@ -75,23 +76,22 @@ def test_the_home_page_has_every_area_with_its_number_of_entries(site: Path) -> 
     assert rows == {str(area): str(sum(entry.meta.area is area for entry in entries)) for area in Area}
 
 
-def test_every_link_within_the_site_leads_somewhere(site: Path) -> None:
-    read = pages(site)
+def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     dead = []
-    for path, page in read.items():
+    for path, page in pages.items():
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             target = target / "index.html" if target.is_dir() else target
-            if not target.is_file() or (parts.fragment and target in read and parts.fragment not in read[target].ids):
+            if not target.is_file() or (parts.fragment and target in pages and parts.fragment not in pages[target].ids):
                 dead.append(f"{path.relative_to(site)}: {link}")
     assert dead == []
 
 
-def test_nothing_is_loaded_from_another_host(site: Path) -> None:
-    for path, page in pages(site).items():
+def test_nothing_is_loaded_from_another_host(pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
         assert [url for url in page.loaded if urlsplit(url).netloc] == [], path
 
 
