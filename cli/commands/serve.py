@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -53,7 +54,7 @@ def serve(
         settings = _settings(address, extra, insecure=insecure)
         notice(f"serving on http://{f'[{address}]' if ':' in address else address}:{number} (Ctrl-C ends it)")
         _allow_many_connections()
-        _run(_config(settings, workers), listener)
+        _run(partial(_config, settings.but(listens_early=workers == 1)), workers, listener)
     return 0
 
 
@@ -85,18 +86,17 @@ def _demand_key(where: Any, address: str) -> None:
             raise UsageError(f"{address} can be reached by others, and {database.name} holds no key", hint)
 
 
-def _config(settings: Any, workers: int) -> uvicorn.Config:
-    """The app by its name, since cli does not import api."""
+def _config(settings: Any) -> uvicorn.Config:
+    """The app by its name, since cli does not import api. Configures the logging of this process."""
     import uvicorn
 
     from ..service.server_log import configuration
 
     return uvicorn.Config(
-        partial(resolve_name(APPLICATION), settings.but(listens_early=workers == 1)),
+        partial(resolve_name(APPLICATION), settings),
         factory=True,
         http=resolve_name(CONNECTION),
         ws="none",
-        workers=workers,
         log_config=configuration(is_terminal=sys.stderr.isatty()),
         access_log=False,  # it would contain the query, which may be a pasted log with names in it
         server_header=False,
@@ -105,11 +105,12 @@ def _config(settings: Any, workers: int) -> uvicorn.Config:
     )
 
 
-def _run(config: uvicorn.Config, listener: socket.socket) -> None:
-    if config.workers > 1:
+def _run(make_config: Callable[[], uvicorn.Config], count: int, listener: socket.socket) -> None:
+    config = make_config()
+    if count > 1:
         from ..service import workers
 
-        workers.run(config, listener)
+        workers.run(make_config, count, listener)
     else:
         import uvicorn
 

@@ -1,4 +1,4 @@
-"""Several worker processes behind one address: one that dies is replaced."""
+"""Several worker processes behind one address: one that dies is replaced. It needs only the public API of uvicorn."""
 
 from __future__ import annotations
 
@@ -9,76 +9,105 @@ import os
 import signal
 import sys
 import tempfile
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 from socket import socket
+from types import FrameType
 from typing import Any
 
-from uvicorn import Config
-from uvicorn.config import STARTUP_FAILURE
-from uvicorn.supervisors.multiprocess import Multiprocess, Process
+import uvicorn
 
 from kb.errors import KbError, UsageError
 
 from ..terminal.output import complain
 
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"  # where the workers combine their metrics for /metrics
-ENDINGS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+ENDINGS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+NOT_STARTED = 3  # the exit code of a worker that cannot serve, which uvicorn uses as well
+CHECK_EVERY_S = 0.5
 
 log = logging.getLogger("kb.workers")
 
+MakeConfig = Callable[[], uvicorn.Config]
 
-class Workers(Multiprocess):
-    """uvicorn's supervisor, but replaces a dead worker at once, logs that, and remembers the signal that ended it."""
 
-    ended_by: signal.Signals | None = None
+class Workers:
+    """Processes that serve one listening socket until a signal arrives, or until one of them cannot start."""
 
-    def keep_subprocess_alive(self) -> None:
-        """Replace dead workers. uvicorn would also ping every worker, and wait seconds for one that does not answer."""
-        for place, process in enumerate(self.processes):
-            if not process.process.is_alive() and not self.should_exit.is_set():
-                process.kill()  # closes its pipes
+    def __init__(self, make_config: MakeConfig, listener: socket) -> None:
+        self._make_config, self._listener = make_config, listener
+        self._processes: list[SpawnProcess] = []
+        self._can_start = True
+        self.ended_by: signal.Signals | None = None
+
+    def run(self, count: int) -> None:
+        for number in ENDINGS:
+            signal.signal(number, self._note)
+        try:
+            self._processes += [self._start() for _ in range(count)]
+            while self.ended_by is None and self._can_start:
+                wait([process.sentinel for process in self._processes], CHECK_EVERY_S)
+                self._replace_dead()
+        finally:
+            for process in self._processes:
+                process.terminate()
+            for process in self._processes:
                 process.join()
-                self._replace(place, process)
 
-    def _replace(self, place: int, gone: Process) -> None:
-        if gone.exitcode == STARTUP_FAILURE:  # a replacement would end the same way
-            self.should_exit.set()
-            return
-        self.processes[place] = new = Process(self.config, self.sockets)
-        new.start()
-        log.warning("worker %s is gone, %s takes its place", gone.pid, new.pid)
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.ended_by = signal.Signals(number)
 
-    def handle_int(self) -> None:
-        self.ended_by = signal.SIGINT
-        super().handle_int()
+    def _start(self) -> SpawnProcess:
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(self._make_config, self._listener))
+        process.start()
+        return process
 
-    def handle_term(self) -> None:
-        self.ended_by = signal.SIGTERM
-        super().handle_term()
+    def _replace_dead(self) -> None:
+        for place, gone in enumerate(self._processes):
+            if gone.is_alive() or self.ended_by is not None:
+                continue
+            if gone.exitcode == NOT_STARTED:  # a replacement would end the same way
+                self._can_start = False
+                return
+            self._processes[place] = new = self._start()
+            log.warning("worker %s is gone, %s takes its place", gone.pid, new.pid)
 
 
-def run(config: Config, listener: socket) -> None:
-    """Serve until a signal arrives, and end the way it requires. `config.app` creates the application, and pickles."""
-    config.app = partial(_in_worker, config.app)
+def run(make_config: MakeConfig, count: int, listener: socket) -> None:
+    """Serve until a signal arrives, and end the way it requires. `make_config` pickles: each worker calls it."""
     with tempfile.TemporaryDirectory(prefix="kb-metrics-") as folder:
         os.environ[SHARED_METRICS] = folder
-        workers = Workers(config, [listener])
-        workers.run()
+        workers = Workers(make_config, listener)
+        workers.run(count)
     if workers.ended_by is None:
         raise UsageError("the workers did not start", "see their output above")
     signal.signal(workers.ended_by, ENDINGS[workers.ended_by])
     signal.raise_signal(workers.ended_by)
 
 
-def _in_worker(make: Any) -> Any:
-    """The application. A worker that cannot create it exits with the code that tells the supervisor to stop."""
+def _serve(make_config: MakeConfig, listener: socket) -> None:
+    """A worker, until SIGINT or SIGTERM ends it."""
+    _end_with_supervisor()
+    server = uvicorn.Server(make_config())
+    with suppress(KeyboardInterrupt):  # Ctrl-C reaches every process of the terminal
+        try:
+            server.run(sockets=[listener])
+        except KbError as error:
+            complain(error)
+        if not server.started:
+            sys.exit(NOT_STARTED)
+
+
+def _end_with_supervisor() -> None:
+    """No worker holds the port for a dead supervisor."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: no worker holds the port for a dead supervisor
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     supervisor = multiprocessing.parent_process()
     if supervisor and not supervisor.is_alive():  # it died before prctl
-        sys.exit(STARTUP_FAILURE)
-    try:
-        return make()
-    except KbError as error:
-        complain(error)
-        sys.exit(STARTUP_FAILURE)
+        sys.exit(NOT_STARTED)
