@@ -46,7 +46,7 @@ def _recorded(release: str) -> bool:
             ended = subprocess.run(
                 [KB, "verify", "--all", "--json", "--python", str(python)], stdout=subprocess.PIPE, text=True
             )
-            document = json.loads(ended.stdout)
+            document = json.loads(ended.stdout.replace(str(python), "python"))
             kept = record(document["reports"], datetime.datetime.now(datetime.UTC).date().isoformat())
         except (subprocess.CalledProcessError, json.JSONDecodeError, KeyError, UsageError) as error:
             print(f"torch {release}: {error}", file=sys.stderr)
