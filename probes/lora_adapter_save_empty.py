@@ -7,7 +7,7 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any, Mapping, Optional, Sequence
 
 from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
 from kb.probe import (
@@ -105,6 +105,33 @@ def judge(tensors: int, size: int, arrived: int, is_base: bool) -> None:
         )
 
 
+def rename_and_load(ctx: Context, *, wrappers: Sequence[str]) -> None:
+    """An adapter file with the names of five wrappers, one inside the other; those of `wrappers` are taken out."""
+    import torch
+    from torch import nn
+
+    bare = with_lora()
+    answer = train(bare, "cpu")
+    model = bare
+    for wrapper in WRAPPERS:
+        model = nn.ModuleDict({wrapper: model})
+    ctx.reached()
+    adapter = {
+        ".".join(part for part in name.split(".") if part not in wrappers): value
+        for name, value in model.state_dict().items()
+        if "lora_" in name
+    }
+    torch.save(adapter, ctx.path("adapter.pt"))
+    fresh = with_lora()
+    tokens = torch.tensor(PROMPT)
+    before = fresh(tokens).detach()
+    missing = fresh.load_state_dict(torch.load(ctx.path("adapter.pt")), strict=False).missing_keys
+    after = fresh(tokens).detach()
+    arrived = 2 - sum("lora_" in name for name in missing)
+    judge(len(adapter), os.path.getsize(ctx.path("adapter.pt")), arrived, bool(torch.equal(after, before)))
+    assert torch.allclose(after, answer)
+
+
 def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
     """PEFT itself, with the state dict of the model that torch.compile returned, which is never run."""
     import torch
@@ -143,7 +170,7 @@ def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
     assert torch.allclose(loaded(tokens), answer)
 
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module")
 KINDS = ("lora_", "hada_", "lokr_", "oft_", "vera_lambda", "ia3_", "prompt_embeddings", "lora_magnitude_vector")
 
 
@@ -163,7 +190,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         if "adapter" in path.name or not names:
             return exposed(message, advice="train on from a checkpoint that has them; the names were lost while saving")
         return unknown(message + ": a whole model, or an adapter of a kind that is not known here")
-    wrapped = [name for name in adapter if name.startswith(WRAPPERS) or "._orig_mod." in name]
+    inside = set(WRAPPERS) - {"module"}  # a layer may be called so
+    wrapped = [name for name in adapter if name.startswith("module.") or inside & set(name.split("."))]
     if wrapped:
         return exposed(
             message, "names of a wrapper, PEFT will not find them: %s" % wrapped[0], advice="rename and reload"
@@ -176,6 +204,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(message, zero, advice="it was saved before the first step, or nothing was trained")
     if len(names) > 2 * len(adapter):
         return exposed(message, "more other tensors than adapter: the base model was saved with it")
+    if zero is None and any("lora_B" in name for name in adapter):
+        return unknown(message, "their names are right; whether lora_B is zero is read from safetensors only")
     return clear(message, *([] if zero is None else ["lora_B is not zero"]))
 
 
@@ -195,6 +225,21 @@ EMPTY = r"adapter file holds \d+ tensors in \d+ bytes, 0 of 2 arrive when it is 
 WRAPPED = "the state dict is that of the wrapped model, so no name is one of the adapter"
 BARE = "the state dict is that of the model inside the wrapper"
 STANDS_FOR = "PEFT, which selects the adapter's tensors by the names of the model that it knows"
+
+
+KEPT = "two of five wrappers are taken out of the names of the file, so no name is one of the adapter"
+RENAMED = "all wrappers are taken out of the names"
+LIBRARIES = "the wrappers of torch.compile, DDP, FSDP, Lightning and checkpointing, and PEFT's loading without strict"
+rename = Experiment(
+    name="rename",
+    control=Arm(
+        partial(rename_and_load, wrappers=WRAPPERS[:2]), symptom(EMPTY), KEPT, "stand-in", stands_for=LIBRARIES
+    ),
+    treatment=Arm(partial(rename_and_load, wrappers=WRAPPERS), completed(), RENAMED, "stand-in", stands_for=LIBRARIES),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.1"}, memory_mib=512),
+    expected_s=(0.3, 0.3),
+)
 
 
 def experiment(name: str, job: Any, fidelity: str, stands_for: str = "", **more: Any) -> Experiment:
@@ -219,6 +264,7 @@ probe = Probe(
         ),
     ),
     variants=(
+        rename,
         experiment(
             "peft",
             save_and_load_peft,
