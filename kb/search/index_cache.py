@@ -126,14 +126,17 @@ def _load(directory: Path, name: str) -> IndexedSegment | None:
 
 
 def _update(directory: Path, roots: tuple[Root, ...], wanted: str, notify: Notify, *, force: bool) -> Index:
-    """Write a new generation and open it: of the segments that are there, or if that fails without them."""
+    """Write a new generation and open it: of the segments that are there, or if that fails without them.
+
+    Raises `OSError`, also when another process deletes what was written.
+    """
     for is_new in (True,) if force else (False, True):
         planned, states = _planned(directory, roots, is_new=is_new)
         _write(directory, planned, states, wanted, notify)
         index = _open(directory, wanted)
         if index:
             return index
-    raise IndexUnavailable(f"the index just built in {directory} cannot be read", "`kb doctor` says more")
+    raise OSError(0, "what was just written there is gone or cannot be read")
 
 
 def _write(directory: Path, planned: Plan, states: dict[Path, FileState], wanted: str, notify: Notify) -> None:

@@ -271,3 +271,19 @@ def test_a_build_killed_in_the_middle_leaves_the_old_index_and_no_lock(kb: Kb, c
             builder.stdout.close()
     assert kb("search", "zirconium", "--json").json["hits"][0]["id"] == "private"
     assert segments_on_disk() == set(tables()[1]) - {"built-in"}
+
+
+@pytest.mark.parametrize("step", ["_write", "_open"], ids=["written", "opened"])
+def test_an_index_that_others_delete_again_and_again_costs_no_answer(
+    kb: Kb, no_built_in_segment: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    do = getattr(index_cache, step)
+
+    def do_and_delete(directory: Path, *args: object) -> object:
+        result = do(directory, *args)
+        shutil.rmtree(directory, ignore_errors=True)
+        return result
+
+    assert not no_built_in_segment.exists()
+    monkeypatch.setattr(index_cache, step, do_and_delete)
+    assert first_hit(kb) == ANSWER
