@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.console import GENEROUS_S, ContentRoot, Kb, run_kb
+from tests.support.console import GENEROUS_S, ContentRoot, Kb
+from tests.support.warm_start import PIPE, VERIFY, start_warm
 
 pytestmark = pytest.mark.slow
 
@@ -26,18 +28,17 @@ def kept(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Path
     pytest.importorskip("torch", exc_type=ImportError)
     folder = tmp_path_factory.mktemp("kept")
     home = str(folder / "home")
-    ended = run_kb(
-        "verify",
-        *ARMS,
-        f"--keep-logs={folder}",
+    env = {"KB_ROOTS": "", "HOME": home, "XDG_DATA_HOME": home, "XDG_CACHE_HOME": str(built_in_index)}
+    verifying = start_warm(
+        *("verify", *ARMS, f"--keep-logs={folder}"),
+        imports=VERIFY,
         cwd=folder,
-        KB_ROOTS="",
-        HOME=home,
-        XDG_DATA_HOME=home,
-        XDG_CACHE_HOME=str(built_in_index),
-        timeout_s=2 * GENEROUS_S,
+        env={**os.environ, **env},
+        stdout=PIPE,
+        stderr=PIPE,
     )
-    assert ended.code == 0, ended.out
+    out, _ = verifying.communicate(2 * GENEROUS_S)
+    assert verifying.returncode == 0, out.decode()
     return folder
 
 
