@@ -43,7 +43,7 @@ def print_report(report: Report, roots: Sequence[Path] | None, *, is_short: bool
         if number:
             print(f"  variant {style(result.experiment.name, bold=True)}: {result.judgement.verdict.value}")
         _print_experiment(result)
-    _print_skipped(report)
+    _print_skipped(report, is_short=is_short)
     for leftover in report.leftovers:
         print(f"  {style('left behind:', 'red')} {leftover}")
     if not (is_short and WITH_PYTHON in report.next_step):  # the same of many: the summary says it once
@@ -66,10 +66,12 @@ def _reason(report: Report, *, is_short: bool) -> str:
     return "" if is_shown else reason
 
 
-def _print_skipped(report: Report) -> None:
+def _print_skipped(report: Report, *, is_short: bool) -> None:
+    """In a list without the path of the interpreter, which the summary names once."""
+    interpreter = f" in {report.environment.get('interpreter')}" if is_short else ""
     names: dict[str, list[str]] = {}
     for name, reason in report.skipped:
-        names.setdefault(reason, []).append(name)
+        names.setdefault(reason.replace(interpreter, "") if interpreter else reason, []).append(name)
     for reason, experiments in names.items():
         label = f"not run: {', '.join(experiments)}"
         _print_wrapped(f"{label}: {reason}", label)
@@ -118,8 +120,10 @@ def _print_arm(name: str, arm: Arm, outcome: ArmOutcome) -> None:
 
 def print_summary(reports: Sequence[Report]) -> None:
     print(", ".join(f"{count} {verdict}" for verdict, count in summary(reports).items()))
-    if any(report.lacks_package for report in reports):
-        print(wrapped_on_terminal(f"next: for what is not installed here, add `{WITH_PYTHON}`", 0))
+    lacking = next((report for report in reports if report.lacks_package), None)
+    if lacking:
+        where = lacking.environment.get("interpreter", "this interpreter")
+        print(wrapped_on_terminal(f"next: what is not installed in {where} may be elsewhere: `{WITH_PYTHON}`", 0))
 
 
 def print_plan(plan: Plan) -> None:

@@ -39,8 +39,7 @@ class Session:
     def run(self, options: RunOptions) -> RunResult:
         """Run every plan and save each report at once. Without a writable store they are lost, not the verdicts."""
         with _Store(self.notify) as store:
-            save_and_pass_on = partial(_save_and_pass_on, store, options.on_report)
-            options = replace(options, on_report=save_and_pass_on)
+            options = replace(options, on_report=partial(_pass_on_and_save, store, options.on_report))
             return verify(self.plans, self.launcher, self.environment, options, self.progress)
 
 
@@ -109,6 +108,9 @@ class _Store:
             self._notify(f"reports are not saved: {error.message}")
 
 
-def _save_and_pass_on(store: _Store, pass_on: Callable[[Report], None], report: Report) -> None:
-    store.save(report)
-    pass_on(report)
+def _pass_on_and_save(store: _Store, pass_on: Callable[[Report], None], report: Report) -> None:
+    """In this order: the first verdict does not wait until the store is open."""
+    try:
+        pass_on(report)
+    finally:
+        store.save(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,16 @@ def test_a_report_that_cannot_be_kept_costs_a_warning_not_the_verdict(
     assert ended.json["verdict"] == "verified"
     assert ended.code == 0
     assert "reports are not saved" in ended.err
+
+
+def test_in_a_list_the_interpreter_and_what_it_lacks_are_named_once(kb: Kb, content: ContentRoot) -> None:
+    lacking = 'make(raised("the thing broke"), needs=Needs(packages={"no-such-package": ""}))'
+    for entry_id in ("one", "other"):
+        content.incident(entry_id, probe=lacking)
+    ended = kb("verify", "one", "other")
+    assert ended.code == 4
+    assert ended.out.count("no-such-package is not installed") == 2
+    assert ended.out.count(f"what is not installed in {sys.executable}") == ended.out.count(sys.executable) == 1
+    alone = kb("verify", "one").out
+    assert alone.count(f"no-such-package is not installed in {sys.executable}") == 1
+    assert "`kb verify one --python " in alone
