@@ -69,8 +69,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Says where the site is, which `mkdocs build --quiet` does not."""
-    print(f"the site is in {Path(config.site_dir) / 'index.html'}")
+    """Says where the site is, and how to read it: from files, links open folders and there is no search."""
+    print(f"the site is in {config.site_dir}; to read and search it: python3 -m http.server -d {config.site_dir} 8001")
 
 
 def entry_page(entry: Entry, catalog: Catalog, links: Graph, proofs: tuple[gpu_records.Proof, ...]) -> str:
