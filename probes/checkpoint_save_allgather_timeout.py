@@ -28,15 +28,34 @@ def save(ctx: Context, *, everyone: bool) -> None:
     ctx.meet("saved", timeout_s=15)  # a rank that skipped the gather is alive and busy elsewhere, as in training
 
 
-NEEDS_TORCH = {"torch": ">=2.4"}  # fully_shard
+def save_by_hand(ctx: Context, *, everyone: bool) -> None:
+    """The same guard around a gather of our own: each rank has one half of the rows."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=2)
+    shard = torch.full((8, 16), float(ctx.rank))
+    ctx.reached()
+    if everyone or ctx.rank == 0:
+        rows = [torch.empty_like(shard) for _ in range(ctx.world_size)]
+        dist.all_gather(rows, shard)
+        if ctx.rank == 0:
+            torch.save(torch.cat(rows), ctx.path("model.pt"))
+            assert torch.load(ctx.path("model.pt"))[:, 0].tolist() == [0.0] * 8 + [1.0] * 8
+    ctx.meet("saved", timeout_s=15)
+
+
+NEEDS_TORCH = {"torch": ">=2.6"}  # fully_shard is public, before it was torch.distributed._composable.fsdp
+OF_FSDP = "get_model_state_dict of an FSDP model, which gathers its shards in an all-gather as well"
 GUARDED = "only rank 0 enters the all-gather of the state dict"
 EVERYONE = "every rank enters it, rank 0 alone writes"
+
+LATE = raised(r"Timed out waiting \d+ms for (recv|send) operation")
 
 gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(save, everyone=False),
-        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        expect=LATE,
         because=GUARDED,
         fidelity="cpu",
     ),
@@ -49,5 +68,24 @@ probe = Probe(
     experiments=(
         gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER")),
         gloo,
+        Experiment(
+            name="by-hand",
+            control=Arm(
+                partial(save_by_hand, everyone=False),
+                expect=LATE,
+                because=GUARDED,
+                fidelity="stand-in",
+                stands_for=OF_FSDP,
+            ),
+            treatment=Arm(
+                partial(save_by_hand, everyone=True),
+                expect=completed(),
+                because=EVERYONE,
+                fidelity="stand-in",
+                stands_for=OF_FSDP,
+            ),
+            needs=Needs(packages={"torch": ">=2.1"}),
+            expected_s=(2.5, 0.2),
+        ),
     ),
 )
