@@ -116,7 +116,7 @@ for _ in range(90):  # a probe may take ten seconds to be read
 def test_the_first_verdict_waits_for_no_other_probe_to_be_read(content: ContentRoot, pids: Path) -> None:
     content.incident("breaks")
     content.raw_probe("slow", SLOW_TO_READ)
-    process = subprocess.Popen([str(KB), "verify", "breaks", "slow"], stdout=subprocess.PIPE)
+    process = start_warm("verify", "breaks", "slow", imports=VERIFY, stdout=PIPE, stderr=PIPE)
     try:
         assert process.stdout
         assert process.stdout.readline().startswith(b"1/2  verified         breaks")
