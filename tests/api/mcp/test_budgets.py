@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import pytest
-from kb.api.mcp.answers import encode, tokens
-from kb.api.mcp.verification import verification_answer
 from mcp_types import CallToolResult, TextContent
 
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.roots import builtin_root
 from tests.support.console import CHECKOUT
 from tests.support.mcp_client import Model, over_stdio
+
+answers: Any = resolve_name("kb.api.mcp.answers")
+verification: Any = resolve_name("kb.api.mcp.verification")
 
 BUDGET = 1500
 QUESTIONS = (
@@ -37,6 +40,10 @@ COUNTED = {
     "https://github.com/pytorch/pytorch/blob/001074d25084fdb87a799823e395a50f5ec044d3/c10/cuda/CUDACachingAllocator.cpp": 41,
     "保存分片模型本身就是一次集合通信:完整的 state dict 要从所有 rank all-gather 而来": 25,
 }
+
+
+def tokens(text: str) -> int:
+    return int(answers.tokens(text))
 
 
 def cost(result: CallToolResult) -> int:
@@ -127,12 +134,24 @@ def test_an_environment_costs_little(model: Model) -> None:
 
 
 def test_a_verification_costs_little_and_says_what_failed() -> None:
-    failed = {"kind": "raised", "exit_code": 3, "signal": "", "type": "RuntimeError", "waiting_in": ""}
+    failed: dict[str, Any] = {"kind": "raised", "exit_code": 3, "signal": "", "type": "RuntimeError", "waiting_in": ""}
     log = "[rank0]: Traceback (most recent call last):\n" * 500
     ranks = [failed | {"rank": rank, "message": "x " * 2000, "traceback": log, "log": log} for rank in range(64)]
-    arm = {"because": "w " * 400, "expected": "raised", "outcome": "raised", "failure": None, "duration_s": 3.7}
+    arm: dict[str, Any] = {
+        "because": "w " * 400,
+        "expected": "raised",
+        "outcome": "raised",
+        "failure": None,
+        "duration_s": 3.7,
+    }
     arm |= {"first_failing_rank": 0, "flight_record": ["rank 1 never issued collective 6"] * 64, "ranks": ranks}
-    result = {"verdict": "other-failure", "reason": "r " * 2000, "evidence": log, "fidelity": "cpu", "stands_for": None}
+    result: dict[str, Any] = {
+        "verdict": "other-failure",
+        "reason": "r " * 2000,
+        "evidence": log,
+        "fidelity": "cpu",
+        "stands_for": None,
+    }
     result |= {"experiment": "gloo", "repeats": None, "arms": {"control": arm, "treatment": arm}}
     environment = {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "driver_version": "570.86.15"}] * 8}
     report = result | {
@@ -145,8 +164,8 @@ def test_a_verification_costs_little_and_says_what_failed() -> None:
         "leftovers": [],
         "next_step": "find out what broke here",
     }
-    answer = verification_answer(report)
-    assert tokens(encode(answer)) <= BUDGET
+    answer = verification.verification_answer(report)
+    assert tokens(answers.encode(answer)) <= BUDGET
     assert answer["arms"]["control"]["ranks"][0]["message"].startswith("x x ")
     assert (answer["verdict"], answer["next_step"]) == ("other-failure", "find out what broke here")
     assert answer["machine"]["driver"] == "570.86.15"
