@@ -92,10 +92,15 @@ def check(params: Mapping[str, Any]) -> Finding:
             return clear(*evidence)
         why = "no GPU reports a fabric: none is needed (PCIe cards), or it is an A100, whose driver does not report it"
         return unknown(*evidence, why, advice="on the node itself, where the switches and the service can be seen")
-    return on_this_machine(evidence, driver, bool(states) and all(s.startswith("Completed") for s in states.values()))
+    is_complete = bool(states) and all(state.startswith("Completed") for state in states.values())
+    names = ", ".join(sorted(set(re.findall(r"Product Name\s*:\s*(.+)", report))))
+    return on_this_machine(evidence, driver, is_complete, names)
 
 
-def on_this_machine(evidence: List[str], driver: str, completed: bool) -> Finding:
+WITHOUT_SWITCH = re.compile(r"PCI[eE]|NVL\b|GeForce|RTX|Quadro|TITAN|Tesla (T4|P)|\b(L4|L40S?|A2|A10G?|A16|A30|A40)\b")
+
+
+def on_this_machine(evidence: List[str], driver: str, completed: bool, names: str) -> Finding:
     seen, running = switches(), is_running("nv-fabricmanager")
     match = re.search(r"\d{3}\.\d+(\.\d+)?", ask("nv-fabricmanager", "-v"))
     evidence = [
@@ -106,14 +111,17 @@ def on_this_machine(evidence: List[str], driver: str, completed: bool) -> Findin
         evidence.append(f"the installed fabric manager is {match[0]}: it refuses driver {driver} at its next start")
         return exposed(*evidence, advice="install the fabric manager of the driver's exact version, and hold both back")
     if completed:
-        return clear(*evidence, "all GPUs have joined the fabric")
+        note = "NVLS wants the GPUs reset after each restart of the manager, which cannot be seen from here"
+        return clear(*evidence, f"all GPUs have joined the fabric; {note}")
     if seen and not running:
         return exposed(*evidence, "switches without their manager: CUDA answers 802", advice=START)
     if seen:
         return unknown(*evidence, "the manager runs; this driver does not report the fabric state of these GPUs")
     if is_virtual():
         return unknown(*evidence, "a virtual machine: the switches and their manager may belong to the host")
-    return clear(*evidence, "no NVSwitch: there is no fabric to manage")
+    if not WITHOUT_SWITCH.search(names):
+        return unknown(*evidence, f"{names or 'no product name'}: B200 and newer boards show no switch on the PCI bus")
+    return clear(*evidence, "no NVSwitch, and cards that have none: there is no fabric to manage")
 
 
 probe = Probe(
