@@ -41,6 +41,42 @@ def train(ctx: Context, *, everyone_reduces: bool) -> None:
     assert not wrong, wrong
 
 
+def evaluate(ctx: Context, *, through_ddp: bool) -> None:
+    """One rank evaluates a model with buffers. DDP's forward broadcasts these, in eval mode too; the module's not."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(ctx.device))
+    tokens = torch.ones(2, 4, device=ctx.device)
+    model(tokens).sum().backward()
+    ctx.reached()
+    if ctx.rank == 1:  # it gets the buffers; those of rank 0 would be sent, and meet a later call
+        model.eval()
+        with torch.no_grad():
+            (model if through_ddp else model.module)(tokens)
+    ctx.meet("evaluated", timeout_s=15)
+
+
+def stop(ctx: Context, *, own_count: bool) -> None:
+    """Training until enough steps are done, counted by a progress bar that counts on rank 0 only."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    bar = 0  # tqdm(disable=rank != 0).n stays 0 where the bar is disabled
+    done = 0
+    ctx.reached()
+    while (done if own_count else bar) < 2 and done < 4:
+        dist.all_reduce(torch.ones(4, device=ctx.device))
+        done += 1
+        bar += int(ctx.rank == 0)
+    ctx.note(steps=done)
+    ctx.meet("trained", timeout_s=15)
+    assert done == 2, f"{done} steps"
+
+
 RANK = re.compile(r"(^|_)rank$|main_process|global_zero|is_master|process_index")
 COLLECTIVE = re.compile(
     r"all_reduce|all_gather\w*|all_to_all\w*|broadcast|broadcast_object_list|reduce_scatter\w*|(monitored_)?barrier"
@@ -116,6 +152,40 @@ gloo = Experiment(
     expected_s=(3.3, 0.3),
 )
 
+TIMEOUT = raised(r"Timed out waiting \d+ms for (recv|send) operation")
+through_ddp = Experiment(
+    name="evaluation",
+    control=Arm(
+        partial(evaluate, through_ddp=True),
+        expect=TIMEOUT,
+        because="one rank evaluates through DDP",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(evaluate, through_ddp=False),
+        expect=completed(),
+        because="one rank evaluates with the module inside DDP, which communicates nothing",
+        fidelity="cpu",
+    ),
+    expected_s=(2.4, 0.3),
+)
+bar = Experiment(
+    name="progress-bar",
+    control=Arm(
+        partial(stop, own_count=False),
+        expect=TIMEOUT,
+        because="the loop ends when the progress bar is full, and it is disabled off rank 0",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(stop, own_count=True),
+        expect=completed(),
+        because="the loop ends when the rank's own count says so",
+        fidelity="cpu",
+    ),
+    expected_s=(2.4, 0.3),
+)
+
 probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
@@ -123,4 +193,5 @@ probe = Probe(
         gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE")),
         gloo,
     ),
+    variants=(through_ddp, bar),
 )
