@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Mapping, Tuple
@@ -121,6 +122,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = f"ZeRO stage {stage}; {kind} with {experts or 'no'} experts{', code of its own' if own_code else ''}"
     if stage != 3:
         return unknown(evidence, "only stage 3 gathers weights; gradients of unused experts are another matter")
+    if not experts and (own_code or re.search(r"moe|mixtral|expert", json.dumps(model).lower())):
+        return unknown(evidence, "the configuration does not say how many, under any name that is known here")
     if not experts:
         return clear(evidence)
     if leaves:
