@@ -69,9 +69,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if code is None or not code.exists():
         why = "no code was given to read" if code is None else "there is no %s" % code
         return unknown(why, message, advice="--set code=train.py; or run this beside the job")
-    end, read, result = time.monotonic() + 0.5, 0, []
+    end, read, result, is_complete = time.monotonic() + 0.5, 0, [], True
     for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
         if time.monotonic() > end:
+            is_complete = False
             break
         try:
             result += ["%s:%d: %s" % (file, line, what) for line, what in loads(ast.parse(file.read_text("utf-8")))]
@@ -82,7 +83,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*result[:10], advice='map_location="cpu", or f"cuda:{os.environ["LOCAL_RANK"]}"')
     if not read:
         return unknown("no Python file of %s could be read" % code)
-    return clear("%d Python files, and each load in them names a device" % read)
+    if not is_complete:
+        return unknown("the first %d Python files name a device at each load; there are more" % read)
+    note = "that set_device comes before any use of CUDA, and what libraries load, is not looked at"
+    return clear("%d Python files, and each load in them names a device" % read, note)
 
 
 def strangers() -> Tuple[List[str], str]:
