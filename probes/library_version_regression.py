@@ -66,7 +66,7 @@ ROWS = (
         "entropies of unequal length are gathered: hang", HF + "trl/pull/3964", SOURCE,
     ),
     Row(
-        "trl", "==0.27.0", "0.28.0", "SFT, PEFT with ZeRO-3 and gradient checkpointing",
+        "trl", ">=0.27.0,<0.28.0", "0.28.0", "SFT, PEFT with ZeRO-3 and gradient checkpointing",
         "CheckpointError: recomputed values have different metadata, shape 0", HF + "trl/pull/6356", SOURCE,
     ),
     Row(
@@ -147,7 +147,7 @@ ROWS = (
     Row(
         "accelerate", ">=0.34.0,<1.0.0", "1.0.0", "FSDP, saving a checkpoint",
         "weights are saved flat or under the wrapper's names, and from_pretrained fails",
-        HF + "transformers/issues/33400", THREAD,
+        HF + "accelerate/pull/3096", SOURCE,
     ),
     Row(
         "transformers", "==4.51.0", "", "ZeRO-3",
