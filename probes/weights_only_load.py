@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import zipfile
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +55,24 @@ def resume(ctx: Context, *, allow_list: List[Any]) -> None:
     assert Path(ctx.path("ran")).exists()
 
 
+def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
+    """numpy's random state, with everything allowed that torch lists of the file, or with the dtype's class as well."""
+    import numpy as np  # type: ignore[import-not-found,unused-ignore]
+    import torch
+
+    state = np.random.get_state()
+    path = ctx.path("rng_state.pth")
+    torch.save({"numpy": state}, path)
+    ctx.note(listed=torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    allow_list: List[Any] = [np.zeros(1).__reduce__()[0], np.ndarray, np.dtype]
+    if with_dtype_class:
+        allow_list.append(type(np.dtype("uint32")))
+    ctx.reached()
+    with torch.serialization.safe_globals(allow_list):
+        loaded = torch.load(path)["numpy"]
+    assert loaded[0] == state[0] and (loaded[1] == state[1]).all()
+
+
 REBUILT = "tensor|tensor_v2|tensor_v3|parameter|parameter_with_state|qtensor|sparse_tensor|nested_tensor"
 ALLOWED = re.compile(
     r"collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.(bytearray|set|complex)|torch\.\w+"
@@ -78,7 +97,22 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*["not allowed by default: " + name for name in surely + perhaps], _torch(), advice=advice)
     if perhaps:
         return unknown(*["allowed in some releases of torch: " + name for name in perhaps], _torch())
+    protocol = _protocol(params["checkpoint"]) if checkpoint.format == "torch.save" else 2
+    if protocol > 3:
+        advice = "load it once with weights_only=False, if your own job wrote it, and save it without pickle_protocol"
+        return exposed("written with pickle_protocol=%d; torch.load refuses 4 and 5" % protocol, advice=advice)
     return clear("%s holds tensors and plain data only" % params["checkpoint"])
+
+
+def _protocol(path: Path) -> int:
+    """The protocol that the pickle of a file of torch.save begins with."""
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.rpartition("/")[2] == "data.pkl":
+                with archive.open(name) as file:
+                    head = file.read(2)
+                return head[1] if head[:1] == b"\x80" else 0
+    return 0
 
 
 def _torch() -> str:
@@ -109,6 +143,26 @@ probe = Probe(
             world_size=1,
             needs=Needs(packages={"torch": ">=2.6"}),
             expected_s=(0.1, 0.1),
+        ),
+    ),
+    variants=(
+        Experiment(
+            name="numpy",
+            control=Arm(
+                partial(load_random_state, with_dtype_class=False),
+                expect=raised(r"but got <class 'numpy\.dtypes\.UInt32DType'>"),
+                because="the names that torch lists are allowed, and the class of the dtype is not among them",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(load_random_state, with_dtype_class=True),
+                expect=completed(),
+                because="the class of the dtype is allowed too",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.6", "numpy": ">=1.25"}),
+            expected_s=(0.2, 0.2),
         ),
     ),
 )
