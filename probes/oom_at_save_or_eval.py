@@ -104,7 +104,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if config.get("prediction_loss_only") is True:
         return clear("prediction_loss_only is true: no logits are kept")
     if config.get("batch_eval_metrics") is True:
-        return clear("batch_eval_metrics is true: the logits of one batch are kept")
+        return clear("batch_eval_metrics is true: evaluate() keeps the logits of one batch; predict() keeps all")
     if None in (samples, length, vocab):
         return unknown(
             *[message or "the configuration does not say how many logits an evaluation keeps"],
@@ -123,7 +123,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if config.get("eval_accumulation_steps"):
         return unknown(evidence, "eval_accumulation_steps is set: they go to host memory instead, of every rank")
     if need > memory:
-        return exposed(evidence, advice="preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)")
+        advice = "preprocess_logits_for_metrics that takes the argmax; see `kb show oom-at-save-or-eval`"
+        return exposed(evidence, advice=advice)
     if 2 * need > 0.1 * memory:  # torch.cat holds the old and the new tensor
         return unknown(evidence, "twice that at each concatenation; what the model leaves free is not known here")
     return clear(evidence, "twice that at each concatenation, still below a tenth of the card")

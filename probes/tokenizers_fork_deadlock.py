@@ -104,9 +104,10 @@ def check(_: Mapping[str, Any]) -> Finding:
             "tokenizers is not installed in this Python; TOKENIZERS_PARALLELISM is %s" % (value or "not set")
         )
     if value is None:
-        return clear(
+        return unknown(
             "%s, TOKENIZERS_PARALLELISM is not set: forked children stop using the pool by themselves" % message,
-            "a library or the script itself may still set it later",
+            "unless a library or the script itself sets it later, which cannot be seen here",
+            advice='print(os.environ.get("TOKENIZERS_PARALLELISM")) in the script, after all imports',
         )
     if value.lower() in OFF:
         return clear("%s, TOKENIZERS_PARALLELISM=%s: no pool anywhere" % (message, value))
