@@ -60,7 +60,7 @@ def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
     import numpy as np  # type: ignore[import-not-found,unused-ignore]
     import torch
 
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     path = ctx.path("rng_state.pth")
     torch.save({"numpy": state}, path)
     ctx.note(listed=torch.serialization.get_unsafe_globals_in_checkpoint(path))
