@@ -52,8 +52,8 @@ FEW = ("checkpoint-save-allgather-timeout", "oom-masked-as-nccl-timeout", "addre
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: tests of deadlines and of clients that stall mostly wait."""
-    return min(len(os.sched_getaffinity(0)), 4) + 2
+    """Three more than there are cores: tests of deadlines and of clients that stall mostly wait."""
+    return min(len(os.sched_getaffinity(0)), 4) + 3
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
