@@ -53,7 +53,7 @@ def test_a_dump_that_takes_too_much_memory_is_given_up_and_the_next_is_read(serv
     answer = scan(server, DICTIONARIES, memory=100 << 20)
     assert answer
     assert answer.result is Excess.MEMORY
-    assert not descendants(_server_of(server).pid)
+    wait_for(lambda: not descendants(_server_of(server).pid), "the scan to end", GENEROUS_S)
     assert matches(scan(server, LOG, memory=100 << 20)) == ["broken-thing"]
 
 

@@ -71,4 +71,4 @@ def test_many_groups_of_many_ranks_cost_no_more_than_they_are_large() -> None:
     began = time.thread_time()
     dumps = [dump_of(rank, entries, pg_config=config) for rank in (0, 1)]
     assert sentences(*dumps) == ["no flight record from ranks 2-65535"]
-    assert time.thread_time() - began < 5
+    assert time.thread_time() - began < 60
