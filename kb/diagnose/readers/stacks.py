@@ -156,8 +156,8 @@ def _from_text(text: str, rank: int | None) -> list[Process]:
 def _lines(text: str) -> Iterator[tuple[int | None, str]]:
     """Each without a launcher's prefix, and with the rank that it names."""
     for line in text.splitlines():
-        if len(line) <= LONGEST_LINE:
-            parsed = parse_prefix(line)
+        parsed = parse_prefix(line[: 2 * LONGEST_LINE])
+        if len(parsed.text) <= LONGEST_LINE:
             yield parsed.rank, parsed.text.rstrip()
 
 
