@@ -10,11 +10,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from kb.content.catalog import Catalog
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.grades import MARK
+from kb.content.parser import text_blocks
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
@@ -34,7 +36,6 @@ MOST_LINES = 2  # of each list of a diagnosis
 HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
 SECTIONS = ("Root cause", "Fix", "How to tell")  # of an incident, unless the model asks for others
-ITEM = re.compile(r"(?:[-*]|\d+\.) ")  # of a list that is not inside another item
 
 
 def encode(document: Document) -> str:
@@ -74,16 +75,10 @@ def incident(entry: Entry, hardware: str, headings: Sequence[str], language: str
 
 def _blocks(markdown: str) -> Iterator[str]:
     """Its paragraphs and list items, each with its code: no answer has a part of one."""
-    block, is_code, is_after_blank = "", False, False
-    for line in markdown.splitlines(keepends=True):
-        is_fence = line.lstrip().startswith("```")
-        if block and not (is_code or is_fence) and (ITEM.match(line) or (is_after_blank and not line[:1].isspace())):
-            yield block
-            block = ""
-        block += line
-        is_code ^= is_fence
-        is_after_blank = not line.strip()
-    yield block
+    lines = markdown.splitlines(keepends=True)
+    starts = [start for start, _, code in text_blocks(markdown) if code is None]
+    for start, end in pairwise([0, *starts[1:], len(lines)]):
+        yield "".join(lines[start:end])
 
 
 def diagnosis_answer(diagnosis: Diagnosis, catalog: Catalog, limit: int | None) -> Document:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from functools import cache
-
-from markdown_it import MarkdownIt
+from collections.abc import Collection
 
 from kb.content.entry import TRANSLATION, Entry
-from kb.content.parser import markdown_parser
+from kb.content.parser import text_blocks
 
 CODE = re.compile(r"`([^`\n]+)`")
 REFERENCE = re.compile(r" ?\[(?:probe|(?:source|thread) \d+)\]")  # a mark that says where somebody checked it
@@ -70,26 +67,13 @@ def _page(entry: Entry, lang: str, facts: list[str], texts: dict[str, str], hard
 def _without_look_alikes(text: str, ids: Collection[str]) -> str:
     """How to tell this incident: without what is about others, whose ids end the text."""
     lines, kept, others = text.splitlines(), [], []
-    blocks = list(_blocks(text))
-    for (start, end, info), (_, _, next_info) in zip(blocks, [*blocks[1:], (0, 0, "")], strict=True):
+    blocks = list(text_blocks(text))
+    for (start, end, info), (_, _, next_info) in zip(blocks, [*blocks[1:], (0, 0, None)], strict=True):
         block = "\n".join(lines[start:end])
         named = [word for word in CODE.findall(block) if word in ids]
         others += named
-        if not (named or "look-alike" in info or "look-alike" in next_info):
+        if not (named or "look-alike" in (info or "") or "look-alike" in (next_info or "")):
             kept.append(block.rstrip())
     if others:
         kept.append("\nNot this: " + ", ".join(f"`{other}`" for other in dict.fromkeys(others)) + ".")
     return "\n".join(kept)
-
-
-def _blocks(text: str) -> Iterator[tuple[int, int, str]]:
-    """First line and end of each block, an item of a list being one, and what a fence says of its code."""
-    for token in _parser().parse(text):
-        is_list = token.type in ("bullet_list_open", "ordered_list_open")
-        if token.map and ((token.level == 0 and not is_list) or (token.level == 1 and token.type == "list_item_open")):
-            yield token.map[0], token.map[1], token.info if token.type == "fence" else ""
-
-
-@cache
-def _parser() -> MarkdownIt:
-    return markdown_parser().disable("inline")

@@ -95,6 +95,14 @@ def _blocks() -> MarkdownIt:
     return markdown_parser().disable("inline")
 
 
+def text_blocks(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """First line and end of each block of a section, an item of a list being one, and of code its info string."""
+    for token in _blocks().parse(text):
+        is_list = token.type in ("bullet_list_open", "ordered_list_open")
+        if token.map and ((token.level == 0 and not is_list) or (token.level == 1 and token.type == "list_item_open")):
+            yield token.map[0], token.map[1], token.info if token.type in ("fence", "code_block") else None
+
+
 def _line(token: Token) -> int:
     return (token.map[0] if token.map else 0) + 1
 
