@@ -13,6 +13,7 @@ from kb.errors import UsageError
 from kb.search.index_cache import open_index
 
 from ..terminal.fields import labelled
+from ..terminal.hints import root_options
 from ..terminal.output import JsonFlag, RootOption, emit, notice
 from ..terminal.stdin import stdin
 
@@ -79,8 +80,7 @@ def diagnose(
 
 
 def _again(paths: list[str], roots: list[Path] | None) -> str:
-    given = [word for root in roots or () for word in ("--root", str(root))]
-    return shlex.join(["kb", "diagnose", *paths, "--save-unexplained", *given])
+    return shlex.join(["kb", "diagnose", *paths, "--save-unexplained", *root_options(roots)])
 
 
 def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:

@@ -13,7 +13,12 @@ def with_roots(text: str, roots: Sequence[Path] | None) -> str:
     """The same commands, with the content roots of this one: without them they would not know its entries."""
     if not roots:
         return text
-    from shlex import quote  # no search imports it otherwise
+    from shlex import join  # no search imports it otherwise
 
-    given = "".join(f" --root {quote(str(root))}" for root in roots)
-    return COMMAND.sub(lambda command: command[0] + given, text)
+    given = join(root_options(roots))
+    return COMMAND.sub(lambda command: f"{command[0]} {given}", text)
+
+
+def root_options(roots: Sequence[Path] | None) -> list[str]:
+    """The words that name these content roots in a command."""
+    return [word for root in roots or () for word in ("--root", str(root))]
