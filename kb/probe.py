@@ -22,6 +22,9 @@ from kb.context import Context as Context  # a probe file needs this module only
 FIDELITIES = ("hardware", "cpu", "stand-in", "model")
 ARMS = ("control", "treatment")
 STATES = ("exposed", "clear", "unknown")
+# What gloo raises where a call waits too long. The first of several calls under way to run out of time closes the
+# connections, and each other one then says so: gloo/transport/tcp/unbound_buffer.cc, UnboundBuffer::waitRecv.
+GLOO_TIMEOUT = r"(Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure)"
 
 
 class Symptom(Exception):

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
 
 
 def save(ctx: Context, *, everyone: bool) -> None:
@@ -49,7 +49,7 @@ OF_FSDP = "get_model_state_dict of an FSDP model, which gathers its shards in an
 GUARDED = "only rank 0 enters the all-gather of the state dict"
 EVERYONE = "every rank enters it, rank 0 alone writes"
 
-LATE = raised(r"Timed out waiting \d+ms for (recv|send) operation")
+LATE = raised(GLOO_TIMEOUT)
 
 gloo = Experiment(
     name="gloo",

@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from functools import partial
 
-from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
 
 
 def train(ctx: Context, *, warm_up: bool) -> None:
@@ -57,7 +57,7 @@ gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(train, warm_up=False),
-        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        expect=raised(GLOO_TIMEOUT),
         because=LATE,
         fidelity="stand-in",
         stands_for=STANDS_FOR,

@@ -8,7 +8,21 @@ from functools import partial
 from typing import Any, List, Mapping, Tuple
 
 from kb.cpu_arms import import_deepspeed
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    GLOO_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
 
 
 def sharded(ctx: Context, *, dummy_image: bool) -> None:
@@ -150,7 +164,7 @@ def has_media(sample: Any) -> bool:
     return False
 
 
-LOST = r"Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer"
+LOST = rf"{GLOO_TIMEOUT}|Connection (closed|reset) by peer"
 GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
     rf"({LOST}).*Before that, without an error: the output is off",
     after=LOST,

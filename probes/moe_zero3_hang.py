@@ -15,7 +15,21 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, Tuple
 
 from kb.cpu_arms import import_deepspeed
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    GLOO_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
 from kb.training_config import UnreadableConfig, read_config
 
 
@@ -168,7 +182,7 @@ def release(package: str) -> Tuple[int, ...]:
         return ()
 
 
-LOST = r"Timed out waiting \d+ms for (recv|send) operation|Connection (closed|reset) by peer"
+LOST = rf"{GLOO_TIMEOUT}|Connection (closed|reset) by peer"
 GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
     rf"({LOST}).*Before that, without an error: the output is off",
     after=LOST,

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, List, Mapping, Tuple
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 CARD_MIB = 1024  # what one rank may use: the cap of the caching allocator, or of the address space on the CPU
 
@@ -66,14 +66,13 @@ def free_mib_per_gpu() -> List[Tuple[str, int, int]]:
 TOO_LONG = "rank 1's batch is larger than its memory; it skips the batch and with it the all-reduce"
 FITS = "rank 1's batch fits, so it comes to the all-reduce"
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"
-GLOO = r"Timed out waiting \d+ms for (recv|send) operation"
 SAME_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; the out-of-memory error is CUDA's own"
 
 gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(train_step, longest_batch_mib=4 * CARD_MIB),
-        expect=raised(GLOO),
+        expect=raised(GLOO_TIMEOUT),
         because=TOO_LONG,
         fidelity="cpu",
     ),
@@ -89,7 +88,7 @@ probe = Probe(
             name="cuda-gloo",
             control=Arm(
                 partial(train_step, longest_batch_mib=4 * CARD_MIB),
-                expect=raised(GLOO),
+                expect=raised(GLOO_TIMEOUT),
                 because=TOO_LONG,
                 fidelity="stand-in",
                 stands_for=SAME_GPU,

@@ -10,7 +10,7 @@ from collections import Counter
 from functools import partial
 from typing import Any, Iterator, List, Mapping, Sequence, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, completed, exposed, raised, unknown
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Param, Probe, completed, exposed, raised, unknown
 
 Call = Tuple[int, str]  # line, name
 
@@ -144,7 +144,7 @@ gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(train, everyone_reduces=False),
-        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation.*the gradient of step 1 is 8, not 6"),
+        expect=raised(GLOO_TIMEOUT + r".*the gradient of step 1 is 8, not 6"),
         because=SOME,
         fidelity="cpu",
     ),
@@ -152,7 +152,7 @@ gloo = Experiment(
     expected_s=(3.3, 0.3),
 )
 
-TIMEOUT = raised(r"Timed out waiting \d+ms for (recv|send) operation")
+TIMEOUT = raised(GLOO_TIMEOUT)
 through_ddp = Experiment(
     name="evaluation",
     control=Arm(

@@ -4,7 +4,20 @@ from functools import partial
 from importlib import metadata
 from typing import Any, Mapping
 
-from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    GLOO_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
 
 
 def prepare_then_train(ctx: Context, *, patient: bool) -> None:
@@ -73,7 +86,7 @@ gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(prepare_then_train, patient=False),
-        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        expect=raised(GLOO_TIMEOUT),
         because=SHORT,
         fidelity="cpu",
     ),

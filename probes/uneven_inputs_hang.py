@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Iterable, Iterator, Optional
 
-from kb.probe import Arm, Context, Experiment, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Probe, completed, raised
 
 BATCHES = (4, 3)  # rank by rank
 
@@ -53,7 +53,7 @@ gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(train, stop_together=False),
-        expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+        expect=raised(GLOO_TIMEOUT),
         because=UNEVEN,
         fidelity="cpu",
     ),

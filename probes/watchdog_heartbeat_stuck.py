@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import Any, Mapping
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 
 def late(ctx: Context, *, timeout_s: float) -> None:
@@ -115,7 +115,7 @@ probe = Probe(
             name="gil",
             control=Arm(
                 partial(native_call, holds_the_gil=True),
-                expect=raised(r"Timed out waiting \d+ms for (recv|send) operation"),
+                expect=raised(GLOO_TIMEOUT),
                 because="rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,

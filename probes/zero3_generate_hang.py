@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, List, Tuple
 
 from kb.cpu_arms import import_deepspeed
-from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
 
 LENGTHS = (2, 5)  # tokens of the answer, rank by rank
 
@@ -91,7 +91,7 @@ def generate(ctx: Context, *, synced_gpus: bool) -> None:
     assert got == expected, (got, expected)
 
 
-GLOO = raised(r"Timed out waiting \d+ms for (recv|send) operation")
+GLOO = raised(GLOO_TIMEOUT)
 ALONE = "rank 0's answer ends after two tokens, and rank 1's third step gathers weights alone"
 TOGETHER = "a rank whose answer is complete goes on calling the model until all are, and drops what comes out"
 
