@@ -160,7 +160,7 @@ def _incident(entry: Entry, hardware: str, texts: Mapping[str, str]) -> Document
 
 def _references(entry: Entry, texts: Iterable[str]) -> dict[str, str]:
     """The addresses to which the marks in some texts refer, by number."""
-    numbers = sorted({int(match[3]) for text in texts for match in MARK.finditer(text) if match[3]})
+    numbers = sorted({int(match["number"]) for text in texts for match in MARK.finditer(text) if match["number"]})
     references = entry.meta.references
     return {str(number): references[number - 1].url for number in numbers if number <= len(references)}
 

@@ -31,10 +31,11 @@ STRENGTH = (
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One mark: its grade, and the address where the claim can be checked, or ""."""
+    """One mark: its grade, and what shows the claim: the address of a page, or an experiment of the probe."""
 
     grade: str
-    url: str
+    url: str = ""
+    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,11 @@ class Claim:
 
     @property
     def citation(self) -> str:
-        """`[nan-loss § Fix, seen in the probe; read in thread: https://...]`"""
-        urls_by_grade: dict[str, list[str]] = {}
+        """`[nan-loss § Fix, seen in the probe: sum; read in thread: https://...]`"""
+        shown_by: dict[str, list[str]] = {}
         for evidence in self.evidence:
-            urls_by_grade.setdefault(evidence.grade, []).append(evidence.url.translate(ENCODED))
-        grades = [
-            ": ".join(filter(None, (grade, ", ".join(filter(None, urls))))) for grade, urls in urls_by_grade.items()
-        ]
+            shown_by.setdefault(evidence.grade, []).append(evidence.url.translate(ENCODED) or evidence.experiment)
+        grades = [": ".join(filter(None, (grade, ", ".join(filter(None, by))))) for grade, by in shown_by.items()]
         return f"[{self.entry} {SIGN} {self.section}, {'; '.join(grades) or f'stated in a {self.status} entry'}]"
 
     @property
@@ -159,8 +158,8 @@ def _text(entry: Entry, heading: str) -> str:
 
 def _evidence(entry: Entry, mark: Mark) -> Evidence:
     if mark.word == "probe":
-        return Evidence(PROBE, "")
+        return Evidence(PROBE, experiment=mark.experiment)
     if mark.word == "inferred":
-        return Evidence(Grade.INFERRED, "")
+        return Evidence(Grade.INFERRED)
     references = entry.meta.references  # the linter reports a number that no reference has
     return Evidence(GRADES[mark.word], references[mark.number - 1].url if mark.number <= len(references) else "")

@@ -17,17 +17,18 @@ from markdown_it import MarkdownIt
 from kb.content.grades import MARK
 from kb.content.parser import markdown_parser
 
-CODE_OR_MARKS = re.compile(rf"(?P<code>(`+)(?!`).*?(?<!`)\2(?!`))|(?P<marks>\s*{MARK.pattern}(?:\s*{MARK.pattern})*)")
+CODE_OR_MARKS = re.compile(rf"(?P<code>(`+)(?!`).*?(?<!`)\2(?!`))|(?P<marks>(?:\s*{MARK.pattern})+)")
 CONTINUATION = re.compile(r"\s*[,;:.)、，；：。）]")
 SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
 LEAD_IN_ENDS = (":", "：")
 
 
 class Mark(NamedTuple):
-    """`[source 2]` is ("source", 2), `[probe]` is ("probe", 0)."""
+    """`[source 2]` is ("source", 2), `[probe gloo]` is ("probe", 0, "gloo")."""
 
     word: str
-    number: int
+    number: int = 0
+    experiment: str = ""
 
 
 class GradedText(NamedTuple):
@@ -73,13 +74,18 @@ def _split(text: str) -> tuple[list[GradedText], str]:
         if run["code"]:
             continue
         prose += text[at : run.start()]
-        marks += [Mark(match[1] or match[2], int(match[3] or 0)) for match in MARK.finditer(run["marks"])]
+        marks += [_mark(match) for match in MARK.finditer(run["marks"])]
         at = run.end()
         if not _is_mid_sentence(prose, text[at:]):
             complete.append(GradedText(prose.strip(), tuple(marks)))
             prose, marks = "", []
     prose = (prose + text[at:]).strip()
     return ([*complete, GradedText(prose, tuple(marks))], "") if marks else (complete, prose)
+
+
+def _mark(match: re.Match[str]) -> Mark:
+    word = match["probe"] or match["inferred"] or match["word"]
+    return Mark(word, int(match["number"] or 0), match["experiment"] or "")
 
 
 def _is_mid_sentence(before: str, after: str) -> bool:

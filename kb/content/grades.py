@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Grade(StrEnum):
-    """How a claim is known. `[probe]` has no grade here: the probe is its own reference."""
+    """How a claim is known. `[probe gloo]` has no grade here: the probe is its own reference."""
 
     THREAD = "read in thread"
     SOURCE = "read in source"
@@ -15,8 +15,13 @@ class Grade(StrEnum):
     INFERRED = "inferred"
 
 
-MARK = re.compile(r"\[(?:(probe|inferred)|(source|thread|claimed) ([1-9]\d*))\]")
-LIKE_A_MARK = re.compile(r"\[(?:[a-z]+|(?i:probe|inferred|source|thread|claimed)s?)(?: ?[#\d, ]+)?\]")
+MARK = re.compile(
+    r"\[(?:(?P<inferred>inferred)|(?P<probe>probe)(?: (?P<experiment>[a-z0-9][a-z0-9.-]*))?"
+    r"|(?P<word>source|thread|claimed) (?P<number>[1-9]\d*))\]"
+)
+LIKE_A_MARK = re.compile(
+    r"\[(?:[a-z]+|(?i:probe|inferred|source|thread|claimed)s?(?: [a-z][a-z0-9.-]*)?)(?: ?[#\d, ]+)?\]"
+)
 GRADES = {"source": Grade.SOURCE, "thread": Grade.THREAD, "claimed": Grade.CLAIMED}  # word of a mark with a number
 
 

@@ -86,8 +86,8 @@ def _with_linked_marks(text: str) -> Iterator[Token]:
     end = 0
     for mark in MARK.finditer(text):
         yield _text(text[end : mark.start()])
-        to_reference = f'<a class="grade" href="#ref-{mark[3]}">{mark[0]}</a>'
-        yield _html(to_reference if mark[3] else f'<span class="grade">{mark[0]}</span>')
+        to_reference = f'<a class="grade" href="#ref-{mark["number"]}">{mark[0]}</a>'
+        yield _html(to_reference if mark["number"] else f'<span class="grade">{mark[0]}</span>')
         end = mark.end()
     yield _text(text[end:])
 

@@ -25,7 +25,7 @@ def unmarked_claim(file: EntryText) -> Iterator[Remark]:
 
 
 def unknown_mark(file: EntryText) -> Iterator[Remark]:
-    """Marks are `[probe]`, `[source N]`, `[thread N]`, `[claimed N]` and `[inferred]`."""
+    """Marks are `[probe NAME]`, `[source N]`, `[thread N]`, `[claimed N]` and `[inferred]`."""
     for line, text in _in_brackets(file):
         if not MARK.fullmatch(text):
             yield line, f"{text} is not a mark; put words of a log or of code between backticks"
@@ -47,11 +47,19 @@ def wrong_grade(file: EntryFile) -> Iterator[Remark]:
                 yield line, f"[{word} {number}]: reference {number} has the grade {grade.value!r}"
 
 
-def probe_mark_without_probe(file: EntryFile) -> Iterator[Remark]:
-    """`[probe]` is used only in an entry with a probe."""
+def unknown_experiment(file: EntryFile) -> Iterator[Remark]:
+    """`[probe NAME]` names an experiment of the entry's probe, or `check`."""
+    declaration = file.probe.declaration if file.probe else None
+    names = [experiment.name for experiment in declaration.every] if declaration else []
+    names += ["check"] if declaration and declaration.check else []
     for line, text in _in_brackets(file):
-        if text == "[probe]" and not file.meta.probe:
+        mark = MARK.fullmatch(text)
+        if not mark or not mark["probe"]:
+            continue
+        if not file.meta.probe:
             yield line, "the entry has no probe to show this"
+        elif not mark["experiment"] or (declaration and mark["experiment"] not in names):
+            yield line, f"{text} does not say what shows this: name one of {', '.join(names) or 'its experiments'}"
 
 
 def no_reference(file: EntryFile) -> Iterator[Remark]:
@@ -87,8 +95,8 @@ def _in_brackets(file: EntryText) -> Iterator[tuple[int, str]]:
 def _numbered(file: EntryFile) -> Iterator[tuple[int, str, int]]:
     for line, text in _in_brackets(file):
         mark = MARK.fullmatch(text)
-        if mark and mark[2]:
-            yield line, mark[2], int(mark[3])
+        if mark and mark["number"]:
+            yield line, mark["word"], int(mark["number"])
 
 
 TEXT_RULES: tuple[TextRule, ...] = (
@@ -99,7 +107,7 @@ RULES: tuple[EntryRule, ...] = (
     *TEXT_RULES,
     dangling_mark,
     wrong_grade,
-    probe_mark_without_probe,
+    unknown_experiment,
     no_reference,
     duplicate_reference,
     unused_reference,

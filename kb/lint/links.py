@@ -58,7 +58,7 @@ def probe_or_waiver(file: EntryFile) -> Iterator[Remark]:
 
 def missing_probe(file: EntryFile) -> Iterator[Remark]:
     """The probe that an entry names exists."""
-    if file.meta.probe and not file.has_probe_file:
+    if file.meta.probe and file.probe is None:
         yield file.line("probe"), f"probes/{file.meta.probe}.py does not exist"
 
 

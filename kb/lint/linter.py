@@ -22,7 +22,7 @@ from kb.content.parser import LARGEST, front_matter_problems
 from kb.content.roots import BUILT_IN, Root
 from kb.errors import ContentError, UsageError
 from kb.harness.launcher import Launcher, Task
-from kb.lint import claims, glossary, links, probes, sections, signatures
+from kb.lint import claims, fixes, glossary, links, probes, sections, signatures
 from kb.lint.body import blocks
 from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy_lines import HEALTHY_LINES
@@ -43,9 +43,10 @@ ENTRY_RULES: tuple[EntryRule, ...] = (
     *signatures.RULES,
     *links.RULES,
     *claims.RULES,
+    *fixes.RULES,
     *sections.RULES,
 )
-TEXT_RULES: tuple[TextRule, ...] = (*claims.TEXT_RULES, *sections.TEXT_RULES)
+TEXT_RULES: tuple[TextRule, ...] = (*claims.TEXT_RULES, *fixes.TEXT_RULES, *sections.TEXT_RULES)
 PROBE_RULES: tuple[ProbeRule, ...] = probes.RULES
 GLOSSARY_RULES = glossary.RULES
 READING_RULES = {  # of kb.content: of an entry that breaks one of these only the text is checked further
@@ -96,7 +97,9 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     declared, invalid = _declared_languages(roots)
     violations = [_violation(problem) for problem in invalid]
     violations += [violation for problem in problems for violation in check_unusable(problem, declared)]
-    violations += [violation for file in _entry_files(catalog, entries, declared) for violation in check_entry(file)]
+    violations += [
+        violation for file in _entry_files(catalog, entries, declared, files) for violation in check_entry(file)
+    ]
     violations += [violation for file in files for violation in check_probe(file)]
     if not only and any(root.name == BUILT_IN for root in roots):
         violations += check_glossary(FILE)
@@ -153,7 +156,10 @@ def check_glossary(path: Path) -> Iterator[Violation]:
             yield Violation(path, line, name_of(rule), message)
 
 
-def _entry_files(catalog: Catalog, entries: list[Entry], declared: Declared) -> Iterator[EntryFile]:
+def _entry_files(
+    catalog: Catalog, entries: list[Entry], declared: Declared, probes: Iterable[ProbeFile]
+) -> Iterator[EntryFile]:
+    by_path = {file.path: file for file in probes}
     ids = frozenset(catalog.entries) | {problem.path.stem for problem in catalog.problems}
     slow = slow_patterns(entries)
     today = datetime.date.today()
@@ -164,8 +170,8 @@ def _entry_files(catalog: Catalog, entries: list[Entry], declared: Declared) -> 
         except FileNotFoundError:  # deleted since the catalog was read
             continue
         written = declared[entry.path.parent]
-        has_probe_file = bool(probe and probe.is_file())
-        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, has_probe_file, slow, today)
+        probe_file = by_path.get(probe) if probe else None
+        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today)
 
 
 def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentError]]:
@@ -233,5 +239,4 @@ def _with_declaration(file: ProbeFile, launcher: Launcher) -> ProbeFile:
     result, outcome = launcher.rank_results(Task("describe", file.path, DESCRIBE_S))
     if result is None or result.get("outcome") != "completed":
         return replace(file, faults=(f"it cannot be loaded: {failure_reason(result, outcome)}",))
-    needs_gpus = any(experiment.needs.gpus for experiment in from_description(result["probe"]).every)
-    return replace(file, faults=tuple(result["faults"]), needs_gpus=needs_gpus)
+    return replace(file, faults=tuple(result["faults"]), declaration=from_description(result["probe"]))

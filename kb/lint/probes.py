@@ -44,7 +44,10 @@ def probe_import(file: ProbeFile) -> Iterator[Remark]:
 
 def unseen_gpu_arms(file: ProbeFile) -> Iterator[Remark]:
     """A probe has GPU arms exactly when its text has `on_gpus(` or `gpus=N`, which kb list looks for."""
-    if file.needs_gpus is not None and file.needs_gpus != bool(GPU_ARMS.search(file.source)):
+    if file.declaration is None:
+        return
+    needs_gpus = any(experiment.needs.gpus for experiment in file.declaration.every)
+    if needs_gpus != bool(GPU_ARMS.search(file.source)):
         yield 1, "write `.on_gpus(` or `Needs(gpus=N` where an experiment needs GPUs, and nowhere else"
 
 

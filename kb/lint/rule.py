@@ -18,6 +18,7 @@ from typing import Any
 from kb.content.entry import Entry, FrontMatter
 from kb.content.languages import Language
 from kb.lint.body import Block, Kind
+from kb.probe import Probe
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
@@ -73,7 +74,7 @@ class EntryFile(EntryText):
 
     entry: Entry
     ids: frozenset[str]
-    has_probe_file: bool
+    probe: ProbeFile | None
     slow: frozenset[str]
     today: datetime.date
 
@@ -90,14 +91,14 @@ class EntryFile(EntryText):
 class ProbeFile:
     """A probe file to check. `owner` is the entry that names it, `faults` are errors from loading it.
 
-    `needs_gpus` is whether an experiment of its declaration needs GPUs, None when the declaration could not be loaded.
+    `declaration` is without the functions, and None when it could not be loaded.
     """
 
     path: Path
     source: str
     owner: str
     faults: tuple[str, ...]
-    needs_gpus: bool | None = None
+    declaration: Probe | None = None
 
 
 TextRule = Callable[[EntryText], Iterator[Remark]]

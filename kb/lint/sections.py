@@ -17,6 +17,7 @@ from kb.printable import printable
 
 LONGEST_CAUSE = 240
 LEAST_LOGS = 2
+HALF_WIDTH = re.compile(rf"{CHINESE.pattern}[,;:?!(]|[,;:?!)]{CHINESE.pattern}|{CHINESE.pattern}\.(?=\s|$)")
 ENGLISH = re.compile(r"[A-Za-z]{2}")
 TRANSPORT_FOLKLORE = ("NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1")
 CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|;|&|$)")
@@ -80,6 +81,13 @@ def chinese_text(file: EntryFile) -> Iterator[Remark]:
     for part, texts in parts.items():
         if not any(CHINESE.search(text.text) for text in texts):
             yield texts[0].line, f"the text under {part!r} is not in Chinese"
+
+
+def half_width_punctuation(file: EntryText) -> Iterator[Remark]:
+    """Punctuation beside a Chinese character is full-width in 中文: ，；：？！（）。"""
+    for block in file.blocks(Kind.PROSE, TRANSLATION):
+        for match in HALF_WIDTH.finditer(block.text):
+            yield block.line + block.text.count("\n", 0, match.start()), f"{match[0]!r} has half-width punctuation"
 
 
 def aliases(file: EntryFile) -> Iterator[Remark]:
@@ -170,6 +178,7 @@ TEXT_RULES: tuple[TextRule, ...] = (
     few_logs,
     no_look_alike,
     chinese_parts,
+    half_width_punctuation,
     unfinished,
 )
 RULES: tuple[EntryRule, ...] = (
