@@ -193,7 +193,7 @@ probe = Probe(
             expected_s=(15, 15),
         ),
         Experiment(
-            name="two allocators",
+            name="two-allocators",
             control=Arm(
                 partial(train, capped=False),
                 expect=symptom(r"communication buffers do not fit: \d+ MiB are in use"),

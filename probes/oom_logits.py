@@ -152,7 +152,7 @@ probe = Probe(
     ),
     variants=(
         Experiment(
-            name="linear_cross_entropy",
+            name="linear-cross-entropy",
             control=rlimit.control,
             treatment=Arm(
                 partial(step, slices=SLICES, fused=True),

@@ -8,14 +8,30 @@ import sys
 import time
 from collections import Counter
 from functools import partial
-from typing import Any, Iterator, List, Mapping, Sequence, Tuple
+from types import MappingProxyType
+from typing import Any, Callable, Iterator, List, Mapping, Sequence, Tuple
 
-from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Param, Probe, completed, exposed, raised, unknown
+from kb.probe import (
+    GLOO_TIMEOUT,
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
 Call = Tuple[int, str]  # line, name
 
 
-def train(ctx: Context, *, everyone_reduces: bool) -> None:
+def train(ctx: Context, *, everyone_reduces: bool, barrier_before: bool = False) -> None:
     """Three steps; a metric is reduced in the second, as long as the gradient. A wrong sum is noted, never raised."""
     import torch
 
@@ -23,22 +39,44 @@ def train(ctx: Context, *, everyone_reduces: bool) -> None:
     wrong: List[str] = []
 
     def add_up(what: str, mine: float, total: float) -> None:
-        tensor = torch.full((4,), float(mine), device=ctx.device)
+        accuracy = torch.full((4,), float(mine), device=ctx.device)
         try:
-            dist.all_reduce(tensor)
+            dist.all_reduce(accuracy)
         except RuntimeError as error:  # gloo; with nccl the watchdog ends the process
             raise RuntimeError(f"{error} Before that, without an error: {'; '.join(wrong)}") from error
-        if tensor[0].item() != total:
-            wrong.append(f"{what} is {tensor[0].item():.0f}, not {total:.0f}")
+        if accuracy[0].item() != total:
+            wrong.append(f"{what} is {accuracy[0].item():.0f}, not {total:.0f}")
             sys.stderr.write(wrong[-1] + "\n")
 
     ctx.reached()
     for step in range(3):
         if step == 1 and (everyone_reduces or ctx.rank == 0):
+            if barrier_before:
+                dist.barrier()
             add_up("the metric", 100, 200)
         add_up(f"the gradient of step {step}", (step + 1) * (ctx.rank + 1), (step + 1) * 3)
     ctx.meet("trained", timeout_s=15)  # the rank with fewer calls is alive and busy elsewhere, as in training
     assert not wrong, wrong
+
+
+def report(ctx: Context, *, everyone_reduces: bool) -> None:
+    """A metric that one rank logs."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    accuracy = torch.ones(1, device=ctx.device)
+    logged: List[float] = []
+    log = logged.append
+    ctx.reached()
+    if everyone_reduces:
+        dist.all_reduce(accuracy)
+        if dist.get_rank() == 0:
+            log(accuracy.item())
+    elif dist.get_rank() == 0:
+        dist.all_reduce(accuracy)
+        log(accuracy.item())
+    ctx.meet("reported", timeout_s=15)
+    assert logged == ([2.0] if ctx.rank == 0 else []), logged
 
 
 def evaluate(ctx: Context, *, through_ddp: bool) -> None:
@@ -58,6 +96,52 @@ def evaluate(ctx: Context, *, through_ddp: bool) -> None:
         with torch.no_grad():
             (model if through_ddp else model.module)(tokens)
     ctx.meet("evaluated", timeout_s=15)
+
+
+def skip(ctx: Context, *, together: bool) -> None:
+    """Three steps; the data of rank 1 is bad in the second, which it skips: alone, or with the other rank."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    device, steps = ctx.device, 0
+    ctx.reached()
+    for step in range(3):
+        wants_to_skip = ctx.rank == 1 and step == 1
+        if together:
+            flag = torch.tensor([float(wants_to_skip)], device=device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            if flag.item():
+                continue
+        elif wants_to_skip:
+            continue
+        dist.all_reduce(torch.ones(4, device=device))
+        steps += 1
+    ctx.note(steps=steps)
+    ctx.meet("trained", timeout_s=15)
+    assert steps == 2, steps
+
+
+def score(ctx: Context, *, fixed_names: bool) -> None:
+    """Two metrics, of which each rank has met one: reduced by the names it has, or by one list on every rank."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    device = ctx.device
+    values = {"accuracy": [1.0, 0.0]} if ctx.rank == 0 else {"length": [300.0]}
+    names = ("accuracy", "length")
+    ctx.reached()
+    if fixed_names:
+        sums = torch.tensor([[sum(values.get(name, [])), len(values.get(name, []))] for name in names], device=device)
+        dist.all_reduce(sums)
+        means = {name: (sums[at, 0] / sums[at, 1].clamp(min=1)).item() for at, name in enumerate(names)}
+    else:
+        means = {}
+        for name, numbers in values.items():
+            pair = torch.tensor([sum(numbers), float(len(numbers))], device=device)
+            dist.all_reduce(pair)
+            means[name] = (pair[0] / pair[1]).item()
+    if means != {"accuracy": 0.5, "length": 300.0}:
+        raise Symptom(f"rank {ctx.rank} has the means {means}, no error")
 
 
 def stop(ctx: Context, *, own_count: bool) -> None:
@@ -153,37 +237,78 @@ gloo = Experiment(
 )
 
 TIMEOUT = raised(GLOO_TIMEOUT)
-through_ddp = Experiment(
-    name="evaluation",
-    control=Arm(
-        partial(evaluate, through_ddp=True),
-        expect=TIMEOUT,
-        because="one rank evaluates through DDP",
-        fidelity="cpu",
-    ),
-    treatment=Arm(
-        partial(evaluate, through_ddp=False),
-        expect=completed(),
-        because="one rank evaluates with the module inside DDP, which communicates nothing",
-        fidelity="cpu",
-    ),
-    expected_s=(2.4, 0.3),
+
+
+def variant(
+    name: str,
+    job: Callable[..., None],
+    change: Mapping[str, bool],
+    because: str,
+    fix: str,
+    expect: Expect = TIMEOUT,
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Experiment:
+    """`change` are the keywords of the fixed job; the control arm has each the other way round."""
+    broken = {key: not value for key, value in change.items()}
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **broken), expect=expect, because=because, fidelity="cpu", env=env),
+        treatment=Arm(partial(job, **change), expect=completed(), because=fix, fidelity="cpu", env=env),
+        expected_s=(2.4, 0.3),
+    )
+
+
+reported = variant(
+    "report",
+    report,
+    {"everyone_reduces": True},
+    "rank 0 alone reduces what it alone logs",
+    "every rank reduces, rank 0 logs",
 )
-bar = Experiment(
-    name="progress-bar",
-    control=Arm(
-        partial(stop, own_count=False),
-        expect=TIMEOUT,
-        because="the loop ends when the progress bar is full, and it is disabled off rank 0",
-        fidelity="cpu",
-    ),
-    treatment=Arm(
-        partial(stop, own_count=True),
-        expect=completed(),
-        because="the loop ends when the rank's own count says so",
-        fidelity="cpu",
-    ),
-    expected_s=(2.4, 0.3),
+evaluated = variant(
+    "evaluation",
+    evaluate,
+    {"through_ddp": False},
+    "one rank evaluates through DDP",
+    "one rank evaluates with the module inside DDP, which communicates nothing",
+)
+skipped = variant(
+    "skip",
+    skip,
+    {"together": True},
+    "one rank skips a batch by itself",
+    "the ranks agree first, in one small collective, and skip together",
+)
+named = variant(
+    "names",
+    score,
+    {"fixed_names": True},
+    "each rank reduces the metrics that it has, so different ones meet",
+    "each rank reduces one list of names, with sum 0 and count 0 where it has no value",
+    symptom(r"the means \{'(accuracy|length)': 100\.3\d*\}"),
+)
+counted = variant(
+    "progress-bar",
+    stop,
+    {"own_count": True},
+    "the loop ends when the progress bar is full, and it is disabled off rank 0",
+    "the loop ends when the rank's own count says so",
+)
+synchronised = variant(
+    "barrier",
+    train,
+    {"everyone_reduces": True, "barrier_before": False},
+    "rank 0 alone reduces a metric; the barrier before it is one more call of its own",
+    ALL,
+)
+in_detail = variant(
+    "debug-detail",
+    train,
+    {"everyone_reduces": True},
+    f"{SOME}; torch checks each call",
+    ALL,
+    raised(r"Ranks 1 failed to pass monitoredBarrier in \d+ ms"),
+    {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
 )
 
 probe = Probe(
@@ -193,5 +318,5 @@ probe = Probe(
         gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE")),
         gloo,
     ),
-    variants=(through_ddp, bar),
+    variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail),
 )

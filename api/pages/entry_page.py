@@ -21,7 +21,13 @@ from .verdicts import rows
 
 IN_ENGLISH = ("Symptom", "Root cause", "Fix", "How to tell", "Why it works")
 BELOW = ("Environment", "Known cases")
-IN_CHINESE = {"症状": "symptom", "原因": "root-cause", "修复": "fix", "环境": "environment"}  # in reading order
+IN_CHINESE = {  # in reading order
+    "症状": "symptom",
+    "原因": "root-cause",
+    "修复": "fix",
+    "判断": "how-to-tell",
+    "环境": "environment",
+}
 
 router = APIRouter()
 

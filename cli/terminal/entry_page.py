@@ -9,9 +9,9 @@ from kb.content.entry import TRANSLATION, Entry
 from kb.content.parser import text_blocks
 
 CODE = re.compile(r"`([^`\n]+)`")
-REFERENCE = re.compile(r" ?\[(?:probe|(?:source|thread) \d+)\]")  # a mark that says where somebody checked it
+REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # a mark that says where somebody checked it
 CLAIM = re.compile(r"\[claimed \d+\]")
-CHINESE = {"Root cause": "原因", "Fix": "修复"}
+CHINESE = {"Root cause": "原因", "How to tell": "判断", "Fix": "修复"}
 
 
 def sections(entry: Entry, lang: str) -> dict[str, str]:
@@ -43,12 +43,14 @@ def short_page(entry: Entry, lang: str, hardware: str, ids: Collection[str]) -> 
     facts = [f"`{entry.id}`", meta.status, f"{meta.severity} severity", meta.area or ""]
     facts += [] if entry.origin == "built-in" else [f"from {entry.origin}"]
     texts = sections(entry, lang)
+    others = set(ids) - {entry.id}
     if "Root cause" in texts:
-        how_to_tell = _without_look_alikes(texts.get("How to tell", ""), set(ids) - {entry.id})
+        how_to_tell = _without_look_alikes(texts.get("How to tell", ""), others)
         short = {"Cause": entry.cause, "How to tell": how_to_tell, "Fix": texts.get("Fix", "")}
         rest = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
     else:
         short = {heading: text for heading, text in texts.items() if heading != "环境"}
+        short["判断"] = _without_look_alikes(short.get("判断", ""), others, "不是：", "。")
         rest = "`--all` 另有环境和参考。"
     short = {heading: CLAIM.sub("[claimed]", REFERENCE.sub("", text)) for heading, text in short.items() if text}
     return f"{_page(entry, lang, facts, short, hardware)}\n\n{rest}"
@@ -64,7 +66,7 @@ def _page(entry: Entry, lang: str, facts: list[str], texts: dict[str, str], hard
     return f"# {title}\n\n{' · '.join(filter(None, facts))}\n\n{body}"
 
 
-def _without_look_alikes(text: str, ids: Collection[str]) -> str:
+def _without_look_alikes(text: str, ids: Collection[str], label: str = "Not this: ", end: str = ".") -> str:
     """How to tell this incident: without what is about others, whose ids end the text."""
     lines, kept, others = text.splitlines(), [], []
     blocks = list(text_blocks(text))
@@ -75,5 +77,5 @@ def _without_look_alikes(text: str, ids: Collection[str]) -> str:
         if not (named or "look-alike" in (info or "") or "look-alike" in (next_info or "")):
             kept.append(block.rstrip())
     if others:
-        kept.append("\nNot this: " + ", ".join(f"`{other}`" for other in dict.fromkeys(others)) + ".")
+        kept.append(f"\n{label}{', '.join(f'`{other}`' for other in dict.fromkeys(others))}{end}")
     return "\n".join(kept)

@@ -14,7 +14,7 @@ from kb.content.grades import GRADES, Grade
 
 FIRST = ("Root cause", "Fix")  # what a reader needs most
 AFTERWARDS = ("How to tell", "Why it works", "Environment", "Symptom", "Known cases")
-FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("症状", "环境")
+FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("判断", "症状", "环境")
 CAUSES, FIXES = zip(FIRST, FIRST_ZH, strict=True)
 
 PROBE, STATED = "seen in the probe", "stated"
