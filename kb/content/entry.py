@@ -56,6 +56,16 @@ class Role(StrEnum):
     CONTEXT = "context"  # where it happened; never evidence alone
 
 
+class ReviewPoint(StrEnum):
+    """What a review checked."""
+
+    NEGATIVES = "negatives"  # a counter-example to each was searched for
+    CONTEXTS = "contexts"  # each fix where it hurts: containers, schedulers, full environments, unprivileged users
+    PATTERNS = "patterns"  # each against healthy logs, logs of neighbours and the wording of other versions
+    CHECKS = "checks"  # the probe's check says unknown where it cannot know
+    CHINESE = "chinese"  # it says what the English says
+
+
 def _entry_id(value: str) -> str:
     if not ID.fullmatch(value):
         raise ValueError("an id is lower-case words joined by single hyphens")
@@ -131,6 +141,7 @@ class FrontMatter(_Strict):
     probe_waiver: Text | None = None
     replaces: EntryId | None = None
     reviewed: datetime.date
+    checked: Annotated[tuple[Annotated[ReviewPoint, Field(strict=False)], ...], Field(strict=False)] = ()
 
 
 @dataclass(frozen=True, slots=True)
