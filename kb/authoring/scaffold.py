@@ -62,7 +62,7 @@ TODO a log of another incident: no pattern above may match it
 
 ## Fix
 
-TODO something to paste, what it costs, and when not to use it. [claimed 1]
+TODO something to paste, what it costs, and when not to use it. [probe gloo] [claimed 1]
 
 ```bash
 TODO
@@ -70,7 +70,7 @@ TODO
 
 ## Why it works
 
-TODO [probe]
+TODO [probe gloo]
 
 ## Known cases
 

@@ -49,7 +49,7 @@ def wrong_grade(file: EntryFile) -> Iterator[Remark]:
 
 def unknown_experiment(file: EntryFile) -> Iterator[Remark]:
     """`[probe NAME]` names an experiment of the entry's probe, or `check`."""
-    declaration = file.probe.declaration if file.probe else None
+    declaration = file.probe.declaration if file.probe and not file.probe.faults else None
     names = [experiment.name for experiment in declaration.every] if declaration else []
     names += ["check"] if declaration and declaration.check else []
     for line, text in _in_brackets(file):

@@ -23,7 +23,7 @@ NEGATIVE = re.compile(
     r"|(is|are) (not|no) (a |the )?(fix|cause|cure|remedy))\b",
     re.IGNORECASE,
 )
-CHECKED_BY_TOOLS = ("bash", "sh", "python", "json", "yaml", "toml", "ini", "cpp", "text", "log", "log look-alike")
+LANGUAGES = ("bash", "sh", "python", "json", "yaml", "toml", "ini", "cpp", "text", "log", "log look-alike")
 
 
 def unproved_fix(file: EntryText) -> Iterator[Remark]:
@@ -55,8 +55,8 @@ def untried_code(file: EntryFile) -> Iterator[Remark]:
 def code_language(file: EntryText) -> Iterator[Remark]:
     """Code in How to tell and Fix names its language."""
     for block in file.blocks(Kind.CODE, *ADVISING):
-        if block.tag not in CHECKED_BY_TOOLS:
-            yield block.line, f"{block.tag or 'nothing'!r} is not one of {', '.join(CHECKED_BY_TOOLS)}"
+        if block.tag not in LANGUAGES:
+            yield block.line, f"{block.tag or 'nothing'!r} is not one of {', '.join(LANGUAGES)}"
 
 
 def broken_code(file: EntryText) -> Iterator[Remark]:

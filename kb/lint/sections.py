@@ -84,7 +84,7 @@ def chinese_text(file: EntryFile) -> Iterator[Remark]:
 
 
 def half_width_punctuation(file: EntryText) -> Iterator[Remark]:
-    """Punctuation beside a Chinese character is full-width in 中文: ，；：？！（）。"""
+    """Punctuation beside a Chinese character is full-width in 中文."""
     for block in file.blocks(Kind.PROSE, TRANSLATION):
         for match in HALF_WIDTH.finditer(block.text):
             yield block.line + block.text.count("\n", 0, match.start()), f"{match[0]!r} has half-width punctuation"

@@ -139,7 +139,7 @@ A test.
 
 ## Root cause
 
-The thing is made to break. [probe]
+The thing is made to break. [probe plain]
 
 ## How to tell
 
@@ -151,11 +151,11 @@ another thing broke: code 42
 
 ## Fix
 
-Do not break it. [probe]
+Do not break it. [probe plain]
 
 ## Why it works
 
-Nothing breaks it. [probe] [claimed 1]
+Nothing breaks it. [probe plain] [claimed 1]
 
 ## Known cases
 
@@ -174,6 +174,10 @@ None, it is a test. [inferred]
 ### 原因
 
 故意弄坏的。
+
+### 判断
+
+日志里有这句话。
 
 ### 修复
 

@@ -34,11 +34,14 @@ def edited(edits: Edits) -> str:
 SAMPLE = "    sample: 'the thing broke: code 7'\n"
 PROBE = "probe: example\n"
 REFERENCE = "    grade: claimed\n"
-CAUSE = "The thing is made to break. [probe]"
-FIX = "Do not break it. [probe]"
+CAUSE = "The thing is made to break. [probe plain]"
+FIX = "Do not break it. [probe plain]"
 TELL = "It says so."
 SECOND = "```log\n[rank3]"
-WHY = "Nothing breaks it. [probe] [claimed 1]"
+UNPROVED = {FIX: "Do not break it. [inferred] Not proved here: it is a test."}
+INFERRED = {**UNPROVED, "[probe plain]": "[inferred]"}
+PYTHON = "```python\n"
+WHY = "Nothing breaks it. [probe plain] [claimed 1]"
 
 
 def signature(pattern: str, sample: str, role: str = "root") -> Edits:
@@ -62,7 +65,7 @@ def fix(command: str) -> Edits:
 
 
 def cause(length: int) -> Edits:
-    return {CAUSE: "The " + "x" * (length - 5) + ". [probe]"}
+    return {CAUSE: "The " + "x" * (length - 5) + ". [probe plain]"}
 
 
 NOT = "not_signatures:\n  - 'the thing held'\n"
@@ -100,19 +103,19 @@ LINKS = (
     Example("misspelt-id", {TELL: f"{TELL}\nNot so: see\n`rank-divergent-collective`."}, "`rank-",
             {TELL: "Not so: see `rank-divergent-collectives`, `sound-on`, or `nvidia-container-toolkit`."}),
     Example("probe-or-waiver", link("probe_waiver: no time\n"), "probe_waiver:"),
-    Example("probe-or-waiver", {PROBE: "", "[probe]": "[inferred]", "confirmed": "reported"}, "id: example",
-            {PROBE: "probe_waiver: needs a lightning strike\n", "[probe]": "[inferred]", "confirmed": "reported"}),
+    Example("probe-or-waiver", {PROBE: "", **INFERRED, "confirmed": "reported"}, "id: example",
+            {PROBE: "probe_waiver: needs a lightning strike\n", **INFERRED, "confirmed": "reported"}),
     Example("probe-name", {PROBE: "probe: another\n"}, PROBE[:7]),
-    Example("confirmed-without-probe", {PROBE: "probe_waiver: no time\n", "[probe]": "[inferred]"}, "status:",
-            {PROBE: "probe_waiver: no time\n", "[probe]": "[inferred]", "confirmed": "disputed"}),
+    Example("confirmed-without-probe", {PROBE: "probe_waiver: no time\n", **INFERRED}, "status:",
+            {PROBE: "probe_waiver: no time\n", **INFERRED, "confirmed": "disputed"}),
 )  # fmt: skip
 
 CLAIMS = (
     Example("unmarked-claim", {CAUSE: f"{CAUSE}\n\nIt is also\nfragile."}, "It is also",
             {CAUSE: f"{CAUSE}\n\n1. It is also:\n\n   - fragile [inferred]\n   - old\n\n   and it shows."}),
-    Example("unmarked-claim", {FIX: f"1. {FIX}\n2. Glue it:\n\n   ```bash\n   glue  # [probe]\n   ```"}, "2. Glue it",
+    Example("unmarked-claim", {FIX: f"1. {FIX}\n2. Glue it. Not proved here: no glue:\n\n   ```bash\n   glue  # [probe plain]\n   ```"}, "2. Glue it",
             {FIX: f"{FIX} Or glue it:\n\n```bash\nglue\n```\n\n用胶水：\n\n```bash\nglue\n```"}),
-    Example("unmarked-claim", {WHY: f"{WHY}\n\nIt is `[probe]`."}, "It is `", {WHY: f"{WHY}\n\n| a | b |\n|--|--|"}),
+    Example("unmarked-claim", {WHY: f"{WHY}\n\nIt is `[probe plain]`."}, "It is `", {WHY: f"{WHY}\n\n| a | b |\n|--|--|"}),
     Example("unknown-mark", {WHY: f"{WHY}\nReally so. [sourc 1]"}, "[sourc 1]", {WHY: f"{WHY} [Rank 1] `[sourc 1]`"}),
     Example("unknown-mark", {WHY: f"{WHY} [source]"}, "[source]"),
     Example("unknown-mark", {WHY: f"{WHY} [Thread 1, 2]"}, "[Thread 1, 2]"),
@@ -120,9 +123,12 @@ CLAIMS = (
     Example("wrong-grade", {TELL: f"{TELL}\nSo. [thread 1]"}, "[thread 1]", {TELL: f"{TELL}\nSo. [claimed 1]"}),
     Example("wrong-grade", reference("https://x.org", "read in thread", "[thread 2] [source 2]"), "[source 2]",
             reference("https://x.org", "read in source", "[source 2]")),
-    Example("probe-mark-without-probe",
-            {PROBE: "probe_waiver: no time\n", "confirmed": "reported", CAUSE: "So. [inferred]", FIX: "No. [inferred]"},
-            WHY, {PROBE: "probe_waiver: no time\n", "confirmed": "reported", "[probe]": "[inferred]"}),
+    Example("unknown-experiment",
+            {PROBE: "probe_waiver: no time\n", "confirmed": "reported", CAUSE: "So. [inferred]",
+             **UNPROVED}, WHY, {PROBE: "probe_waiver: no time\n", "confirmed": "reported", **INFERRED}),
+    Example("unknown-experiment", {CAUSE: CAUSE.replace("plain", "ornate")}, CAUSE[:20],
+            {CAUSE: CAUSE.replace("plain", "check")}),
+    Example("unknown-experiment", {CAUSE: CAUSE.replace(" plain", "")}, CAUSE[:20]),
     Example("no-reference",
             {"references:\n": "", "  - url: https://example.org/example\n    shows: nothing, it is a test\n": "",
              REFERENCE: "references: []\n", " [claimed 1]": ""}, "references: []"),
@@ -130,6 +136,22 @@ CLAIMS = (
             reference("https://example.org/example", "read in thread", "[thread 2]")),
     Example("unused-reference", reference("https://x.org", "claimed", ""), "https://x.org",
             reference("https://x.org", "inferred", "")),
+)  # fmt: skip
+
+FIXES = (
+    Example("unproved-fix", {FIX: "1. Do not break it. [inferred]\n2. Glue it. [probe plain]"}, "1. Do not", UNPROVED),
+    Example("unproved-fix", {FIX: "Do not break it. [inferred]"}, "Do not break", {FIX: "Do not break it. [probe check]"}),
+    Example("untried-code", {FIX: f"{FIX}\n\n{PYTHON}glue()\n```"}, "glue()", {FIX: f"{FIX}\n\n{PYTHON}dist.barrier()\n```"}),
+    Example("untried-code", {FIX: f"1. {FIX}\n\n   {PYTHON}   x = 1\n   ```\n2. {FIX}"}, "x = 1",
+            {FIX: f"1. {FIX} Not proved here: no x.\n\n   {PYTHON}   x = 1\n   ```\n2. {FIX}"}),
+    Example("code-language", {FIX: f"{FIX}\n\n```\nglue\n```"}, "```"),
+    Example("code-language", {TELL: f"{TELL}\n\n```cobol\nglue\n```"}, "```cobol", {TELL: f"{TELL}\n\n```text\nglue\n```"}),
+    Example("broken-code", {TELL: f"{TELL}\n\n{PYTHON}glue(\n```"}, "glue(", {TELL: f"{TELL}\n\n{PYTHON}glue()\n```"}),
+    Example("broken-code", {TELL: f"{TELL}\n\n```json\n{{\n'a': 1}}\n```"}, "'a': 1", {TELL: f'{TELL}\n\n```json\n{{"a": 1}}\n```'}),
+    Example("broken-code", {TELL: f"{TELL}\n\n```yaml\na: [\n```"}, "a: [", {TELL: f"{TELL}\n\n```yaml\na: [1]\n```"}),
+    Example("broken-code", {TELL: f"{TELL}\n\n```ini\na\n```"}, "a", {TELL: f"{TELL}\n\n```ini\n[a]\nb = %c\n```"}),
+    Example("inferred-negative", {TELL: f"{TELL} Glue does not help. [inferred]"}, "Glue",
+            {TELL: f"{TELL} Glue does not help. [claimed 1] [inferred] It may melt. [inferred]"}),
 )  # fmt: skip
 
 FORM = (
@@ -142,6 +164,8 @@ FORM = (
     Example("long-cause", cause(241), "The xx", cause(240)),
     Example("chinese-parts", {"### 环境": "### 环境说明"}, "### 环境说明"),
     Example("chinese-parts", {"测试。": ""}, "### 环境", {"测试。": "```log\n测试\n```"}),
+    Example("half-width-punctuation", {"坏了。": "坏了,真的。"}, "坏了", {"坏了。": "坏了，`a`, `b` 都是 (1, 2)。"}),
+    Example("half-width-punctuation", {"坏了。": "坏了(真的)。"}, "坏了"),
     Example("chinese-text", {"测试条目": "a test"}, "title_zh:", {"测试条目": "test 条目"}),
     Example("chinese-text", {"不要弄坏。": "Do not break it."}, "Do not break it."),
     Example("aliases", {"[made for a test, 测试]": "[made for a test]"}, "aliases:",
@@ -170,7 +194,7 @@ READING = (
     Example("duplicate-section", {"## Environment": "## Symptom"}, "## Symptom"),
 )  # fmt: skip
 
-EXAMPLES = (*SIGNATURES, *LINKS, *CLAIMS, *FORM, *READING)
+EXAMPLES = (*SIGNATURES, *LINKS, *CLAIMS, *FIXES, *FORM, *READING)
 
 # Glossaries: rule to (one that breaks it, the line of the violation, a similar one that does not).
 GLOSSARIES = {

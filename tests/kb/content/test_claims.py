@@ -27,7 +27,7 @@ def entry(cause: str, entry_id: str = "a-thing") -> Entry:
     text = ENTRY.format(id=entry_id, title="A thing", symptom="It broke.", extra="probe: a_thing\n")
     head, _, rest = text.partition("references:\n")
     text = head + REFERENCES + rest[rest.index("probe:") :]
-    text = text.replace("The thing is made to break. [probe]", cause)
+    text = text.replace("The thing is made to break. [probe plain]", cause)
     return parse_entry(text.encode(), Path(f"{entry_id}.md"), "test")
 
 
@@ -45,7 +45,7 @@ def test_a_claim_says_what_where_how_it_is_known_and_where_to_check() -> None:
 @pytest.mark.parametrize(
     ("marks", "grade"),
     [
-        ("[probe]", "seen in the probe"),
+        ("[probe gloo]", "seen in the probe"),
         ("[thread 3] [probe]", "seen in the probe"),
         ("[thread 3] [source 2]", "read in source"),
         ("[thread 3]", "read in thread"),
@@ -62,6 +62,10 @@ def test_a_claim_is_given_out_for_no_more_than_it_is(marks: str, grade: str) -> 
     ("marks", "known"),
     [
         ("[probe]", "seen in the probe"),
+        (
+            "[probe gloo] [thread 3] [probe check]",
+            "seen in the probe: gloo, check; read in thread: https://example.org/thread",
+        ),
         ("[thread 3]", "read in thread: https://example.org/thread"),
         ("[thread 3] [inferred]", "read in thread: https://example.org/thread; inferred"),
         ("[claimed 1] [claimed 1]", "claimed: https://example.org/claimed"),
@@ -91,6 +95,7 @@ def test_chinese_claims_are_the_parts_of_the_chinese_section() -> None:
     assert [(claim.section, claim.text) for claim in built.claims] == [
         ("原因", "故意弄坏的。"),
         ("修复", "不要弄坏。"),
+        ("判断", "日志里有这句话。"),
         ("症状", "坏了。"),
         ("环境", "测试。"),
     ]

@@ -17,11 +17,20 @@ from kb.errors import ContentError, UsageError
 from kb.lint.body import blocks
 from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, check_probe, lint, rules, slow_patterns
 from kb.lint.rule import EntryFile, ProbeFile, Violation
+from kb.probe import Arm, Experiment, Probe, completed, unknown
 from tests.support.console import CHECKOUT, ContentRoot
 from tests.support.lint_examples import EXAMPLES, GLOSSARIES, SOUND, TELL, Edits, Example, edited
 
 ENTRY_FILE = Path("/content/entries/example.md")
 IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
+ARM = Arm(print, completed(), "it is a test", "cpu")
+PROBE_FILE = ProbeFile(
+    Path("/content/probes/example.py"),
+    "def job(ctx):\n    dist.barrier()\n",
+    "example",
+    (),
+    Probe((Experiment("plain", ARM, ARM),), check=lambda _: unknown()),
+)
 TODAY = datetime.date(2026, 1, 1)
 NAMES = [f"{number}-{example.rule}" for number, example in enumerate(EXAMPLES)]
 
@@ -33,7 +42,7 @@ def violations_in(text: str, languages: frozenset[Language] = frozenset(Language
     except ContentError as error:
         return [Violation(error.path, error.line, error.rule, error.detail)]
     slow = slow_patterns([entry], limit_s=0.2) if len(entry.meta.signatures) > 1 else frozenset()
-    return list(check_entry(EntryFile(ENTRY_FILE, text, blocks(text), languages, entry, IDS, True, slow, TODAY)))
+    return list(check_entry(EntryFile(ENTRY_FILE, text, blocks(text), languages, entry, IDS, PROBE_FILE, slow, TODAY)))
 
 
 def test_the_sound_entry_is_clean() -> None:
