@@ -13,7 +13,8 @@ from functools import partial
 from glob import glob
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from kb.probe import (
     Arm,
@@ -33,8 +34,9 @@ from kb.probe import (
 
 STUB = """
 int cuDriverGetVersion(int *version) { *version = %d; return 0; }
-int cuInit(unsigned flags) { return 100; }  /* CUDA_ERROR_NO_DEVICE */
+int cuInit(unsigned flags) { return %d; }
 """
+NO_DEVICE, COMPAT_NOT_SUPPORTED = 100, 804  # what cuInit returns; the stub has no device
 
 ASK_RUNTIME = """
 import ctypes, json, sys
@@ -55,12 +57,18 @@ print(json.dumps({"cuda": torch.version.cuda, "said": said}))
 """
 
 
-def under_driver(ctx: Context, reports: int, *command: str) -> Dict[str, Any]:
-    """Run a fresh Python, which has loaded no driver, with a libcuda.so.1 in front that reports this CUDA version."""
-    Path("stub.c").write_text(STUB % reports)
-    build = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "stub.c"]
-    subprocess.run(build, check=True, timeout=20)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(ctx.dir)}
+def build_driver(ctx: Context, folder: str, reports: int, init: int = NO_DEVICE) -> str:
+    """A folder with a libcuda.so.1 that reports this CUDA version."""
+    Path("stub.c").write_text(STUB % (reports, init))
+    Path(folder).mkdir()
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", "stub.c"]
+    subprocess.run(command, check=True, timeout=20)
+    return ctx.path(folder)
+
+
+def under_driver(folders: Sequence[str], *command: str) -> Dict[str, Any]:
+    """Run a fresh Python, which has loaded no driver, with these folders in front."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
     ran = subprocess.run(
         [sys.executable, "-c", *command], env=environment, capture_output=True, text=True, timeout=90, check=False
     )
@@ -75,24 +83,65 @@ def driver_of(ctx: Context, major: int, old: bool) -> int:
     return ctx.params["driver"] or (major - 1) * 1000 + 80 if old else major * 1000
 
 
+def runtime_of(*packages: str) -> Tuple[Path, int]:
+    """The libcudart of the first of these packages that is installed, and its CUDA major release."""
+    for package in packages or (CUDA_13, CUDA_12):
+        try:
+            files = [file for file in metadata.files(package) or () if re.match(r"libcudart\.so\.\d+$", file.name)]
+        except metadata.PackageNotFoundError:
+            continue
+        if files:
+            return Path(str(files[0].locate())), int(files[0].name.rsplit(".", 1)[1])
+    raise Unavailable("no package with a CUDA runtime is installed, as a pip installed torch for CUDA brings it")
+
+
+def ask_runtime(ctx: Context, runtime: Path, folders: Sequence[str]) -> None:
+    answer = under_driver(folders, ASK_RUNTIME, str(runtime))
+    ctx.note(runtime=runtime.name, **answer)
+    if answer["code"] != NO_DEVICE:  # with it the runtime is past the gate
+        raise RuntimeError(f"{answer['said']}: {runtime.name} under a driver that reports {answer['driver']}")
+
+
 def start_runtime(ctx: Context, *, package: str, old: bool) -> None:
-    files = [file for file in metadata.files(package) or () if re.match(r"libcudart\.so\.\d+$", file.name)]
-    assert files, f"{package} holds no libcudart"
-    major = int(files[0].name.rsplit(".", 1)[1])
+    runtime, major = runtime_of(package)
     ctx.reached()
-    answer = under_driver(ctx, driver_of(ctx, major, old), ASK_RUNTIME, str(files[0].locate()))
-    ctx.note(runtime=files[0].name, **answer)
-    if answer["code"] == 35:  # cudaErrorInsufficientDriver
-        raise RuntimeError(f"{answer['said']}: {files[0].name} under a driver that reports {answer['driver']}")
-    assert answer["code"] == 100, answer  # cudaErrorNoDevice: past the gate, and the stub has no device
+    ask_runtime(ctx, runtime, [build_driver(ctx, "driver", driver_of(ctx, major, old))])
+
+
+def add_compat(ctx: Context, *, in_front: bool) -> None:
+    """An old driver; a cuda-compat folder for the runtime is there, in front of it or not."""
+    runtime, major = runtime_of()
+    driver = build_driver(ctx, "driver", driver_of(ctx, major, True))
+    compat = build_driver(ctx, "compat", major * 1000)
+    ctx.reached()
+    ask_runtime(ctx, runtime, [compat, driver] if in_front else [driver])
+
+
+def remove_compat(ctx: Context, *, in_front: bool) -> None:
+    """A driver that is new enough; a cuda-compat folder in front of it, on a GPU for which that is not supported."""
+    runtime, major = runtime_of()
+    driver = build_driver(ctx, "driver", major * 1000)
+    compat = build_driver(ctx, "compat", major * 1000 + 20, COMPAT_NOT_SUPPORTED)
+    ctx.reached()
+    ask_runtime(ctx, runtime, [compat, driver] if in_front else [driver])
+
+
+def set_variables(ctx: Context, *, old: bool) -> None:
+    """What people export in a container; the job's environment has them in both arms."""
+    runtime, major = runtime_of()
+    driver = build_driver(ctx, "driver", driver_of(ctx, major, old))
+    assert os.environ["NVIDIA_DISABLE_REQUIRE"] == "1" and "CUDA_HOME" in os.environ
+    ctx.reached()
+    ask_runtime(ctx, runtime, [driver])
 
 
 def start_torch(ctx: Context, *, package: str, old: bool) -> None:
     result = torch_cuda()
     if not result:
-        raise Unavailable(f"{package} is installed, but this torch is not built for CUDA")
+        raise Unavailable(f"{package} is installed, but no torch that is built for CUDA")
+    driver = build_driver(ctx, "driver", driver_of(ctx, int(result.split(".")[0]), old))
     ctx.reached()
-    answer = under_driver(ctx, driver_of(ctx, int(result.split(".")[0]), old), ASK_TORCH)
+    answer = under_driver([driver], ASK_TORCH)
     ctx.note(**answer)
     if "No CUDA GPUs are available" not in answer["said"]:
         raise RuntimeError(answer["said"])
@@ -151,6 +200,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append(f"CUDA {cuda} needs driver {need} or newer" + ("" if not compat else ", unless compat is used"))
         advice = f"install a torch build for an older CUDA (or, as administrator, driver {need} or newer)"
         return unknown(*evidence, advice=advice) if compat else exposed(*evidence, advice=advice)
+    if "compat" in os.environ.get("LD_LIBRARY_PATH", "") and not params["smi"]:
+        return unknown(
+            *evidence, "LD_LIBRARY_PATH has a compat folder, which some GPUs refuse (804)", advice="nvidia-smi -L"
+        )
     if strange:
         evidence.append(f"libcuda of another version than the kernel module: {', '.join(strange)}")
         return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803)")
@@ -164,32 +217,35 @@ def user_libraries() -> List[str]:
 
 
 STANDS_FOR = "the NVIDIA driver: the stub reports a CUDA version and no device; everything above it is the real one"
+NEWER = "the driver is of the runtime's own major release, its oldest one"
 
 
-def under_stub(name: str, package: str, job: Any, pattern: str, expected_s: float) -> Experiment:
+def under_stub(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    pattern: str,
+    *,
+    package: str = "",
+    because: str = "the driver is of the major release before the one that the runtime belongs to",
+    fix: str = NEWER,
+    env: Mapping[str, str] = MappingProxyType({}),
+    expected_s: float = 0.4,
+) -> Experiment:
     return Experiment(
         name=name,
-        control=Arm(
-            partial(job, package=package, old=True),
-            expect=raised(pattern),
-            because="the driver is of the major release before the one that the runtime belongs to",
-            fidelity="stand-in",
-            stands_for=STANDS_FOR,
-        ),
-        treatment=Arm(
-            partial(job, package=package, old=False),
-            expect=completed(),
-            because="the driver is of the runtime's own major release, its oldest one",
-            fidelity="stand-in",
-            stands_for=STANDS_FOR,
-        ),
+        control=Arm(fails, raised(pattern), because, "stand-in", STANDS_FOR, env),
+        treatment=Arm(works, completed(), fix, "stand-in", STANDS_FOR, env),
         world_size=1,
-        needs=Needs(
-            packages={package: ""} if job is start_runtime else {package: "", "torch": ">=2.1"}, programs=("gcc",)
-        ),
+        needs=Needs(packages={package: ""} if package else {}, programs=("gcc",)),
         deadline_s=120,
         expected_s=(expected_s, expected_s),
     )
+
+
+def with_package(name: str, job: Callable[..., None], package: str, pattern: str, expected_s: float) -> Experiment:
+    old, new = partial(job, package=package, old=True), partial(job, package=package, old=False)
+    return under_stub(name, old, new, pattern, package=package, expected_s=expected_s)
 
 
 INSUFFICIENT = r"CUDA driver version is insufficient for CUDA runtime version"
@@ -204,11 +260,35 @@ probe = Probe(
     },
     check=check,
     experiments=(
-        under_stub("runtime", CUDA_13, start_runtime, INSUFFICIENT, 0.4),
-        under_stub("runtime-cu12", CUDA_12, start_runtime, INSUFFICIENT, 0.4),
+        with_package("runtime", start_runtime, CUDA_13, INSUFFICIENT, 0.4),
+        with_package("runtime-cu12", start_runtime, CUDA_12, INSUFFICIENT, 0.4),
     ),
     variants=(
-        under_stub("torch", CUDA_13, start_torch, TOO_OLD, 5),
-        under_stub("torch-cu12", CUDA_12, start_torch, TOO_OLD, 5),
+        with_package("torch", start_torch, CUDA_13, TOO_OLD, 5),
+        with_package("torch-cu12", start_torch, CUDA_12, TOO_OLD, 5),
+        under_stub(
+            "compat",
+            partial(add_compat, in_front=False),
+            partial(add_compat, in_front=True),
+            INSUFFICIENT,
+            because="the driver is of the older major release, and a compat folder is on the disk only",
+            fix="LD_LIBRARY_PATH has the compat folder in front, whose libcuda is of the runtime's release",
+        ),
+        under_stub(
+            "compat-in-the-way",
+            partial(remove_compat, in_front=True),
+            partial(remove_compat, in_front=False),
+            r"forward compatibility was attempted on non supported HW",
+            because="LD_LIBRARY_PATH has a compat folder in front, whose libcuda refuses this GPU",
+            fix="LD_LIBRARY_PATH leads to the libcuda of the driver",
+        ),
+        under_stub(
+            "variables",
+            partial(set_variables, old=True),
+            partial(set_variables, old=False),
+            INSUFFICIENT,
+            because="the driver is of the older major release; CUDA_HOME, NVIDIA_DISABLE_REQUIRE and NCCL's are set",
+            env={"CUDA_HOME": "/usr/local/cuda", "NVIDIA_DISABLE_REQUIRE": "1", "NCCL_P2P_DISABLE": "1"},
+        ),
     ),
 )
