@@ -1,15 +1,35 @@
 """One rank connects to a port where no store listens, so rank 0's store waits for it in vain."""
 
 import ipaddress
+import os
 import socket
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.namespaces import bind_over, own_user
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+from kb.training_config import spans_nodes
 
 TIMEOUT_S = 3  # not less: the start of a store on loopback stalled for seconds on a loaded machine
+MASTER = "trainer-head-0"
 
 
 def meet_at_the_store(ctx: Context, *, same_endpoint: bool) -> None:
@@ -37,6 +57,106 @@ def meet_at_the_store(ctx: Context, *, same_endpoint: bool) -> None:
     ctx.meet("read")  # the host of the store leaves last
 
 
+def count_processes(ctx: Context, *, as_started: bool) -> None:
+    """WORLD_SIZE counts the processes that were started, or one more."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    endpoint = Path(ctx.path("endpoint"))
+    world_size = ctx.world_size if as_started else ctx.world_size + 1
+    timeout = timedelta(seconds=TIMEOUT_S)
+    ctx.reached()
+    if ctx.rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        endpoint.write_text(str(port))
+        options = {"master_listen_fd": listener.detach(), "use_libuv": False}
+        assert ctx.meet("listening")
+        TCPStore("127.0.0.1", port, world_size, is_master=True, timeout=timeout, **options)
+    else:
+        assert ctx.meet("listening")
+        port = int(endpoint.read_text())
+        TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+    ctx.meet("met", timeout_s=12)
+
+
+def join_c10d(ctx: Context, *, first_is_host: bool) -> None:
+    """Two nodes with torchrun's own code for `--rdzv-backend c10d`. No node takes 0.0.0.0 for its own address."""
+    import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)  # torchrun asks for it as well
+    except OSError as error:
+        raise Unavailable(f"the name of this host does not resolve: {error}") from error
+    port = Path(ctx.path("endpoint"))
+    if ctx.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as any_port:
+            port.write_text(str(any_port.getsockname()[1]))
+    ctx.reached()
+    configuration: Dict[str, Any] = {"read_timeout": TIMEOUT_S}
+    if first_is_host:
+        configuration["is_host"] = str(int(ctx.rank == 0))
+    endpoint = f"0.0.0.0:{port.read_text()}"
+    backend, _ = c10d.create_backend(RendezvousParameters("c10d", endpoint, "job", 2, 2, **configuration))
+    if ctx.rank == 0:
+        backend.set_state(b"from node 0")
+    assert ctx.meet("set")
+    state = backend.get_state()
+    assert state is not None and state[0] == b"from node 0", state
+    ctx.meet("read")
+
+
+def join_under_torchrun(ctx: Context, *, from_environment: bool) -> None:
+    """The agent (here in rank 0's process) hosts a store and names it in the environment; the program has its own."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=TIMEOUT_S)
+    own = socket.socket()
+    own.bind(("127.0.0.1", 0))  # the address in the program
+    port = Path(ctx.path("endpoint"))
+    if ctx.rank == 0:
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        port.write_text(str(agent.port))
+    ctx.reached()
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(names, RANK=str(ctx.rank), WORLD_SIZE=str(ctx.world_size))
+    if from_environment:
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        url = f"tcp://127.0.0.1:{own.getsockname()[1]}"
+        dist.init_process_group("gloo", init_method=url, rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
+    dist.barrier()
+    ctx.meet("met")
+
+
+def resolve_master(ctx: Context, *, listed: bool) -> None:
+    """Rank 1 knows the master by name. Its /etc/hosts lists that name, or not."""
+    port = Path(ctx.path("endpoint"))
+    if ctx.rank == 1:
+        own_user()  # before torch starts a thread
+        hosts = Path(ctx.path("hosts"))
+        hosts.write_text("127.0.0.1 localhost\n" + f"127.0.0.1 {MASTER}\n" * listed)
+        bind_over(str(hosts), "/etc/hosts")
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    timeout = timedelta(seconds=TIMEOUT_S)
+    options = {"timeout": timeout, "wait_for_workers": False}
+    if ctx.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, **options)
+        store.set("from 0", "here")
+        port.write_text(str(store.port))
+    ctx.reached()
+    if ctx.rank == 1:
+        assert TCPStore(MASTER, int(port.read_text()), is_master=False, **options).get("from 0") == b"here"
+    ctx.meet("read")
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """From this machine: does the master's name resolve, and does its port accept a connection? Sends no byte."""
     address, port = params["address"], params["port"]
@@ -56,14 +176,23 @@ def check(params: Mapping[str, Any]) -> Finding:
     answers = {ip: answer(ip, port) for ip in items[:2]}
     evidence = [f"{address} is {ip}, port {port}: {what}" for ip, what in answers.items()]
     if any(ipaddress.ip_address(ip.split("%")[0]).is_loopback for ip in items):
-        return exposed(*evidence, advice="a loopback address is another host on each node: fine for one node only")
+        return judge_loopback(evidence, spans_nodes(params["nodes"]))
     if "accepted" in answers.values():
-        return clear(*evidence, "that it is the store of your job cannot be seen from here")
+        return unknown(*evidence, "the way there is open; that it is the store of your job cannot be seen from here")
     if "timed out" in answers.values():
         return exposed(
             *evidence, advice="a packet filter, a wrong route or a wrong address: try from rank 0's own host"
         )
     return unknown(*evidence, advice="refused means that nothing listens there now: is rank 0 running, on that port?")
+
+
+def judge_loopback(evidence: List[str], several: Optional[bool]) -> Finding:
+    what = "a loopback address is another host on each node"
+    if several:
+        return exposed(*evidence, what, advice="MASTER_ADDR=<name or address of the first node>, on every node")
+    if several is None:
+        return unknown(*evidence, f"{what}: fine for one node, wrong for several (nodes=2)")
+    return clear(*evidence, "the job stays on this node")
 
 
 def answer(ip: str, port: int) -> str:
@@ -76,31 +205,82 @@ def answer(ip: str, port: int) -> str:
         return str(error)
 
 
+WRONG_PORT = "rank 1 was given another port than the one where rank 0's store listens"
+SAME_PORT = "both ranks have the same endpoint, and each reads the other's key"
+UNCONNECTED = r"client socket has (timed out after \d+m?s|failed to connect)"
+
+
+def experiment(
+    name: str,
+    job: Callable[..., None],
+    fix: str,
+    expect: Expect,
+    because: Tuple[str, str],
+    torch: str = ">=2.1",
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Experiment:
+    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{fix: False}), expect=expect, because=because[0], fidelity="cpu", env=env),
+        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], fidelity="cpu", env=env),
+        needs=Needs(packages={"torch": torch}),
+        deadline_s=30,
+        settle_s=4,
+        expected_s=(4.5, 0.1),
+    )
+
+
 probe = Probe(
     params={
         "address": Param("str", "MASTER_ADDR or rendezvous host that the check tries to reach"),
         "port": Param("int", "its port", 29500),
+        "nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0),
     },
     check=check,
     experiments=(
-        Experiment(
-            name="store",
-            control=Arm(
-                partial(meet_at_the_store, same_endpoint=False),
-                expect=raised(r"waiting for (clients|workers)\. 1/2 |client socket has timed out after \d+ms"),
-                because="rank 1 was given another port than the one where rank 0's store listens",
-                fidelity="cpu",
+        experiment(
+            "store",
+            meet_at_the_store,
+            "same_endpoint",
+            raised(rf"waiting for (clients|workers)\. 1/2 |{UNCONNECTED}"),
+            (WRONG_PORT, SAME_PORT),
+            ">=2.2",  # before, the host did not complain of missing clients
+        ),
+    ),
+    variants=(
+        experiment(
+            "missing-rank",
+            count_processes,
+            "as_started",
+            raised(r"waiting for (clients|workers)\. 2/3 "),
+            ("WORLD_SIZE is 3 and two processes were started", "WORLD_SIZE counts the two that were started"),
+            ">=2.2",
+            {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"},  # tried in vain
+        ),
+        experiment(
+            "nobody-hosts",
+            join_c10d,
+            "first_is_host",
+            raised(r"The connection to the C10d store has failed"),
+            (
+                "no node takes the endpoint for its own, so both are clients",
+                "is_host=1 on the first, is_host=0 on the other",
             ),
-            treatment=Arm(
-                partial(meet_at_the_store, same_endpoint=True),
-                expect=completed(),
-                because="both ranks have the same endpoint, and each reads the other's key",
-                fidelity="cpu",
-            ),
-            needs=Needs(packages={"torch": ">=2.2"}),  # before, the host did not complain of missing clients
-            deadline_s=30,
-            settle_s=4,
-            expected_s=(6, 0.1),
+        ),
+        experiment(
+            "tcp-url",
+            join_under_torchrun,
+            "from_environment",
+            raised(UNCONNECTED),
+            ("the program has a tcp:// address, where nobody listens under torchrun", "env:// takes the agent's store"),
+        ),
+        experiment(
+            "hosts-file",
+            resolve_master,
+            "listed",
+            raised(rf"cannot be retrieved \(gai error|any network address of|{UNCONNECTED}"),
+            ("the master's name is unknown on the other node", "its /etc/hosts has the name"),
         ),
     ),
 )
