@@ -1,5 +1,6 @@
 """Rank 0 dies of a torn file in its cache before the first collective; the other rank reports a network error."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, List, Mapping
@@ -7,11 +8,11 @@ from typing import Any, List, Mapping
 from kb.probe import Arm, Context, Experiment, Finding, Probe, completed, exposed, raised, unknown
 
 
-def start(ctx: Context, *, file_is_whole: bool) -> None:
+def start(ctx: Context, *, file_is_whole: bool, timeout_s: float = 10) -> None:
     """Rank 0 reads what an earlier run left in the cache; then every rank enters its first collective."""
     import torch
 
-    dist = join_through_tcp_store(ctx) if ctx.backend == "nccl" else ctx.init_process_group(timeout_s=10)
+    dist = join_through_tcp_store(ctx) if ctx.backend == "nccl" else ctx.init_process_group(timeout_s=timeout_s)
     cached = Path(ctx.path("cached.pt"))
     if ctx.rank == 0:
         torch.save(torch.ones(50_000), cached)
@@ -23,6 +24,44 @@ def start(ctx: Context, *, file_is_whole: bool) -> None:
     total = torch.ones(1, device=ctx.device)
     dist.all_reduce(total)
     assert total.item() == ctx.world_size
+
+
+def start_again(ctx: Context, *, removed: bool) -> None:
+    """Rank 0 makes what the cache lacks. A torn file of an earlier run is there, or was removed."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=10)
+    cached = Path(ctx.path("cached.pt"))
+    if ctx.rank == 0:
+        torch.save(torch.ones(50_000), cached)
+        cached.write_bytes(cached.read_bytes()[:100_000])
+    ctx.reached()
+    if ctx.rank == 0:
+        if removed:
+            cached.unlink()
+        if not cached.exists():
+            torch.save(torch.ones(50_000), cached)
+        torch.load(cached)
+    dist.all_reduce(torch.ones(1))
+
+
+def leave(ctx: Context, *, together: bool) -> None:
+    """Rank 0 is done once its last message is under way; rank 1 comes for it a moment later."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=10)
+    ctx.reached()
+    numbers = torch.full((1 << 20,), float(1 - ctx.rank))
+    if ctx.rank == 0:
+        work = dist.isend(numbers, 1)
+        ctx.note(sent=work is not None)
+    else:
+        time.sleep(1)
+        dist.recv(numbers, 0)
+        assert numbers.min().item() == 1
+    if together:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def join_through_tcp_store(ctx: Context) -> Any:
@@ -106,7 +145,57 @@ gloo = Experiment(
     expected_s=(0.1, 0.1),
 )
 
+CLOSED = r"pair\.cc:\d+\].*Connection (closed|reset) by peer"
+
+remove_file = Experiment(
+    name="remove-file",
+    control=Arm(
+        partial(start_again, removed=False),
+        expect=raised(CLOSED, after=TORN),
+        because="a torn file is in the cache, so nothing makes it again",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(start_again, removed=True),
+        expect=completed(),
+        because="the torn file was removed, that one alone, and is made again",
+        fidelity="cpu",
+    ),
+    expected_s=(0.1, 0.1),
+)
+early_exit = Experiment(
+    name="early-exit",
+    control=Arm(
+        partial(leave, together=False),
+        expect=raised(CLOSED),
+        because="rank 0 ends in good order while its message is under way",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(leave, together=True),
+        expect=completed(),
+        because="every rank ends with a barrier and destroy_process_group",
+        fidelity="cpu",
+    ),
+    linger=False,  # leaving early is the incident
+    expected_s=(1.1, 1.1),
+)
+longer_timeout = Experiment(
+    name="longer-timeout",
+    control=Arm(
+        partial(start, file_is_whole=False, timeout_s=1800),
+        expect=raised(CLOSED, after=TORN),
+        because=f"{DIES}; the timeout is 30 minutes",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(start, file_is_whole=True, timeout_s=1800), expect=completed(), because=LIVES, fidelity="cpu"
+    ),
+    expected_s=(0.1, 0.1),
+)
+
 probe = Probe(
     check=check,
     experiments=(gloo.on_gpus(expect=raised(RESET, after=TORN), expected_s=(10, 10), settle_s=5), gloo),
+    variants=(remove_file, early_exit, longer_timeout),
 )
