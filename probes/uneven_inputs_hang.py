@@ -3,67 +3,177 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Iterable, Iterator, Optional
+from typing import Any, List, Mapping
 
-from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Expect, Experiment, Probe, completed, raised
 
 BATCHES = (4, 3)  # rank by rank
 
 
-def train(ctx: Context, *, stop_together: bool) -> None:
+def train(ctx: Context, *, together: str = "", barrier_after: bool = False, timeout_s: float = 2) -> None:
+    """One epoch. `together` is how the ranks come to stop in the same step."""
+    import itertools
+
     import torch
     from torch import nn
+    from torch.distributed.algorithms.join import Join
     from torch.nn.parallel import DistributedDataParallel
 
-    ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
-    model = DistributedDataParallel(nn.Linear(16, 16).to(ctx.device))
-    batches: Iterable[Any] = [torch.randn(2, 16, device=ctx.device) for _ in range(BATCHES[ctx.rank])]
-    if stop_together:
-        batches = in_step(batches, ctx.device)
-    ctx.reached()
-    steps = 0
-    for batch in batches:
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else timeout_s)
+    device = ctx.device
+    model = DistributedDataParallel(nn.Linear(16, 16).to(device))
+    loader = [torch.randn(2, 16, device=device) for _ in range(BATCHES[ctx.rank])]
+
+    # Before every step all ranks agree on whether each of them has a batch.
+    def in_step(batches, device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        iterator = iter(batches)
+        while True:
+            batch = next(iterator, None)
+            ready = torch.tensor([float(batch is not None)], device=device)
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN)
+            if not ready.item():
+                return
+            yield batch
+
+    def step(batch: Any) -> int:
         model(batch).sum().backward()
         assert model.module.weight.grad.isfinite().all().item()  # waits for the GPU, as logging a loss does
-        steps += 1
+        return 1
+
+    ctx.reached()
+    batches: Any = loader
+    if together == "agree":
+        batches = in_step(loader, device)  # type: ignore[no-untyped-call]
+    elif together == "count":
+        n = torch.tensor([sum(1 for _ in loader)], device=device)
+        dist.all_reduce(n, op=dist.ReduceOp.MIN)
+        batches = itertools.islice(loader, n.item())
+    steps = 0
+    if together == "join":
+        with Join([model]):
+            for batch in batches:
+                steps += step(batch)
+    elif together == "throw":
+        with Join([model], throw_on_early_termination=True):
+            for batch in batches:
+                steps += step(batch)
+    else:
+        for batch in batches:
+            steps += step(batch)
+    if barrier_after:
+        dist.barrier()
     ctx.note(steps=steps)
     ctx.meet("trained", timeout_s=15)  # the rank that ran out of data is alive and busy elsewhere, as in training
-    assert steps == min(BATCHES), steps
+    assert steps == (BATCHES[ctx.rank] if together == "join" else min(BATCHES)), steps
 
 
-def in_step(batches: Iterable[Any], device: Any) -> Iterator[Any]:
-    """The entry's fix: before every step all ranks agree on whether each of them has a batch."""
+def load(ctx: Context, *, even: bool) -> None:
+    """Eleven samples, of which rank 0 has six: three whole batches of two against two."""
     import torch
-    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
 
-    iterator = iter(batches)
-    while True:
-        batch: Optional[Any] = next(iterator, None)
-        ready = torch.tensor([float(batch is not None)], device=device)
-        dist.all_reduce(ready, op=dist.ReduceOp.MIN)
-        if not ready.item():
-            return
-        yield batch
+    dist = ctx.init_process_group(timeout_s=2)
+    dataset = [torch.ones(4) for _ in range(11)]
+    if even:
+        loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, drop_last=True))
+    else:
+        loader = DataLoader(dataset[ctx.rank :: ctx.world_size], batch_size=2, drop_last=True)
+    ctx.reached()
+    for batch in loader:
+        dist.all_reduce(batch.sum(0))
+    ctx.meet("trained", timeout_s=15)
+    ctx.note(batches=len(loader))
+
+
+def validate(ctx: Context, *, even: bool) -> None:
+    """Two sums of validation after the epoch, each as long as a gradient: wrong ones are noted, never raised."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=2)
+    wrong: List[str] = []
+    ctx.reached()
+    try:
+        for _ in range(min(BATCHES) if even else BATCHES[ctx.rank]):
+            dist.all_reduce(torch.full((4,), 7.0))
+        for number in (1, 2):
+            score = torch.full((4,), float(number))
+            dist.all_reduce(score)
+            if score[0].item() != 2 * number:
+                wrong.append(f"score {number} is {score[0].item():.0f}, not {2 * number}")
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} Before that, without an error: {'; '.join(wrong)}") from error
+    ctx.meet("validated", timeout_s=15)
+    ctx.note(wrong=wrong)
+    assert even == (not wrong), wrong
 
 
 UNEVEN = "rank 0 has a fourth batch, and the all-reduce of its gradient finds no partner"
 EVEN = "the ranks agree before every step and stop together after the third"
+TIMEOUT = raised(GLOO_TIMEOUT)
 
 gloo = Experiment(
     name="gloo",
-    control=Arm(
-        partial(train, stop_together=False),
-        expect=raised(GLOO_TIMEOUT),
-        because=UNEVEN,
-        fidelity="cpu",
-    ),
-    treatment=Arm(partial(train, stop_together=True), expect=completed(), because=EVEN, fidelity="cpu"),
-    expected_s=(3.3, 0.2),
+    control=Arm(partial(train), expect=TIMEOUT, because=UNEVEN, fidelity="cpu"),
+    treatment=Arm(partial(train, together="agree"), expect=completed(), because=EVEN, fidelity="cpu"),
+    expected_s=(2.3, 0.3),
 )
+
+
+def variant(
+    name: str, broken: Any, because: str, fixed: Mapping[str, Any], fix: str, expect: Expect = TIMEOUT
+) -> Experiment:
+    """`broken` is the job of the control arm, `fixed` what the treatment arm changes in it."""
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(broken, **fixed), expect=completed(), because=fix, fidelity="cpu"),
+        expected_s=(2.3, 0.3),
+    )
+
 
 probe = Probe(
     experiments=(
         gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE")),
         gloo,
+    ),
+    variants=(
+        variant(
+            "even-split",
+            partial(load, even=False),
+            "every second sample for each rank, and DataLoader(drop_last=True): three batches against two",
+            {"even": True},
+            "DistributedSampler gives both ranks five samples",
+        ),
+        variant(
+            "counted",
+            partial(train, barrier_after=True),
+            f"{UNEVEN}: the barrier after the epoch is no gradient",
+            {"together": "count"},
+            "both ranks take as many batches as the shorter one has",
+        ),
+        variant(
+            "join",
+            partial(train, timeout_s=3),
+            f"{UNEVEN}, with a longer timeout",
+            {"together": "join"},
+            "the rank that is done answers DDP's all-reduce; all seven batches are seen",
+        ),
+        variant(
+            "join-throw",
+            partial(train, together="throw"),
+            "Join stops all ranks as soon as one has no batch, and names it",
+            {"together": "agree"},
+            EVEN,
+            raised(r"Detected at least one rank that exhausted inputs|Rank 1 exhausted all inputs"),
+        ),
+        variant(
+            "validation",
+            partial(validate, even=False),
+            "rank 1 goes on to validation, whose sums meet the gradient of rank 0 and each other",
+            {"even": True},
+            "both ranks make three steps, and validate together",
+            raised(GLOO_TIMEOUT + r".*score 1 is (8|3), not 2"),
+        ),
     ),
 )
