@@ -2,19 +2,22 @@
 
 import errno
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
 from functools import partial
 from glob import glob
 from pathlib import Path
-from typing import Any, List, Mapping, Set
+from typing import Any, Callable, List, Mapping, Set, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
 
 
 def start_second_job(ctx: Context, *, port_of_its_own: bool) -> None:
     """Rank 0 is the earlier job and lives on; rank 1 is rank 0 of the next job. No fixed port is touched."""
-    from datetime import timedelta
-
     from torch.distributed import TCPStore
 
     options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=10)}
@@ -35,6 +38,80 @@ def start_second_job(ctx: Context, *, port_of_its_own: bool) -> None:
         assert earlier.get("job") == b"earlier"  # neither job saw the other's keys
 
 
+def start_beside_leftover(ctx: Context, *, ended: bool) -> None:
+    """A process of the last run holds the port, and a connection on it. `kill -9` by its pid, then no pause."""
+    from torch.distributed import TCPStore
+
+    holder = subprocess.Popen([sys.executable, "-S", "-c", HOLDER], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    try:
+        port = int(holder.stdout.readline())
+        connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+        assert holder.stdout.readline() == b"accepted\n"
+        ctx.reached()
+        if ended:
+            os.kill(holder.pid, signal.SIGKILL)
+            holder.wait()
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        connection.close()
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def start_torchrun(ctx: Context, *, in_option: bool) -> None:
+    """The port in the command is taken; MASTER_PORT names a free one, and torchrun's option too, or not."""
+    from torch.distributed import run
+
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun takes its options from there as well
+    script = Path(ctx.path("train.py"))
+    script.write_text("")
+    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as any_port:
+        port = free = any_port.getsockname()[1]
+        any_port.close()
+        os.environ["MASTER_PORT"] = str(free)
+        if not in_option:
+            port = taken.getsockname()[1]
+        ctx.reached()
+        options = ["--nnodes=1", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--monitor-interval=0.1"]
+        run.run(run.parse_args([*options, f"--master-port={port}", str(script)]))
+
+
+def take_rank(ctx: Context, *, own_rank: bool) -> None:
+    """Two processes under `env://`, whose RANK differs, or is 0 in both, as where a launcher starts a launcher."""
+    import torch.distributed as dist
+
+    note = Path(ctx.path("port"))
+    if ctx.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as any_port:
+            note.write_text(str(any_port.getsockname()[1]))
+    ctx.reached()
+    rank = ctx.rank if own_rank else 0
+    if ctx.rank == 1:
+        time.sleep(0.5)  # which of the two binds first does not matter; here it is the first
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=note.read_text())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    dist.barrier()
+
+
+def choose_port(ctx: Context, *, below_range: bool) -> None:
+    """The port is that of an outgoing connection of some program, or one that the kernel lends to none."""
+    from torch.distributed import TCPStore
+
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as outgoing:
+        port = outgoing.getsockname()[1]
+        if below_range:
+            ports = range(10000 + os.getpid() % 10000, low)
+            port = next(port for port in ports if outcome_of_bind("0.0.0.0", port) == "free")
+        ctx.note(port=port, kernel_lends_from=low)
+        ctx.reached()
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Could a store bind the port now? Binds it as torch does, without listening, and releases it at once."""
     port = params["port"]
@@ -52,7 +129,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if low <= port <= high:
         why = f"port {port} is free now, but in the range {low}-{high} that the kernel gives to outgoing connections"
         return exposed(why, advice=f"choose a MASTER_PORT below {low}")
-    return clear(f"port {port} can be bound now, in this network namespace (`--set port=N` asks about another one)")
+    return clear(
+        f"port {port} can be bound now, on this host and in this network namespace (rank 0's is the one that counts)",
+        "`--set port=N` asks about another one",
+    )
 
 
 def outcome_of_bind(address: str, port: int) -> str:
@@ -108,28 +188,76 @@ def read_file(path: str) -> str:
         return ""
 
 
-IN_USE = r"server socket has failed to listen on any local network address.{0,300}(EADDRINUSE|errno: 98)"
+IN_USE = raised(r"server socket has failed to listen on any local network address.{0,300}(EADDRINUSE|errno: 98)")
+HOLDER = """import socket, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+connection = server.accept()
+print("accepted", flush=True)
+time.sleep(60)
+"""
+
+
+def experiment(
+    name: str, job: Callable[..., None], fix: str, because: Tuple[str, str], world_size: int = 1
+) -> Experiment:
+    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{fix: False}), expect=IN_USE, because=because[0], fidelity="cpu"),
+        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], fidelity="cpu"),
+        world_size=world_size,
+        deadline_s=30,
+        expected_s=(1.2, 0.3),
+    )
+
 
 probe = Probe(
     params={"port": Param("int", "port that the check asks about, normally your MASTER_PORT", 29500)},
     check=check,
     experiments=(
-        Experiment(
-            name="store",
-            control=Arm(
-                partial(start_second_job, port_of_its_own=False),
-                expect=raised(IN_USE),
-                because="the next job asks for the port on which the earlier one still listens",
-                fidelity="cpu",
+        experiment(
+            "store",
+            start_second_job,
+            "port_of_its_own",
+            (
+                "the next job asks for the port on which the earlier one still listens",
+                "the next job takes a port that the kernel chooses (0) and both jobs run side by side",
             ),
-            treatment=Arm(
-                partial(start_second_job, port_of_its_own=True),
-                expect=completed(),
-                because="the next job takes a port that the kernel chooses (0) and both jobs run side by side",
-                fidelity="cpu",
+            world_size=2,
+        ),
+    ),
+    variants=(
+        experiment(
+            "leftover",
+            start_beside_leftover,
+            "ended",
+            ("a process of the last run holds the port", "that process gets SIGKILL, and the store starts at once"),
+        ),
+        experiment(
+            "torchrun-port",
+            start_torchrun,
+            "in_option",
+            (
+                "the port in torchrun's command is taken; MASTER_PORT, which it does not read, is free",
+                "--master-port has the free port",
             ),
-            deadline_s=30,
-            expected_s=(1.2, 0.1),
+        ),
+        experiment(
+            "rank-0-twice",
+            take_rank,
+            "own_rank",
+            ("RANK is 0 in two processes, and each wants to host", "RANK is 0 and 1"),
+            world_size=2,
+        ),
+        experiment(
+            "outgoing",
+            choose_port,
+            "below_range",
+            (
+                "the port is that of an outgoing connection; nobody listens on it",
+                "the port lies below those that the kernel lends to connections",
+            ),
         ),
     ),
 )
