@@ -52,14 +52,14 @@ def search_answer(answer: Answer, ask: Iterable[Question]) -> Document:
     return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask))
 
 
-def incident(entry: Entry, hardware: str, headings: Sequence[str], language: str) -> Document:
+def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str], language: str) -> Document:
     """The sections with these headings; without any, as much of the most useful ones as fits the budget.
 
     Raises `UsageError` for a section that the entry does not have.
     """
     if headings:
         names = [entry.heading(heading) for heading in headings]
-        return _incident(entry, hardware, {name: entry.section(name) for name in names})
+        return _incident(entry, on_record, {name: entry.section(name) for name in names})
     names = [TRANSLATION] if language == "zh" else list(SECTIONS)
     blocks = [(name, block) for name in names if name in entry.sections for block in _blocks(entry.section(name))]
 
@@ -67,7 +67,7 @@ def incident(entry: Entry, hardware: str, headings: Sequence[str], language: str
         texts: dict[str, str] = {}
         for name, block in blocks[:count]:
             texts[name] = texts.get(name, "") + block
-        return _incident(entry, hardware, texts)
+        return _incident(entry, on_record, texts)
 
     most = bisect_right(range(len(blocks)), BUDGET, key=lambda index: tokens(encode(build(index + 1))))
     return build(max(most, 1))
@@ -138,7 +138,7 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, limit: int, lines: int) -
     )
 
 
-def _incident(entry: Entry, hardware: str, texts: Mapping[str, str]) -> Document:
+def _incident(entry: Entry, on_record: Mapping[str, Any], texts: Mapping[str, str]) -> Document:
     """With these sections; what a text leaves out of one is among the other sections, which a model can ask for."""
     meta = entry.meta
     document = {"id": entry.id, "title": meta.title, "status": meta.status.value, "severity": meta.severity.value}
@@ -149,7 +149,7 @@ def _incident(entry: Entry, hardware: str, texts: Mapping[str, str]) -> Document
         caused_by=meta.caused_by,
         masked_by=meta.masked_by,
         verify=f"kb verify {entry.id}" if meta.probe else "",
-        hardware=hardware,
+        **on_record,
     )
     whole = {name: text == entry.section(name) for name, text in texts.items()}
     sections = {name: text if whole[name] else f"{text.rstrip()}\n…" for name, text in texts.items()}

@@ -117,13 +117,13 @@ class Tools:
     ) -> Document:
         """Read one incident: cause, fix with its cost, how to tell it from look-alikes.
 
-        What is left out, marked with …, is in `more_sections`: ask for them. Every claim ends with its grade: [probe]
-        an experiment shows it, [source N] and [thread N] it was read in reference N, [claimed N] nobody checked it,
-        [inferred] a conclusion. Keep the grade when you pass a claim on, and cite the id and the section.
+        What is left out, marked with …, is in `more_sections`: ask for them. Every claim ends with its grade:
+        [probe NAME] an experiment shows it, [source N] and [thread N] it was read in reference N, [claimed N] nobody
+        checked it, [inferred] a conclusion. Keep the grade when you pass a claim on, and cite the id and the section.
         """
         content = await self.content()
         entry = content.catalog.get(id)
-        return incident(entry, content.hardware[entry.id], sections or (), language or "en")
+        return incident(entry, content.on_record(entry), sections or (), language or "en")
 
     async def diagnose_log(self, text: Log, limit: FindingLimit = None) -> Document:
         """Find what made a job fail, from its log: the cause before what followed from it, with the lines that say so.

@@ -96,4 +96,4 @@ def _representation(request: Request, content: Content, entry: Entry, kind: str)
         return content.texts[entry.id].encode()
     if kind == HTML:
         return bytes(render_entry(request, content, entry, language(request)).body)
-    return bytes(JSONResponse({**entry.to_json(), "hardware": content.hardware[entry.id] or None}).body)
+    return bytes(JSONResponse({**entry.to_json(), **content.on_record(entry)}).body)

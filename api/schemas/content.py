@@ -23,6 +23,7 @@ SUMMARY: dict[str, Any] = {
     "origin": "built-in",
     "probe": "checkpoint_save_allgather_timeout",
     "hardware": "GPU arms: never run on hardware",
+    "releases": {"verified": ["2.5.1", "2.13.0"], "not-applicable": ["2.2.2"]},
     "cause": "A collective inside the save is not entered by every rank.",
 }
 ENTRY: dict[str, Any] = {
@@ -64,7 +65,7 @@ WHY: dict[str, Any] = {
     "signature": 0.0,
 }
 HIT: dict[str, Any] = {
-    **{key: value for key, value in SUMMARY.items() if key != "hardware"},
+    **{key: value for key, value in SUMMARY.items() if key not in ("hardware", "releases")},
     "cause_zh": "保存过程中的集合通信并非所有 rank 都进入。",
     "score": 8.4,
     "matched": ["ALLGATHER", "timeout"],
@@ -132,6 +133,7 @@ class Summary(BaseModel):
     origin: str
     probe: str | None
     hardware: str | None
+    releases: dict[str, list[str]]
     cause: str
 
 
@@ -146,7 +148,8 @@ class EntryList(BaseModel):
 class EntryDocument(FrontMatter):
     """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file.
 
-    `hardware` says what is known about its GPU arms; null when it has none.
+    `hardware` says what is known about its GPU arms; null when it has none. `releases` maps each verdict of its probe
+    to the releases of torch that had it, on CPU.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [ENTRY]})
@@ -155,3 +158,4 @@ class EntryDocument(FrontMatter):
     origin: str
     digest: str
     hardware: str | None
+    releases: dict[str, list[str]]

@@ -13,8 +13,10 @@ from fastapi import Depends, Request
 
 from kb.content.catalog import Catalog, file_digest, load_catalog
 from kb.content.causes import Graph, graph
+from kb.content.entry import Entry
 from kb.content.filters import Filter
 from kb.content.gpu_records import Proof, add_gpu_summaries, gpu_summary, proofs
+from kb.content.release_records import ReleaseVerdict, add_releases, release_verdicts, releases_by_verdict
 from kb.content.roots import Root
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.inputs.sources import Stream
@@ -49,6 +51,7 @@ class Listing:
         catalog = load_catalog(roots)
         summaries = tuple(entry.summary() for entry in catalog)
         add_gpu_summaries(summaries, roots)
+        add_releases(summaries, roots)
         return cls(catalog, summaries)
 
 
@@ -67,6 +70,7 @@ class Content:
     probe_digests: Mapping[str, str]
     hardware: Mapping[str, str]
     proofs: Mapping[str, tuple[Proof, ...]]
+    releases: Mapping[str, tuple[ReleaseVerdict, ...]]
     links: Graph
     searching: ThreadPoolExecutor
     questions: FairQueue
@@ -94,6 +98,7 @@ class Content:
             probe_digests=probe_digests,
             hardware=hardware,
             proofs=proofs_by_entry,
+            releases=release_verdicts(roots),
             links=links,
             searching=searching,
             questions=FairQueue(searching, 1),
@@ -131,6 +136,11 @@ class Content:
         return await self.questions.run(
             partial(search, self.index, text, limit, only=only, preference=preferred, explain=explain)
         )
+
+    def on_record(self, entry: Entry) -> dict[str, Any]:
+        """What machines have shown: about its GPU arms, and with which releases of torch."""
+        releases = releases_by_verdict(self.releases.get(entry.id, ()))
+        return {"hardware": self.hardware[entry.id] or None, "releases": releases}
 
     def open_questions(self, answer: Answer) -> tuple[Question, ...]:
         """What to ask a person whose question no hit answers."""

@@ -10,6 +10,7 @@ from typing import Any
 from kb.content.area import Area
 from kb.content.filters import Filter
 from kb.content.gpu_records import add_gpu_summaries
+from kb.content.release_records import add_releases, not_verified
 from kb.content.roots import configured_roots
 from kb.search.index_cache import open_index
 
@@ -33,6 +34,7 @@ KEYS = (
     "origin",
     "probe",
     "hardware",
+    "releases",
     "cause",
 )
 
@@ -52,6 +54,7 @@ def list_(
         documents = Filter.of(tag, framework, status, area).listed(document for _, document in index.documents())
     documents.sort(key=lambda document: str(document["id"]))
     add_gpu_summaries(documents, chosen)
+    add_releases(documents, chosen)
     if as_json:
         emit("list", entries=[{key: document[key] for key in KEYS} for document in documents])
     else:
@@ -74,9 +77,9 @@ def _lines(documents: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"  {style(entry_id, 'cyan')}{style(beside, dim=True)}\n      {wrapped_on_terminal(title, 6)}"
             else:
                 yield f"  {style(entry_id, 'cyan')}{style(facts, dim=True)}  {wrapped_on_terminal(title, indent)}"
-            if document["hardware"]:
-                place = 6 if is_narrow else width + 4
-                yield " " * place + style(wrapped_on_terminal(document["hardware"], place), dim=True)
+            place = 6 if is_narrow else width + 4
+            for line in filter(None, [document["hardware"], not_verified(document["releases"])]):
+                yield " " * place + style(wrapped_on_terminal(line, place), dim=True)
         yield ""
     if not documents:
         yield "no entry fits. `kb list` without filters shows all."

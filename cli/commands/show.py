@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from kb.content.catalog import file_digest
 from kb.content.gpu_records import gpu_summary, proofs
+from kb.content.release_records import experiment_summaries, release_summary, release_verdicts, releases_by_verdict
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 
@@ -53,8 +55,15 @@ def show(
     entry = catalog.get(entry_id)
     probe = catalog.probe_file(entry)
     hardware = gpu_summary(probe, proofs(chosen).get(entry.id, ()), entry.digest)
+    releases = release_verdicts(chosen).get(entry.id, ())
     if as_json:
-        emit("show", **entry.to_json(), probe_file=str(probe) if probe else None, hardware=hardware or None)
+        emit(
+            "show",
+            **entry.to_json(),
+            probe_file=str(probe) if probe else None,
+            hardware=hardware or None,
+            releases=releases_by_verdict(releases),
+        )
         return 0
     if markdown:
         sys.stdout.write(entry.path.read_text(encoding="utf-8"))
@@ -63,6 +72,11 @@ def show(
         heading = entry.heading(section)
         page = f"## {heading}\n\n{entry.section(heading)}\n"
     else:
-        page = whole_page(entry, lang, hardware) if is_whole else short_page(entry, lang, hardware, catalog.entries)
+        on_record = [hardware, release_summary(releases, file_digest(probe))]
+        page = (
+            whole_page(entry, lang, [*on_record, *experiment_summaries(releases)])
+            if is_whole
+            else short_page(entry, lang, on_record, catalog.entries)
+        )
     print_paged(Renderer(columns(), has_color()).render(with_roots(page, roots)), no_pager=no_pager)
     return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.parser import text_blocks
 
 CODE = re.compile(r"`([^`\n]+)`")
-REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # a mark that says where somebody checked it
+REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # where somebody checked it
 CLAIM = re.compile(r"\[claimed \d+\]")
 CHINESE = {"Root cause": "原因", "How to tell": "判断", "Fix": "修复"}
 
@@ -22,8 +22,8 @@ def sections(entry: Entry, lang: str) -> dict[str, str]:
     return {heading: section.text for heading, section in entry.sections.items() if heading != TRANSLATION}
 
 
-def whole_page(entry: Entry, lang: str, hardware: str) -> str:
-    """Every section of one language, and the references that its marks point to."""
+def whole_page(entry: Entry, lang: str, records: Sequence[str]) -> str:
+    """Every section of one language, and the references that its marks point to. `records`: verdicts on record."""
     meta = entry.meta
     facts = [f"`{entry.id}`", meta.status, meta.severity, meta.area or "", ", ".join(meta.tags), entry.origin]
     references = "\n".join(
@@ -31,10 +31,10 @@ def whole_page(entry: Entry, lang: str, hardware: str) -> str:
         for number, reference in enumerate(meta.references, 1)
     )
     texts = {**sections(entry, lang), "参考" if lang == "zh" else "References": references}
-    return _page(entry, lang, facts, texts, hardware)
+    return _page(entry, lang, facts, texts, records)
 
 
-def short_page(entry: Entry, lang: str, hardware: str, ids: Collection[str]) -> str:
+def short_page(entry: Entry, lang: str, records: Sequence[str], ids: Collection[str]) -> str:
     """Cause, how to tell, fix and how to verify it. `ids` are those of all entries.
 
     Marks that point to references are left out with them; what nobody checked is still marked.
@@ -50,23 +50,23 @@ def short_page(entry: Entry, lang: str, hardware: str, ids: Collection[str]) -> 
         rest = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
     else:
         short = {heading: text for heading, text in texts.items() if heading != "环境"}
-        short["判断"] = _without_look_alikes(short.get("判断", ""), others, "不是：", "。")
+        short["判断"] = _without_look_alikes(short.get("判断", ""), others, "不是：{}。")
         rest = "`--all` 另有环境和参考。"
     short = {heading: CLAIM.sub("[claimed]", REFERENCE.sub("", text)) for heading, text in short.items() if text}
-    return f"{_page(entry, lang, facts, short, hardware)}\n\n{rest}"
+    return f"{_page(entry, lang, facts, short, records)}\n\n{rest}"
 
 
-def _page(entry: Entry, lang: str, facts: list[str], texts: dict[str, str], hardware: str) -> str:
+def _page(entry: Entry, lang: str, facts: list[str], texts: dict[str, str], records: Sequence[str]) -> str:
     meta = entry.meta
     title = meta.title_zh if lang == "zh" else meta.title
     command = f"`kb verify {entry.id}`" if meta.probe else f"no probe: {meta.probe_waiver}"
     verify = "在本机验证" if lang == "zh" else "Verify on this machine"
-    texts = {**texts, verify: "  \n".join(filter(None, [command, hardware]))}
+    texts = {**texts, verify: "  \n".join(filter(None, [command, *records]))}
     body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in texts.items())
     return f"# {title}\n\n{' · '.join(filter(None, facts))}\n\n{body}"
 
 
-def _without_look_alikes(text: str, ids: Collection[str], label: str = "Not this: ", end: str = ".") -> str:
+def _without_look_alikes(text: str, ids: Collection[str], label: str = "Not this: {}.") -> str:
     """How to tell this incident: without what is about others, whose ids end the text."""
     lines, kept, others = text.splitlines(), [], []
     blocks = list(text_blocks(text))
@@ -77,5 +77,5 @@ def _without_look_alikes(text: str, ids: Collection[str], label: str = "Not this
         if not (named or "look-alike" in (info or "") or "look-alike" in (next_info or "")):
             kept.append(block.rstrip())
     if others:
-        kept.append(f"\n{label}{', '.join(f'`{other}`' for other in dict.fromkeys(others))}{end}")
+        kept.append("\n" + label.format(", ".join(f"`{other}`" for other in dict.fromkeys(others))))
     return "\n".join(kept)

@@ -6,14 +6,14 @@ contents and its search, and the text under them as HTML.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from kb.content import causes_svg, gpu_records
+from kb.content import causes_svg, gpu_records, release_records
 from kb.content.area import Area
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.causes import Edge, Graph, graph
@@ -53,9 +53,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     catalog = load_catalog(roots)
     if catalog.problems:
         raise catalog.problems[0]
-    proofs, links = gpu_records.proofs(roots), graph(catalog.current())
+    proofs, releases, links = (
+        gpu_records.proofs(roots),
+        release_records.release_verdicts(roots),
+        graph(catalog.current()),
+    )
     pages = {
-        f"entries/{entry.id}.md": entry_page(entry, catalog, links, proofs.get(entry.id, ()))
+        f"entries/{entry.id}.md": entry_page(
+            entry,
+            catalog,
+            links,
+            [*release_lines(releases.get(entry.id, ())), verdicts(entry, catalog, proofs.get(entry.id, ()))],
+        )
         for entry in catalog.current()
     }
     pages["entries/index.md"] = index_page(catalog, proofs)
@@ -73,7 +82,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     print(f"the site is in {config.site_dir}; to read and search it: python3 -m http.server -d {config.site_dir} 8001")
 
 
-def entry_page(entry: Entry, catalog: Catalog, links: Graph, proofs: tuple[gpu_records.Proof, ...]) -> str:
+def entry_page(entry: Entry, catalog: Catalog, links: Graph, on_record: Sequence[str]) -> str:
     def address(entry_id: str) -> str:
         return f"../{entry_id}/" if entry_id in catalog.entries else ""
 
@@ -89,7 +98,7 @@ def entry_page(entry: Entry, catalog: Catalog, links: Graph, proofs: tuple[gpu_r
     ]
     for heading in SECTIONS:
         if heading == TRANSLATION:
-            parts += ["## Verdicts\n", verdicts(entry, catalog, proofs)]
+            parts += ["## Verdicts\n", *on_record]
         parts += [f"## {heading}\n", html(section_html(entry.section(heading), address))]
     parts += ["## References\n", html(references(entry))]
     return "\n".join(parts)
@@ -103,6 +112,13 @@ def verdicts(entry: Entry, catalog: Catalog, proofs: tuple[gpu_records.Proof, ..
         return f"{command}\n{summary}\n" if summary else command
     rows = [f"| {proof.machine} | {proof.verdict} | {proof.day} |" for proof in proofs]
     return f"{command}\n| machine | verdict | day |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+
+
+def release_lines(releases: Sequence[release_records.ReleaseVerdict]) -> Iterator[str]:
+    """The verdicts with releases of torch: of the entry, then of each experiment."""
+    if releases:
+        yield f"{release_records.release_summary(releases)}\n"
+        yield "\n".join(f"- {line}" for line in release_records.experiment_summaries(releases)) + "\n"
 
 
 def references(entry: Entry) -> str:

@@ -5,16 +5,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
+from kb.content.roots import Root
 from kb.errors import UsageError
 
 SCHEMA = "kb.releases.v1"
 REPORT_KEYS = ("verdict", "reason", "experiment", "fidelity", "entry_digest", "probe_digest")
-VARIANT_KEYS = ("experiment", "verdict", "reason")
+GOOD = ("verified", "clear")
+VARIANT_KEYS = ("experiment", "fidelity", "verdict", "reason")
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseVerdict:
+    """The verdict of one entry with one release of torch. `experiments` have each a fidelity and a verdict."""
+
+    torch: str
+    day: str
+    verdict: str
+    reason: str
+    experiments: Mapping[str, tuple[str, str]]
+    probe_digest: str
+
+
+def release_verdicts(roots: Iterable[Root]) -> dict[str, tuple[ReleaseVerdict, ...]]:
+    """By entry, the oldest release first. Raises `UsageError` for an invalid record."""
+    by_entry: dict[str, list[ReleaseVerdict]] = {}
+    for path in (path for root in roots for path in root.verified_files()):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["schema"] == SCHEMA:
+                for entry_id, row in document["verdicts"].items():
+                    by_entry.setdefault(entry_id, []).append(_release_verdict(document, row))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _invalid(path, error) from None
+    return {
+        entry_id: tuple(sorted(verdicts, key=lambda verdict: Version(verdict.torch)))
+        for entry_id, verdicts in by_entry.items()
+    }
+
+
+def releases_by_verdict(verdicts: Iterable[ReleaseVerdict]) -> dict[str, list[str]]:
+    """Verdict to releases of torch, as documents show it: `{"verified": ["2.5.1", "2.6.0"]}`."""
+    releases: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        releases.setdefault(verdict.verdict, []).append(verdict.torch)
+    return releases
+
+
+def not_verified(releases: Mapping[str, Sequence[str]]) -> str:
+    """One line about the releases that differ from those with which the entry is verified, or clear; "" without any."""
+    others = [f"{verdict} with {', '.join(torch)}" for verdict, torch in releases.items() if verdict not in GOOD]
+    return f"torch: {'; '.join(others)}" if others and len(others) < len(releases) else ""
+
+
+def release_summary(verdicts: Sequence[ReleaseVerdict], probe_digest: str = "") -> str:
+    """One line: with which releases the entry was verified, and with which not; "" without a record."""
+    if not verdicts:
+        return ""
+    parts = [f"{verdict} with {', '.join(torch)}" for verdict, torch in releases_by_verdict(verdicts).items()]
+    is_earlier = probe_digest and any(verdict.probe_digest != probe_digest for verdict in verdicts)
+    last = max(verdict.day for verdict in verdicts)
+    return f"torch: {'; '.join(parts)} ({last}{', with an earlier probe' if is_earlier else ''})"
+
+
+def experiment_summaries(verdicts: Iterable[ReleaseVerdict]) -> list[str]:
+    """A line for each experiment that a release could run: its fidelity, and the releases by verdict."""
+    releases: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for verdict in verdicts:
+        for name, (fidelity, outcome) in verdict.experiments.items():
+            if fidelity:
+                releases.setdefault((name, fidelity), {}).setdefault(outcome, []).append(verdict.torch)
+    return [
+        f"{name} ({fidelity}): " + "; ".join(f"{outcome} with {', '.join(torch)}" for outcome, torch in by.items())
+        for (name, fidelity), by in releases.items()
+    ]
+
+
+def add_releases(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> None:
+    """Add `releases`, verdict to releases of torch, to the summaries of entries."""
+    by_entry = release_verdicts(roots)
+    for document in documents:
+        document["releases"] = releases_by_verdict(by_entry.get(document["id"], ()))
 
 
 def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
@@ -39,6 +117,18 @@ def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
             for report in reports
         },
     }
+
+
+def _release_verdict(document: Mapping[str, Any], row: Mapping[str, Any]) -> ReleaseVerdict:
+    rows = [row, *row["variants"]] if row["experiment"] else row["variants"]
+    experiments = {each["experiment"]: (each.get("fidelity") or "", each["verdict"]) for each in rows}
+    return ReleaseVerdict(
+        document["torch"], document["day"], row["verdict"], row["reason"], experiments, row["probe_digest"]
+    )
+
+
+def _invalid(path: Path, error: Exception) -> UsageError:
+    return UsageError(f"{path} is not a valid record of a release: {error}", "`make matrix` writes such files")
 
 
 def file_name(torch: str) -> str:
