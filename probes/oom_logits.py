@@ -14,12 +14,13 @@ from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 GIB = 1 << 30
 HIDDEN, VOCAB, SLICES = 16, 16384, 8  # bfloat16 on a CPU is slow: few features, and logits of full size
 CPU_TOKENS, GPU_TOKENS = 1024, 8192  # 64 and 512 MiB of float32 logits
-CPU_ROOM, GPU_MIB = 140 << 20, 1024
+GPU_MIB = 1024
 PEAK = 12  # bytes per logit, measured below in the backward: log-softmax 4, two float32 gradients 4 + 4
+WAYS = ("whole", "layers", "slices", "checkpoint", "fused", "batches")
 
 
-def step(ctx: Context, *, slices: int, fused: bool = False) -> None:
-    """Loss and backward of one micro batch, from the hidden states on. The arms differ in the number of slices."""
+def step(ctx: Context, *, way: str, room_mib: int = 140) -> None:
+    """Loss and backward of one micro batch, from the hidden states on. The arms differ in the way."""
     import torch
 
     on_gpu = ctx.device.type == "cuda"
@@ -32,40 +33,62 @@ def step(ctx: Context, *, slices: int, fused: bool = False) -> None:
     if not on_gpu:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: the fragments of glibc's heap play no part
     before, old_peak = memory(on_gpu), memory(on_gpu, peak=True)
-    expected = loss_of(hidden[:few], head, labels[:few], 1, False)
-    expected.backward()
+    expected = backward(hidden[:few], head, labels[:few], "whole")
     if memory(on_gpu, peak=True) > old_peak:
         ctx.note(peak_over_fp32_logits=round((memory(on_gpu, peak=True) - before) / (few * VOCAB * 4), 2))
     gradient, head.grad = head.grad, None
     if not on_gpu:
-        limit_address_space(CPU_ROOM)
+        limit_address_space(room_mib << 20)
     ctx.reached()
     try:
-        loss_of(hidden, head, labels, slices, fused).backward()
+        backward(hidden, head, labels, way)
     except Exception:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
         raise
     head.grad = None
-    same = loss_of(hidden[:few], head, labels[:few], slices, fused)
-    same.backward()
-    torch.testing.assert_close(same.float(), expected, rtol=1e-2, atol=1e-2)
+    same = backward(hidden[:few], head, labels[:few], way)
+    torch.testing.assert_close(same, expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(head.grad, gradient, rtol=5e-2, atol=1e-3)
 
 
-def loss_of(hidden: Any, head: Any, labels: Any, slices: int, fused: bool) -> Any:
+def backward(hidden: Any, head: Any, labels: Any, way: str) -> Any:
+    """The gradient of the mean loss, made in this way; the loss."""
     import torch
+    import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
-    if fused:
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=max(1, len(labels) // slices))
-        return torch.nn.functional.linear_cross_entropy(hidden, head, labels, options=options)
-    if slices == 1:
-        return ForCausalLMLoss(hidden @ head.T, labels) / len(labels)
-    total, few = hidden.new_zeros((), dtype=torch.float32), len(labels) // slices
-    for start in range(0, len(labels), few):
-        part = hidden[start : start + few], labels[start : start + few]
-        total = total + checkpoint(lambda h, y: ForCausalLMLoss(h @ head.T, y), *part, use_reentrant=False)
-    return total / len(labels)
+    assert way in WAYS, way
+    few = len(labels) // SLICES
+
+    def head_and_loss(hidden: Any, labels: Any) -> Any:
+        return ForCausalLMLoss(hidden @ head.T, labels)
+
+    if way == "batches":
+        loss = 0.0
+        for start in range(0, len(labels), few):
+            part = head_and_loss(hidden[start : start + few], labels[start : start + few]) / len(labels)
+            part.backward()
+            loss += part.detach()
+        return loss
+    if way == "fused":
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=few)
+        loss = F.linear_cross_entropy(hidden, head, labels, options=options)
+    elif way == "checkpoint":
+        total = 0.0
+        for start in range(0, len(labels), few):
+            part = hidden[start : start + few], labels[start : start + few]
+            total = total + checkpoint(head_and_loss, *part, use_reentrant=False)
+        loss = total / len(labels)
+    elif way == "slices":
+        starts = range(0, len(labels), few)
+        total = sum(head_and_loss(hidden[start : start + few], labels[start : start + few]) for start in starts)
+        loss = total / len(labels)
+    else:
+        if way == "layers":
+            hidden = checkpoint(F.gelu, checkpoint(F.gelu, hidden, use_reentrant=False), use_reentrant=False)
+        loss = head_and_loss(hidden, labels) / len(labels)
+    loss.backward()
+    return loss.detach().float()
 
 
 def ForCausalLMLoss(logits: Any, labels: Any) -> Any:  # noqa: N802  # as transformers calls it, and does it
@@ -129,13 +152,28 @@ SLICED = "the same loss, one slice of tokens at a time, recomputed in the backwa
 CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
 
-rlimit = Experiment(
-    name="rlimit",
-    control=Arm(partial(step, slices=1), HOST, because=WHOLE, fidelity="stand-in", stands_for=CARD),
-    treatment=Arm(partial(step, slices=SLICES), completed(), because=SLICED, fidelity="stand-in", stands_for=CARD),
-    world_size=1,
-    expected_s=(0.5, 0.9),
-)
+
+def experiment(
+    name: str,
+    way: str,
+    because: str,
+    failing: str = "whole",
+    fails: str = WHOLE,
+    room_mib: int = 140,
+    torch: str = "2.1",
+) -> Experiment:
+    control, treatment = (partial(step, way=one, room_mib=room_mib) for one in (failing, way))
+    return Experiment(
+        name=name,
+        control=Arm(control, HOST, because=fails, fidelity="stand-in", stands_for=CARD),
+        treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=CARD),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=" + torch}),
+        expected_s=(0.5, 0.9),
+    )
+
+
+rlimit = experiment("rlimit", "checkpoint", SLICED)
 
 probe = Probe(
     check=check,
@@ -151,19 +189,14 @@ probe = Probe(
         rlimit,
     ),
     variants=(
-        Experiment(
-            name="linear-cross-entropy",
-            control=rlimit.control,
-            treatment=Arm(
-                partial(step, slices=SLICES, fused=True),
-                completed(),
-                because="torch.nn.functional.linear_cross_entropy with options, which never makes all logits",
-                fidelity="stand-in",
-                stands_for=CARD,
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.13"}),
-            expected_s=(0.5, 0.9),
+        experiment(
+            "linear-cross-entropy",
+            "fused",
+            "torch.nn.functional.linear_cross_entropy with options, which never makes all logits",
+            torch="2.13",
         ),
+        experiment("fewer-tokens", "batches", "an eighth of the tokens at a time, each with its own backward"),
+        experiment("layer-checkpointing", "checkpoint", SLICED, "layers", WHOLE + "; the layers are checkpointed"),
+        experiment("kept-slices", "checkpoint", SLICED, "slices", "slices that autograd keeps", room_mib=60),
     ),
 )
