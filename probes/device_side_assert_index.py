@@ -5,41 +5,51 @@ from __future__ import annotations
 import csv
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterator, List, Mapping
+from typing import Any, Iterator, List, Mapping, Optional
 
 from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
 
 CLASSES = 5
-WHYS = ("label", "ignored-label", "gather")
+WHYS = ("label", "ignored-label", "gather", "position")
 
 
-def train(ctx: Context, *, in_range: bool) -> None:
+def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
     """Three steps of DDP on two ranks; the bad index is in the batch of rank 1 in step 1."""
     import torch
-    from torch.nn.functional import cross_entropy
+    from torch.nn import functional as F  # noqa: N812
     from torch.nn.parallel import DistributedDataParallel
 
     dist = ctx.init_process_group(timeout_s=10)
-    why = ctx.params["why"]
+    why = why or ctx.params["why"]
     torch.manual_seed(0)
     wide = 8 if why == "label" and in_range else CLASSES  # as many outputs as the data has classes
     model = DistributedDataParallel(torch.nn.Linear(6, wide).to(ctx.device))
+    positions = torch.eye(6, device=ctx.device)  # a table for texts of up to six tokens
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ctx.reached()
     for step in range(3):
-        labels = torch.tensor([0, 1, 2, 3], device=ctx.device)
+        length = 9 if why == "position" and step == 1 and ctx.rank == 1 else 4
+        labels = torch.arange(length, device=ctx.device) % 4
         if step == 1 and ctx.rank == 1:
-            labels[3] = {"label": 7, "ignored-label": -1, "gather": -100}[why]
-        logits = model(torch.eye(6, device=ctx.device)[:4] + ctx.rank)
-        if why == "gather":  # log-probabilities of the labels, as in DPO and PPO
+            labels[3] = {"label": 7, "ignored-label": 255, "gather": -100, "position": 3}[why]
+        if why == "position" and in_range:
+            labels = labels[: len(positions)]
+        logits = model(positions[torch.arange(len(labels), device=ctx.device)] + ctx.rank)
+        if why == "gather" and in_range:  # log-probabilities of the labels, as in DPO and PPO
             counted = labels != -100
-            index = labels.clamp(min=0) if in_range else labels
-            loss = -(logits.log_softmax(-1).gather(1, index[:, None])[:, 0] * counted).sum() / counted.sum()
+            logp = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            loss = -(logp * counted).sum() / counted.sum().clamp(min=1)
+        elif why == "gather":
+            counted = labels != -100
+            logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+            loss = -(logp * counted).sum() / counted.sum().clamp(min=1)
+        elif why == "ignored-label" and in_range:
+            loss = F.cross_entropy(logits, labels, ignore_index=255)
         else:
-            ignore = -1 if why == "ignored-label" and in_range else -100
-            loss = cross_entropy(logits, labels, ignore_index=ignore)
+            loss = F.cross_entropy(logits, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -57,10 +67,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("no data to read", advice="--set data=train.jsonl --set classes=10, and --set key=label")
     end = time.monotonic() + 0.5
     result: List[str] = []
-    rows = values = 0
+    rows = values = unread = 0
     try:
         for number, row in enumerate(rows_of(path), 1):
             for value in numbers_in(row.get(key)):
+                if value is None:
+                    unread += 1
+                    continue
                 values += 1
                 if not (0 <= value < classes or value == -100):
                     result.append(f"{path}:{number}: {key} {value}")
@@ -78,6 +91,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
     if rows >= 0 or not values:
         return unknown(f"nothing outside 0 to {classes - 1} in {message}; the rest was not read, or there is no {key}")
+    if unread:
+        return unknown(
+            f"nothing outside 0 to {classes - 1} in {message}; {unread} more are no whole numbers or missing"
+        )
     return clear(f"all {message} are inside 0 to {classes - 1} or -100")
 
 
@@ -93,8 +110,8 @@ def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def numbers_in(value: Any) -> Iterator[int]:
-    """The class of a row, or the classes of a sequence."""
+def numbers_in(value: Any) -> Iterator[Optional[int]]:
+    """The class of a row, or the classes of a sequence; None for what is no whole number."""
     if isinstance(value, list):
         for item in value:
             yield from numbers_in(item)
@@ -102,6 +119,8 @@ def numbers_in(value: Any) -> Iterator[int]:
         yield value
     elif isinstance(value, str) and value.strip().lstrip("-").isdigit():
         yield int(value)
+    else:
+        yield None
 
 
 STANDS_FOR = "the assertion in a CUDA kernel: the CPU checks the same index at once and says which one it is"
@@ -111,18 +130,48 @@ gloo = Experiment(
     control=Arm(
         partial(train, in_range=False),
         expect=raised(r"Target -?\d+ is out of bounds|index -?\d+ is out of bounds for dimension"),
-        because="one label of rank 1 is outside the classes (--set why=label, ignored-label or gather)",
+        because="one label of rank 1 is outside the classes (--set why=label, ignored-label, gather or position)",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
     treatment=Arm(
         partial(train, in_range=True),
         expect=completed(),
-        because="as many classes as labels, the ignore_index of the data, or labels clamped before gather",
+        because="as many classes as labels, the ignore_index of the data, clamped labels, or fewer tokens",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
     expected_s=(0.3, 0.3),
+)
+
+
+def variant(why: str, because: str, fix: str, pattern: str) -> Experiment:
+    control = replace(
+        gloo.control, job=partial(train, in_range=False, why=why), because=because, expect=raised(pattern)
+    )
+    treatment = replace(gloo.treatment, job=partial(train, in_range=True, why=why), because=fix)
+    return replace(gloo, name=why, control=control, treatment=treatment)
+
+
+variants = (
+    variant(
+        "ignored-label",
+        "255 means 'ignore' in the data, and cross_entropy ignores -100",
+        "ignore_index is what the data uses",
+        r"Target 255 is out of bounds",
+    ),
+    variant(
+        "gather",
+        "a label of -100 goes into gather, which ignores nothing",
+        "the labels are clamped for gather and masked afterwards",
+        r"index -100 is out of bounds for dimension 1 with size 5",
+    ),
+    variant(
+        "position",
+        "nine tokens for a table of six positions",
+        "the tokens are cut to the length of the table",
+        r"index \d is out of bounds for dimension 0 with size 6",
+    ),
 )
 
 probe = Probe(
@@ -134,4 +183,5 @@ probe = Probe(
         "classes": Param("int", "how many classes the model has (for a language model: rows of its output)"),
     },
     experiments=(gloo.on_gpus(expect=raised(r"CUDA error: device-side assert triggered")), gloo),
+    variants=variants,
 )
