@@ -6,16 +6,16 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 
-def finish(ctx: Context, *, leave_together: bool) -> None:
+def finish(ctx: Context, *, leave_together: bool, timeout_s: float = 15) -> None:
     """The last all-reduce is done on both ranks; rank 1 still reports its evaluation through the store."""
     import torch
 
-    store = open_store(ctx)
+    store = open_store(ctx, timeout_s)
     options = {"device_id": ctx.device} if ctx.backend == "nccl" else {}
     dist: Any = torch.distributed
     dist.init_process_group(ctx.backend, store=store, rank=ctx.rank, world_size=ctx.world_size, **options)
@@ -33,19 +33,51 @@ def finish(ctx: Context, *, leave_together: bool) -> None:
         dist.destroy_process_group()
 
 
-def open_store(ctx: Context) -> Any:
+def finish_with_sub_group(ctx: Context, *, leave_together: bool) -> None:
+    """Ranks 1 and 2 make a group of their own, which needs the store, after the last step of rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=open_store(ctx, 15), rank=ctx.rank, world_size=ctx.world_size)
+    ctx.reached()
+    if ctx.rank > 0:
+        time.sleep(0.5)
+        group = dist.new_group([1, 2], use_local_synchronization=True)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == 2
+    if leave_together:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def report_to_agent(ctx: Context, *, agent_hosts: bool) -> None:
+    """Rank 0 is done, rank 1 reports. The store is in rank 0's process, or in that of rank 2, the launcher's agent."""
+    store = open_store(ctx, 15, host=2 if agent_hosts else 0)
+    ctx.reached()
+    if ctx.rank == 1:
+        for batch in range(10):
+            store.set(f"accuracy of batch {batch}", "0.9")
+            time.sleep(0.05)
+        Path(ctx.path("done")).touch()
+    elif ctx.rank == 2:
+        while not Path(ctx.path("done")).exists():  # an agent stays as long as its workers
+            time.sleep(0.01)
+
+
+def open_store(ctx: Context, timeout_s: float, host: int = 0) -> Any:
     """As under `env://`: rank 0's process is the host. The port is the kernel's choice."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
 
     port = Path(ctx.path("port"))
-    patience = timedelta(seconds=15)
-    if ctx.rank == 0:
+    patience = timedelta(seconds=timeout_s)
+    if ctx.rank == host:
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
         port.write_text(str(store.port))
     assert ctx.meet("store is up")
-    if ctx.rank == 0:
+    if ctx.rank == host:
         return store
     return TCPStore("127.0.0.1", int(port.read_text()), timeout=patience, wait_for_workers=False)
 
@@ -78,10 +110,6 @@ def check(_: Mapping[str, Any]) -> Finding:
     """Who hosts the store of the job whose variables this process has: rank 0's process, or torchrun's agent?"""
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     owned = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    if owned == "True":
-        return clear(
-            f"torchrun's agent hosts the store at {where} (TORCHELASTIC_USE_AGENT_STORE) and outlives the ranks"
-        )
     agents = agents_here()
     ports = list(agents.values())
     shared = [endpoint for endpoint in sorted(set(ports)) if ports.count(endpoint) > 1]
@@ -91,6 +119,11 @@ def check(_: Mapping[str, Any]) -> Finding:
             f"several torchrun processes of this host share the rendezvous endpoint {shared[0]}: pid {pids}",
             "each runs a job of one node: the end of the first ends the others",
             advice="one --rdzv-endpoint per job, or --standalone for jobs of one node",
+        )
+    if owned == "True":
+        return unknown(
+            f"torchrun's agent hosts the store at {where} (TORCHELASTIC_USE_AGENT_STORE), so rank 0 may leave first",
+            "whether another user's torchrun shares its endpoint cannot be seen from here: with --standalone none does",
         )
     if owned == "False" or os.environ.get("RANK"):
         text = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
@@ -123,18 +156,21 @@ def agents_here() -> Mapping[str, str]:
     return result
 
 
+GONE = raised(r"Broken pipe|Connection reset by peer|[Ff]ailed to (recv, got|send, sent) 0 bytes")
+TOGETHER = "every rank ends with a barrier, so rank 0 stays until the others are done"
+
 STORE = Experiment(
     name="store",
     control=Arm(
         partial(finish, leave_together=False),
-        expect=raised(r"Broken pipe|Connection reset by peer|[Ff]ailed to (recv, got|send, sent) 0 bytes"),
+        expect=GONE,
         because="rank 0 is done and leaves with the store, while rank 1 still writes to it",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(finish, leave_together=True),
         expect=completed(),
-        because="both ranks end with a barrier, so rank 0 stays until rank 1 is done",
+        because=TOGETHER,
         fidelity="cpu",
     ),
     deadline_s=40,
@@ -142,10 +178,43 @@ STORE = Experiment(
     expected_s=(0.3, 1.3),
 )
 
+
+def variant(name: str, job: Callable[..., None], fix: str, because: Tuple[str, str], world_size: int = 3) -> Experiment:
+    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{fix: False}), expect=GONE, because=because[0], fidelity="cpu"),
+        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], fidelity="cpu"),
+        world_size=world_size,
+        deadline_s=40,
+        linger=False,
+        expected_s=(0.7, 0.7),
+    )
+
+
 probe = Probe(
     check=check,
     experiments=(STORE.on_gpus(), STORE),
     variants=(
+        variant(
+            "sub-group",
+            finish_with_sub_group,
+            "leave_together",
+            ("rank 0 leaves, and the others make a group without it, through its store", TOGETHER),
+        ),
+        variant(
+            "agent-store",
+            report_to_agent,
+            "agent_hosts",
+            ("rank 0's process hosts the store and leaves", "a process that outlives the ranks hosts the store"),
+        ),
+        variant(
+            "longer-timeout",
+            partial(finish, timeout_s=1800),
+            "leave_together",
+            ("rank 0 leaves with the store; the timeout is 30 minutes", TOGETHER),
+            world_size=2,
+        ),
         Experiment(
             name="torchrun",
             control=Arm(
@@ -160,7 +229,7 @@ probe = Probe(
                 because="each job has an endpoint of its own, as with --standalone",
                 fidelity="cpu",
             ),
-            needs=Needs(packages={"torch": ">=2.4"}),
+            needs=Needs(packages={"torch": ">=2.1"}),
             deadline_s=40,
             linger=False,
             expected_s=(0.5, 1.5),
