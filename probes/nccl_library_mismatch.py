@@ -39,6 +39,10 @@ int ncclGetVersion(int *v); int ncclCommWindowRegister(void);
 int version(void) { int v = 0; ncclGetVersion(&v); return v + ncclCommWindowRegister(); }
 """
 START = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].version())"
+LOADED = (  # as the entry prints it
+    "import ctypes, torch; v = ctypes.c_int(); "
+    "ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(v)); print(v.value)"
+)
 
 
 def build(source: str, to: Path, *options: str) -> str:
@@ -49,9 +53,25 @@ def build(source: str, to: Path, *options: str) -> str:
     return str(to)
 
 
-def start_framework(ctx: Context, *, old_gets_in: bool) -> None:
+def start(*command: str, **variables: str) -> str:
+    """What a fresh Python prints, as `import torch` in a new process; its ImportError, if it has one."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    ran = subprocess.run(
+        [sys.executable, "-c", *command],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    if ran.returncode:
+        raise ImportError(ran.stderr.strip().splitlines()[-1])
+    return ran.stdout.strip()
+
+
+def start_framework(ctx: Context, *, old_gets_in: bool, how: str = "", newer_in_path: bool = False) -> None:
     """Load the framework as `import torch` does, in a fresh process; the older library is on disk in both arms."""
-    how = ctx.params["how"]
+    how = how or ctx.params["how"]
     assert how in HOWS, f"how is one of {HOWS}"
     soname = "-Wl,-soname,libnccl.so.2"
     new, old = build(NEW, ctx.dir / "wheel/libnccl.so.2", soname), build(OLD, ctx.dir / "system/libnccl.so.2", soname)
@@ -60,40 +80,31 @@ def start_framework(ctx: Context, *, old_gets_in: bool) -> None:
     framework = build(
         FRAMEWORK, ctx.dir / "torch/libtorch_cuda.so", new, f"-Wl,{linked}", "-Wl,-rpath,$ORIGIN/../wheel"
     )
-    environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    variables: Dict[str, str] = {}
+    if newer_in_path:
+        variables["LD_LIBRARY_PATH"] = str(Path(build(NEW, ctx.dir / "apt/libnccl.so.2", soname)).parent)
     libraries = [framework]
     if old_gets_in:
-        environment.update({"preload": {"LD_PRELOAD": old}, "path": {"LD_LIBRARY_PATH": "system"}}.get(how, {}))
+        variables.update({"preload": {"LD_PRELOAD": old}, "path": {"LD_LIBRARY_PATH": "system"}}.get(how, {}))
         libraries = [old, framework] if how == "earlier" else libraries
         if how == "overwritten":
             shutil.copy(old, new)
     elif how == "earlier":
         libraries = [framework, old, framework]  # the fix: the framework first
     ctx.reached()
-    ran = subprocess.run(
-        [sys.executable, "-c", START, *libraries],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    if ran.returncode:
-        raise ImportError(ran.stderr.strip().splitlines()[-1])
-    ctx.note(nccl=int(ran.stdout))
-    assert ran.stdout.strip() == "22703", "the framework runs with NCCL " + ran.stdout
+    version = start(START, *libraries, **variables)
+    ctx.note(nccl=int(version))
+    assert version == "22703", "the framework runs with NCCL " + version
 
 
 def import_torch(ctx: Context, *, old_gets_in: bool) -> None:
-    """The real torch, with an empty libnccl.so.2 in front of its own."""
-    environment = dict(os.environ)
-    if old_gets_in:
-        environment["LD_PRELOAD"] = build(OLD, ctx.dir / "old/libnccl.so.2", "-Wl,-soname,libnccl.so.2")
+    """The real torch, with an empty libnccl.so.2 in front of its own; it says which one it has loaded."""
+    old = build(OLD, ctx.dir / "old/libnccl.so.2", "-Wl,-soname,libnccl.so.2")
+    required = numbers(next(iter(dictated().values())))
     ctx.reached()
-    command = [sys.executable, "-c", "import torch; print(torch.__version__)"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    if ran.returncode:
-        raise ImportError(ran.stderr.strip().splitlines()[-1])
+    version = start(LOADED, **({"LD_PRELOAD": old} if old_gets_in else {}))
+    ctx.note(nccl=int(version), torch_requires=required)
+    assert int(version) == 10000 * required[0] + 100 * required[1] + required[2], version
 
 
 # --- the check: which libnccl is pinned, installed, on the disk, and in front of it ---------------------------------
@@ -152,9 +163,15 @@ def check(params: Mapping[str, Any]) -> Finding:
     if any(name.startswith("LD_PRELOAD") for name in ahead):
         return exposed(*evidence, *ahead, advice="take libnccl out of LD_PRELOAD")
     evidence += ahead
+    older = [line for line in ahead if "(2." in line and numbers(line.split("(")[1].split(")")[0]) < numbers(version)]
+    if older and on_disk == version:
+        return unknown(
+            *evidence, "an older one is on this machine: what loads it before torch cannot be seen from here"
+        )
     if on_disk != version:
         return unknown(*evidence, "newer than what torch was built with: it loads; all nodes must have the same")
-    return clear(*evidence, "of this node; --set log=FILE compares the `NCCL version` lines of all nodes")
+    note = "of this node, if nothing loads a libnccl of its own before torch; --set log=FILE compares the nodes"
+    return clear(*evidence, note)
 
 
 def numbers(version: str) -> List[int]:
@@ -182,15 +199,20 @@ def compare_nodes(log: Path) -> Finding:
     """More than one NCCL in the collected logs of one job?"""
     lines = log.read_text(errors="replace").splitlines()
     seen: Dict[str, str] = {}
+    count = 0
     for line in lines:
         match = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
         if match:
+            count += 1
             seen.setdefault(match.group(1), line.strip()[:120])
     if not seen:
         return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=INFO on every rank")
     if len(seen) > 1:
         return exposed(*seen.values(), advice="install one NCCL on all nodes: the same wheel, the same image")
-    return clear(f"one NCCL in {len(lines)} lines: {', '.join(seen)}; only ranks that printed the line are covered")
+    said = f"{count} `NCCL version` lines, all {', '.join(seen)}; only ranks that printed one are covered"
+    if count == 1:
+        return unknown(said, advice="NCCL_DEBUG=VERSION prints one line for a whole group: run once with INFO")
+    return clear(said)
 
 
 UNDEFINED = r"undefined symbol: nccl[A-Z]\w+"
@@ -212,9 +234,22 @@ def with_torch(name: str, package: str) -> Experiment:
             partial(import_torch, old_gets_in=False), completed(), "torch finds its own library", "stand-in", STUB
         ),
         world_size=1,
-        needs=Needs(packages={"torch": ">=2.1", package: ""}, programs=("gcc",), memory_mib=1500),
+        needs=Needs(packages={package: ""}, programs=("gcc",), memory_mib=1500),
         deadline_s=120,
         expected_s=(3, 5),
+    )
+
+
+def with_linker(name: str, because: str, fix: str, how: str = "", newer_in_path: bool = False) -> Experiment:
+    job = partial(start_framework, how=how, newer_in_path=newer_in_path)
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, old_gets_in=True), raised(UNDEFINED), because, "stand-in", STANDS_FOR),
+        treatment=Arm(partial(job, old_gets_in=False), completed(), fix, "stand-in", STANDS_FOR),
+        world_size=1,
+        needs=Needs(packages={}, programs=("gcc",), memory_mib=128),
+        deadline_s=60,
+        expected_s=(0.6, 0.6),
     )
 
 
@@ -225,27 +260,34 @@ probe = Probe(
     },
     check=check,
     experiments=(
-        Experiment(
-            name="linker",
-            control=Arm(
-                partial(start_framework, old_gets_in=True),
-                expect=raised(UNDEFINED),
-                because="an older library of the same name is in the process before the framework, or in its place",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            treatment=Arm(
-                partial(start_framework, old_gets_in=False),
-                expect=completed(),
-                because="the first libnccl that the framework meets is the one it was built with",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            world_size=1,
-            needs=Needs(packages={}, programs=("gcc",), memory_mib=128),
-            deadline_s=60,
-            expected_s=(0.6, 0.6),
+        with_linker(
+            "linker",
+            "an older library of the same name is in the process before the framework, or in its place",
+            "the first libnccl that the framework meets is the one it was built with",
         ),
     ),
-    variants=(with_torch("torch-cu12", "nvidia-nccl-cu12"), with_torch("torch-cu13", "nvidia-nccl-cu13")),
+    variants=(
+        with_linker(
+            "overwritten",
+            "an older library was written over the one that the framework was built with",
+            "the file is again the one that the framework was built with",
+            "overwritten",
+        ),
+        with_linker(
+            "newer-elsewhere",
+            "the file is overwritten, and a library that is new enough lies in LD_LIBRARY_PATH, which RPATH precedes",
+            "the file is again the one that the framework was built with",
+            "overwritten",
+            newer_in_path=True,
+        ),
+        with_linker("preload", "an older library is preloaded", "nothing is preloaded", "preload"),
+        with_linker(
+            "path",
+            "LD_LIBRARY_PATH leads to an older library, and the framework has a RUNPATH",
+            "the folder is taken out of LD_LIBRARY_PATH",
+            "path",
+        ),
+        with_torch("torch-cu12", "nvidia-nccl-cu12"),
+        with_torch("torch-cu13", "nvidia-nccl-cu13"),
+    ),
 )
