@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from kb.content.catalog import Catalog, load_catalog
 from kb.content.entry import Entry
 from kb.content.languages import Language
 from kb.content.parser import LARGEST, front_matter_problems
+from kb.content.release_records import ReleaseVerdict, release_verdicts
 from kb.content.roots import BUILT_IN, Root
 from kb.errors import ContentError, UsageError
 from kb.harness.launcher import Launcher, Task
-from kb.lint import claims, fixes, glossary, links, probes, sections, signatures
+from kb.lint import claims, fixes, glossary, links, probes, records, sections, signatures
 from kb.lint.body import blocks
 from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy_lines import HEALTHY_LINES
@@ -45,6 +46,7 @@ ENTRY_RULES: tuple[EntryRule, ...] = (
     *claims.RULES,
     *fixes.RULES,
     *sections.RULES,
+    *records.RULES,
 )
 TEXT_RULES: tuple[TextRule, ...] = (*claims.TEXT_RULES, *fixes.TEXT_RULES, *sections.TEXT_RULES)
 PROBE_RULES: tuple[ProbeRule, ...] = probes.RULES
@@ -97,9 +99,8 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     declared, invalid = _declared_languages(roots)
     violations = [_violation(problem) for problem in invalid]
     violations += [violation for problem in problems for violation in check_unusable(problem, declared)]
-    violations += [
-        violation for file in _entry_files(catalog, entries, declared, files) for violation in check_entry(file)
-    ]
+    entry_files = _entry_files(catalog, entries, declared, files, release_verdicts(roots))
+    violations += [violation for file in entry_files for violation in check_entry(file)]
     violations += [violation for file in files for violation in check_probe(file)]
     if not only and any(root.name == BUILT_IN for root in roots):
         violations += check_glossary(FILE)
@@ -157,7 +158,11 @@ def check_glossary(path: Path) -> Iterator[Violation]:
 
 
 def _entry_files(
-    catalog: Catalog, entries: list[Entry], declared: Declared, probes: Iterable[ProbeFile]
+    catalog: Catalog,
+    entries: list[Entry],
+    declared: Declared,
+    probes: Iterable[ProbeFile],
+    releases: Mapping[str, tuple[ReleaseVerdict, ...]],
 ) -> Iterator[EntryFile]:
     by_path = {file.path: file for file in probes}
     ids = frozenset(catalog.entries) | {problem.path.stem for problem in catalog.problems}
@@ -171,7 +176,8 @@ def _entry_files(
             continue
         written = declared[entry.path.parent]
         probe_file = by_path.get(probe) if probe else None
-        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today)
+        on_record = releases.get(entry.id, ())
+        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today, on_record)
 
 
 def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentError]]:

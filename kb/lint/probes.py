@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 
@@ -51,11 +52,34 @@ def unseen_gpu_arms(file: ProbeFile) -> Iterator[Remark]:
         yield 1, "write `.on_gpus(` or `Needs(gpus=N` where an experiment needs GPUs, and nowhere else"
 
 
+def own_words(file: ProbeFile) -> Iterator[Remark]:
+    """No control arm expects what the probe itself says: a library raises, or a Symptom gives what was measured."""
+    if file.declaration is None:
+        return
+    patterns = [
+        each.control.expect.pattern for each in file.declaration.every if each.control.expect.kind in ("raised", "hung")
+    ]
+    for line, name, text in _raised(ast.parse(file.source)):
+        if name == "Symptom":
+            yield line, "this Symptom says the same whatever was measured: put the numbers into it"
+        elif any(re.search(pattern, text) for pattern in patterns if pattern):
+            yield line, f"the control arm expects {text!r}, which the probe itself raises here"
+
+
 def unfinished_probe(file: ProbeFile) -> Iterator[Remark]:
     """No TODO is left in a probe."""
     for number, line in enumerate(file.source.splitlines(), 1):
         if "TODO" in line:
             yield number, f"to do: {line.strip()}"
+
+
+def _raised(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, class and text of every exception that is raised with a constant text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and len(node.exc.args) == 1:
+            text = node.exc.args[0]
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield node.lineno, ast.unparse(node.exc.func), text.value
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
@@ -73,4 +97,4 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import, unseen_gpu_arms, unfinished_probe)
+RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import, unseen_gpu_arms, own_words, unfinished_probe)

@@ -17,6 +17,7 @@ from typing import Any
 
 from kb.content.entry import Entry, FrontMatter
 from kb.content.languages import Language
+from kb.content.release_records import ReleaseVerdict
 from kb.lint.body import Block, Kind
 from kb.probe import Probe
 
@@ -69,7 +70,8 @@ class EntryText:
 class EntryFile(EntryText):
     """An entry to check, and the data that rules compare it with.
 
-    `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end.
+    `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end,
+    `releases` the verdicts on record.
     """
 
     entry: Entry
@@ -77,6 +79,7 @@ class EntryFile(EntryText):
     probe: ProbeFile | None
     slow: frozenset[str]
     today: datetime.date
+    releases: tuple[ReleaseVerdict, ...] = ()
 
     @property
     def meta(self) -> FrontMatter:

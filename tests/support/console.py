@@ -212,7 +212,7 @@ probe = {probe}
 
 BREAKS = """\
 if not is_fixed:
-    raise RuntimeError("the thing broke: code 7")
+    raise RuntimeError("the thing broke: code %d" % 7)
 """
 
 

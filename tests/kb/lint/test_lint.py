@@ -12,6 +12,7 @@ import pytest
 from kb.content.entry import FrontMatter
 from kb.content.languages import Language
 from kb.content.parser import parse_entry
+from kb.content.release_records import ReleaseVerdict
 from kb.content.roots import root_at
 from kb.errors import ContentError, UsageError
 from kb.lint.body import blocks
@@ -19,7 +20,7 @@ from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, c
 from kb.lint.rule import EntryFile, ProbeFile, Violation
 from kb.probe import Arm, Experiment, Probe, completed, unknown
 from tests.support.console import CHECKOUT, ContentRoot
-from tests.support.lint_examples import EXAMPLES, GLOSSARIES, SOUND, TELL, Edits, Example, edited
+from tests.support.lint_examples import EXAMPLES, GLOSSARIES, PROBE, SOUND, TELL, Edits, Example, edited
 
 ENTRY_FILE = Path("/content/entries/example.md")
 IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
@@ -95,6 +96,7 @@ FILES = {
     "probe-import": "probes/imports.py",
     "unfinished-probe": "probes/begun.py",
     "unseen-gpu-arms": "probes/claims.py",
+    "own-words": "probes/talks.py",
 }
 
 
@@ -102,6 +104,7 @@ def broken_root(content: ContentRoot) -> None:
     """One entry or probe for each rule in `FILES`, and sound ones beside them."""
     content.incident("sound")
     content.incident("taken")
+    content.incident("talks", body='raise RuntimeError("the thing broke: code 7")')
     content.incident("large")
     with content.entry("large").open("a") as file:
         file.write("x" * (1 << 20))
@@ -248,7 +251,7 @@ def test_an_entry_that_another_replaces_cannot_be_checked_alone(tmp_path: Path) 
 
 
 def test_every_rule_has_a_failing_example_and_every_example_a_rule() -> None:
-    assert {example.rule for example in EXAMPLES} | set(FILES) | set(GLOSSARIES) == set(rules())
+    assert {example.rule for example in EXAMPLES} | set(FILES) | set(GLOSSARIES) | {"release-verdict"} == set(rules())
 
 
 def test_every_rule_has_its_requirement_in_one_sentence() -> None:
@@ -267,3 +270,25 @@ def test_the_schema_allows_the_fields_of_the_sound_entry_only() -> None:
     schema = FrontMatter.model_json_schema()
     assert schema["additionalProperties"] is False
     assert set(parse_entry(SOUND.encode(), ENTRY_FILE, "").meta.model_fields_set) <= set(schema["properties"])
+
+
+@pytest.mark.parametrize(
+    ("torch", "verdict", "reason", "is_broken"),
+    [
+        ("2.5.1", "verified", "", False),
+        ("2.5.1", "fix-ineffective", "the treatment failed the same way", True),
+        ("2.5.1", "not-applicable", "gloo: torch 2.5.1 in python is not >=2.6", True),
+        ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: nvidia-smi is not installed", False),
+        ("2.3.1", "inconclusive", "outside applies_to", False),
+    ],
+)
+def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
+    torch: str, verdict: str, reason: str, is_broken: bool
+) -> None:
+    text = edited({PROBE: PROBE + 'applies_to:\n  torch: ">=2.4"\n'})
+    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+    release = ReleaseVerdict(torch, "2026-01-01", verdict, reason, {}, "")
+    file = EntryFile(
+        ENTRY_FILE, text, blocks(text), frozenset(Language), entry, IDS, PROBE_FILE, frozenset(), TODAY, (release,)
+    )
+    assert [violation.rule for violation in check_entry(file)] == ["release-verdict"] * is_broken
