@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
-from typing import Any, Dict, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, Mapping
 
 from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
+    Needs,
     Param,
     Probe,
+    Symptom,
     Unavailable,
-    clear,
     completed,
     exposed,
     raised,
+    symptom,
     unknown,
 )
 
@@ -28,48 +33,134 @@ def plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def rename(state: Mapping[str, Any], model: Any) -> Dict[str, Any]:
-    """`state` under the names that `model` has; a name without a partner stays, so that a strict load reports it."""
+def load(model: Any, state: Mapping[str, Any]) -> None:
+    """Strictly, under the names that `model` has; a name without a partner stays and is reported."""
     own = {plain(name): name for name in model.state_dict()}
     renamed = {own.get(plain(name), name): tensor for name, tensor in state.items()}
-    assert len(renamed) == len(state), "two names became one"
-    return renamed
+    assert len(renamed) == len(state)
+    model.load_state_dict(renamed)
 
 
-def resume(ctx: Context, *, matching_names: bool) -> None:
-    """Rank 0 saves the compiled DDP model; every rank of the next job loads the file into a bare model."""
-    import torch
+def load_as_it_is(model: Any, state: Mapping[str, Any]) -> None:
+    model.load_state_dict(state)
+
+
+def load_what_fits(model: Any, state: Mapping[str, Any]) -> None:
+    """The folklore: strict=False. Raises nothing."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    answer = model.load_state_dict(state, strict=False)
+    arrived = sum(not bool((tensor == before[name]).all()) for name, tensor in model.state_dict().items())
+    counts = (arrived, len(before), len(answer.missing_keys), len(answer.unexpected_keys))
+    if arrived < len(before):
+        raise Symptom("%d of %d tensors loaded, %d missing, %d unexpected, no error" % counts)
+
+
+def load_without_module(model: Any, state: Mapping[str, Any]) -> None:
+    """The folklore: torch's own function, which is for DDP alone."""
+    from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+    cut = dict(state)
+    consume_prefix_in_state_dict_if_present(cut, "module.")
+    model.load_state_dict(cut)
+
+
+def load_replaced(model: Any, state: Mapping[str, Any]) -> None:
+    """The folklore: replace, which changes the middle of names too."""
+    cut = {name.replace("module.", ""): tensor for name, tensor in state.items()}
+    lost = sorted(set(cut) - set(model.state_dict()))
+    if lost:
+        raise Symptom("%d of %d names fit, not %s" % (len(cut) - len(lost), len(cut), ", ".join(lost)))
+
+
+def build() -> Any:
     from torch import nn
+
+    return nn.Sequential(OrderedDict(encoder=nn.Linear(4, 4), submodule=nn.Linear(4, 4)))
+
+
+def wrap(ctx: Context, bare: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    def build() -> Any:
-        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
     ctx.init_process_group(timeout_s=10)
-    bare = build()
+    return DistributedDataParallel(bare)
+
+
+def compiled(torch: Any, model: Any) -> Any:
+    """Nothing is compiled before the first call; the names are the same with every backend, inductor loads slowly."""
     try:
-        # Nothing is compiled before the first call; the names are the same with every backend, inductor loads slowly.
-        model: Any = torch.compile(DistributedDataParallel(bare), backend="eager")
+        return torch.compile(model, backend="eager")
     except RuntimeError as error:
         raise Unavailable("torch.compile does not work here: %s" % error) from error
+
+
+def resume(ctx: Context, *, loads: Callable[[Any, Mapping[str, Any]], None], compiles: bool = True) -> None:
+    """Rank 0 saves the DDP model, compiled or not; every rank of the next job loads the file into a bare model."""
+    import torch
+
+    bare = build()
+    model = compiled(torch, wrap(ctx, bare)) if compiles else wrap(ctx, bare)
     if ctx.rank == 0:
         torch.save(model.state_dict(), ctx.path("model.pt"))
     ctx.reached()
     state = torch.load(ctx.path("model.pt"))
     trained, fresh = bare.state_dict(), build()
-    ctx.note(first_name=next(iter(state)), **silent_load(fresh, state, trained))
-    fresh.load_state_dict(rename(state, fresh) if matching_names else state)
+    ctx.note(first_name=next(iter(state)))
+    loads(fresh, state)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in fresh.state_dict().items())
-    model.load_state_dict(rename(trained, model))  # the other way round: plain names into the wrapped model
-    fresh.load_state_dict(bare.state_dict())  # and what the inner module saves needs no renaming
+    load(model, trained)  # the other way round: plain names into the wrapped model
 
 
-def silent_load(fresh: Any, state: Mapping[str, Any], trained: Mapping[str, Any]) -> Dict[str, str]:
-    """What strict=False does with the file: how many weights arrive, how many names it lists as missing."""
-    answer = fresh.load_state_dict(state, strict=False)
-    arrived = sum(bool((tensor == trained[name]).all()) for name, tensor in fresh.state_dict().items())
-    counts = (arrived, len(trained), len(answer.missing_keys), len(answer.unexpected_keys))
-    return {"strict_false": "%d of %d tensors loaded, %d missing, %d unexpected, no error" % counts}
+def save(ctx: Context, *, saves_bare: bool) -> None:
+    """The file of the wrapped model, or that of the model inside, is loaded into a bare model as it is."""
+    import torch
+
+    path = ctx.path("model-%d.pt" % ctx.rank)
+    bare = build()
+    model = wrap(ctx, bare)
+    ctx.reached()
+    if saves_bare:
+        torch.save(bare.state_dict(), path)
+    else:
+        torch.save(model.state_dict(), path)
+    load_as_it_is(build(), torch.load(path))
+
+
+def save_compiled(ctx: Context, *, in_place: bool) -> None:
+    """torch.compile puts a module around the model, the method `compile` does not."""
+    import torch
+
+    bare = model = build()
+    ctx.reached()
+    if in_place:
+        bare.compile(backend="eager")
+    else:
+        model = compiled(torch, bare)
+    load_as_it_is(build(), model.state_dict())
+
+
+def save_parameters(ctx: Context, *, own_state_dict: bool) -> None:
+    """A layer with activation checkpointing: its wrapper hides from the state dict, not from named_parameters."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = build()
+    model.encoder = checkpoint_wrapper(model.encoder)
+    ctx.reached()
+    load_as_it_is(build(), model.state_dict() if own_state_dict else dict(model.named_parameters()))
+
+
+def save_unwrapped(ctx: Context, *, drops_compile: bool) -> None:
+    """What accelerate unwraps, it puts under torch.compile again unless it is told not to."""
+    import torch
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+
+    accelerator = Accelerator(cpu=True)
+    model = compiled(torch, build())
+    ctx.reached()
+    if drops_compile:
+        bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+    else:
+        bare = accelerator.unwrap_model(model)
+    load_as_it_is(build(), bare.state_dict())
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -84,11 +175,99 @@ def check(params: Mapping[str, Any]) -> Finding:
     wrapped = [name for name in names if plain(name) != name]
     if wrapped:
         message = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
-        return exposed(message, advice="load it under the names that your model has, never with strict=False")
+        return exposed(message, advice="load it under the names that your model has, strictly")
     if not names:
         return unknown("no tensors were found in %s" % path)
-    return clear("none of %d names of %s carries a wrapper, for instance %s" % (len(names), path.name, names[0]))
+    message = "none of %d names of %s carries a wrapper, for instance %s" % (len(names), path.name, names[0])
+    return unknown(
+        message, "whether the model that loads it is wrapped, or has a prefix of its own, is not in the file"
+    )
 
+
+PREFIXED = raised(r'Unexpected key\(s\) in state_dict: "(_orig_mod\.)?module\.')
+FILE = "the file has the names of torch.compile(DDP(model)), the model that loads it is bare"
+RENAMED = "the same file is loaded, strictly, under the names that the model has"
+
+
+def variant(
+    name: str,
+    broken: Callable[[Context], None],
+    fixed: Callable[[Context], None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
+) -> Experiment:
+    """One rank is enough: names do not depend on the number of ranks."""
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        needs=Needs(packages=packages),
+        deadline_s=40,
+        expected_s=(1.5, 1.5),
+    )
+
+
+not_strict = variant(
+    "strict-false",
+    partial(resume, loads=load_what_fits, compiles=False),
+    partial(resume, loads=load, compiles=False),
+    symptom(r"0 of 4 tensors loaded, 4 missing, 4 unexpected, no error"),
+    "the file has the names of DDP(model), and is loaded with strict=False",
+    RENAMED,
+)
+consumed = variant(
+    "consume-prefix",
+    partial(resume, loads=load_without_module),
+    partial(resume, loads=load),
+    PREFIXED,
+    FILE + "; names that begin with module. are cut, and none does",
+    RENAMED,
+)
+replaced = variant(
+    "replace",
+    partial(resume, loads=load_replaced, compiles=False),
+    partial(resume, loads=load, compiles=False),
+    symptom(r"2 of 4 names fit, not subbias, subweight"),
+    "the file has the names of DDP(model); replace() takes the text out of the name submodule. as well",
+    RENAMED,
+)
+bare_saved = variant(
+    "save-bare",
+    partial(save, saves_bare=False),
+    partial(save, saves_bare=True),
+    PREFIXED,
+    "the wrapped model is saved",
+    "the model inside is saved, and loads as it is",
+)
+in_place = variant(
+    "compile-in-place",
+    partial(save_compiled, in_place=False),
+    partial(save_compiled, in_place=True),
+    raised(r'Unexpected key\(s\) in state_dict: "_orig_mod\.'),
+    "torch.compile(model) is saved",
+    "model.compile() adds no module, and no name",
+    {"torch": ">=2.2"},
+)
+parameters = variant(
+    "named-parameters",
+    partial(save_parameters, own_state_dict=False),
+    partial(save_parameters, own_state_dict=True),
+    raised(r'Unexpected key\(s\) in state_dict: "encoder\._checkpoint_wrapped_module\.'),
+    "a dict of named_parameters() is saved",
+    "the state dict is saved, in which the wrapper leaves no name",
+)
+unwrapped = variant(
+    "accelerate",
+    partial(save_unwrapped, drops_compile=False),
+    partial(save_unwrapped, drops_compile=True),
+    raised(r'Unexpected key\(s\) in state_dict: "_orig_mod\.'),
+    "unwrap_model(model) is saved, under torch.compile again",
+    "it is unwrapped with keep_torch_compile=False",
+    {"torch": ">=2.1", "accelerate": ">=1.3"},
+)
 
 probe = Probe(
     check=check,
@@ -96,20 +275,11 @@ probe = Probe(
     experiments=(
         Experiment(
             name="ddp-compile",
-            control=Arm(
-                partial(resume, matching_names=False),
-                expect=raised(r'Unexpected key\(s\) in state_dict: "(_orig_mod\.)?module\.'),
-                because="the file has the names of torch.compile(DDP(model)), the model that loads it is bare",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(resume, matching_names=True),
-                expect=completed(),
-                because="the same file is loaded, strictly, under the names that the model has",
-                fidelity="cpu",
-            ),
+            control=Arm(partial(resume, loads=load_as_it_is), expect=PREFIXED, because=FILE, fidelity="cpu"),
+            treatment=Arm(partial(resume, loads=load), expect=completed(), because=RENAMED, fidelity="cpu"),
             deadline_s=40,
             expected_s=(1.7, 2.0),
         ),
     ),
+    variants=(not_strict, consumed, replaced, bare_saved, in_place, parameters, unwrapped),
 )
