@@ -18,33 +18,42 @@ CPU_LAYERS, CPU_ROOM = 4, 150 << 20  # bytes beyond the policy: far below a copy
 GPU_LAYERS, GPU_MIB = 10, 1024  # 640 MiB under a cap of 1024: one policy fits, two do not
 
 
-def start(ctx: Context, *, adapter: bool) -> None:
+def start(ctx: Context, *, way: str, dtype: str = "float32") -> None:
     """Set up policy and reference as a preference trainer does, then compare them after a step of the policy."""
     import torch
     from torch import nn
 
     on_gpu = ctx.device.type == "cuda"
+    weights = getattr(torch, dtype)
     policy = nn.Sequential()
     for _ in range(GPU_LAYERS if on_gpu else CPU_LAYERS):
-        policy.append(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=ctx.device))
+        policy.append(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=ctx.device, dtype=weights))
     for parameter in policy.parameters():
         nn.init.constant_(parameter, 1 / WIDTH)
-    x = torch.ones(1, WIDTH, device=ctx.device)
+    x = torch.ones(1, WIDTH, device=ctx.device, dtype=weights)
     with torch.no_grad():
         at_start = policy(x)
     if not on_gpu:
         limit_address_space(CPU_ROOM)
     ctx.reached()
     try:
-        reference = policy if adapter else create_reference_model(policy)
+        reference = make_reference(policy, way)
     except Exception:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
         raise
     with torch.no_grad():
-        moved = _after_a_step(policy, x, adapter)
-        assert torch.equal(reference(x), at_start), "the reference is not the model that training began with"
+        outputs = {"x": policy(x)} if way == "precomputed" else {}  # one pass over the data, before the first step
+        moved = _after_a_step(policy, x, way == "adapter")
+        of_reference = outputs["x"] if outputs else reference(x)
+        assert torch.equal(of_reference, at_start), "the reference is not the model that training began with"
         assert not torch.equal(moved, at_start), "the policy did not move"
     ctx.note(weights_mib=sum(p.numel() * p.element_size() for p in policy.parameters()) >> 20)
+
+
+def make_reference(policy: Any, way: str) -> Any:
+    if way == "copy":
+        return create_reference_model(policy)
+    return policy if way == "adapter" else None
 
 
 def _after_a_step(policy: Any, x: Any, adapter: bool) -> Any:
@@ -173,6 +182,23 @@ ADVICE = "train an adapter, precompute the reference's log-probabilities, or sha
 COPY = "the reference is a deepcopy beside the policy, and only the policy fits"
 SHARED = "an adapter is trained, and the same weights with the adapter off are the reference"
 LIMITED = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
+HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
+
+
+def experiment(name: str, way: str, because: str, dtype: str = "float32") -> Experiment:
+    """The control arm copies a float32 policy; the treatment arm has another way, or another dtype."""
+    control, treatment = partial(start, way="copy"), partial(start, way=way, dtype=dtype)
+    return Experiment(
+        name=name,
+        control=Arm(control, HOST, because=COPY, fidelity="stand-in", stands_for=LIMITED),
+        treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=LIMITED),
+        world_size=1,
+        needs=Needs(memory_mib=1024),
+        expected_s=(0.4, 0.3),
+    )
+
+
+rlimit = experiment("rlimit", "adapter", SHARED)
 
 probe = Probe(
     check=check,
@@ -187,40 +213,17 @@ probe = Probe(
         "optimizer": Param("str", "adamw, adamw_8bit, paged (state on the host) or sgd", "adamw"),
     },
     experiments=(
-        Experiment(
+        rlimit.on_gpus(
+            1,
             name="gpu",
-            control=Arm(
-                partial(start, adapter=False),
-                expect=raised(r"out of memory\. Tried to allocate"),
-                because=COPY,
-                fidelity="hardware",
-            ),
-            treatment=Arm(partial(start, adapter=True), expect=completed(), because=SHARED, fidelity="hardware"),
-            world_size=1,
-            backend="nccl",
-            needs=Needs(gpus=1, gpu_memory_mib=GPU_MIB),
-            deadline_s=60,
+            expect=raised(r"out of memory\. Tried to allocate"),
+            gpu_memory_mib=GPU_MIB,
             expected_s=(8, 8),
         ),
-        Experiment(
-            name="rlimit",
-            control=Arm(
-                partial(start, adapter=False),
-                expect=raised(r"DefaultCPUAllocator: can't allocate memory"),
-                because=COPY,
-                fidelity="stand-in",
-                stands_for=LIMITED,
-            ),
-            treatment=Arm(
-                partial(start, adapter=True),
-                expect=completed(),
-                because=SHARED,
-                fidelity="stand-in",
-                stands_for=LIMITED,
-            ),
-            world_size=1,
-            needs=Needs(memory_mib=1024),
-            expected_s=(0.4, 0.3),
-        ),
+        rlimit,
+    ),
+    variants=(
+        experiment("precomputed", "precomputed", "the reference's outputs are made once, before training, and no copy"),
+        experiment("bf16", "copy", "policy and copy are bfloat16, half of float32", dtype="bfloat16"),
     ),
 )
