@@ -1,32 +1,36 @@
 """Float32 LoRA adapters and a bfloat16 base end up in one FSDP unit, which flattens them into one tensor."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Callable
 
-from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import Arm, Context, Experiment, Needs, Probe, Unavailable, completed, raised
 
 
-def wrap_and_train(ctx: Context, *, adapters_follow_base: bool) -> None:
+def wrap_and_train(ctx: Context, *, adapters_follow_base: bool = False, own_units: bool = False) -> None:
     """As get_peft_model and FSDP do it, with the two settings that people try first: both are on, and neither helps."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-    base, hidden = torch.bfloat16, torch.randn(4, 8)
     dist = ctx.init_process_group(timeout_s=10)
-    assert "same dtype" in outcome_of(nn.Linear(8, 8, dtype=base), hidden, autocast=False)
-    assert outcome_of(nn.Linear(8, 8, dtype=base), hidden, autocast=True) == "torch.bfloat16"
-    assert outcome_of(nn.Linear(8, 8, dtype=base), hidden.to(base), autocast=False) == "torch.bfloat16"
-    adapter_dtype = base if adapters_follow_base else torch.float32  # peft's autocast_adapter_dtype: False, True
-    frozen = nn.Linear(8, 8, dtype=base).requires_grad_(False)
-    model = nn.Sequential(frozen, nn.Linear(8, 2, dtype=adapter_dtype), nn.Linear(2, 8, dtype=adapter_dtype))
-    ctx.reached()
-    wrapped = FullyShardedDataParallel(
-        model,
+    base, hidden = torch.bfloat16, torch.randn(4, 8)
+    shard = partial(
+        FullyShardedDataParallel,
         device_id=ctx.device,
         use_orig_params=True,
         mixed_precision=MixedPrecision(param_dtype=base, reduce_dtype=base),
     )
+    frozen = nn.Linear(8, 8, dtype=base).requires_grad_(False)
+    adapters = [nn.Linear(8, 2, dtype=torch.float32), nn.Linear(2, 8, dtype=torch.float32)]  # as PEFT makes them
+    ctx.reached()
+    if own_units:
+        adapters = [shard(adapter) for adapter in adapters]
+    model = nn.Sequential(frozen, *adapters)
+    if adapters_follow_base:
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.data = p.data.to(torch.bfloat16)
+    wrapped = shard(model)
     output = wrapped(hidden)
     output.float().sum().backward()
     assert output.dtype == base, output.dtype
@@ -35,35 +39,168 @@ def wrap_and_train(ctx: Context, *, adapters_follow_base: bool) -> None:
     assert gradients.item() >= 4, gradients
 
 
-def outcome_of(layer: Any, hidden: Any, *, autocast: bool) -> str:
-    """The dtype of the layer's output, or the message of its exception."""
+def wrap_quantized(ctx: Context, *, one_storage_dtype: bool) -> None:
+    """Packed 4-bit weights: bytes, as uint8 or read as bfloat16. FSDP only moves them."""
     import torch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    model = nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(False)
+    packed = torch.arange(64, dtype=torch.uint8)
+    model.packed = nn.Parameter(packed.view(torch.bfloat16) if one_storage_dtype else packed, requires_grad=False)
+    ctx.reached()
+    wrapped = FullyShardedDataParallel(model, device_id=ctx.device, use_orig_params=True)
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        assert torch.equal(wrapped.module.packed.view(torch.uint8), packed), "other bytes"
+
+
+def shard_fsdp2(ctx: Context, *, own_units: bool) -> None:
+    """FSDP2 compares the trainable parameters of one unit, here with MixedPrecisionPolicy on."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
 
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            return str(layer(hidden).dtype)
-    except RuntimeError as error:
-        return str(error)
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    except ImportError as error:
+        raise Unavailable(f"no fully_shard in torch {torch.__version__}") from error
+    ctx.init_process_group(timeout_s=10)
+    policy = {
+        "mesh": init_device_mesh(ctx.device.type, (ctx.world_size,)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+    }
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.float32)).to(ctx.device)
+    ctx.reached()
+    if own_units:
+        fully_shard(model[1], **policy)
+    fully_shard(model, **policy)
+    output = model(torch.randn(4, 8, device=ctx.device))
+    output.float().sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def call(ctx: Context, *, under_autocast: bool) -> None:
+    """A bfloat16 layer and a float32 input: what an evaluation outside autocast does."""
+    import torch
+
+    device = ctx.device
+    model = torch.nn.Linear(8, 8, dtype=torch.bfloat16).to(device)
+    batch = torch.randn(4, 8, device=device)
+    ctx.reached()
+    if under_autocast:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            output = model(batch)
+    else:
+        output = model(batch)
+    assert output.dtype == torch.bfloat16, output.dtype
+
+
+def cast(ctx: Context, *, to_weight: bool) -> None:
+    """A module of your own that is called with another dtype than its weight has."""
+    import torch
+
+    class Head(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = torch.nn.Linear(8, 2, dtype=torch.bfloat16)
+
+        def forward(self, hidden: Any) -> Any:
+            if to_weight:
+                hidden = hidden.to(self.proj.weight.dtype)
+            return self.proj(hidden)
+
+    head = Head().to(ctx.device)
+    ctx.reached()
+    assert head(torch.randn(4, 8, device=ctx.device)).dtype == torch.bfloat16
+
+
+def write(ctx: Context, *, converted: bool) -> None:
+    """Image features are written into the embeddings, under autocast, which leaves in-place writes alone."""
+    import torch
+
+    hidden = torch.zeros(4, 8, dtype=torch.bfloat16, device=ctx.device)
+    image_features = torch.ones(2, 8, device=ctx.device)
+    mask = torch.tensor([True, False, True, False], device=ctx.device)
+    ctx.reached()
+    with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
+        if converted:
+            hidden[mask] = image_features.to(hidden.dtype)
+        else:
+            hidden[mask] = image_features
+    assert hidden.sum().item() == 16
+
+
+FLATTEN = r"Must flatten tensors with uniform dtype but got torch\.\w+ and torch\.\w+"
+LAYER = r"(mat1 and mat2 must have the same dtype|expected m\w*1 and m\w*2 to have the same dtype)"
+TOGETHER = "float32 adapters and a bfloat16 base in one FSDP unit"
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    keyword: str,
+    pattern: str,
+    because: str,
+    fix: str,
+    ranks: int = 2,
+    stands_for: str = "",
+) -> Experiment:
+    """`keyword` is off in the control arm and on in the treatment."""
+    fidelity = "stand-in" if stands_for else "cpu"
+    control, treatment = partial(job, **{keyword: False}), partial(job, **{keyword: True})
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=raised(pattern), because=because, fidelity=fidelity, stands_for=stands_for),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
+        needs=Needs(packages={"torch": ">=2.2"}),
+        world_size=ranks,
+        expected_s=(0.3, 0.5),
+    )
 
 
 probe = Probe(
     experiments=(
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(wrap_and_train, adapters_follow_base=False),
-                expect=raised(r"Must flatten tensors with uniform dtype but got torch\.\w+ and torch\.\w+"),
-                because="float32 adapters and a bfloat16 base in one FSDP unit",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(wrap_and_train, adapters_follow_base=True),
-                expect=completed(),
-                because="the adapters have the dtype of the base",
-                fidelity="cpu",
-            ),
-            needs=Needs(packages={"torch": ">=2.4"}),
-            expected_s=(0.3, 0.5),
+        pair(
+            "gloo",
+            wrap_and_train,
+            "adapters_follow_base",
+            FLATTEN,
+            f"{TOGETHER}; use_orig_params and MixedPrecision are on",
+            "the adapters have the dtype of the base",
+        ),
+    ),
+    variants=(
+        pair("own-units", wrap_and_train, "own_units", FLATTEN, TOGETHER, "each adapter is a unit of its own"),
+        pair(
+            "quantized",
+            wrap_quantized,
+            "one_storage_dtype",
+            r"Cannot flatten integer dtype tensors|" + FLATTEN,
+            "packed weights are stored as uint8",
+            "the same bytes are stored as bfloat16",
+            stands_for="the 4-bit weights of bitsandbytes with bnb_4bit_quant_storage",
+        ),
+        pair(
+            "fsdp2",
+            shard_fsdp2,
+            "own_units",
+            r"FSDP expects uniform original parameter dtype but got",
+            "trainable weights of two dtypes in one unit of fully_shard, with MixedPrecisionPolicy",
+            "the float32 part is a unit of its own",
+        ),
+        pair(
+            "autocast", call, "under_autocast", LAYER, "the call is outside autocast", "it is under autocast", ranks=1
+        ),
+        pair("cast", cast, "to_weight", LAYER, "the input is float32", "it is cast to the weight's dtype", ranks=1),
+        pair(
+            "in-place",
+            write,
+            "converted",
+            r"Index put requires the source and destination dtypes match",
+            "autocast is on, and does not convert what is written in place",
+            "the source is converted",
+            ranks=1,
         ),
     ),
 )
