@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kb.probe import Arm, Context, Experiment, Param, Probe, completed, raised
+from kb.probe import Arm, Context, Expect, Experiment, Param, Probe, Symptom, completed, raised, symptom
 
 WHYS = ("unused", "output", "dataclass", "rank", "frozen-late")
-FIXES = ("find_unused_parameters", "freeze", "static_graph")
+FIXES = ("find_unused_parameters", "freeze", "static_graph", "touch", "wrap-again")
 
 
 @dataclass
@@ -22,13 +22,17 @@ class Output:
     vision: Any
 
 
-def train(ctx: Context, *, fixed: bool) -> None:
+def train(
+    ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", measures: bool = False, steps: int = 3
+) -> None:
+    """Three steps. The arms of the first experiment take `why` and `fix` from the parameters."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    why, fix = ctx.params["why"], ctx.params["fix"] if fixed else ""
-    assert why in WHYS and ctx.params["fix"] in FIXES, "why is one of %s, fix one of %s" % (WHYS, FIXES)
+    assert ctx.params["why"] in WHYS and ctx.params["fix"] in FIXES, "why is one of %s, fix one of %s" % (WHYS, FIXES)
+    why = why or ctx.params["why"]
+    fix = (fix or ctx.params["fix"]) if fixed else ""
 
     class TwoTowers(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -36,7 +40,11 @@ def train(ctx: Context, *, fixed: bool) -> None:
             self.text, self.vision = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor, has_image: bool) -> Any:
-            text, vision = self.text(x), self.vision(x) if has_image else None
+            text, vision, tower = self.text(x), self.vision(x) if has_image else None, self.vision
+            loss = text.sum()
+            if fix == "touch":
+                loss = loss + 0.0 * sum(p.sum() for p in tower.parameters())
+                text = loss.reshape(1)
             return Output(text, vision) if why == "dataclass" else (text, vision)
 
     dist = ctx.init_process_group(timeout_s=5)
@@ -48,11 +56,13 @@ def train(ctx: Context, *, fixed: bool) -> None:
     )
     if why == "frozen-late":
         model.vision.requires_grad_(False)
+        if fix == "wrap-again":
+            parallel = DistributedDataParallel(model)  # and the optimizer anew, below
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     torch.manual_seed(ctx.rank)  # other data on every rank: weights stay equal only if gradients are averaged
     has_image = why in ("output", "dataclass", "frozen-late") or (why == "rank" and ctx.rank == 0)
     ctx.reached()
-    for step in range(3):
+    for step in range(steps):
         ctx.note(forward=step + 1)
         output = parallel(torch.randn(2, 4, device=ctx.device), has_image)
         text, vision = (output.text, output.vision) if why == "dataclass" else output
@@ -67,12 +77,31 @@ def train(ctx: Context, *, fixed: bool) -> None:
     mine = model.text.weight.detach()
     everyones = [torch.empty_like(mine) for _ in range(ctx.world_size)]
     dist.all_gather(everyones, mine)
-    assert all(torch.equal(everyone, mine) for everyone in everyones), "the ranks trained different weights"
+    apart = max((everyone - mine).abs().max().item() for everyone in everyones)
+    if measures and apart:
+        raise Symptom(f"{steps} step(s) without an error, and the weights of the ranks differ by {apart:.3f}")
+    assert not apart, "the ranks trained different weights"
 
 
 MESSAGE = r"Expected to have finished reduction in the prior iteration before starting a new one"
+EXPECTED = raised(MESSAGE)
+APART = symptom(r"\d step\(s\) without an error, and the weights of the ranks differ by \d")
 WAITS = "DDP waits for the gradient of a parameter that gets none"
 DECLARED = "DDP knows that no gradient is coming (--set fix=find_unused_parameters, freeze or static_graph)"
+
+
+def variant(name: str, control: Any, because: str, treatment: Any, fix: str, expect: Expect = EXPECTED) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="cpu"),
+        expected_s=(0.3, 0.3),
+    )
+
+
+def fixing(name: str, why: str, fix: str, because: str, then: str) -> Experiment:
+    return variant(name, partial(train, fixed=False, why=why), because, partial(train, why=why, fix=fix), then)
+
 
 gloo = Experiment(
     name="gloo",
@@ -87,4 +116,36 @@ probe = Probe(
         "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "find_unused_parameters"),
     },
     experiments=(gloo.on_gpus(expected_s=(10, 10)), gloo),
+    variants=(
+        fixing("freeze", "unused", "freeze", WAITS, "the tower was frozen before the model was wrapped"),
+        fixing("wrap-again", "frozen-late", "wrap-again", "the tower is frozen after the wrapping", "wrapped again"),
+        fixing(
+            "output", "output", "find_unused_parameters", "the loss ignores a returned output", "DDP looks for such"
+        ),
+        fixing("rank", "rank", "touch", "one rank has an image", "the forward adds zero times the tower's parameters"),
+        fixing("static", "unused", "static_graph", WAITS, "DDP learns in the first step what is unused in all steps"),
+        variant(
+            "dataclass",
+            partial(train, why="dataclass", fix="find_unused_parameters"),
+            "the flag is on; the output stands in a dataclass, which DDP does not look into",
+            partial(train, why="output", fix="find_unused_parameters"),
+            "the flag is on; the output stands in a tuple",
+        ),
+        variant(
+            "static-dataclass",
+            partial(train, why="dataclass", fix="static_graph", measures=True),
+            "static_graph, and the forward returns a dataclass",
+            partial(train, why="dataclass", fix="freeze", measures=True),
+            "the tower is frozen, the forward returns the same dataclass",
+            APART,
+        ),
+        variant(
+            "one-step",
+            partial(train, fixed=False, why="unused", measures=True, steps=1),
+            "the job ends after the step that was not averaged",
+            partial(train, why="unused", fix="find_unused_parameters", measures=True, steps=1),
+            "DDP knows which parameter gets no gradient",
+            APART,
+        ),
+    ),
 )
