@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -11,71 +14,162 @@ import time
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
-CUT_AT = 100_000  # bytes; the checkpoint has 800,000
-HOWS = ("kill", "disk-full")
+CUT_AT = 800_000  # bytes; a whole checkpoint has some hundred more
+Save = Callable[[object, str], None]
 
 
-def save_twice(ctx: Context, *, beside: bool) -> None:
-    """Step 1 is saved well. The save of step 2 is interrupted in a child process. Then the job resumes."""
+def save(state: object, path: str) -> None:
     import torch
 
-    path, how = ctx.path("last.pt"), str(ctx.params["how"])
-    assert how in HOWS, "how is one of %s" % ", ".join(HOWS)
-    torch.save({"step": 1, "weight": torch.ones(4)}, path)
-    ctx.reached()
+    with open(path + ".part", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def save_in_place(state: object, path: str) -> None:
+    import torch
+
+    torch.save(state, path)
+
+
+def state_of(step: int) -> Dict[str, Any]:
+    import torch
+
+    return {"step": step, "weight": torch.ones(4 if step == 1 else 200_000)}
+
+
+def save_and_die(ctx: Context, saves: Save, step: int, path: str, kills: bool = True) -> None:
+    """A save in a process of its own, stopped after `CUT_AT` bytes: by a signal, or by a write that is refused."""
     child = os.fork()
     if child == 0:
-        write(path + ".part" if beside else path, how, beside)
-        if beside:
-            os.rename(path + ".part", path)
+        # A limit on the size of files stands for both: the kernel kills who exceeds it, or refuses the write
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if kills else signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (CUT_AT, CUT_AT))
+        try:
+            saves(state_of(step), path)
+        except (OSError, RuntimeError) as error:
+            sys.stderr.write("%s\n" % error)
+            os._exit(1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    assert status != 0, "the writer was not interrupted"
-    ctx.note(writer="signal %d" % os.WTERMSIG(status) if os.WIFSIGNALED(status) else "exit %d" % os.WEXITSTATUS(status))
+    assert os.WIFSIGNALED(status) if kills else status == 256, (
+        "the writer was not interrupted as it should: %d" % status
+    )
     ctx.note(files={name: os.path.getsize(name) for name in sorted(os.listdir(".")) if ".p" in name})
+
+
+def save_twice(ctx: Context, *, saves: Save, kills: bool = True) -> None:
+    """Step 1 is saved well. The save of step 2 over it is interrupted. Then the job resumes."""
+    import torch
+
+    path = ctx.path("last.pt")
+    save_in_place(state_of(1), path)
+    ctx.reached()
+    save_and_die(ctx, saves, 2, path, kills)
     assert torch.load(path)["step"] == 1  # the last good one is still there
     ctx.note(one_bit_flipped_in_a_tensor=flip_a_bit(path))
 
 
-def write(path: str, how: str, flushed: bool) -> None:
-    """The second save: a kill or a full disk stops it after `CUT_AT` bytes. A file size limit acts as the full disk."""
+def newest(folder: str) -> str:
+    """What trainers resume from: the folder with the highest number."""
+    folders = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint-\d+", name)]
+    if not folders:
+        raise Symptom("no checkpoint is left to resume from, only %s" % sorted(os.listdir(folder)))
+    return os.path.join(folder, max(folders, key=lambda name: int(name.split("-")[1])))
+
+
+def resume_newest(ctx: Context, *, moves_torn: bool, **options: Any) -> None:
+    """The save of the second folder is cut off; the next job takes the highest number, and each one after it."""
     import torch
 
-    state = {"step": 2, "weight": torch.ones(200_000)}
-    if how == "disk-full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (CUT_AT, CUT_AT))  # writing past it fails; SIGXFSZ is ignored here
-        try:
-            torch.save(state, path)
-        except RuntimeError as error:
-            sys.stderr.write("%s\n" % error)
-            os._exit(1)
-    with open(path, "wb") as file:
-        torch.save(state, DiesInTheMiddle(file))
-        if flushed:
-            os.fsync(file.fileno())  # a kill cannot show what this is for; a power cut can
+    for step in (1, 2):
+        os.mkdir(ctx.path("checkpoint-%d" % step))
+    save_in_place(state_of(1), ctx.path("checkpoint-1/state.pt"))
+    ctx.reached()
+    save_and_die(ctx, save_in_place, 2, ctx.path("checkpoint-2/state.pt"))
+    if moves_torn:
+        os.rename(ctx.path("checkpoint-2"), ctx.path("torn-checkpoint-2"))
+    assert torch.load(newest(str(ctx.dir)) + "/state.pt", **options)["step"] == 1
 
 
-class DiesInTheMiddle:
-    """A file whose writer is killed, as by Slurm, the kernel or a lost node."""
+def make_room(ctx: Context, *, after: bool) -> None:
+    """The old checkpoint is deleted before the new one is saved, or after it."""
+    import torch
 
-    def __init__(self, file: Any) -> None:
-        self.file, self.written = file, 0
+    os.mkdir(ctx.path("checkpoint-1"))
+    save_in_place(state_of(1), ctx.path("checkpoint-1/state.pt"))
+    ctx.reached()
 
-    def write(self, data: bytes) -> int:
-        self.file.write(data)
-        self.written += len(data)
-        if self.written > CUT_AT:
-            self.file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return len(data)
+    def save_next(state: object, path: str) -> None:
+        if not after:
+            shutil.rmtree(ctx.path("checkpoint-1"))
+        os.mkdir(ctx.path("checkpoint-2"))
+        save_in_place(state, path)
+        if after:
+            shutil.rmtree(ctx.path("checkpoint-1"))
 
-    def flush(self) -> None:
-        self.file.flush()
+    save_and_die(ctx, save_next, 2, ctx.path("checkpoint-2/state.pt"))
+    os.rename(ctx.path("checkpoint-2"), ctx.path("torn-checkpoint-2"))
+    assert torch.load(newest(str(ctx.dir)) + "/state.pt")["step"] == 1
+
+
+def save_folder(ctx: Context, *, renames: bool) -> None:
+    """Each rank writes a shard; the disk of rank 1 is full. Then both resume from the newest folder."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=2)
+    if ctx.rank == 0:
+        os.makedirs(ctx.path("checkpoint-1"))
+        for rank in range(2):
+            save_in_place(state_of(1), ctx.path("checkpoint-1/%d.pt" % rank))
+    ctx.reached()
+    folder, state = ctx.path("checkpoint-2"), state_of(2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if ctx.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (CUT_AT, limits[1]))
+    try:
+        if renames:
+            os.makedirs(folder + ".tmp", exist_ok=True)
+            torch.save(state, f"{folder}.tmp/{dist.get_rank()}.pt")
+            dist.barrier()
+            if dist.get_rank() == 0:
+                os.rename(folder + ".tmp", folder)
+        else:
+            os.makedirs(folder, exist_ok=True)
+            torch.save(state, f"{folder}/{dist.get_rank()}.pt")
+    except RuntimeError as error:  # the write on rank 1, the barrier on rank 0
+        ctx.note(error=str(error)[:200])
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    ctx.meet("saved", timeout_s=15)
+    steps = [torch.load("%s/%d.pt" % (newest(str(ctx.dir)), rank))["step"] for rank in range(2)]
+    assert steps == [1, 1], steps
 
 
 def flip_a_bit(path: str) -> str:
@@ -87,7 +181,9 @@ def flip_a_bit(path: str) -> str:
     Path(path).write_bytes(data)
     weight = torch.load(path)["weight"].tolist()
     with zipfile.ZipFile(path) as archive:
-        return "torch.load gives %s without an error, the checksum test names %s" % (weight, archive.testzip())
+        broken = archive.testzip()
+    assert weight[0] == 1.0078125 and broken, (weight, broken)
+    return "torch.load gives %s without an error, the checksum test names %s" % (weight, broken)
 
 
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -105,7 +201,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         disk = os.statvfs(path)
     except OSError as error:
         return unknown("%s cannot be read: %s" % (path, error.strerror))
-    torn, unread = _torn(files)
+    torn, unread, read = _torn(files)
     folders = {file.parent for file in files if file.suffix == ".distcp"}
     torn += [
         "%s: shards without .metadata, which is written last" % folder
@@ -115,16 +211,15 @@ def check(params: Mapping[str, Any]) -> Finding:
     if torn:
         return exposed(*torn[:8], advice="resume from the checkpoint before this one, and keep this one for the report")
     room = disk.f_bavail * disk.f_frsize
-    message = "%d files of %s read, none is torn; %d MiB, and %d MiB are free" % (
-        len(files) - len(unread),
-        path,
-        size >> 20,
-        room >> 20,
-    )
+    counts = (read, path, size >> 20, room >> 20)
+    message = "%d files of %s read, none is torn; %d MiB, and %d MiB are free, without a look at quotas" % counts
     if room < size:
         return exposed(message, advice="another one of this size does not fit: make room, or keep fewer")
-    if unread or len(files) == 0:
+    if unread or not (read or folders):
         return unknown(message, *unread[:5])
+    missing = _missing(files)
+    if missing:
+        return exposed(*missing[:5], advice="not every shard was saved or copied: resume from the one before this one")
     return clear(message, "values were not compared: a changed bit is only found by a checksum")
 
 
@@ -133,10 +228,26 @@ def _inside(folder: Path) -> List[Path]:
     return first + [two for item in first if item.is_dir() for two in list(item.iterdir())[:2000]]
 
 
-def _torn(files: List[Path]) -> Tuple[List[str], List[str]]:
-    """What is torn, and what could not be judged."""
+def _missing(files: List[Path]) -> List[str]:
+    """Shards that an index names and that are not there."""
+    result: List[str] = []
+    for index in [file for file in files if file.name.endswith(".index.json") and file.stat().st_size < 1 << 24]:
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+            result += [
+                "%s names %s, which is not there" % (index, name)
+                for name in sorted(named - set(os.listdir(index.parent)))
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return result
+
+
+def _torn(files: List[Path]) -> Tuple[List[str], List[str], int]:
+    """What is torn, what could not be judged, and how many files were read."""
     torn: List[str] = []
     unread: List[str] = []
+    read = 0
     end = time.monotonic() + SECONDS
     for file in files:
         if file.suffix not in WEIGHTS:
@@ -146,39 +257,91 @@ def _torn(files: List[Path]) -> Tuple[List[str], List[str]]:
             break
         try:
             read_checkpoint(file)
+            read += 1
         except Unreadable as error:
             (torn if error.is_torn else unread).append(str(error))
-    return torn, unread
+    return torn, unread, read
 
 
 def _has_metadata(folder: Path) -> bool:
     return any(name.endswith(".metadata") for name in os.listdir(folder))
 
 
+TORN = raised(r"failed finding central directory")
+BROKEN = "the save that is cut off had already truncated the only checkpoint"
+BESIDE = "the save goes into a file beside it, which is renamed once it is complete"
+
+
+def variant(
+    name: str,
+    broken: Callable[[Context], None],
+    fixed: Callable[[Context], None],
+    because: str,
+    fix: str,
+    expect: Expect = TORN,
+    world_size: int = 1,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        world_size=world_size,
+        needs=Needs(memory_mib=512),
+        expected_s=(0.2, 0.2 if world_size == 1 else 2.3),
+    )
+
+
+disk_full = variant(
+    "disk-full",
+    partial(save_twice, saves=save_in_place, kills=False),
+    partial(save_twice, saves=save, kills=False),
+    BROKEN + "; it fails because a write is refused, as on a full disk",
+    BESIDE,
+)
+other_options = variant(
+    "other-options",
+    partial(resume_newest, moves_torn=False, map_location="cpu", weights_only=False),
+    partial(resume_newest, moves_torn=True, map_location="cpu", weights_only=False),
+    "the torn file is loaded with weights_only=False and map_location",
+    "the checkpoint before it is loaded",
+)
+moved = variant(
+    "move-away",
+    partial(resume_newest, moves_torn=False),
+    partial(resume_newest, moves_torn=True),
+    "the torn folder has the highest number",
+    "it was renamed, so that the one before it has the highest number",
+)
+room = variant(
+    "delete-after",
+    partial(make_room, after=False),
+    partial(make_room, after=True),
+    "the old checkpoint is deleted to make room, then the save is cut off",
+    "the old one is deleted once the new one is whole, which it never was",
+    symptom(r"no checkpoint is left"),
+)
+folder = variant(
+    "folder",
+    partial(save_folder, renames=False),
+    partial(save_folder, renames=True),
+    "rank 0 has saved its shard, rank 1 has not: the folder has the highest number, and one torn file",
+    "the folder gets its name after a barrier, which rank 1 did not reach",
+    TORN,
+    2,
+)
+
 probe = Probe(
     check=check,
-    params={
-        "checkpoint": Param("path", "a checkpoint file or its folder; nothing in it is run"),
-        "how": Param("str", "what cuts the save off: kill, or disk-full", "kill"),
-    },
+    params={"checkpoint": Param("path", "a checkpoint file or its folder; nothing in it is run")},
     experiments=(
         Experiment(
             name="save",
-            control=Arm(
-                partial(save_twice, beside=False),
-                expect=raised(r"failed finding central directory"),
-                because="the save that is cut off had already truncated the only checkpoint",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(save_twice, beside=True),
-                expect=completed(),
-                because="the save goes into a file beside it, which is renamed once it is complete",
-                fidelity="cpu",
-            ),
+            control=Arm(partial(save_twice, saves=save_in_place), expect=TORN, because=BROKEN, fidelity="cpu"),
+            treatment=Arm(partial(save_twice, saves=save), expect=completed(), because=BESIDE, fidelity="cpu"),
             world_size=1,
             needs=Needs(memory_mib=512),
             expected_s=(0.1, 0.1),
         ),
     ),
+    variants=(disk_full, other_options, moved, room, folder),
 )
