@@ -6,12 +6,13 @@ import importlib
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
@@ -69,19 +70,78 @@ def reload(ctx: Context, *, single_name: bool) -> None:
 
 
 def save_safetensors(ctx: Context, *, single_name: bool) -> None:
-    import torch
+    from safetensors.torch import (  # type: ignore[import-not-found]
+        load_file,
+        load_model,
+        save_file,
+        save_model,
+    )
 
-    library: Any = importlib.import_module("safetensors.torch")
-    model, fresh, path = build(), build(), ctx.path("model.safetensors")
+    model, path = build(), ctx.path("model.safetensors")
+    weight = model["embed"].weight
     ctx.reached()
     if single_name:
-        library.save_model(model, path)
-        library.load_model(fresh, path)
+        save_model(model, path)
+        model = build()
+        load_model(model, path)
     else:
-        library.save_file(model.state_dict(), path)
-        fresh.load_state_dict(library.load_file(path))
-    assert torch.equal(fresh["lm_head"].weight, model["embed"].weight)
-    assert fresh["lm_head"].weight is fresh["embed"].weight
+        save_file(model.state_dict(), path)
+        model = build()
+        model.load_state_dict(load_file(path))
+    assert model["lm_head"].weight.equal(weight)
+    assert model["lm_head"].weight is model["embed"].weight
+
+
+def load_safetensors(ctx: Context, *, knows_tie: bool) -> None:
+    """The file of a tied model is right, and the loader that compares names does not know it."""
+    from safetensors.torch import load_file, load_model, save_model
+
+    model, path = build(), ctx.path("model.safetensors")
+    save_model(model, path)
+    ctx.reached()
+    if knows_tie:
+        load_model(model, path)
+    else:
+        model.load_state_dict(load_file(path))
+
+
+def save_wrapper(ctx: Context, *, apart: bool) -> None:
+    """A model with tied weights inside another, as reward and value heads have it."""
+    import torch
+    from safetensors.torch import load_file, load_model, save_file, save_model
+
+    model = torch.nn.ModuleDict({"pretrained_model": build(), "v_head": torch.nn.Linear(WIDTH, 1)})
+    ctx.reached()
+    if apart:
+        save_model(model["pretrained_model"], "model.safetensors")
+        save_file(model["v_head"].state_dict(), "v_head.safetensors")
+        fresh = build()
+        load_model(fresh, "model.safetensors")
+        assert fresh["lm_head"].weight.equal(model["pretrained_model"]["embed"].weight)
+        assert load_file("v_head.safetensors")["weight"].equal(model["v_head"].weight)
+    else:
+        save_file(model.state_dict(), "model.safetensors")
+
+
+def save_transformers(ctx: Context, *, declares: bool) -> None:
+    """A layer's weight is used twice; the class says so, or does not."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+
+    class Shared(LlamaForCausalLM):  # type: ignore[misc]
+        if declares:
+            _tied_weights_keys = {
+                "lm_head.weight": "model.embed_tokens.weight",
+                "model.layers.1.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+            }
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    model = Shared(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **sizes))
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    ctx.reached()
+    model.save_pretrained(ctx.path("out"))
+    layers = Shared.from_pretrained(ctx.path("out")).model.layers
+    assert layers[1].mlp.up_proj.weight is layers[0].mlp.up_proj.weight
+    assert layers[1].mlp.up_proj.weight.equal(model.model.layers[0].mlp.up_proj.weight)
 
 
 def save_accelerate(ctx: Context, *, own_storage: bool) -> None:
@@ -142,6 +202,8 @@ def check(params: Mapping[str, Any]) -> Finding:
             "code that looks at storages only, accelerate's save_model for one, drops all but one of each",
             advice="clone them: {name: tensor.clone() for name, tensor in state.items()}",
         )
+    if not read.tensors:
+        return unknown("no tensor was found in %s" % path)
     return clear("%d tensors, each in a storage of its own" % len(read.tensors))
 
 
@@ -149,6 +211,67 @@ TIED = "the two names of tied weights are written and loaded as two tensors"
 ONCE = "one name is written, and the weights are tied again after loading"
 REFUSED = r"Some tensors share memory, this will lead to duplicate memory on disk"
 STANDS_FOR = "safetensors, which refuses to write what the control arm writes"
+
+SAFETENSORS = {"torch": ">=2.1", "safetensors": ">=0.4"}
+
+
+def variant(
+    name: str,
+    job: Callable[..., None],
+    change: str,
+    expect: Expect,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str],
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{change: False}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{change: True}), expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        needs=Needs(packages={**SAFETENSORS, **packages}),
+        deadline_s=60 if packages else 20,
+        expected_s=(5, 5) if packages else (0.2, 0.2),
+    )
+
+
+tied = variant("safetensors", save_safetensors, "single_name", raised(REFUSED), TIED, ONCE, {})
+loaded = variant(
+    "load",
+    load_safetensors,
+    "knows_tie",
+    raised(r'Missing key\(s\) in state_dict: "lm_head\.weight"\.'),
+    "load_state_dict compares names, and one of the two is not in the file",
+    "load_model accepts that a tied name is missing",
+    {},
+)
+wrapped = variant(
+    "wrapper",
+    save_wrapper,
+    "apart",
+    raised(REFUSED),
+    "the state dict of model and head has both names",
+    "the model and the head go into two files",
+    {},
+)
+declared = variant(
+    "transformers",
+    save_transformers,
+    "declares",
+    raised(r"The weights trying to be saved contained shared tensors"),
+    "two layers share a weight, and the class does not say so",
+    "the class names it in _tied_weights_keys",
+    {"transformers": ">=5"},
+)
+views = variant(
+    "accelerate",
+    save_accelerate,
+    "own_storage",
+    symptom(r"Removed shared tensor \{'[qk]_proj'\} while saving"),
+    "two parameters lie side by side in one storage and are taken for one",
+    "each parameter has a storage of its own",
+    {"accelerate": ">=0.25"},
+)
 
 probe = Probe(
     check=check,
@@ -175,37 +298,5 @@ probe = Probe(
             expected_s=(0.1, 0.1),
         ),
     ),
-    variants=(
-        Experiment(
-            name="safetensors",
-            control=Arm(
-                partial(save_safetensors, single_name=False), expect=raised(REFUSED), because=TIED, fidelity="cpu"
-            ),
-            treatment=Arm(
-                partial(save_safetensors, single_name=True), expect=completed(), because=ONCE, fidelity="cpu"
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.1", "safetensors": ">=0.3"}, memory_mib=512),
-            expected_s=(0.2, 0.2),
-        ),
-        Experiment(
-            name="accelerate",
-            control=Arm(
-                partial(save_accelerate, own_storage=False),
-                expect=symptom(r"Removed shared tensor \{'[qk]_proj'\} while saving"),
-                because="two parameters lie side by side in one storage and are taken for one",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(save_accelerate, own_storage=True),
-                expect=completed(),
-                because="each parameter has a storage of its own",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.1", "safetensors": ">=0.3", "accelerate": ">=0.25"}),
-            deadline_s=60,
-            expected_s=(5, 5),
-        ),
-    ),
+    variants=(tied, loaded, wrapped, declared, views),
 )
