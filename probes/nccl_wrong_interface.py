@@ -18,6 +18,7 @@ from kb.namespaces import bind_over, bring_up, join_nodes, lay_cable, own_networ
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
@@ -37,17 +38,17 @@ BRIDGE, NIC = "br-kb0", "kb0"  # what a container runtime makes on every node, a
 BRIDGES_ADDRESS = "172.31.83.1"  # the same on every node, as such bridges have it
 
 
-def meet_over_nccl(ctx: Context, *, interface: str) -> None:
+def meet_over_nccl(ctx: Context, *, interface: str, bridge: bool = True) -> None:
     """Rank 0 makes NCCL's unique id, which holds its address; rank 1, on the other node, connects to it."""
     try:
-        run_two_nodes(ctx, partial(connect_as_node, interface=interface))
+        run_two_nodes(ctx, partial(connect_as_node, interface=interface, bridge=bridge))
     finally:
         if (ctx.dir / "id").exists():
             ctx.note(unique_id=(ctx.dir / "id").read_text())
 
 
-def connect_as_node(node: Context, *, interface: str) -> None:
-    set_up_network(node)
+def connect_as_node(node: Context, *, interface: str, bridge: bool) -> None:
+    set_up_network(node, bridge)
     os.environ["NCCL_CONF_FILE"] = os.devnull
     if interface:
         os.environ["NCCL_SOCKET_IFNAME"] = interface
@@ -85,14 +86,21 @@ def unique_id() -> Tuple[Any, str, int, str]:
         version, buffer = ctypes.c_int(), (ctypes.c_char * 128)()
         nccl.ncclGetVersion(ctypes.byref(version))
         if nccl.ncclGetUniqueId(buffer):
-            raise RuntimeError("NCCL finds no interface: ncclGetUniqueId failed")
+            return no_interface(f"libnccl {version.value}")
         data = bytes(buffer)
         at = 8 if struct.unpack_from("=H", data, 8)[0] == socket.AF_INET else 0  # older releases have no magic number
         port, packed = struct.unpack_from("!H4s", data, at + 2)
         return nccl, socket.inet_ntoa(packed), port, f"libnccl {version.value}"
     chosen = choice(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces())
+    if not chosen:
+        return no_interface("NCCL's rules")
     listener = socket.create_server((chosen[0][1], 0))
     return listener, chosen[0][1], listener.getsockname()[1], "NCCL's rules, as no libnccl is installed"
+
+
+def no_interface(by: str) -> Any:
+    here = " ".join(name for name, _ in interfaces())
+    raise Symptom(f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME')}: {by} found none, and there are: {here}")
 
 
 # --- NCCL's rules --------------------------------------------------------------------------------------------------
@@ -152,7 +160,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         if virtual and several:
             what = f"{', '.join(virtual)} leads nowhere, and NCCL sends data over all that it uses, without InfiniBand"
             return unknown(*evidence, what, advice=advice)
-        return clear(*evidence, f"whether the other nodes reach {first[1]} cannot be seen from here")
+        return unknown(*evidence, f"whether the other nodes reach {first[1]} cannot be seen from here")
+    if first[0].startswith("virbr") and not named:
+        return unknown(*evidence, "NCCL 2.28 and newer leave out virbr*, older ones would take it", advice=advice)
     if several:
         return exposed(*evidence, f"{first[0]} belongs to this host alone, and the job spans nodes", advice=advice)
     return unknown(*evidence, f"{first[0]} belongs to this host alone: right for one node, wrong for several (nodes=2)")
@@ -184,15 +194,16 @@ def setting() -> Tuple[str, str]:
 # --- two nodes of one host -----------------------------------------------------------------------------------------
 
 
-def set_up_network(node: Context) -> None:
-    """First the bridge, then the cable: the order in which NCCL sees them."""
+def set_up_network(node: Context, bridge: bool) -> None:
+    """First the bridge, if any, then the cable: the order in which NCCL sees them."""
     own_network()
     if Path("/etc/nccl.conf").exists():  # its settings for this host's interfaces are no part of the job
         bind_over("/dev/null", "/etc/nccl.conf")
     bring_up("lo")
-    lay_cable(BRIDGE, "kbbr1", os.getpid())
-    bring_up("kbbr1")
-    bring_up(BRIDGE, BRIDGES_ADDRESS)
+    if bridge:
+        lay_cable(BRIDGE, "kbbr1", os.getpid())
+        bring_up("kbbr1")
+        bring_up(BRIDGE, BRIDGES_ADDRESS)
     join_nodes(node, NIC)
 
 
@@ -211,6 +222,25 @@ STANDS_FOR = (
     "NCCL between GPUs: the address is chosen by this machine's libnccl, where one is installed, else by its rules; "
     "the connection of the other rank is a plain socket"
 )
+
+OWN_LOOPBACK = symptom(r"connect to 127\.0\.0\.1 \(this node's own\).*Connection refused")
+
+
+def on_two_nodes(
+    name: str, settings: Tuple[str, str], expect: Expect, because: str, fix: str, bridge: bool = True
+) -> Experiment:
+    """`settings` are the values of NCCL_SOCKET_IFNAME without and with the fix."""
+    jobs = [partial(meet_over_nccl, interface=value, bridge=bridge) for value in settings]
+    like = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
+    return Experiment(
+        name=name,
+        control=Arm(jobs[0], expect=expect, because=because, **like),
+        treatment=Arm(jobs[1], expect=completed(), because=fix, **like),
+        world_size=1,
+        needs=Needs(packages={}),
+        expected_s=(0.2, 0.2),
+    )
+
 
 probe = Probe(
     params={"nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0)},
@@ -238,25 +268,36 @@ probe = Probe(
             deadline_s=60,
             expected_s=(10, 10),
         ),
-        Experiment(
-            name="two-nodes",
-            control=Arm(
-                partial(meet_over_nccl, interface=""),
-                expect=symptom(rf"connect to {re.escape(BRIDGES_ADDRESS)} \(this node's own\).*Connection refused"),
-                because=f"NCCL takes the first interface that is not docker* or lo, here {BRIDGE}",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            treatment=Arm(
-                partial(meet_over_nccl, interface=NIC),
-                expect=completed(),
-                because=f"NCCL_SOCKET_IFNAME={NIC}, the interface between the nodes",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            world_size=1,
-            needs=Needs(packages={}),
-            expected_s=(0.2, 0.2),
+        on_two_nodes(
+            "two-nodes",
+            ("", NIC),
+            symptom(rf"connect to {re.escape(BRIDGES_ADDRESS)} \(this node's own\).*Connection refused"),
+            f"NCCL takes the first interface that is not docker* or lo, here {BRIDGE}",
+            f"NCCL_SOCKET_IFNAME={NIC}, the interface between the nodes",
+        ),
+    ),
+    variants=(
+        on_two_nodes(
+            "excluded",
+            ("^docker0", "^lo,docker,br-,veth,virbr"),
+            OWN_LOOPBACK,
+            "NCCL_SOCKET_IFNAME=^docker0, so lo is no longer left out and comes first",
+            "all that is of one host only is excluded, lo and the bridge with it",
+        ),
+        on_two_nodes(
+            "list",
+            ("lo", f"=eth0,{NIC}"),
+            OWN_LOOPBACK,
+            "NCCL_SOCKET_IFNAME=lo, as for one node",
+            "the names of both kinds of nodes are listed, and each uses what it has",
+        ),
+        on_two_nodes(
+            "fixed-name",
+            ("eth0", ""),
+            symptom(r"NCCL_SOCKET_IFNAME=eth0: .{1,40} found none, and there are: lo kb0"),
+            "NCCL_SOCKET_IFNAME=eth0 on a node whose only card is called otherwise",
+            "the setting is removed, and the one network of the node is taken",
+            bridge=False,
         ),
     ),
 )
