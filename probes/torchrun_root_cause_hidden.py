@@ -3,33 +3,66 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import inspect
+import os
+import resource
+import sys
+import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, List, Mapping
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
 CAUSE = "CUDA out of memory (made up by the probe)"
-RECORD = "from torch.distributed.elastic.multiprocessing.errors import record"
-NO_RECORD = "record = lambda main: main"
+OPTIONS = (
+    "--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --max-restarts=0 "
+    "--monitor-interval=0.1"
+)
+ERRORS = "torch.distributed.elastic.multiprocessing.errors"
+KEPT = ("--redirects=3", "--tee=0:3")
 
-# Rank 1 raises, and its process stays: until somebody ends it, as one does that hangs in the teardown of NCCL, or
-# until rank 0 is aborted, so that torchrun finds both dead in one look.
-# Rank 0 misses it in a collective and is aborted some time later, as the watchdog of NCCL does: by more than
-# a second, because the report orders failures by whole seconds.
-TRAIN = """
-import atexit, os, pathlib, resource, sys, time
-{record}
 
-def linger():
-    left.touch()
-    {teardown}
+# --- what the workers run: the source of these functions is their script -------------------------------------------
 
-@record
-def main():
+
+def train() -> None:
+    """Rank 1 raises, and its process stays: until somebody ends it, as one does that hangs in the teardown of NCCL, or
+    until rank 0 is aborted, so that torchrun finds both dead in one look.
+    Rank 0 misses it in a collective and is aborted some time later, as the watchdog of NCCL does: by more than
+    a second, because the report orders failures by whole seconds.
+    """
+    teardown, cause = sys.argv[1:]
+    left, aborted = Path("left"), Path("aborted")
+
+    def linger() -> None:
+        left.touch()
+        if teardown == "hangs":
+            time.sleep(60)
+        while not aborted.exists():
+            time.sleep(0.001)
+        time.sleep(0.01)
+        os._exit(1)
+
     if os.environ["RANK"] == "1":
         atexit.register(linger)
-        raise RuntimeError({cause!r})
+        raise RuntimeError(cause)
     while not left.exists():
         time.sleep(0.01)
     time.sleep(1.2)
@@ -37,45 +70,120 @@ def main():
     aborted.touch()
     os.abort()
 
-def until_aborted():
-    while not aborted.exists():
-        time.sleep(0.001)
-    time.sleep(0.01)
-    os._exit(1)
 
-left, aborted = map(pathlib.Path, sys.argv[1:])
-main()
-"""
-HANGS, ENDS = "time.sleep(60)", "until_aborted()"
-OPTIONS = (
-    "--nnodes=1 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost "
-    "--max-restarts=0 --redirects=3 --tee=0"
-)
+def fail() -> None:
+    """The last rank raises or is aborted, whichever it was told; one before it waits."""
+    way, cause = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] == "2":
+        time.sleep(60)
+    if way == "aborts":
+        os.abort()
+    raise RuntimeError(cause)
 
 
-def launch(ctx: Context, *, recorded: bool, teardown: str = HANGS, look_every_s: float = 0.1) -> None:
-    import os
+def run_recorded() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
 
-    from torch.distributed import run
+    @record
+    def main() -> None:
+        train()
+
+    main()
+
+
+def write_script(ctx: Context, *, recorded: bool, way: Callable[[], None] = train) -> str:
+    imports = "import atexit, os, resource, sys, time\nfrom pathlib import Path\n"
+    parts = [inspect.getsource(way), inspect.getsource(run_recorded), "train = %s" % way.__name__]
+    parts.append("run_recorded()" if recorded else "train()")
+    script = Path(ctx.path("train.py"))
+    script.write_text(imports + "\n\n".join(parts) + "\n")
+    return str(script)
+
+
+# --- the jobs: torchrun in this process ----------------------------------------------------------------------------
+
+
+def launch(ctx: Context, *, recorded: bool, teardown: str = "hangs", look_every_s: float = 0.1) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]  # torchrun takes its options from there as well
-    script = Path(ctx.path("train.py"))
-    script.write_text(TRAIN.format(record=RECORD if recorded else NO_RECORD, cause=CAUSE, teardown=teardown))
+    script = write_script(ctx, recorded=recorded)
     ctx.reached()
-    options = [*OPTIONS.split(), f"--monitor-interval={look_every_s}", "--log-dir", ctx.path("logs")]
+    options = [*KEPT, f"--monitor-interval={look_every_s}", "--nproc-per-node=2"]
     try:
-        run.run(run.parse_args([*options, str(script), ctx.path("left"), ctx.path("aborted")]))
+        start(ctx, options, script, teardown)
     except ChildFailedError as report:
         ctx.note(exit_codes={rank: failure.exitcode for rank, failure in sorted(report.failures.items())})
-        (stderr,) = Path(ctx.path("logs")).glob("*/attempt_0/1/stderr.log")
-        assert CAUSE in stderr.read_text()  # whatever the report says, the redirected log of rank 1 has it
+        assert CAUSE in stderr_of(ctx, 1)  # whatever the report says, the redirected log of rank 1 has it
         assert report.failures[0].error_file == "<N/A>"  # and @record leaves no error file for a signal
         if CAUSE not in str(report).partition("Root Cause (first observed failure):")[2]:
             raise
     else:
         raise AssertionError("torchrun reports success")
+
+
+def keep_stderr(ctx: Context, *, redirected: bool) -> None:
+    """The exception of rank 1 went to a stream that nobody kept, or to its file."""
+    script = write_script(ctx, recorded=False, way=fail)
+    ctx.reached()
+    report = failed(ctx, [*(KEPT if redirected else ()), "--nproc-per-node=2"], script, "raises")
+    assert CAUSE not in report, report
+    if CAUSE not in stderr_of(ctx, 1):
+        files = sorted(path.name for path in Path(ctx.path("logs")).rglob("*") if path.is_file())
+        raise Symptom(f"the report has error_file: <N/A>, and the log folder no stderr of rank 1: {files}")
+
+
+def copy_error(ctx: Context, *, named: bool) -> None:
+    """Each node's torchrun copies the error file of its first failure, where it has been told to."""
+    copied = Path(ctx.path("0.json"))
+    script = write_script(ctx, recorded=True, way=fail)
+    ctx.reached()
+    if named:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(copied)
+    failed(ctx, [*KEPT, "--nproc-per-node=1"], script, "raises", as_program=True)
+    if not copied.exists():
+        written = sorted(path.name for path in ctx.dir.glob("*.json"))
+        raise Symptom(f"error files outside torchrun's log folder: {written}")
+    assert CAUSE in copied.read_text() and "timestamp" in copied.read_text()
+
+
+def dump_stack(ctx: Context, *, faulthandler: bool) -> None:
+    """A rank is aborted outside Python's control: is its Python stack in its stderr?"""
+    if faulthandler:
+        os.environ["PYTHONFAULTHANDLER"] = "1"
+    script = write_script(ctx, recorded=False, way=fail)
+    ctx.reached()
+    report = failed(ctx, [*KEPT, "--nproc-per-node=1"], script, "aborts")
+    assert "Signal 6 (SIGABRT)" in report, report
+    if "in fail" not in stderr_of(ctx, 0):
+        raise Symptom(f"Signal 6 (SIGABRT), and the stderr of the rank has {len(stderr_of(ctx, 0))} characters")
+
+
+def failed(ctx: Context, options: List[str], script: str, way: str, *, as_program: bool = False) -> str:
+    """The report of a job that fails."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        start(ctx, options, script, way, as_program=as_program)
+    except ChildFailedError as report:
+        return str(report)
+    raise AssertionError("torchrun reports success")
+
+
+def start(ctx: Context, options: List[str], script: str, way: str, *, as_program: bool = False) -> None:
+    from torch.distributed import run
+
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun takes its options from there as well
+    arguments = [*OPTIONS.split(), *options, "--log-dir", ctx.path("logs"), script, way, CAUSE]
+    if as_program:
+        run.main(arguments)  # with torchrun's own @record
+    else:
+        run.run(run.parse_args(arguments))
+
+
+def stderr_of(ctx: Context, rank: int) -> str:
+    return "".join(path.read_text() for path in Path(ctx.path("logs")).glob(f"*/attempt_0/{rank}/stderr.log"))
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -90,19 +198,29 @@ def check(params: Mapping[str, Any]) -> Finding:
     except (SyntaxError, ValueError) as error:
         return unknown("%s does not parse as Python: %s" % (script, error))
     uses = [line for node in ast.walk(tree) for line in _lines_of_record(node)]
-    if uses:
-        return clear("%s uses torch's `record` in line %d" % (script, min(uses)))
-    return exposed(
-        "%s uses `record` nowhere: of an exception torchrun reports error_file: <N/A>" % script,
-        advice="put @record above main(), after: %s" % RECORD,
-    )
+    if not uses:
+        return exposed(
+            "%s uses `record` nowhere: of an exception torchrun reports error_file: <N/A>" % script,
+            advice="put @record above main(), after: from %s import record" % ERRORS,
+        )
+    where = "%s uses `record` in line %d" % (script, min(uses))
+    if ERRORS not in {name for node in ast.walk(tree) for name in _imported(node)}:
+        return unknown(where, "whether that is torch's cannot be seen: %s is not imported" % ERRORS)
+    return clear(where, "it writes exceptions; a signal or sys.exit leaves no error file all the same")
 
 
-def _lines_of_record(node: ast.AST) -> list[int]:
+def _lines_of_record(node: ast.AST) -> List[int]:
     """Where this node is decorated with `@record` or `@errors.record`, or calls `record(main)`."""
     if isinstance(node, ast.FunctionDef):
         return [decorator.lineno for decorator in node.decorator_list if _is_record(decorator)]
     return [node.lineno] if isinstance(node, ast.Call) and _is_record(node.func) else []
+
+
+def _imported(node: ast.AST) -> List[str]:
+    """Modules that this node imports; of `from a.b import c` both a.b and a.b.c."""
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or "", *("%s.%s" % (node.module, name.name) for name in node.names)]
+    return [name.name for name in node.names] if isinstance(node, ast.Import) else []
 
 
 def _is_record(node: ast.expr) -> bool:
@@ -113,6 +231,20 @@ def _is_record(node: ast.expr) -> bool:
 
 BLAMES_RANK_0 = r"Root Cause \(first observed failure\):\s+\[0\]:(.*\n){4}.*: -6 .*\n.*error_file: <N/A>"
 RECORDED = "@record writes the exception of rank 1 and its time to the error file that torchrun reads"
+
+
+def variant(name: str, job: Callable[..., None], fix: str, pattern: str, because: str, fixed: str) -> Experiment:
+    """`fix` is the keyword of the job that differs; `pattern` is what the job measures without it."""
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{fix: False}), expect=symptom(pattern), because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=fixed, fidelity="cpu"),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.1"}),
+        deadline_s=90,
+        expected_s=(1.5, 1.5),
+    )
+
 
 probe = Probe(
     check=check,
@@ -134,27 +266,53 @@ probe = Probe(
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.10"}),  # before, the report lacks the ranks that torchrun ended
-            deadline_s=40,
+            deadline_s=90,
             expected_s=(1.8, 3.4),
         ),
         Experiment(
             name="one-look",
             control=Arm(
-                partial(launch, recorded=False, teardown=ENDS, look_every_s=2.0),
+                partial(launch, recorded=False, teardown="ends", look_every_s=2.0),
                 expect=raised(BLAMES_RANK_0),
                 because="torchrun finds both ranks dead in one look, and of equal times the lower rank counts",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(launch, recorded=True, teardown=ENDS, look_every_s=2.0),
+                partial(launch, recorded=True, teardown="ends", look_every_s=2.0),
                 expect=completed(),
                 because=RECORDED,
                 fidelity="cpu",
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1"}),
-            deadline_s=40,
+            deadline_s=90,
             expected_s=(2.5, 4.5),
+        ),
+    ),
+    variants=(
+        variant(
+            "redirects",
+            keep_stderr,
+            "redirected",
+            r"error_file: <N/A>, and the log folder no stderr of rank 1: \[",
+            "the log folder alone keeps no stream",
+            "--redirects 3 --tee 0:3 keep the stderr of every rank in a file",
+        ),
+        variant(
+            "error-file",
+            copy_error,
+            "named",
+            r"error files outside torchrun's log folder: \[\]",
+            "TORCHELASTIC_ERROR_FILE is not set for torchrun",
+            "it names a file, into which torchrun copies the first failure",
+        ),
+        variant(
+            "faulthandler",
+            dump_stack,
+            "faulthandler",
+            r"Signal 6 \(SIGABRT\), and the stderr of the rank has 0 characters",
+            "a rank is aborted and prints nothing",
+            "PYTHONFAULTHANDLER=1 makes it print its Python stack",
         ),
     ),
 )
