@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, Dict, List, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping
 
 from kb.checkpoint import Checkpoint, Tensor, Unreadable, read_checkpoint
 from kb.probe import (
@@ -33,24 +34,90 @@ def split(ctx: Context, *, own_storage: bool) -> None:
 
     weight = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024).bfloat16()
     shard = weight.chunk(SHARDS)[3]
+    state, path = {"layers.0.weight": shard}, ctx.path("shard.pt")
     needed = shard.numel() * shard.element_size()
     ctx.reached()
-    size = _save(ctx, shard.clone() if own_storage else shard)
-    ctx.note(tensor_bytes=needed, file_bytes=size)
-    loaded = torch.load(ctx.path("shard.pt"))["layers.0.weight"]
+    if own_storage:
+        torch.save({name: tensor.clone() for name, tensor in state.items()}, path)
+    else:
+        torch.save(state, path)
+    loaded = torch.load(path)["layers.0.weight"]
     assert torch.equal(loaded, shard)
-    if size > 2 * needed:
-        no_cure = {"contiguous": shard.contiguous(), "to": shard.to(torch.bfloat16), "detach": shard.detach()}
-        message = ", ".join("%s() gives %d" % (name, _save(ctx, same)) for name, same in no_cure.items())
-        raise Symptom("shard.pt has %d bytes, %.1f times its tensor; %s" % (size, size / needed, message))
+    no_cure = {"contiguous": shard.contiguous(), "to": shard.to(torch.bfloat16), "detach": shard.detach()}
+    sizes = {}
+    for name, same in no_cure.items():
+        torch.save({"layers.0.weight": same}, ctx.path(name))
+        sizes[name] = os.path.getsize(ctx.path(name))
+    weigh(ctx, path, needed, ", ".join("%s() gives %d" % pair for pair in sizes.items()))
     assert loaded.untyped_storage().nbytes() == needed
 
 
-def _save(ctx: Context, tensor: Any) -> int:
+def weigh(ctx: Context, path: str, needed: int, more: str = "") -> None:
+    size = os.path.getsize(path)
+    ctx.note(tensor_bytes=needed, file_bytes=size)
+    if size > 1.5 * needed:
+        numbers = (os.path.basename(path), size, size / needed, more)
+        raise Symptom("%s has %d bytes, %.1f times its tensor; %s" % numbers)
+
+
+def save_again(ctx: Context, *, clones: bool) -> None:
+    """A file that is too large is loaded and saved: as it is, or as Fix has it."""
     import torch
 
-    torch.save({"layers.0.weight": tensor}, ctx.path("shard.pt"))
-    return os.path.getsize(ctx.path("shard.pt"))
+    path = ctx.path("shard.pt")
+    weight = torch.arange(1 << 20, dtype=torch.float32).chunk(SHARDS)[3]
+    torch.save({"weight": weight}, path)
+    ctx.reached()
+    if clones:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        torch.save({name: tensor.clone() for name, tensor in state.items()}, path + ".new")
+        again = torch.load(path + ".new", map_location="cpu", weights_only=True)
+        assert list(again) == list(state) and all(again[name].equal(state[name]) for name in state)
+        os.replace(path + ".new", path)
+    else:
+        torch.save(torch.load(path), path)
+    weigh(ctx, path, weight.numel() * 4)
+    assert torch.load(path)["weight"].equal(weight)
+
+
+def fine_tune(ctx: Context, *, own_parameters: bool) -> None:
+    """A converted file is saved again, or loaded into a model which is saved: that file is smaller, nothing is lost."""
+    import torch
+
+    state = {"weight": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024).chunk(SHARDS)[3]}
+    torch.save(state, ctx.path("converted.pt"))
+    model = torch.nn.Linear(1024, 128, bias=False)
+    ctx.reached()
+    model.load_state_dict(torch.load(ctx.path("converted.pt")))
+    torch.save(model.state_dict() if own_parameters else torch.load(ctx.path("converted.pt")), ctx.path("tuned.pt"))
+    weigh(ctx, ctx.path("tuned.pt"), state["weight"].numel() * 4)
+    assert torch.load(ctx.path("tuned.pt"))["weight"].equal(state["weight"])
+
+
+def save_tied(ctx: Context, *, clones: bool) -> None:
+    """Two names for one tensor: written once as it is, twice when cloned."""
+    import torch
+
+    weight = torch.arange(1 << 17, dtype=torch.float32)
+    state, path = {"embed.weight": weight, "lm_head.weight": weight}, ctx.path("tied.pt")
+    ctx.reached()
+    torch.save({name: tensor.clone() for name, tensor in state.items()} if clones else state, path)
+    weigh(ctx, path, weight.numel() * 4)
+
+
+def save_format(ctx: Context, *, safetensors: bool) -> None:
+    """A slice, by torch.save or in the format that has no storages."""
+    import torch
+    from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
+
+    path, weight = ctx.path("shard"), torch.arange(1 << 20, dtype=torch.float32).chunk(SHARDS)[3]
+    ctx.reached()
+    if safetensors:
+        save_file({"weight": weight}, path)
+        assert load_file(path)["weight"].equal(weight)
+    else:
+        torch.save({"weight": weight}, path)
+    weigh(ctx, path, weight.numel() * 4)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -63,10 +130,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     if checkpoint.format != "torch.save":
         return unknown("%s: safetensors holds tensors without the storages behind them" % params["checkpoint"])
-    return weigh(checkpoint) if checkpoint.tensors else unknown("no tensor was found in %s" % params["checkpoint"])
+    return compare(checkpoint) if checkpoint.tensors else unknown("no tensor was found in %s" % params["checkpoint"])
 
 
-def weigh(checkpoint: Checkpoint) -> Finding:
+def compare(checkpoint: Checkpoint) -> Finding:
     """Compare the size of every storage with what its tensors use. Storages of unknown objects count as used."""
     by_storage: Dict[str, List[Tensor]] = {}
     for tensor in checkpoint.tensors:
@@ -110,6 +177,59 @@ def _line(waste: int, size: int, inside: List[Tensor]) -> str:
     )
 
 
+def variant(
+    name: str,
+    job: Callable[..., None],
+    change: Mapping[str, bool],
+    because: str,
+    fix: str,
+    times: str = r"8\.\d",
+    packages: Mapping[str, str] = MappingProxyType({}),
+) -> Experiment:
+    """`change` is the keyword of the fixed job; the control arm has it the other way round."""
+    broken = {key: not value for key, value in change.items()}
+    expect = symptom(r"bytes, %s times its tensor" % times)
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **broken), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **change), expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.1", **packages}, memory_mib=512),
+        expected_s=(0.1, 0.1),
+    )
+
+
+repaired = variant(
+    "repair",
+    save_again,
+    {"clones": True},
+    "a file that is too large is loaded and saved again: its storages were loaded whole",
+    "each tensor of the file is cloned before it is saved",
+)
+tuned = variant(
+    "fine-tune",
+    fine_tune,
+    {"own_parameters": True},
+    "what was loaded is saved",
+    "the model that it was loaded into is saved, with values that are equal",
+)
+tied = variant(
+    "tied",
+    save_tied,
+    {"clones": False},
+    "two names of one tensor are cloned, so it is written twice",
+    "they are saved as they are, so it is written once",
+    r"2\.0",
+)
+other_format = variant(
+    "safetensors",
+    save_format,
+    {"safetensors": True},
+    "the slice is written by torch.save",
+    "the slice is written by safetensors",
+    packages={"safetensors": ">=0.4"},
+)
+
 probe = Probe(
     check=check,
     params={"checkpoint": Param("path", "a file of torch.save: .pt, .pth, .bin; nothing in it is run")},
@@ -118,7 +238,9 @@ probe = Probe(
             name="shard",
             control=Arm(
                 partial(split, own_storage=False),
-                expect=symptom(r"bytes, [78]\.\d times its tensor"),
+                expect=symptom(
+                    r"bytes, [78]\.\d times its tensor; contiguous\(\) gives 2\d{6}, to\(\) gives 2\d{6}, detach\(\) gives 2\d{6}"
+                ),
                 because="one of eight row slices of a weight is saved as the view it is",
                 fidelity="cpu",
             ),
@@ -133,4 +255,5 @@ probe = Probe(
             expected_s=(0.1, 0.1),
         ),
     ),
+    variants=(repaired, tuned, tied, other_format),
 )

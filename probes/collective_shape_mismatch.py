@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Probe,
     Symptom,
-    clear,
     completed,
     exposed,
     raised,
@@ -50,6 +50,58 @@ def log_logits(ctx: Context, *, average_first: bool) -> None:
         size = metric.numel()
         raise Symptom(f"the gather returned wrong values on rank {ctx.rank}: {wrong} of {size} from ranks 0 and 1")
     assert torch.cat(pieces).mean().item() == 1.5
+
+
+def gather_lengths(ctx: Context, *, pads: bool) -> None:
+    """Token ids of the rank's own length, gathered with room for the rank's own shape, as accelerate does."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    x = torch.full((2, SEQUENCE[ctx.rank]), ctx.rank, device=ctx.device)
+    ctx.reached()
+    if pads:
+        longest = torch.tensor([x.shape[1]], device=x.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        x = torch.nn.functional.pad(x, (0, longest.item() - x.shape[1]), value=-100)
+    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, x)
+    ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
+    everything = torch.cat(pieces)
+    kept = everything[everything != -100]
+    assert [int((kept == rank).sum()) for rank in (0, 1)] == [2 * length for length in SEQUENCE], kept.shape
+
+
+def reduce_lengths(ctx: Context, *, counts: bool) -> None:
+    """The mean over all ranks: of losses of unequal length, or of their sum and count."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    values = torch.full((SEQUENCE[ctx.rank],), float(ctx.rank), device=ctx.device)
+    ctx.reached()
+    if counts:
+        both = torch.stack([values.sum(), torch.tensor(float(values.numel()), device=values.device)])
+        dist.all_reduce(both)
+        mean = both[0] / both[1]
+    else:
+        dist.all_reduce(values)
+        mean = values.mean() / 2
+    ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
+    assert abs(mean.item() - 300 / 523) < 1e-6, mean
+
+
+def mixed_precision(ctx: Context, *, casts: bool) -> None:
+    """One number of the same meaning, in float on one rank and in double on the other."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    value = torch.full((64,), 1.0, dtype=torch.float64 if ctx.rank else torch.float32)
+    if casts:
+        value = value.float()
+    pieces = [torch.zeros_like(value) for _ in range(2)]
+    ctx.reached()
+    dist.all_gather(pieces, value)
+    ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
+    assert all(piece.eq(1).all() for piece in pieces), pieces
 
 
 class Release(NamedTuple):
@@ -105,7 +157,11 @@ def check(_: Mapping[str, Any]) -> Finding:
             suspects.append(release)
     how = f"trl {trl.version}, judged by {' and '.join(sorted(judged_by))}"
     if not suspects:
-        return clear(how, "none of the known gathers of unequal tensors is in its trainers; your own code was not read")
+        return unknown(
+            how,
+            "none of the known gathers of unequal tensors is in its trainers; your own code was not read",
+            advice="one step with TORCH_DISTRIBUTED_DEBUG=DETAIL names the call",
+        )
     fixed = ".".join(map(str, max(suspect.last for suspect in suspects)))
     lines = [f"{suspect.trainer}: {suspect.code} in trl/trainer/{suspect.file}" for suspect in suspects]
     if any(suspect.file == "orpo_trainer.py" for suspect in suspects) and _axolotl_overrides():
@@ -135,6 +191,19 @@ gloo = Experiment(
     expected_s=(0.3, 0.2),
 )
 
+SIZES = raised(r"op\.preamble\.length <= op\.nbytes")
+
+
+def variant(name: str, job: Any, change: str, because: str, fix: str, expect: Expect = SIZES, **env: str) -> Experiment:
+    """`change` is the keyword of the job that is the fix."""
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{change: False}), expect=expect, because=because, fidelity="cpu", env=env),
+        treatment=Arm(partial(job, **{change: True}), expect=completed(), because=fix, fidelity="cpu", env=env),
+        expected_s=(0.3, 0.2),
+    )
+
+
 probe = Probe(
     check=check,
     experiments=(
@@ -142,5 +211,31 @@ probe = Probe(
             expect=symptom(r"the gather (never completed|returned wrong values)"), expected_s=(35, 12), deadline_s=90
         ),
         gloo,
+    ),
+    variants=(
+        variant(
+            "pad",
+            gather_lengths,
+            "pads",
+            "gathers token ids of 223 and 300 columns",
+            "asks for the longest, pads to it and masks the padding",
+        ),
+        variant(
+            "sum-and-count",
+            reduce_lengths,
+            "counts",
+            "reduces losses of 223 and 300 tokens",
+            "reduces their sum and their number",
+        ),
+        variant("dtype", mixed_precision, "casts", "gathers float on one rank, double on the other", "casts first"),
+        variant(
+            "debug-detail",
+            log_logits,
+            "average_first",
+            f"{UNEQUAL}; torch compares each call",
+            EQUAL,
+            raised(r"Detected mismatch between collectives on ranks.*TensorShape=\[2, (223|300), 8\]"),
+            TORCH_DISTRIBUTED_DEBUG="DETAIL",
+        ),
     ),
 )

@@ -1,38 +1,76 @@
 """A DataLoader worker, forked from a process that has used CUDA, moves its samples to the GPU."""
 
 import ast
+import importlib
 import multiprocessing
 import os
 import re
+import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, Iterator, List, Mapping, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 
 
-def train(ctx: Context, *, worker_moves: bool) -> None:
+IMAGES = """
+import torch
+
+class Images:
+    def __init__(self, worker_moves):
+        self.worker_moves = worker_moves
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        image = torch.full((8,), float(index))
+        if not self.worker_moves:
+            return image
+        try:
+            return image.to("cuda").cpu()
+        except (RuntimeError, AssertionError) as error:
+            if "forked subprocess" in str(error) or torch.cuda.is_available():
+                raise
+            return image  # not refused: CUDA was asked, and this machine has no GPU
+"""
+
+
+def run(
+    ctx: Context, *, worker_moves: bool = True, workers: int = 1, spawn: bool = False, own_context: str = "fork"
+) -> None:
+    """A loop over a DataLoader; the parent has called CUDA before the workers start."""
     import torch
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
 
-    class Images(Dataset):  # type: ignore[misc]
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> Any:
-            image = torch.full((8,), float(index))
-            return image.to("cuda") if worker_moves else image
-
+    (ctx.dir / "images.py").write_text(IMAGES)
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports the data set from there
+    dataset = importlib.import_module("images").Images(worker_moves)
+    device = ctx.device
+    multiprocessing.set_start_method("fork" if own_context == "fork" else "spawn", force=True)
     if ctx.device.type == "cuda":
         torch.zeros(1, device=ctx.device)
     else:
         touch_cuda_without_a_gpu()
-    ctx.note(is_initialized_says_before_the_fork=torch.cuda.is_initialized())
     ctx.reached()
-    total = 0.0
-    for batch in DataLoader(Images(), batch_size=2, num_workers=1, multiprocessing_context="fork"):
-        total += batch.to(ctx.device).sum().item()  # the loop moves, in both arms
-    assert total == 8 * (0 + 1 + 2 + 3)
+    sums: List[float] = []
+
+    def train(images: Any) -> None:
+        sums.append(images.sum().item())
+
+    if not workers:
+        loader = DataLoader(dataset, batch_size=2, num_workers=0)
+    elif spawn:
+        loader = DataLoader(
+            dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", persistent_workers=True
+        )
+    elif own_context == "in a library":
+        loader = DataLoader(dataset, batch_size=2, num_workers=1, multiprocessing_context="fork")
+    else:
+        loader = DataLoader(dataset, batch_size=2, num_workers=1, pin_memory=True)
+    for images in loader:
+        images = images.to(device, non_blocking=True)
+        train(images)
+    assert sum(sums) == 8 * (0 + 1 + 2 + 3), sums
 
 
 def touch_cuda_without_a_gpu() -> None:
@@ -43,6 +81,7 @@ def touch_cuda_without_a_gpu() -> None:
     import torch
 
     torch.cuda.is_available()
+    assert not torch.cuda.is_initialized(), "CUDA was used, not only asked for"
     if not hasattr(torch._C, "_cuda_isInBadFork"):
         parent = os.getpid()
         torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
@@ -80,7 +119,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = "return CPU tensors there, and move the batch in the training loop"
         return exposed(seen, *result[:10], "with num_workers above 0 the workers are forked", advice=advice)
     if result and not chosen:
-        return clear(seen, *result[:10], f"this Python does not fork workers by default but uses {default}")
+        why = f"this Python does not fork workers by default but uses {default}; a library may fork them all the same"
+        return unknown(seen, *result[:10], why)
     blind = "a device in a variable, and what libraries do, cannot be seen like this"
     return unknown(seen, *result[:10], blind)
 
@@ -102,18 +142,41 @@ NO_GPU = "the CUDA call of the parent: only the flag that it sets in a fork"
 gloo = Experiment(
     name="no-gpu",
     control=Arm(
-        partial(train, worker_moves=True), raised(MESSAGE), because=IN_WORKER, fidelity="stand-in", stands_for=NO_GPU
+        partial(run, worker_moves=True), raised(MESSAGE), because=IN_WORKER, fidelity="stand-in", stands_for=NO_GPU
     ),
     treatment=Arm(
-        partial(train, worker_moves=False), completed(), because=IN_LOOP, fidelity="stand-in", stands_for=NO_GPU
+        partial(run, worker_moves=False), completed(), because=IN_LOOP, fidelity="stand-in", stands_for=NO_GPU
     ),
     world_size=1,
     needs=Needs(packages={"torch": ">=2.1"}),
     expected_s=(0.2, 0.2),
 )
 
+
+def variant(name: str, control: Mapping[str, Any], treatment: Mapping[str, Any], because: str, fix: str) -> Experiment:
+    """Here the worker goes on moving its samples."""
+    arms = {
+        "control": replace(gloo.control, job=partial(run, **control), because=because),
+        "treatment": replace(gloo.treatment, job=partial(run, **treatment), because=fix),
+    }
+    return replace(gloo, name=name, deadline_s=60.0, expected_s=(0.3, 3.0), **arms)
+
+
+variants = (
+    variant("spawn", {}, {"spawn": True}, IN_WORKER, "the worker that uses the GPU is spawned"),
+    variant("no-workers", {}, {"workers": 0}, IN_WORKER, "the loader has no workers"),
+    variant(
+        "force-spawn",
+        {"own_context": "in a library"},
+        {"own_context": ""},
+        "the start method of the process is spawn, and the loader has a context of its own",
+        "the loader takes the start method of the process",
+    ),
+)
+
 probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
     experiments=(gloo.on_gpus(1, name="gpu", expected_s=(10, 10)), gloo),
+    variants=variants,
 )

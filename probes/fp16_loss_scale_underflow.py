@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Mapping
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
@@ -31,15 +33,25 @@ WHYS = ("overflow", "nan", "no-scaling")
 FIXES = ("bfloat16", "in-range", "scaling", "small-scale")
 
 
-def train(ctx: Context, *, fixed: bool, deepspeed_scaler: bool = False) -> None:
+def train(
+    ctx: Context,
+    *,
+    fixed: bool,
+    why: str = "",
+    fix: str = "",
+    dtype: str = "float16",
+    scale: float = 65536.0,
+    fixed_scale: bool = False,
+    deepspeed_scaler: bool = False,
+) -> None:
     """DDP on two ranks; only the data of rank 1 is bad. Float32 weights, the layer in half precision."""
     import torch
     from torch.nn.functional import cross_entropy, linear
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init_process_group(timeout_s=20)
-    why, fix = ctx.params["why"], ctx.params["fix"] if fixed else ""
-    half = torch.bfloat16 if fix == "bfloat16" else torch.float16
+    why, fix = why or ctx.params["why"], (fix or ctx.params["fix"]) if fixed else ""
+    half = torch.bfloat16 if fix == "bfloat16" else getattr(torch, dtype)
     in_range = fix == "in-range"
     x = torch.ones(4, 8, device=ctx.device)
     if ctx.rank == 1 and why != "no-scaling" and not in_range:
@@ -58,7 +70,7 @@ def train(ctx: Context, *, fixed: bool, deepspeed_scaler: bool = False) -> None:
     model = DistributedDataParallel(Model().to(ctx.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5 if x[0].max() > 1 else 0.01 / tiny)
     scaled = half == torch.float16 and (why != "no-scaling" or fix == "scaling")
-    step: Any = TorchScaler(ctx, scaled, 8.0 if fix == "small-scale" else 65536.0)
+    step: Any = TorchScaler(ctx, scaled, 8.0 if fix == "small-scale" else scale, fixed_scale)
     if deepspeed_scaler and half == torch.float16:
         step = DeepSpeedScaler(ctx)
     ctx.reached()
@@ -70,6 +82,9 @@ def train(ctx: Context, *, fixed: bool, deepspeed_scaler: bool = False) -> None:
         step(losses[-1], optimizer)
         unchanged += torch.equal(before, model.module.weight)
     ctx.note(first_loss=losses[0].item(), last_loss=losses[-1].item(), unchanged=unchanged, loss_scale=step.scale())
+    lost = int(model.module.weight.isnan().sum())
+    if lost:
+        raise Symptom(f"{STEPS - unchanged} of {STEPS} steps were taken, {lost} of 16 weights are nan")
     if unchanged == STEPS:
         raise Symptom(
             f"{STEPS} of {STEPS} steps changed no weight, the loss scale went from {first:g} to {step.scale():g}"
@@ -77,16 +92,51 @@ def train(ctx: Context, *, fixed: bool, deepspeed_scaler: bool = False) -> None:
     assert losses[-1] < losses[0] * 0.999, f"the loss went from {losses[0].item()} to {losses[-1].item()}"
 
 
+def call(ctx: Context, *, in_float32: bool) -> None:
+    """Under autocast one module of the model makes values above 65504; here it is switched to float32."""
+    import torch
+
+    device = ctx.device
+
+    class Head(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = torch.nn.Linear(8, 2, bias=False)
+            torch.nn.init.ones_(self.proj.weight)
+
+        def forward(self, hidden: Any) -> Any:
+            if in_float32:
+                with torch.autocast(device.type, enabled=False):
+                    hidden = self.proj(hidden.float())
+            else:
+                hidden = self.proj(hidden)
+            return hidden.float().softmax(-1)
+
+    head = Head().to(device)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1e-5)
+    step = TorchScaler(ctx, True, 65536.0, False)
+    ctx.reached()
+    before = head.proj.weight.detach().clone()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=torch.float16):
+            output = head(torch.full((4, 8), 10000.0, device=device))  # a sum of eight is 80000
+        step(-output[:, 0].log().mean(), optimizer)
+    if torch.equal(before, head.proj.weight):
+        raise Symptom(f"{STEPS} of {STEPS} steps changed no weight, the loss scale went from 65536 to {step.scale():g}")
+
+
 class TorchScaler:
-    def __init__(self, ctx: Context, enabled: bool, first: float) -> None:
+    def __init__(self, ctx: Context, enabled: bool, first: float, fixed_scale: bool) -> None:
         import torch
 
+        self.fixed_scale = fixed_scale
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=enabled, init_scale=first)
 
     def __call__(self, loss: Any, optimizer: Any) -> None:
         self.scaler.scale(loss).backward()
         self.scaler.step(optimizer)
-        self.scaler.update()
+        self.scaler.update(self.scaler.get_scale() if self.fixed_scale else None)
 
     def scale(self) -> float:
         return float(self.scaler.get_scale())
@@ -126,6 +176,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         kind, values = read_config(params["config"])
     except UnreadableConfig as error:
         return unknown(str(error))
+    if not any(key in values for key in ("fp16", "bf16", "mixed_precision")):
+        return unknown(f"{params['config']} ({kind}) says nothing of the precision", "the script decides it")
     section = values.get("fp16")
     section = section if isinstance(section, dict) else {"enabled": section}
     enabled = section.get("enabled") or values.get("mixed_precision") == "fp16"
@@ -166,6 +218,81 @@ gloo = Experiment(
     expected_s=(0.3, 0.3),
 )
 
+NOTHING = symptom(r"20 of 20 steps changed no weight, the loss scale went from \S+ to")
+
+
+def variant(name: str, because: str, remedy: str, expect: Expect = NOTHING, **keywords: Any) -> Experiment:
+    """Only the treatment arm applies `fix`, which is one of the keywords."""
+    control, treatment = partial(train, fixed=False, **keywords), partial(train, fixed=True, **keywords)
+    return replace(
+        gloo,
+        name=name,
+        control=Arm(control, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(treatment, expect=completed(), because=remedy, fidelity="cpu"),
+    )
+
+
+variants = (
+    variant(
+        "nan-bfloat16",
+        "the data of rank 1 has a nan; in bfloat16 the step is taken",
+        "the data has none, still in bfloat16",
+        symptom(r"20 of 20 steps were taken, 16 of 16 weights are nan"),
+        why="nan",
+        fix="in-range",
+        dtype="bfloat16",
+    ),
+    variant(
+        "nan",
+        "the data of rank 1 has a nan",
+        "the data has none, still in float16 with a scaler",
+        why="nan",
+        fix="in-range",
+    ),
+    variant(
+        "small-scale",
+        "the scaler begins at 8; float16 cannot hold a value",
+        "it begins at 8, and the values are in range",
+        why="overflow",
+        fix="in-range",
+        scale=8.0,
+    ),
+    variant(
+        "fixed-scale",
+        "the scale stays at 8; float16 cannot hold a value",
+        "it stays at 8, and the values are in range",
+        why="overflow",
+        fix="in-range",
+        scale=8.0,
+        fixed_scale=True,
+    ),
+    variant(
+        "no-scaling",
+        "float16 without a scaler: the gradients are below its smallest number",
+        "the same with a GradScaler",
+        why="no-scaling",
+        fix="scaling",
+    ),
+    Experiment(
+        name="float32-module",
+        control=Arm(
+            partial(call, in_float32=False),
+            expect=NOTHING,
+            because="a module under float16 autocast makes 80000",
+            fidelity="cpu",
+        ),
+        treatment=Arm(
+            partial(call, in_float32=True),
+            expect=completed(),
+            because="autocast is off in this module, its input float32",
+            fidelity="cpu",
+        ),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.3"}),
+        expected_s=(0.2, 0.2),
+    ),
+)
+
 probe = Probe(
     check=check,
     params={
@@ -176,6 +303,7 @@ probe = Probe(
     },
     experiments=(gloo.on_gpus(), gloo),
     variants=(
+        *variants,
         Experiment(
             name="deepspeed",
             control=Arm(

@@ -9,16 +9,20 @@ import socket
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, List, Mapping, Sequence, Tuple
 
 from kb.namespaces import bind_over, bring_up, join_nodes, own_network, run_two_nodes
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
+    Needs,
     Param,
     Probe,
+    Unavailable,
     clear,
     completed,
     exposed,
@@ -30,13 +34,21 @@ from kb.training_config import spans_nodes
 NIC = "kb0"  # the cable's end on either node
 
 
-def train_on_two_nodes(ctx: Context, *, interface: str) -> None:
-    """Each node has its own network, name and /etc/hosts; `interface` is for GLOO_SOCKET_IFNAME, or empty."""
-    run_two_nodes(ctx, partial(train_as_node, interface=interface))
+LOOPBACK = ("127.0.1.1", "127.0.1.1")  # what /etc/hosts gives for each node's own name, as in Debian and Ubuntu
 
 
-def train_as_node(node: Context, *, interface: str) -> None:
-    set_up_network(node)
+def train_on_two_nodes(ctx: Context, *, interface: str, addresses: Sequence[str] = LOOPBACK) -> None:
+    """Each node has its own network, name and /etc/hosts, which gives it that address, or none.
+
+    `interface` is for GLOO_SOCKET_IFNAME, or empty.
+    """
+    if "::1" in addresses and not read_rows("/proc/net/if_inet6"):
+        raise Unavailable("this machine has no IPv6")
+    run_two_nodes(ctx, partial(train_as_node, interface=interface, addresses=addresses))
+
+
+def train_as_node(node: Context, *, interface: str, addresses: Sequence[str]) -> None:
+    set_up_network(node, addresses[node.rank])
     os.environ.pop("GLOO_SOCKET_IFNAME")  # the harness has set it to lo
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -50,13 +62,14 @@ def train_as_node(node: Context, *, interface: str) -> None:
     node.meet("reduced")
 
 
-def set_up_network(node: Context) -> None:
-    """A host name that /etc/hosts maps to 127.0.1.1, as in Debian and Ubuntu, and a cable to the other node."""
+def set_up_network(node: Context, address: str) -> None:
+    """A host name, which /etc/hosts maps to this address, and a cable to the other node."""
     name = f"kb-node-{node.rank}"
     hosts = node.dir / f"hosts{node.rank}"
-    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    hosts.write_text("127.0.0.1 localhost\n" + (f"{address} {name}\n" if address else ""))
     own_network(name)
     bind_over(str(hosts), "/etc/hosts")
+    bind_over(os.devnull, "/etc/resolv.conf")  # no name server is asked
     bring_up("lo")
     join_nodes(node, NIC)
 
@@ -114,7 +127,9 @@ def judge(seen: str, loopback: bool, several: bool | None) -> Finding:
         return unknown(seen, "right for one node, wrong for several: `--set nodes=2` if the job spans nodes")
     if loopback:
         return clear(seen, "the job stays on this node")
-    return clear(seen, "not a loopback address; whether the other nodes can reach it cannot be seen from here")
+    if several is False:
+        return clear(seen, "the job stays on this node")
+    return unknown(seen, "not a loopback address; whether the other nodes can reach it cannot be seen from here")
 
 
 def addresses_of(interface: str) -> List[str]:
@@ -127,11 +142,15 @@ def addresses_of(interface: str) -> List[str]:
     except OSError as error:
         if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
             return [f"an address that cannot be read ({error.strerror})"]
-    try:
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    except OSError:
-        rows = []
+    rows = read_rows("/proc/net/if_inet6")
     return result + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == interface]
+
+
+def read_rows(path: str) -> List[List[str]]:
+    try:
+        return [line.split() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return []
 
 
 def can_bind(address: str) -> bool:
@@ -148,46 +167,81 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+REFUSED = raised(r"connectFullMesh failed with .*(Connection refused|no error)|connect.*Connection refused")
+NAMED = "GLOO_SOCKET_IFNAME names the interface between the nodes"
+
+
+def experiment(
+    name: str,
+    jobs: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    because: Tuple[str, str],
+    expect: Expect = REFUSED,
+    env: Mapping[str, str] = MappingProxyType({}),
+    world_size: int = 1,
+    torch: str = ">=2.1",
+) -> Experiment:
+    """`jobs` are without and with the fix; each starts two nodes, unless the world is larger than one."""
+    return Experiment(
+        name=name,
+        control=Arm(jobs[0], expect=expect, because=because[0], fidelity="cpu", env=env),
+        treatment=Arm(jobs[1], expect=completed(), because=because[1], fidelity="cpu", env=env),
+        world_size=world_size,
+        needs=Needs(packages={"torch": torch}),
+        expected_s=(0.2, 0.2),
+    )
+
+
+UNNAMED_AND_NAMED = (partial(train_on_two_nodes, interface=""), partial(train_on_two_nodes, interface=NIC))
+OTHER_VARIABLES = {"NCCL_SOCKET_IFNAME": NIC, "NCCL_IB_DISABLE": "1", "MASTER_ADDR": "10.83.0.1"}
+
 probe = Probe(
     params={"nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0)},
     check=check,
     experiments=(
-        Experiment(
-            name="two-nodes",
-            control=Arm(
-                partial(train_on_two_nodes, interface=""),
-                expect=raised(
-                    r"connectFullMesh failed with .*(Connection refused|no error)|connect.*Connection refused"
-                ),
-                because="each node resolves its own name to 127.0.1.1, and that is what gloo gives to the other one",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(train_on_two_nodes, interface=NIC),
-                expect=completed(),
-                because="GLOO_SOCKET_IFNAME names the interface between the nodes",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            expected_s=(0.2, 0.2),
+        experiment(
+            "two-nodes",
+            UNNAMED_AND_NAMED,
+            ("each node resolves its own name to 127.0.1.1, and that is what gloo gives to the other one", NAMED),
         ),
     ),
     variants=(
-        Experiment(
-            name="name",
-            control=Arm(
-                partial(name_an_interface, interface="kbnosuch0"),
-                expect=raised(r"Unable to find address for: kbnosuch0"),
-                because="GLOO_SOCKET_IFNAME names an interface that this node does not have",
-                fidelity="cpu",
+        experiment(
+            "hosts-file",
+            (
+                partial(train_on_two_nodes, interface=""),
+                partial(train_on_two_nodes, interface="", addresses=("10.83.0.1", "10.83.0.2")),
             ),
-            treatment=Arm(
-                partial(name_an_interface, interface="lo"),
-                expect=completed(),
-                because="it names one that is there",
-                fidelity="cpu",
+            ("/etc/hosts gives 127.0.1.1 for the node's own name", "it gives the address that the other node reaches"),
+        ),
+        experiment(
+            "unresolved",
+            (
+                partial(train_on_two_nodes, interface="", addresses=("", "")),
+                partial(train_on_two_nodes, interface=NIC, addresses=("", "")),
             ),
-            expected_s=(0.1, 0.1),
+            ("no node resolves its own name, and gloo falls back on 127.0.0.1", NAMED),
+        ),
+        experiment(
+            "families",
+            (
+                partial(train_on_two_nodes, interface="", addresses=("127.0.1.1", "::1")),
+                partial(train_on_two_nodes, interface=NIC, addresses=("127.0.1.1", "::1")),
+            ),
+            ("one node's name is an IPv4 address, that of the other IPv6", NAMED),
+            raised(r"ss1\.ss_family == ss2\.ss_family\. (2 vs 10|10 vs 2)"),
+        ),
+        experiment(
+            "name",
+            (partial(name_an_interface, interface="^docker0"), partial(name_an_interface, interface="lo")),
+            ("GLOO_SOCKET_IFNAME is written as for NCCL", "it is the whole name of an interface that is there"),
+            raised(r"Unable to find address for: \^docker0"),
+            world_size=2,
+        ),
+        experiment(
+            "other-variables",
+            UNNAMED_AND_NAMED,
+            ("NCCL's interface is named, and MASTER_ADDR is right; gloo reads neither", NAMED),
+            env=OTHER_VARIABLES,
         ),
     ),
 )

@@ -6,48 +6,120 @@ import json
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
 
-def train_step(ctx: Context, *, reentrant: bool) -> None:
-    """Two forms of one mistake: silent when something after the last checkpoint trains, an error when nothing does."""
-    ctx.reached()
-    silent = adapters_with_gradient(reentrant=reentrant, head_trains=True)
-    hooked = adapters_with_gradient(reentrant=True, head_trains=False, embedding_hook=True)
-    ctx.note(with_a_trainable_head="%d of 4 adapter weights got a gradient" % silent)
-    ctx.note(reentrant_with_embedding_hook="%d of 4 adapter weights got a gradient" % hooked)
-    assert silent == (0 if reentrant else 4), "%d of 4 adapters trained beside a trainable head" % silent
-    assert hooked == 4, "%d of 4 adapters trained with a hook on the embedding" % hooked
-    trained = adapters_with_gradient(reentrant=reentrant, head_trains=False)
-    assert trained == 4, "%d of 4 adapters trained" % trained
-
-
-def adapters_with_gradient(*, reentrant: bool, head_trains: bool, embedding_hook: bool = False) -> int:
-    """One forward and backward pass of a two-layer model with LoRA adapters, four trainable matrices in all."""
+def train_step(
+    ctx: Context,
+    *,
+    reentrant: bool = True,
+    hook: bool = False,
+    head_trains: bool = False,
+    embeds: bool = False,
+    embeds_require_grad: bool = False,
+    by_keyword: bool = False,
+    loss_requires_grad: bool = False,
+) -> None:
+    """One forward and backward pass; four adapter matrices should get a gradient."""
     import torch
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
-    def layer() -> Any:
-        parts = {"base": nn.Linear(8, 8), "lora_a": nn.Linear(8, 2, bias=False), "lora_b": nn.Linear(2, 8, bias=False)}
-        parts["base"].requires_grad_(False)
-        return nn.ModuleDict(parts)
-
-    def forward(parts: Any, x: Any) -> Any:
-        return x + parts["base"](x) + parts["lora_b"](parts["lora_a"](x))
-
-    embedding = nn.Embedding(16, 8).requires_grad_(False)
-    layers = nn.ModuleList(layer() for _ in range(2))
+    embedding = nn.Embedding(16, 8).requires_grad_(by_keyword)
+    layers = adapted_layers()
     head = nn.Linear(8, 16).requires_grad_(head_trains)
-    if embedding_hook:  # what enable_input_require_grads() does
-        embedding.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
-    hidden = embedding(torch.tensor([1, 2, 3]))
-    for parts in layers:
-        hidden = checkpoint(partial(forward, parts), hidden, use_reentrant=reentrant)
-    nn.functional.cross_entropy(head(hidden), torch.tensor([2, 3, 4])).backward()
-    return sum(weight.grad is not None for weight in layers.parameters() if weight.requires_grad)
+    if hook:  # what enable_input_require_grads() does
+        embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))  # noqa: ARG005
+    ctx.reached()
+    if embeds:
+        inputs_embeds = embedding.weight[[1, 2, 3]]
+        if embeds_require_grad:
+            inputs_embeds.requires_grad_(True)
+        hidden = inputs_embeds
+    else:
+        hidden = embedding(torch.tensor([1, 2, 3]))
+    for layer in layers:
+        if by_keyword:  # as a layer is checkpointed that gets its hidden states by keyword
+            hidden = checkpoint(partial(layer, x=hidden), use_reentrant=reentrant)
+        elif reentrant:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        else:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+    loss = nn.functional.cross_entropy(head(hidden), torch.tensor([2, 3, 4]))
+    if loss_requires_grad:
+        loss.requires_grad_(True)
+    loss.backward()
+    trained = sum(weight.grad is not None for weight in layers.parameters() if weight.requires_grad)
+    if trained != 4:
+        raise Symptom(f"no error, and {trained} of 4 adapter matrices got a gradient")
+
+
+def adapted_layers() -> Any:
+    """Two frozen layers with LoRA adapters."""
+    from torch import nn
+
+    class Layer(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.lora_a, self.lora_b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.base(x) + self.lora_b(self.lora_a(x))
+
+    return nn.ModuleList(Layer() for _ in range(2))
+
+
+def train_ddp(ctx: Context, *, reentrant: bool = True, hook: bool = False, find_unused: bool = False) -> None:
+    """Three steps of DDP with a trainable head behind the checkpointed layers."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(16, 8).requires_grad_(False)
+            self.layers, self.head = adapted_layers(), nn.Linear(8, 16)
+
+        def forward(self, tokens: Any) -> Any:
+            hidden = self.embedding(tokens)
+            for layer in self.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+            return self.head(hidden)
+
+    ctx.init_process_group(timeout_s=10)
+    model = Model()
+    if hook:
+        model.embedding.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
+    wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused)
+    ctx.reached()
+    for step in range(3):
+        try:
+            wrapped(torch.tensor([1, 2, 3])).sum().backward()
+        except RuntimeError as error:
+            raise Symptom(f"step {step}: {error}") from error
+    trained = sum(weight.grad is not None for weight in model.layers.parameters() if weight.requires_grad)
+    if trained != 4:
+        raise Symptom(f"no error, and {trained} of 4 adapter matrices got a gradient")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -86,7 +158,7 @@ def inspect_adapter(path: Path) -> Finding:
             for name in names:
                 begin, end = header[name]["data_offsets"]
                 stream.seek(head + begin)
-                data = stream.read(min(end - begin, 64 << 10))
+                data = stream.read(min(end - begin, 4 << 20))
                 if not data:
                     return unknown("%s is empty in %s: it was saved partitioned, another incident" % (name, file))
                 if not data.strip(b"\0"):
@@ -109,26 +181,108 @@ def inspect_adapter(path: Path) -> Finding:
     return clear("%s in %s" % (counted, file))
 
 
+NO_GRAD = raised(r"element 0 of tensors does not require grad and does not have a grad_fn")
+SILENT = symptom(r"no error, and 0 of 4 adapter matrices got a gradient")
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    change: Mapping[str, bool],
+    because: str,
+    fix: str,
+    expect: Expect = NO_GRAD,
+    ranks: int = 1,
+    **both: bool,
+) -> Experiment:
+    """`change` is what only the treatment arm has, each keyword the other way round in the control arm."""
+    broken = {key: not value for key, value in change.items()}
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **broken, **both), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **change, **both), expect=completed(), because=fix, fidelity="cpu"),
+        world_size=ranks,
+        expected_s=(0.2, 0.2),
+    )
+
+
 probe = Probe(
     check=check,
     params={"adapter": Param("path", "a saved LoRA adapter, folder or .safetensors: were its weights ever updated?")},
     experiments=(
-        Experiment(
-            name="autograd",
-            control=Arm(
-                partial(train_step, reentrant=True),
-                expect=raised(r"element 0 of tensors does not require grad and does not have a grad_fn"),
-                because="reentrant checkpoints whose input, a frozen embedding's output, needs no gradient",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(train_step, reentrant=False),
-                expect=completed(),
-                because="non-reentrant checkpoints record the graph through the adapters",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            expected_s=(0.1, 0.1),
+        pair(
+            "autograd",
+            train_step,
+            {"reentrant": False},
+            "reentrant checkpoints whose input, a frozen embedding's output, needs no gradient",
+            "non-reentrant checkpoints record the graph through the adapters",
+        ),
+    ),
+    variants=(
+        pair(
+            "silent",
+            train_step,
+            {"reentrant": False},
+            "the head behind the reentrant checkpoints trains, so nothing is raised",
+            "non-reentrant checkpoints",
+            SILENT,
+            head_trains=True,
+        ),
+        pair("hook", train_step, {"hook": True}, "no hook on the embedding", "its output is made to require grad"),
+        pair(
+            "inputs-embeds",
+            train_step,
+            {"embeds_require_grad": True},
+            "the hook is on the embedding, and the model gets inputs_embeds",
+            "inputs_embeds require grad",
+            embeds=True,
+            hook=True,
+        ),
+        pair(
+            "keyword",
+            train_step,
+            {"by_keyword": False},
+            "the layer gets its hidden states by keyword, where reentrant checkpoints do not look",
+            "it gets them by position",
+            hook=True,
+        ),
+        pair(
+            "loss-requires-grad",
+            train_step,
+            {"reentrant": False},
+            "loss.requires_grad_(True) takes away the error",
+            "the same, with non-reentrant checkpoints",
+            SILENT,
+            loss_requires_grad=True,
+        ),
+        pair(
+            "ddp",
+            train_ddp,
+            {"reentrant": False},
+            "DDP, a head that trains and adapters that never get a gradient",
+            "non-reentrant checkpoints",
+            symptom(r"step 1: Expected to have finished reduction in the prior iteration"),
+            ranks=2,
+        ),
+        pair(
+            "ddp-find-unused",
+            train_ddp,
+            {"reentrant": False},
+            "the same, with find_unused_parameters=True",
+            "non-reentrant checkpoints",
+            SILENT,
+            ranks=2,
+            find_unused=True,
+        ),
+        pair(
+            "hook-find-unused",
+            train_ddp,
+            {"find_unused": False},
+            "the hook, reentrant checkpoints and find_unused_parameters=True",
+            "without find_unused_parameters",
+            symptom(r"step 0: Expected to mark a variable ready only once"),
+            ranks=2,
+            hook=True,
         ),
     ),
 )

@@ -6,6 +6,7 @@ list of GPU generations out of a compiled library, as `cuobjdump --list-elf` doe
 
 import ctypes
 import mmap
+import os
 import re
 import struct
 import subprocess
@@ -22,11 +23,13 @@ from kb.probe import (
     Needs,
     Param,
     Probe,
+    Symptom,
     Unavailable,
     clear,
     completed,
     exposed,
     raised,
+    symptom,
     unknown,
 )
 
@@ -100,6 +103,62 @@ def compiled(nvrtc: Any, arch: int) -> bytes:
     return cubin.raw
 
 
+CLUSTER = ((8, 0), (9, 0))  # two GPU generations
+
+
+def build_extension(ctx: Context, *, arch_list: str) -> None:
+    """What torch asks nvcc for on the build machine, which has a GPU of 9.0, against the GPUs of the cluster."""
+    from unittest.mock import patch
+
+    import torch
+    from torch.utils import cpp_extension
+
+    os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
+    if arch_list:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = arch_list
+    machine = {"device_count": lambda: 1, "get_arch_list": lambda: ["sm_90"], "get_device_capability": lambda _: (9, 0)}
+    with patch.multiple(torch.cuda, **machine):
+        ctx.reached()
+        flags = " ".join(cpp_extension._get_cuda_arch_flags())
+    cubins = {int(number) for number in re.findall(r"code=sm_(\d+)", flags)}
+    ptx = {int(number) for number in re.findall(r"code=compute_(\d+)", flags)}
+    ctx.note(flags=flags)
+    without = [f"{major}.{minor}" for major, minor in CLUSTER if not fits(10 * major + minor, cubins, ptx)]
+    if without:
+        raise Symptom(f"nvcc is asked for {flags}: no code for {', '.join(without)}")
+
+
+def share_cache(ctx: Context, *, folder_per_generation: bool) -> None:
+    """Two nodes, one home: where torch keeps a just-in-time build on each. nvidia-smi is a script, a GPU a number."""
+    from torch.utils import cpp_extension
+
+    script = ctx.dir / "bin/nvidia-smi"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\necho "$CAPABILITY"\n')
+    script.chmod(0o755)
+    os.environ.update(HOME=str(ctx.dir), PATH=f"{script.parent}:{os.environ['PATH']}")
+    command = ["bash", "-c", EXPORT + '; printf "$TORCH_EXTENSIONS_DIR"']
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        os.environ.pop(name, None)
+    ctx.reached()
+    folders = {}
+    for capability in (f"{major}.{minor}" for major, minor in CLUSTER):
+        os.environ["CAPABILITY"] = capability
+        if folder_per_generation:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            os.environ["TORCH_EXTENSIONS_DIR"] = ran.stdout
+        folder = cpp_extension._get_build_directory("fused_adam", False)
+        folders[capability] = os.path.relpath(folder, str(ctx.dir))
+    ctx.note(**folders)
+    if len(set(folders.values())) < len(folders):
+        raise Symptom(f"nodes of {' and '.join(folders)} share {folders['8.0']}")
+
+
+EXPORT = (  # as the entry prints it
+    "export TORCH_EXTENSIONS_DIR=$HOME/.cache/"
+    "torch_extensions_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader -i 0)"
+)
+
 # --- the check ------------------------------------------------------------------------------------------------------
 
 FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
@@ -138,9 +197,12 @@ def fatbin_sections(data: Any) -> Iterator[Tuple[int, int]]:
 
 
 def fits(gpu: int, cubins: Set[int], ptx: Set[int]) -> str:
-    """How this GPU gets code: `cubin`, `PTX`, or "" if it gets none."""
-    if any(arch // 10 == gpu // 10 and arch <= gpu for arch in cubins):
+    """How this GPU gets code: `cubin`, `PTX`, or "" if it gets none. The file does not say `a`, as in sm_100a."""
+    older = [arch for arch in cubins if arch // 10 == gpu // 10 and arch < gpu]
+    if gpu in cubins or (older and gpu < 90):
         return "cubin"
+    if older:
+        return f"cubin for sm_{max(older)}, if that is no sm_{max(older)}a"
     return "PTX" if any(arch <= gpu for arch in ptx) else ""
 
 
@@ -176,15 +238,30 @@ def check(params: Mapping[str, Any]) -> Finding:
     gpus = [params["capability"]] if params["capability"] else gpus_here()
     if not gpus:
         return unknown(*evidence, "nvidia-smi names no GPU here", advice="--set capability=9.0 asks about a GPU")
-    without = []
+    without, unsure = [], False
     for gpu in gpus:
         way = fits(int(re.sub(r"\D", "", gpu)), cubins, ptx)
         evidence.append(f"a GPU of capability {gpu} " + (f"is served by {way}" if way else "finds no code in it"))
         without += [] if way else [gpu]
+        unsure |= way.startswith("cubin for")
     if without:
         return exposed(*evidence, advice="a build of this library for that GPU: see the entry's table and its Fix")
+    if unsure:
+        return unknown(*evidence, advice="cuobjdump --list-elf prints the suffix")
     note = "a library built by hand may hold other generations for other kernels; sm_90a and the like count as sm_90"
     return clear(*evidence, note)
+
+
+def on_cpu(name: str, job: Any, change: Mapping[str, Any], broken: Mapping[str, Any], **words: str) -> Experiment:
+    stands_for = words["stands_for"]
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **broken), symptom(words["pattern"]), words["because"], "stand-in", stands_for),
+        treatment=Arm(partial(job, **change), completed(), words["fix"], "stand-in", stands_for),
+        world_size=1,
+        deadline_s=120,
+        expected_s=(1, 1),
+    )
 
 
 probe = Probe(
@@ -216,6 +293,28 @@ probe = Probe(
             deadline_s=60,
             settle_s=3,
             expected_s=(10, 10),
+        ),
+    ),
+    variants=(
+        on_cpu(
+            "arch-list",
+            build_extension,
+            {"arch_list": "8.0;9.0+PTX"},
+            {"arch_list": ""},
+            pattern=r"code=sm_90.*: no code for 8\.0$",
+            because="the list is taken from the GPU of the build machine, and the cluster has an older one as well",
+            fix="TORCH_CUDA_ARCH_LIST names all generations of the cluster",
+            stands_for="a GPU of 9.0 in the build machine; torch's own function makes the list, nothing is compiled",
+        ),
+        on_cpu(
+            "cache",
+            share_cache,
+            {"folder_per_generation": True},
+            {"folder_per_generation": False},
+            pattern=r"nodes of 8\.0 and 9\.0 share \.cache/torch_extensions/",
+            because="two nodes with different GPUs and one home build in one folder",
+            fix="TORCH_EXTENSIONS_DIR holds the capability, so each generation has its folder",
+            stands_for="two nodes: nvidia-smi is a script that prints a capability; the folder is torch's own",
         ),
     ),
 )

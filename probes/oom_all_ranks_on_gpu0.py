@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import time
 from collections import Counter
@@ -17,34 +18,56 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    clear,
     completed,
     exposed,
     symptom,
     unknown,
 )
 
-FIXES = ("rank", "cpu")
-NUMEL = 4 << 20  # 16 MiB of float32
+WAYS = ("as-saved", "cpu", "own-gpu", "rank-0")
+WIDTH = 2048  # 16 MiB of float32 weights
 
 
-def resume(ctx: Context, *, mapped: bool) -> None:
-    """Rank 0 saves from its GPU, every rank loads; then each measures what it has put on GPU 0."""
+def resume(ctx: Context, *, way: str) -> None:
+    """Rank 0 saves from its GPU, every rank resumes; then each measures what it has put on GPU 0."""
     import torch
+    from torch.nn.parallel import DistributedDataParallel
 
-    assert ctx.params["fix"] in FIXES, "fix is one of %s" % (FIXES,)
+    assert way in WAYS, way
+    dist = ctx.init_process_group(timeout_s=60)
     on_gpu = ctx.device.type == "cuda"
     placed: Counter[str] = Counter()
     if not on_gpu:
         torch.serialization.register_package(1, lambda _: "cuda:0", partial(put, placed))
+    path = ctx.path("checkpoint.pt")
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False, device=ctx.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, WIDTH, device=ctx.device)).sum().backward()
+    optimizer.step()  # makes the momentum
     if ctx.rank == 0:
-        torch.save({"weight": torch.arange(NUMEL, dtype=torch.float32, device=ctx.device)}, ctx.path("checkpoint.pt"))
+        torch.nn.init.constant_(model.weight, 2)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    dist.barrier()
+    before = torch.cuda.memory_allocated(0) if on_gpu else 0
     ctx.reached()
-    own = "cpu" if ctx.params["fix"] == "cpu" else "cuda:%d" % ctx.rank  # LOCAL_RANK, in a job of yours
-    weight = torch.load(ctx.path("checkpoint.pt"), map_location=own if mapped else None)["weight"]
-    assert weight[-1].item() == NUMEL - 1
-    if on_gpu:
-        placed.update({"cuda:%d" % index: torch.cuda.memory_allocated(index) for index in range(ctx.world_size)})
+    if way == "rank-0":
+        if dist.get_rank() == 0:
+            model.load_state_dict(torch.load(path, map_location="cpu", mmap=True)["model"])
+        ddp = DistributedDataParallel(model)
+        assert ddp.module is model
+    else:
+        if way == "cpu":
+            state = torch.load(path, map_location="cpu")
+        elif way == "own-gpu":
+            state = torch.load(path, map_location=f"cuda:{os.environ['LOCAL_RANK']}")
+        else:
+            state = torch.load(path)
+        if on_gpu:
+            placed["cuda:0"] += max(0, torch.cuda.memory_allocated(0) - before)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        del state
+    assert model.weight[-1, -1].item() == 2
     ctx.note(mib_by_device={device: size >> 20 for device, size in sorted(placed.items()) if size})
     if ctx.rank != 0 and placed["cuda:0"]:
         raise Symptom("rank %d put %d MiB on GPU 0, not on its own" % (ctx.rank, placed["cuda:0"] >> 20))
@@ -86,7 +109,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not is_complete:
         return unknown("the first %d Python files name a device at each load; there are more" % read)
     note = "that set_device comes before any use of CUDA, and what libraries load, is not looked at"
-    return clear("%d Python files, and each load in them names a device" % read, note)
+    return unknown("%d Python files, and each torch.load in them names a device" % read, note)
 
 
 def strangers() -> Tuple[List[str], str]:
@@ -124,27 +147,30 @@ def loads(tree: ast.AST) -> Iterator[Tuple[int, str]]:
 
 
 HELD = "torch.load without map_location: the tensors go where the file says, to GPU 0"
-MAPPED = "map_location is this rank's own GPU (--set fix=cpu: the host)"
 GPUS = "the GPUs; torch.load's registry of devices gets one that counts what is put where"
 
-counted = Experiment(
-    name="registry",
-    control=Arm(
-        partial(resume, mapped=False),
-        symptom(r"rank 1 put 16 MiB on GPU 0, not on its own"),
-        because=HELD,
-        fidelity="stand-in",
-        stands_for=GPUS,
-    ),
-    treatment=Arm(partial(resume, mapped=True), completed(), because=MAPPED, fidelity="stand-in", stands_for=GPUS),
-    expected_s=(0.3, 0.3),
+
+def experiment(name: str, way: str, because: str) -> Experiment:
+    control, treatment = partial(resume, way="as-saved"), partial(resume, way=way)
+    fails = symptom(r"rank 1 put \d+ MiB on GPU 0, not on its own")
+    return Experiment(
+        name=name,
+        control=Arm(control, fails, because=HELD, fidelity="stand-in", stands_for=GPUS),
+        treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=GPUS),
+        expected_s=(0.5, 0.5),
+    )
+
+
+counted = experiment(
+    "registry", "cpu", "map_location is the host, and load_state_dict copies to where the parameters are"
 )
 
 probe = Probe(
     check=check,
-    params={
-        "fix": Param("str", "where the treatment arm loads to: %s" % ", ".join(FIXES), "rank"),
-        "code": Param("path", "your training script, or a folder of Python files, to look for such loads"),
-    },
+    params={"code": Param("path", "your training script, or a folder of Python files, to look for such loads")},
     experiments=(counted.on_gpus(expected_s=(10, 10)), counted),
+    variants=(
+        experiment("own-gpu", "own-gpu", "map_location is this rank's own GPU"),
+        experiment("rank-0", "rank-0", "rank 0 alone loads, and DDP sends the weights to the others"),
+    ),
 )

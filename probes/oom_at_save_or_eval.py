@@ -5,61 +5,105 @@ from __future__ import annotations
 import os
 import subprocess
 from functools import partial
-from typing import Any, Mapping, Optional, Tuple
+from types import SimpleNamespace
+from typing import Any, Callable, Mapping, Optional, Tuple
 
 from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
 GIB = 1 << 30
-WHYS = ("logits", "graph", "optimizer")
-HIDDEN, VOCAB, BATCHES = 64, 4000, 24
+HIDDEN, VOCAB, BATCHES = 64, 4000, 18
 CPU_ROWS, GPU_ROWS = 16 * 64, 64 * 64  # 16 and 64 MiB of float32 logits per batch
-CPU_EXTRA, GPU_EXTRA = 16 << 20, 60 << 20  # weights of `optimizer`, in float32 numbers
-CPU_ROOM, GPU_MIB = 160 << 20, 1024
+CPU_EXTRA = 8 << 20  # numbers in each of the two weights of `first_step`, 32 MiB
+CPU_ROOM, FIRST_STEP_ROOM, GPU_MIB = 160 << 20, 200 << 20, 1024
 
 
-def train_then_evaluate(ctx: Context, *, fixed: bool) -> None:
-    """One training step under the limit, which fits; then what comes after it, with or without the fix."""
+def train_then_evaluate(ctx: Context, *, keep: str, with_gradient: bool = False, times: float = 1) -> None:
+    """One training step under the limit, which fits; then an evaluation, whose batch is so many `times` the other."""
     import torch
     from torch import nn
 
-    why, on_gpu = ctx.params["why"], ctx.device.type == "cuda"
-    assert why in WHYS, "why is one of %s" % (WHYS,)
+    on_gpu = ctx.device.type == "cuda"
     rows = GPU_ROWS if on_gpu else CPU_ROWS
     head = nn.Linear(HIDDEN, VOCAB, device=ctx.device)
-    weights = list(head.parameters())
-    if why == "optimizer":
-        weights.append(nn.Parameter(torch.zeros(GPU_EXTRA if on_gpu else CPU_EXTRA, device=ctx.device)))
-    optimizer: Any = torch.optim.AdamW if why == "optimizer" and not fixed else torch.optim.SGD
-    optimizer = optimizer(weights, lr=1e-3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
     x, y = torch.randn(rows, HIDDEN, device=ctx.device), torch.zeros(rows, dtype=torch.long, device=ctx.device)
     if not on_gpu:
         limit_address_space(CPU_ROOM)
-    (nn.functional.cross_entropy(head(x), y) + sum(extra.sum() for extra in weights[2:])).backward()
-    if why == "optimizer":
-        ctx.reached()
-    optimizer.step()  # AdamW makes its moments here, not when it is built
+    nn.functional.cross_entropy(head(x), y).backward()
+    optimizer.step()
     optimizer.zero_grad()
-    if why != "optimizer":
-        ctx.reached()
-        evaluation_loop(
-            head, x, y, with_gradient=why == "graph" and not fixed, keep_logits=why == "logits" and not fixed
-        )
+    ctx.reached()
+    head.eval()  # switches dropout and running statistics, and no gradients
+    if times < 1:
+        x, y = x[: int(rows * times)], y[: int(rows * times)]
+    elif times > 1:
+        x, y = x.repeat(int(times), 1), y.repeat(int(times))
+    evaluation_loop(head, x, y, int(BATCHES / times), keep, with_gradient)
 
 
-def evaluation_loop(head: Any, x: Any, y: Any, *, with_gradient: bool, keep_logits: bool) -> None:
+def evaluation_loop(head: Any, x: Any, y: Any, batches: int, keep: str, with_gradient: bool) -> None:
     """As the Trainer's: what it collects stays on the device until the last batch."""
     import torch
 
-    losses, all_preds = [], []
+    losses, all_preds, result = [], [], {}
     with torch.set_grad_enabled(with_gradient):
-        for _ in range(BATCHES):
+        for number in range(batches):
             logits = head(x)
-            losses.append(torch.nn.functional.cross_entropy(logits, y))
-            all_preds.append(logits if keep_logits else logits.argmax(-1))
+            loss = torch.nn.functional.cross_entropy(logits, y)
+            losses.append(loss if with_gradient else loss.item())
+            if keep == "sums":
+                batch = SimpleNamespace(predictions=logits.unflatten(0, (-1, 64)), label_ids=y.unflatten(0, (-1, 64)))
+                result = metric(batch, compute_result=number == batches - 1)
+            else:
+                all_preds.append(logits if keep == "logits" else preprocess_logits_for_metrics(logits, y))
             del logits
-    assert torch.cat(all_preds).shape[0] == BATCHES * x.shape[0] and len(losses) == BATCHES
+    if keep == "sums":
+        assert sorted(result) == ["accuracy"] and sums == {"right": 0, "all": 0}, (result, sums)
+    else:
+        assert torch.cat(all_preds).shape[0] == batches * x.shape[0] and len(losses) == batches
+
+
+def preprocess_logits_for_metrics(logits, labels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    if isinstance(logits, tuple):
+        logits = logits[0]
+    return logits.argmax(-1)
+
+
+sums = {"right": 0, "all": 0}
+
+
+def metric(batch, compute_result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    logits = batch.predictions[0] if isinstance(batch.predictions, tuple) else batch.predictions
+    labels = batch.label_ids[:, 1:]
+    known = labels != -100
+    sums["right"] += ((logits[:, :-1].argmax(-1) == labels) & known).sum().item()
+    sums["all"] += known.sum().item()
+    if not compute_result:
+        return {}
+    result = {"accuracy": sums["right"] / max(1, sums["all"])}
+    sums.update(right=0, all=0)
+    return result
+
+
+def first_step(ctx: Context, *, sharded: bool) -> None:
+    """Forward and backward fit; Adam makes its moments in the first step, on every rank, or each rank its part."""
+    import torch
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ctx.init_process_group(timeout_s=60)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(CPU_EXTRA)) for _ in range(2)])
+    if sharded:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    limit_address_space(FIRST_STEP_ROOM)
+    sum(weight.sum() for weight in model).backward()
+    ctx.reached()
+    optimizer.step()
+    assert all(weight[-1].item() < 0 for weight in model), "the step did not move every weight"
 
 
 def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
@@ -85,7 +129,7 @@ def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
         TrainingArguments(ctx.path("out"), per_device_eval_batch_size=16, use_cpu=True, report_to=[]),
         eval_dataset=[row] * (16 * BATCHES),
         compute_metrics=lambda result: {"predictions": len(result.predictions)},
-        preprocess_logits_for_metrics=(lambda logits, _: logits.argmax(-1)) if fixed else None,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics if fixed else None,
     )
     limit_address_space(CPU_ROOM)
     ctx.reached()
@@ -142,27 +186,36 @@ def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
         return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
 
 
-RETAINED = "a training step fits, then the evaluation keeps more with every batch (--set why=graph or optimizer)"
-SMALL = "the same evaluation keeps only what the metric needs"
 CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
+RETAINED = "a training step fits, then the evaluation keeps the logits of every batch"
 
-rlimit = Experiment(
-    name="rlimit",
-    control=Arm(
-        partial(train_then_evaluate, fixed=False), HOST, because=RETAINED, fidelity="stand-in", stands_for=CARD
-    ),
-    treatment=Arm(
-        partial(train_then_evaluate, fixed=True), completed(), because=SMALL, fidelity="stand-in", stands_for=CARD
-    ),
-    world_size=1,
-    expected_s=(0.4, 0.6),
-)
+
+def experiment(
+    name: str,
+    broken: Callable[[Context], None],
+    because: str,
+    fixed: Callable[[Context], None],
+    fix: str,
+    world_size: int = 1,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(broken, HOST, because=because, fidelity="stand-in", stands_for=CARD),
+        treatment=Arm(fixed, completed(), because=fix, fidelity="stand-in", stands_for=CARD),
+        world_size=world_size,
+        expected_s=(0.4, 0.6),
+    )
+
+
+keep_logits = partial(train_then_evaluate, keep="logits")
+reduced = partial(train_then_evaluate, keep="argmax")
+SMALL = "the same evaluation keeps only the predicted tokens"
+rlimit = experiment("rlimit", keep_logits, RETAINED, reduced, SMALL)
 
 probe = Probe(
     check=check,
     params={
-        "why": Param("str", "what comes after the step: %s" % ", ".join(WHYS), "logits"),
         "config": Param("path", "your training arguments (JSON or YAML)"),
         "samples": Param("int", "samples of the evaluation set, over all ranks"),
         "length": Param("int", "tokens per sample"),
@@ -175,6 +228,42 @@ probe = Probe(
         rlimit,
     ),
     variants=(
+        experiment(
+            "batch-metric",
+            keep_logits,
+            RETAINED,
+            partial(train_then_evaluate, keep="sums"),
+            "the metric gets each batch and keeps sums",
+        ),
+        experiment(
+            "graph",
+            partial(train_then_evaluate, keep="argmax", with_gradient=True),
+            "model.eval() without no_grad, and a list of losses that keep the graph of each batch",
+            reduced,
+            "no gradients, and losses as numbers",
+        ),
+        experiment(
+            "eval-batch",
+            partial(train_then_evaluate, keep="argmax", times=8),
+            "the batch of the evaluation is eight times that of the training",
+            reduced,
+            "both batches are alike",
+        ),
+        experiment(
+            "small-batches",
+            partial(train_then_evaluate, keep="logits", times=0.5),
+            RETAINED + ", in batches half as large",
+            reduced,
+            SMALL,
+        ),
+        experiment(
+            "first-step",
+            partial(first_step, sharded=False),
+            "AdamW makes its moments for all weights in the first step, on each of two ranks",
+            partial(first_step, sharded=True),
+            "ZeroRedundancyOptimizer: each rank makes those of its part",
+            world_size=2,
+        ),
         Experiment(
             name="transformers",
             control=Arm(

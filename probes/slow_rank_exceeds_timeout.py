@@ -20,21 +20,36 @@ from kb.probe import (
 )
 
 
-def prepare_then_train(ctx: Context, *, patient: bool) -> None:
+def prepare_then_train(
+    ctx: Context, *, patient: bool = False, timeout_s: float = 1.5, before_launch: bool = False, asks: float = 0
+) -> None:
+    """One rank works for 3 s. `asks` is after how many seconds a monitored barrier names it, instead of a barrier."""
     import time
     from datetime import timedelta
 
     import torch
 
-    timeout_s = 6.0 if ctx.backend == "nccl" else 1.5
+    timeout_s = 6.0 if ctx.backend == "nccl" else timeout_s
+    work_s = 12.0 if ctx.backend == "nccl" else 3.0
+    late = 1 if asks else 0
+
+    def prepare() -> None:
+        time.sleep(0 if before_launch else work_s)  # tokenise, evaluate, merge, upload: anything that is no collective
+
     dist = ctx.init_process_group(timeout_s=timeout_s)
-    waiting_room = dist.new_group(backend="gloo", timeout=timedelta(minutes=2))
+    waiting_room = dist.new_group(backend="gloo", timeout=timedelta(hours=4))
     ctx.reached()
-    if ctx.rank == 0:
-        time.sleep(2 * timeout_s)  # tokenise, evaluate, merge, upload: anything that is no collective
-    if patient:
+    if asks:
+        if dist.get_rank() == late:
+            prepare()
+        dist.monitored_barrier(group=waiting_room, timeout=timedelta(seconds=asks), wait_all_ranks=True)
+    elif patient:
+        if dist.get_rank() == 0:
+            prepare()
         dist.barrier(group=waiting_room)
     else:
+        if dist.get_rank() == 0:
+            prepare()
         dist.barrier()
     gradient = torch.ones(1, device=ctx.device)
     dist.all_reduce(gradient)
@@ -95,6 +110,21 @@ gloo = Experiment(
     expected_s=(3.1, 3.1),
 )
 
+
+def variant(name: str, change: Mapping[str, Any], because: str, fix: str, **broken: Any) -> Experiment:
+    """`change` is what the treatment arm changes, `broken` the job of the control arm."""
+    named = r"\[Rank 0\]: Ranks? 1 failed to pass monitoredBarrier in 1000 ms"
+    expect = raised(named if broken else GLOO_TIMEOUT)
+    return Experiment(
+        name=name,
+        control=Arm(partial(prepare_then_train, **broken), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(
+            partial(prepare_then_train, **{**broken, **change}), expect=completed(), because=fix, fidelity="cpu"
+        ),
+        expected_s=(1.8, 3.1),
+    )
+
+
 probe = Probe(
     check=check,
     params={
@@ -108,5 +138,16 @@ probe = Probe(
             settle_s=5,
         ),
         gloo,
+    ),
+    variants=(
+        variant("raised", {"timeout_s": 20.0}, SHORT, "the training group is made with a timeout above that work"),
+        variant("before-launch", {"before_launch": True}, SHORT, "the work was done before; rank 0 finds its result"),
+        variant(
+            "monitored",
+            {"asks": 20.0},
+            "rank 1 is late, and a monitored barrier waits for it 1 s",
+            "the same barrier waits longer than rank 1 works",
+            asks=1.0,
+        ),
     ),
 )

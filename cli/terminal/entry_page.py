@@ -50,7 +50,8 @@ def short_page(entry: Entry, lang: str, records: Sequence[str], ids: Collection[
         rest = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
     else:
         short = {heading: text for heading, text in texts.items() if heading != "环境"}
-        short["判断"] = _without_look_alikes(short.get("判断", ""), others, "不是：{}。")
+        if "判断" in short:
+            short["判断"] = _without_look_alikes(short["判断"], others, "不是：{}。")
         rest = "`--all` 另有环境和参考。"
     short = {heading: CLAIM.sub("[claimed]", REFERENCE.sub("", text)) for heading, text in short.items() if text}
     return f"{_page(entry, lang, facts, short, records)}\n\n{rest}"
