@@ -56,8 +56,8 @@ def weigh(ctx: Context, path: str, needed: int, more: str = "") -> None:
     size = os.path.getsize(path)
     ctx.note(tensor_bytes=needed, file_bytes=size)
     if size > 1.5 * needed:
-        numbers = (os.path.basename(path), size, size / needed, more)
-        raise Symptom("%s has %d bytes, %.1f times its tensor; %s" % numbers)
+        numbers = (os.path.basename(path), size, size / needed, "; " * bool(more) + more)
+        raise Symptom("%s has %d bytes, %.1f times its tensor%s" % numbers)
 
 
 def save_again(ctx: Context, *, clones: bool) -> None:
@@ -238,9 +238,7 @@ probe = Probe(
             name="shard",
             control=Arm(
                 partial(split, own_storage=False),
-                expect=symptom(
-                    r"bytes, [78]\.\d times its tensor; contiguous\(\) gives 2\d{6}, to\(\) gives 2\d{6}, detach\(\) gives 2\d{6}"
-                ),
+                expect=symptom(r"bytes, [78]\.\d times its tensor; (\w+\(\) gives 2\d{6}(, |$)){3}"),
                 because="one of eight row slices of a weight is saved as the view it is",
                 fidelity="cpu",
             ),
