@@ -8,18 +8,20 @@ import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, Optional
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.namespaces import own_user, tmpfs_over
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
     Param,
     Probe,
     Symptom,
+    Unavailable,
     clear,
     completed,
     exposed,
@@ -38,6 +40,11 @@ def connect(ctx: Context, *, shm_mib: int) -> None:
     own_dev_shm(shm_mib)
     ctx.reached()
     segments = 2 * ctx.params["gpus"]
+    reserve(segments, shm_mib)
+    ctx.note(segments=segments, used_mib=segments * SEGMENT >> 20)
+
+
+def reserve(segments: int, shm_mib: int) -> None:
     for number in range(segments):
         handle, path = tempfile.mkstemp(prefix="nccl-", dir="/dev/shm")
         try:
@@ -47,7 +54,6 @@ def connect(ctx: Context, *, shm_mib: int) -> None:
             raise Symptom(
                 f"cannot extend {path} to {SEGMENT} bytes: {error.strerror} ({error.errno}); {space}"
             ) from error
-    ctx.note(segments=segments, used_mib=segments * SEGMENT >> 20)
 
 
 def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
@@ -62,6 +68,31 @@ def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
         for page in range(0, SEGMENT, 4096):
             segment[page] = 1
         ctx.note(pages_written=SEGMENT // 4096)
+
+
+def connect_beside_leftovers(ctx: Context, *, removed: bool) -> None:
+    """A job on two GPUs, where one that was killed has left the segments of four connections."""
+    own_dev_shm(DOCKERS_MIB)
+    for number in range(4):
+        with Path(f"/dev/shm/nccl-left{number}").open("wb") as left:
+            os.posix_fallocate(left.fileno(), 0, SEGMENT)
+    ctx.reached()
+    if removed:
+        for path in Path("/dev/shm").glob("nccl-*"):
+            path.unlink()
+    reserve(4, DOCKERS_MIB)
+
+
+def connect_after_remount(ctx: Context, *, remounted: bool) -> None:
+    """Inside a running container: the same /dev/shm gets another size."""
+    own_dev_shm(DOCKERS_MIB)
+    ctx.reached()
+    if remounted:
+        command = ["mount", "-o", "remount,size=8g", "/dev/shm"]
+        result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if result.returncode:
+            raise Unavailable(f"this machine lets nobody remount here: {result.stderr.strip()}")
+    reserve(2 * ctx.params["gpus"], DOCKERS_MIB)
 
 
 def all_reduce(ctx: Context, *, shm_mib: int) -> None:
@@ -97,12 +128,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     needed = 2 * gpus * SEGMENT >> 20
     advice = "docker run --shm-size=1g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     if gpus < 2:
-        if free >= ENOUGH_MIB:
-            return clear(*evidence, "enough for NCCL between the GPUs of any node")
         return unknown(*evidence, f"{gpus} NVIDIA GPUs are visible here, so NCCL has nobody to share memory with")
     evidence.append(f"{gpus} GPUs: about {needed} MiB where they talk through shared memory (2 segments each)")
-    if free >= max(needed, ENOUGH_MIB // 4):
-        return clear(*evidence)
+    if free >= max(ENOUGH_MIB, 4 * needed):
+        return clear(*evidence, "enough for several communicators; what data loader workers take is not counted")
     distances = gpu_distances()
     if distances and all(distance.startswith("NV") for distance in distances) and free > SEGMENT >> 20:
         return unknown(*evidence, "all pairs are on NVLink, where NCCL needs little of it", advice=advice)
@@ -125,6 +154,30 @@ def gpu_distances() -> Optional[List[str]]:
 SMALL = "/dev/shm has the 64 MiB that Docker gives it"
 LARGE = "/dev/shm has 1 GiB, as after --shm-size=1g"
 LIKE_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}  # in both arms: through /dev/shm, not around it
+
+NO_SPACE = symptom(r"cannot extend /dev/shm/nccl-\w+ to \d+ bytes: No space left on device")
+TRANSPORT = "the shared memory transport of NCCL, which needs GPUs; the system calls are the same"
+
+
+def without_gpus(
+    name: str,
+    jobs: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    because: Tuple[str, str],
+    expect: Expect = NO_SPACE,
+    stands_for: str = TRANSPORT,
+    programs: Tuple[str, ...] = (),
+) -> Experiment:
+    """`jobs` are without and with the fix."""
+    like = {"fidelity": "stand-in", "stands_for": stands_for}
+    return Experiment(
+        name=name,
+        control=Arm(jobs[0], expect=expect, because=because[0], **like),
+        treatment=Arm(jobs[1], expect=completed(), because=because[1], **like),
+        world_size=1,
+        needs=Needs(packages={}, programs=programs),
+        expected_s=(0.1, 0.1),
+    )
+
 
 probe = Probe(
     params={"gpus": Param("int", "GPUs of the node that talk through shared memory, two segments each", 4)},
@@ -152,47 +205,30 @@ probe = Probe(
             deadline_s=90,
             expected_s=(15, 15),
         ),
-        Experiment(
-            name="segments",
-            control=Arm(
-                partial(connect, shm_mib=DOCKERS_MIB),
-                expect=symptom(r"cannot extend /dev/shm/nccl-\w+ to \d+ bytes: No space left on device"),
-                because=SMALL,
-                fidelity="stand-in",
-                stands_for="the shared memory transport of NCCL, which needs GPUs; the system calls are the same",
-            ),
-            treatment=Arm(
-                partial(connect, shm_mib=ENOUGH_MIB),
-                expect=completed(),
-                because=LARGE,
-                fidelity="stand-in",
-                stands_for="the shared memory transport of NCCL, which needs GPUs; the system calls are the same",
-            ),
-            world_size=1,
-            needs=Needs(packages={}),
-            expected_s=(0.1, 0.1),
+        without_gpus(
+            "segments",
+            (partial(connect, shm_mib=DOCKERS_MIB), partial(connect, shm_mib=ENOUGH_MIB)),
+            (SMALL, LARGE),
         ),
     ),
     variants=(
-        Experiment(
-            name="unreserved",
-            control=Arm(
-                partial(connect_unreserved, shm_mib=1),
-                expect=killed("SIGBUS"),
-                because="/dev/shm has 1 MiB, and nothing was reserved",
-                fidelity="stand-in",
-                stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
-            ),
-            treatment=Arm(
-                partial(connect_unreserved, shm_mib=DOCKERS_MIB),
-                expect=completed(),
-                because="/dev/shm has 64 MiB, enough for one segment",
-                fidelity="stand-in",
-                stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
-            ),
-            world_size=1,
-            needs=Needs(packages={}),
-            expected_s=(0.1, 0.1),
+        without_gpus(
+            "unreserved",
+            (partial(connect_unreserved, shm_mib=1), partial(connect_unreserved, shm_mib=DOCKERS_MIB)),
+            ("/dev/shm has 1 MiB, and nothing was reserved", "/dev/shm has 64 MiB, enough for one segment"),
+            expect=killed("SIGBUS"),
+            stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
+        ),
+        without_gpus(
+            "leftovers",
+            (partial(connect_beside_leftovers, removed=False), partial(connect_beside_leftovers, removed=True)),
+            ("segments of a killed job fill half of /dev/shm", "they were removed"),
+        ),
+        without_gpus(
+            "remount",
+            (partial(connect_after_remount, remounted=False), partial(connect_after_remount, remounted=True)),
+            (SMALL, "/dev/shm was remounted with 8 GiB, in the running container"),
+            programs=("mount",),
         ),
     ),
 )
