@@ -154,7 +154,7 @@ def _wrong_content(path: Path, unread: List[str]) -> Iterator[str]:
         head = file.read(512)
     if head.startswith(b"version https://git-lfs"):
         yield "%s: a git-lfs pointer of %d bytes, not the file" % (path, len(head))
-    elif head.lstrip().lower().startswith((b"<!doctype html", b"<html")) and path.suffix not in (".html", ".htm", ".md"):
+    elif head.lstrip().lower().startswith((b"<!doctype html", b"<html")) and path.suffix not in (".html", ".md"):
         yield "%s: a web page, not the file" % path
     elif path.suffix in WEIGHTS and head.lstrip()[:1] in (b"{", b"["):
         yield "%s: text, the answer of a server for example: %r" % (path, head[:60])
