@@ -259,6 +259,7 @@ def on_cpu(name: str, job: Any, change: Mapping[str, Any], broken: Mapping[str, 
         control=Arm(partial(job, **broken), symptom(words["pattern"]), words["because"], "stand-in", stands_for),
         treatment=Arm(partial(job, **change), completed(), words["fix"], "stand-in", stands_for),
         world_size=1,
+        needs=Needs(packages={"torch": ">=2.1", "setuptools": ""}),
         deadline_s=120,
         expected_s=(1, 1),
     )
