@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping, Tuple
@@ -26,7 +28,16 @@ from kb.probe import (
 )
 
 KIB = 1024
-CAP_IPC_LOCK = 14
+CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
+DROP_FROM_BOUNDING_SET = 24  # of prctl(2): else root has it again in the next program
+TOO_LITTLE, BUFFER, ENOUGH = 64 * KIB, 1024 * KIB, 4096 * KIB
+PIN = '"$1" -I -S -c "$2" "$3"'
+MLOCK = """import ctypes, mmap, sys
+libc, size = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
+buffer = mmap.mmap(-1, size)
+address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+print(ctypes.get_errno() if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)) else 0)
+"""
 
 
 def register(ctx: Context, *, enough: bool, pin: Callable[[int, int], None]) -> None:
@@ -49,6 +60,50 @@ def register(ctx: Context, *, enough: bool, pin: Callable[[int, int], None]) -> 
         what = f"cannot pin {buffer_kib} KiB with max locked memory {limit_kib} KiB"
         raise Symptom(f"{what}: {error.strerror} ({error.errno})") from error
     ctx.note(pinned_kib=buffer_kib, max_locked_memory_kib=limit_kib)
+
+
+def register_within(ctx: Context, *, given_outside: bool) -> None:
+    """As in a container: the hard limit comes from outside, and inside nobody has the right to raise it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if hard != resource.RLIM_INFINITY and hard < ENOUGH:
+        raise Unavailable(f"the hard limit on locked memory is {hard // KIB} KiB here")
+    given = ENOUGH if given_outside else TOO_LITTLE
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (given, given))
+    give_up_privilege()
+    ctx.reached()
+    script = "ulimit -l %d 2>/dev/null; exec %s" % (ENOUGH // KIB, PIN)
+    pin_in_shell(script, given)
+
+
+def register_up_to_hard(ctx: Context, *, raised_to_hard: bool) -> None:
+    """As in a job script: the soft limit is small, the hard one is not."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if hard != resource.RLIM_INFINITY and hard < ENOUGH:
+        raise Unavailable(f"the hard limit on locked memory is {hard // KIB} KiB here")
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (TOO_LITTLE, ENOUGH))
+    give_up_privilege()
+    ctx.reached()
+    pin_in_shell(('ulimit -l "$(ulimit -H -l)"; ' if raised_to_hard else "") + "exec " + PIN, TOO_LITTLE)
+
+
+def register_privileged(ctx: Context, *, capability: bool) -> None:
+    """Root with CAP_IPC_LOCK, or without it, under the same small limit."""
+    if not may_ignore_limits():
+        raise Unavailable("this user has no CAP_IPC_LOCK to keep")
+    if not capability:
+        give_up_privilege()
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (TOO_LITTLE, TOO_LITTLE))
+    ctx.reached()
+    pin_in_shell("exec " + PIN, TOO_LITTLE)
+
+
+def pin_in_shell(script: str, limit: int) -> None:
+    command = ["bash", "-c", script, "bash", sys.executable, MLOCK, str(BUFFER)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=20)
+    number = int(result.stdout)
+    if number:
+        what = f"cannot pin {BUFFER // KIB} KiB with max locked memory {limit // KIB} KiB"
+        raise Symptom(f"{what}: {os.strerror(number)} ({number})")
 
 
 def lock(address: int, size: int) -> None:
@@ -81,13 +136,15 @@ def register_with_card(address: int, size: int) -> None:
 
 
 def give_up_privilege() -> None:
-    """Without CAP_IPC_LOCK, as in a container, the limit applies to root too."""
+    """Without CAP_IPC_LOCK, as in a container, the limit applies to root too; without the other none can raise it."""
+    for capability in (CAP_IPC_LOCK, CAP_SYS_RESOURCE):
+        libc().prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # refused to a user who has neither
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
     if libc().capget(header, sets):
         raise_errno()
     for number in range(3):
-        sets[number] &= ~(1 << CAP_IPC_LOCK)
+        sets[number] &= ~(1 << CAP_IPC_LOCK | 1 << CAP_SYS_RESOURCE)
     if libc().capset(header, sets):
         raise Unavailable("cannot give up CAP_IPC_LOCK: %s" % os.strerror(ctypes.get_errno()))
 
@@ -145,6 +202,19 @@ LARGE = "max locked memory is four times the buffer"
 STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; mlock is charged to the same limit"
 
 
+def in_shell(name: str, job: Callable[..., None], fix: str, because: Tuple[str, str]) -> Experiment:
+    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
+    like = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{fix: False}), expect=REFUSED, because=because[0], **like),
+        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], **like),
+        world_size=1,
+        needs=Needs(packages={}, programs=("bash",)),
+        expected_s=(0.2, 0.2),
+    )
+
+
 def experiment(name: str, pin: Callable[[int, int], None], programs: Tuple[str, ...] = (), **arms: Any) -> Experiment:
     return Experiment(
         name=name,
@@ -159,5 +229,31 @@ def experiment(name: str, pin: Callable[[int, int], None], programs: Tuple[str, 
 probe = Probe(
     check=check,
     experiments=(experiment("mlock", lock, fidelity="stand-in", stands_for=STANDS_FOR),),
-    variants=(experiment("verbs", register_with_card, programs=("ibv_devices",), fidelity="cpu"),),
+    variants=(
+        in_shell(
+            "hard-limit",
+            register_within,
+            "given_outside",
+            (
+                "the hard limit from outside is 64 KiB, and ulimit -l inside cannot raise it",
+                "the limit is given from outside, as by --ulimit memlock",
+            ),
+        ),
+        in_shell(
+            "soft-to-hard",
+            register_up_to_hard,
+            "raised_to_hard",
+            (
+                "the soft limit is 64 KiB, as inherited",
+                "the script raises it to the hard one before it starts the rank",
+            ),
+        ),
+        in_shell(
+            "capability",
+            register_privileged,
+            "capability",
+            ("root without CAP_IPC_LOCK, as in an ordinary container", "root with it, under the same limit"),
+        ),
+        experiment("verbs", register_with_card, programs=("ibv_devices",), fidelity="cpu"),
+    ),
 )
