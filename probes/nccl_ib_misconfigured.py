@@ -105,7 +105,10 @@ def check(params: Mapping[str, object]) -> Finding:
         why = f"no RDMA device in {root}, so NCCL goes over TCP; in a container: is /dev/infiniband passed in?"
         return exposed(*evidence, why, advice="remove the variable, or give the job its devices")
     if not ports:
-        return clear(f"no RDMA device in {root}: NCCL goes over TCP here; ask in the job's own container and node")
+        return unknown(
+            f"no RDMA device in {root}: NCCL goes over TCP here",
+            "whether this node should have one cannot be seen; ask in the job's own container and node",
+        )
     evidence += [f"{port.name} {port.layer} {port.state}" for port in ports[:16]]
     if set_by_user.get("DISABLE", "0") != "0":
         return unknown(*evidence, "NCCL does not use these devices at all: TCP, many times slower")
@@ -143,7 +146,7 @@ def check(params: Mapping[str, object]) -> Finding:
     if not index and any(port.layer == "Ethernet" for port in used) and (release := nccl_release()) < FINDS_GID:
         what = f"NCCL {release[0]}.{release[1]}" if release else "an NCCL before 2.21 (none is installed as a package)"
         return unknown(*evidence, f"{what} takes GID 0 when NCCL_IB_GID_INDEX is not set", advice=ADVICE)
-    return clear(
+    return unknown(
         *evidence,
         "in order on this node; compare the others. Whether the switches carry it (routing, MTU, PFC) only "
         "ib_write_bw between two nodes shows",
