@@ -40,10 +40,10 @@ def sharded(ctx: Context, *, dummy: str = "", own_units: bool = True, by_kind: b
 
 
 def shard(ctx: Context, model: Any, stacks: Sequence[Any]) -> Any:
-    """FSDP2, or FSDP1 before torch 2.4: each layer of the stacks is a unit, the rest of the model is the root unit."""
+    """FSDP2, or FSDP1 before torch 2.6, whose FSDP2 wants CUDA: each layer of the stacks is a unit."""
     import torch
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=ctx.device)
@@ -52,11 +52,8 @@ def shard(ctx: Context, model: Any, stacks: Sequence[Any]) -> Any:
                 stack[at] = wrap(layer)
         return wrap(model)
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # torch 2.4 and 2.5
-        from torch.distributed._composable.fsdp import fully_shard
     mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
     for stack in stacks:
         for layer in stack:
