@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import threading
 import time
 from functools import partial
 from typing import Any, Mapping
@@ -33,12 +34,15 @@ def late(ctx: Context, *, timeout_s: float) -> None:
     ctx.meet("reduced", timeout_s=30)
 
 
-def native_call(ctx: Context, *, holds_the_gil: bool) -> None:
+def native_call(ctx: Context, *, holds_the_gil: bool, in_a_thread: bool = False) -> None:
     """Rank 0 starts six all-reduces, drops the tensors and calls C; rank 1 makes the same six one by one."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=2)
-    library = (ctypes.PyDLL if holds_the_gil else ctypes.CDLL)(None)  # of the C library; only CDLL releases the GIL
+    path = None  # the C library
+    library: ctypes.CDLL = ctypes.PyDLL(path)
+    if not holds_the_gil:
+        library = ctypes.CDLL(path)
     dist.all_reduce(torch.ones(1))
     ctx.reached()
     for number in range(6):
@@ -50,8 +54,9 @@ def native_call(ctx: Context, *, holds_the_gil: bool) -> None:
             ctx.note(all_reduces_done=number + 1)
         del work, total
     if ctx.rank == 0:
-        library.usleep(4_000_000)
-    ctx.meet("done", timeout_s=15)
+        caller = threading.Thread(target=library.usleep, args=(4_000_000,))
+        (caller.start if in_a_thread else caller.run)()
+    ctx.meet("done", timeout_s=15)  # a thread that runs is waited for at the end
 
 
 def check(_: Mapping[str, Any]) -> Finding:
@@ -63,14 +68,18 @@ def check(_: Mapping[str, Any]) -> Finding:
     named = {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
     default = 480 if torch >= (2, 5) else 600
     heartbeat = number(named.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"), default)
-    dump = number(named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"), 15000)
+    wait = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC", named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"))
+    dump = number(wait, 15000 if torch >= (2, 7) else 60000)
+    times = 4 if torch >= (2, 7) else 1  # how often the watchdog waits for it; what 2.3 to 2.6 do was not read
     if heartbeat is None or dump is None:
         return unknown("a TORCH_NCCL_ variable is not a number", str(named))
-    evidence = f"heartbeat {heartbeat} s, wait for dumps after a timeout 4 x {dump} ms; torch {torch[0]}.{torch[1]}"
+    evidence = (
+        f"heartbeat {heartbeat} s, wait for dumps after a timeout {times} x {dump} ms; torch {torch[0]}.{torch[1]}"
+    )
     if named.get("TORCH_NCCL_ENABLE_MONITORING", "1").lower() in ("0", "false", "n", "no"):
         why = "TORCH_NCCL_ENABLE_MONITORING=0: a stuck watchdog is logged, and the process stays for ever"
         return exposed(why, evidence, advice="unset it; raise TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if the abort was false")
-    if 4 * dump / 1000 >= heartbeat:
+    if times * dump / 1000 >= heartbeat:
         why = "the monitor ends the process while the watchdog still waits for dumps, and the reason is lost"
         return exposed(why, evidence, advice="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above 60")
     return unknown(evidence, "these settings are sound; whether a driver call or the GIL will block cannot be seen")
@@ -85,6 +94,45 @@ QUICK = {  # the default is 480 s, and one minute of sleep after a timeout; here
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",
 }
 STANDS_FOR = "NCCL's watchdog and its monitor; here gloo's threads stand still, and the other rank times out"
+
+gil = Experiment(
+    name="gil",
+    control=Arm(
+        partial(native_call, holds_the_gil=True),
+        expect=raised(GLOO_TIMEOUT),
+        because="rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
+        fidelity="stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    treatment=Arm(
+        partial(native_call, holds_the_gil=False),
+        expect=completed(),
+        because="the same call releases the GIL, and the threads go on",
+        fidelity="stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    deadline_s=30,
+    expected_s=(3.5, 4.3),
+)
+in_a_thread = Experiment(
+    name="thread",
+    control=Arm(
+        partial(native_call, holds_the_gil=True, in_a_thread=True),
+        expect=raised(GLOO_TIMEOUT),
+        because="a Python thread of rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
+        fidelity="stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    treatment=Arm(
+        partial(native_call, holds_the_gil=False, in_a_thread=True),
+        expect=completed(),
+        because="the same call releases the GIL, and the threads go on",
+        fidelity="stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    deadline_s=30,
+    expected_s=(3.5, 4.3),
+)
 
 probe = Probe(
     check=check,
@@ -111,24 +159,7 @@ probe = Probe(
             settle_s=3,
             expected_s=(20, 30),
         ),
-        Experiment(
-            name="gil",
-            control=Arm(
-                partial(native_call, holds_the_gil=True),
-                expect=raised(GLOO_TIMEOUT),
-                because="rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            treatment=Arm(
-                partial(native_call, holds_the_gil=False),
-                expect=completed(),
-                because="the same call releases the GIL, and the threads go on",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            deadline_s=30,
-            expected_s=(3.5, 4.3),
-        ),
+        gil,
     ),
+    variants=(in_a_thread,),
 )
