@@ -10,39 +10,85 @@ import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Callable, Mapping, Optional, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 
-def build(ctx: Context, *, cuda_home_of_same_major: bool, asks: str = "torch") -> None:
-    """Two toolkits on disk, each just an nvcc that answers --version; CUDA_HOME chooses one."""
+def toolkit(ctx: Context, release: str) -> str:
+    """A folder for CUDA_HOME, with an nvcc that answers --version."""
+    nvcc = Path(ctx.path(f"cuda-{release}/bin/nvcc"))
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.0'\n")
+    nvcc.chmod(0o755)
+    return ctx.path(f"cuda-{release}")
+
+
+def ask(ctx: Context, built_with: str, asks: str) -> Optional[str]:
+    """The check before a build, on the toolkit that torch's own search finds."""
     from unittest.mock import patch
 
     import torch
     from torch.utils import cpp_extension
 
-    built_with = torch.version.cuda or "12.8"
-    other = ctx.params["toolkit"] or ("12.8" if built_with.startswith("11.") else "11.8")
-    for release in {built_with, other}:
-        nvcc = Path(ctx.path(f"cuda-{release}/bin/nvcc"))
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.0'\n")
-        nvcc.chmod(0o755)
-    chosen = built_with if cuda_home_of_same_major else other
-    os.environ["CUDA_HOME"] = ctx.path(f"cuda-{chosen}")
-    home = cpp_extension._find_cuda_home()  # torch's own search
+    home: Optional[str] = cpp_extension._find_cuda_home()
     with patch.object(torch.version, "cuda", built_with), patch.object(cpp_extension, "CUDA_HOME", home):
         if asks == "deepspeed":
             builder = importlib.import_module("deepspeed.ops.op_builder.builder")
             ctx.reached()
             assert builder.assert_no_cuda_mismatch("fused_adam")
+        elif asks == "folders":
+            ctx.reached()
+            assert cpp_extension._join_cuda_home("include") == f"{home}/include"  # what CUDAExtension begins with
         else:
             compiler = torch.torch_version.TorchVersion("9.4.0")
             ctx.reached()
             cpp_extension._check_cuda_version("g++", compiler)  # what BuildExtension calls before it compiles
-    ctx.note(toolkit=chosen, torch_built_with=built_with)
-    assert home == ctx.path(f"cuda-{chosen}")
+    ctx.note(toolkit=home, torch_built_with=built_with)
+    return home
+
+
+def releases(ctx: Context) -> Tuple[str, str]:
+    """What torch was built with, and a release of another major."""
+    import torch
+
+    built_with = torch.version.cuda or "12.8"
+    return built_with, ctx.params["toolkit"] or ("12.8" if built_with.startswith("11.") else "11.8")
+
+
+def build(ctx: Context, *, cuda_home_of_same_major: bool, asks: str = "torch", linked: bool = False) -> None:
+    """Two toolkits on disk, each just an nvcc that answers --version; CUDA_HOME chooses one, or a link to it."""
+    built_with, other = releases(ctx)
+    homes = {release: toolkit(ctx, release) for release in {built_with, other}}
+    home = homes[built_with if cuda_home_of_same_major else other]
+    if linked:
+        os.symlink(home, ctx.path("cuda"))
+        home = ctx.path("cuda")
+    os.environ["CUDA_HOME"] = home
+    assert ask(ctx, built_with, asks) == home
+
+
+def change_torch(ctx: Context, *, torch_of_same_major: bool) -> None:
+    """One toolkit, and the CUDA release of one torch or of another."""
+    built_with, other = releases(ctx)
+    os.environ["CUDA_HOME"] = toolkit(ctx, other)
+    ask(ctx, other if torch_of_same_major else built_with, "torch")
+
+
+def find_toolkit(ctx: Context, *, cuda_home: bool) -> None:
+    """No nvcc on PATH and none in /usr/local/cuda; CUDA_HOME is set or not."""
+    from unittest.mock import patch
+
+    built_with, _ = releases(ctx)
+    home = toolkit(ctx, built_with)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        os.environ.pop(name, None)
+    if cuda_home:
+        os.environ["CUDA_HOME"] = home
+    there = os.path.exists
+    os.environ["PATH"] = ctx.path("bin")
+    with patch("os.path.exists", lambda path: path != "/usr/local/cuda" and there(path)):
+        ask(ctx, built_with, "folders")
 
 
 def check(_: Mapping[str, Any]) -> Finding:
@@ -113,24 +159,25 @@ def release_of(home: Path) -> str:
     return match.group(1) if match else ""
 
 
-def experiment(asks: str, expect: str, needs: Needs) -> Experiment:
-    job = partial(build, asks=asks)
+TORCH = Needs(packages={"torch": ">=2.1", "setuptools": ""})
+MISMATCH = r"The detected CUDA version \(.{1,8}\) mismatches the version that was used to compile"
+SCRIPT = "an installed CUDA toolkit: here a script that prints nvcc's version line"
+
+
+def experiment(
+    name: str,
+    control: Callable[[Context], None],
+    treatment: Callable[[Context], None],
+    because: str = "CUDA_HOME leads to a toolkit of another major release",
+    fix: str = "CUDA_HOME leads to the toolkit of the release that torch was built with",
+    expect: str = MISMATCH,
+    needs: Needs = TORCH,
+    stands_for: str = SCRIPT,
+) -> Experiment:
     return Experiment(
-        name=asks,
-        control=Arm(
-            partial(job, cuda_home_of_same_major=False),
-            expect=raised(expect),
-            because="CUDA_HOME leads to a toolkit of another major release",
-            fidelity="stand-in",
-            stands_for="an installed CUDA toolkit: here a script that prints nvcc's version line",
-        ),
-        treatment=Arm(
-            partial(job, cuda_home_of_same_major=True),
-            expect=completed(),
-            because="CUDA_HOME leads to the toolkit of the release that torch was built with",
-            fidelity="stand-in",
-            stands_for="an installed CUDA toolkit: here a script that prints nvcc's version line",
-        ),
+        name=name,
+        control=Arm(control, raised(expect), because, "stand-in", stands_for),
+        treatment=Arm(treatment, completed(), fix, "stand-in", stands_for),
         world_size=1,
         needs=needs,
         deadline_s=60,
@@ -138,21 +185,41 @@ def experiment(asks: str, expect: str, needs: Needs) -> Experiment:
     )
 
 
+def by_home(name: str, **settings: Any) -> Tuple[str, Callable[[Context], None], Callable[[Context], None]]:
+    other, same = (partial(build, cuda_home_of_same_major=same, **settings) for same in (False, True))
+    return name, other, same
+
+
 probe = Probe(
     check=check,
     params={"toolkit": Param("str", "release that nvcc reports in the control arm; your own: would torch take it?")},
-    experiments=(
-        experiment(
-            "torch",
-            r"The detected CUDA version \(.{1,8}\) mismatches the version that was used to compile",
-            Needs(packages={"torch": ">=2.1"}),
-        ),
-    ),
+    experiments=(experiment(*by_home("torch")),),
     variants=(
         experiment(
-            "deepspeed",
-            r"Installed CUDA version \S+ does not match the version torch was compiled with",
-            Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.9"}),
+            "no-toolkit",
+            partial(find_toolkit, cuda_home=False),
+            partial(find_toolkit, cuda_home=True),
+            because="there is no nvcc on PATH, no /usr/local/cuda, and CUDA_HOME is not set",
+            fix="CUDA_HOME leads to a toolkit",
+            expect="CUDA_HOME environment variable is not set",
+        ),
+        experiment(
+            *by_home("link", linked=True),
+            because="CUDA_HOME is a link with another name to a toolkit of another major release",
+            fix="the link leads to the toolkit of the release that torch was built with",
+        ),
+        experiment(
+            "change-torch",
+            partial(change_torch, torch_of_same_major=False),
+            partial(change_torch, torch_of_same_major=True),
+            because="torch was built with another major release than the toolkit",
+            fix="torch was built with the release of the toolkit",
+            stands_for=SCRIPT + "; and a torch for it: torch.version.cuda is set",
+        ),
+        experiment(
+            *by_home("deepspeed", asks="deepspeed"),
+            expect=r"Installed CUDA version \S+ does not match the version torch was compiled with",
+            needs=Needs(packages={"torch": ">=2.1", "setuptools": "", "deepspeed": ">=0.9"}),
         ),
     ),
 )
