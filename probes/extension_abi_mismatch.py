@@ -43,6 +43,32 @@ def build_and_load(ctx: Context, *, abi_of_torch: bool) -> None:
     assert ctypes.CDLL(library, mode=os.RTLD_NOW).fail  # as Python's import loads an extension
 
 
+def load_from_cache(ctx: Context, *, cache_removed: bool) -> None:
+    """torch's just-in-time build finds its folder up to date, and the file in it is of another ABI than torch."""
+    import shutil
+    import subprocess
+    from unittest.mock import patch
+
+    import torch
+    from torch.utils import cpp_extension
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = ctx.path("torch_extensions")
+    source, op = Path(ctx.path("fused_adam.cpp")), Path(ctx.path("torch_extensions/fused_adam"))
+    source.write_text(SOURCE)
+    load = partial(cpp_extension.load, "fused_adam", [str(source)], is_python_module=False)
+    with patch.object(torch.ops, "load_library"):  # built, not loaded: a process loads a file once
+        load()
+    options = ["-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}"]
+    libraries = f"-L{Path(torch.__file__).parent / 'lib'}"
+    (op / "fused_adam.so").unlink()  # in its place a newer file
+    subprocess.run(["c++", *options, str(source), "-o", str(op / "fused_adam.so"), libraries, "-lc10"], check=True)
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.clear()  # as in a new process
+    ctx.reached()
+    if cache_removed:
+        shutil.rmtree(op)
+    load()
+
+
 def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
     """Without a compiler: torch's libshm.so, and a copy that needs a function torch does not have."""
     import ctypes
@@ -59,6 +85,7 @@ def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
     ctypes.CDLL(ctx.path("extension.so"), mode=os.RTLD_NOW)
 
 
+OF_TORCH = re.compile(r"_Z(T[ISV])?NK?(3c10|2at|5torch)")
 ABI_SYMBOLS = re.compile(r"_ZNK?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
 
 
@@ -68,34 +95,44 @@ def check(params: Mapping[str, Any]) -> Finding:
     if spec is None or not spec.origin:
         return unknown("torch is not installed in this interpreter")
     root = Path(spec.origin).parent
-    end = time.monotonic() + 0.6
+    end = time.monotonic() + 0.8
     has: Set[str] = set()
     for name in ("libc10.so", "libc10_cuda.so"):
         has |= {symbol for symbol, defined in symbols(root / "lib" / name) if defined}
     if not has:
         return unknown(f"the symbols of {root}/lib/libc10.so cannot be read")
     files = [params["extension"]] if params["extension"] else extensions(root.parent)
-    read, lacking = [], []
+    read, lacking, others = [], [], []
+    late = 0
     for file in files:
         if time.monotonic() > end:
-            break
-        wants = [symbol for symbol, defined in symbols(file) if not defined and ABI_SYMBOLS.match(symbol)]
+            late += 1
+            continue
+        wants = {symbol for symbol, defined in symbols(file) if not defined and OF_TORCH.match(symbol)}
         if not wants:
             continue
         read.append(file.name)
-        missing = sorted(set(wants) - has)
+        missing = sorted(symbol for symbol in wants - has if ABI_SYMBOLS.match(symbol))
+        others += [(file, symbol) for symbol in sorted(wants - has) if not ABI_SYMBOLS.match(symbol)]
         if missing:
             lacking.append(f"{file} wants {missing[0]}, which the installed torch does not have{why(missing, has)}")
     if lacking:
         return exposed(*lacking[:8], advice="reinstall it for this torch, or delete it if it is in a cache")
     if not read:
         return unknown(
-            f"none of the {len(files)} extensions looked at uses c10::Error or c10::cuda",
+            f"none of the {len(files)} extensions looked at uses c10, at or torch",
             advice="--set extension=path/to/some.so",
         )
-    return clear(
-        f"{', '.join(read[:8])}: what they want of c10::Error and c10::cuda is there; nothing else was compared"
-    )
+    told = f"{', '.join(read[:8])}: what they want of c10::Error and c10::cuda is there"
+    named = b"".join(strings(root / "lib" / name) for name in REST if others and time.monotonic() < end)
+    unnamed = [f"{file} wants {symbol}" for file, symbol in others if b"\0%s\0" % symbol.encode() not in named]
+    if late or unnamed:
+        left = [f"{late} more were not read in time"] if late else []
+        return unknown(told, *left, *unnamed[:4], advice="import it: the linker has the last word")
+    return clear(told, "and so is what they want of at and torch; layouts of objects were not compared")
+
+
+REST = ("libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python.so")
 
 
 def why(missing: List[str], has: Set[str]) -> str:
@@ -118,8 +155,20 @@ def extensions(site: Path) -> List[Path]:
     return sorted(result)[:60]
 
 
+def strings(path: Path) -> bytes:
+    """All names of the dynamic symbols of a 64-bit ELF file, defined or not, each between zeros."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start, size, count = struct.unpack_from("<Q10xHH", data, 0x28)
+            sections = [struct.unpack_from("<4xI16xQQI12xQ", data, start + size * index) for index in range(count)]
+            at = next((section[3] for section in sections if section[0] == 11), 0)  # SHT_DYNSYM
+            return data[sections[at][1] : sections[at][1] + sections[at][2]]
+    except (OSError, ValueError, IndexError, struct.error):
+        return b""
+
+
 def symbols(path: Path) -> Iterator[Tuple[str, bool]]:
-    """The dynamic symbols of a 64-bit ELF file, and whether it defines them; none for anything else."""
+    """The dynamic symbols of a 64-bit ELF file, and whether they need no other library; none for anything else."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if data[:6] != b"\x7fELF\x02\x01":
@@ -133,8 +182,9 @@ def symbols(path: Path) -> Iterator[Tuple[str, bool]]:
                 return
             names = sections[table[3]][1]
             for at in range(table[1], table[1] + table[2], 24):
-                name, section = struct.unpack_from("<I2xH", data, at)
-                yield data[names + name : data.find(b"\0", names + name)].decode(errors="replace"), section != 0
+                name, kind, section = struct.unpack_from("<IBxH", data, at)
+                found = section != 0 or kind >> 4 == 2  # a weak symbol may stay undefined
+                yield data[names + name : data.find(b"\0", names + name)].decode(errors="replace"), found
     except (OSError, ValueError, IndexError, struct.error):
         return
 
@@ -186,6 +236,29 @@ probe = Probe(
             needs=Needs(packages={"torch": ">=2.1"}),
             deadline_s=30,
             expected_s=(0.2, 0.2),
+        ),
+    ),
+    variants=(
+        Experiment(
+            name="cache",
+            control=Arm(
+                partial(load_from_cache, cache_removed=False),
+                expect=UNDEFINED,
+                because="torch's build finds nothing to do, and loads the file of the other ABI that is in the cache",
+                fidelity="stand-in",
+                stands_for="an op that was built before torch was replaced: compiled here with the other ABI",
+            ),
+            treatment=Arm(
+                partial(load_from_cache, cache_removed=True),
+                expect=completed(),
+                because="the folder of the op is removed, so torch builds it anew",
+                fidelity="stand-in",
+                stands_for="an op that was built before torch was replaced: compiled here with the other ABI",
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1", "setuptools": ""}, programs=("c++", "ninja")),
+            deadline_s=120,
+            expected_s=(4.0, 6.0),
         ),
     ),
 )
