@@ -76,6 +76,9 @@ healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with 
 matrix: setup ## verify every entry with one release of torch after the other (5 GB each, removed); RELEASES="2.5.1 2.6.0"
 	$(BIN)/python -m tests.bench.releases
 
+wordings: setup ## look up the text of each signature in the releases that may print it; PACKAGES="torch peft"
+	$(BIN)/python -m tests.bench.wordings
+
 gpu-check: setup ## everything a machine with GPUs can prove, as one report file
 	$(BIN)/python -m tests.bench.gpu_check
 

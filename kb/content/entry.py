@@ -102,12 +102,16 @@ class _Strict(BaseModel):
 
 
 class Signature(_Strict):
-    """A pattern that points to this entry when a log matches it: see `kb.patterns.literals.find`."""
+    """A pattern that points to this entry when a log matches it: see `kb.patterns.literals.find`.
+
+    `printed_by` are the packages whose files contain the text, with the releases that do: see `kb.content.wordings`.
+    """
 
     pattern: Regex
     role: Annotated[Role, Field(strict=False)]
     source: Text
     sample: Text
+    printed_by: dict[str, Specifier] = {}
 
 
 class Reference(_Strict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,9 @@ from kb.content.catalog import Catalog, load_catalog
 from kb.content.entry import Entry
 from kb.content.languages import Language
 from kb.content.parser import LARGEST, front_matter_problems
-from kb.content.release_records import ReleaseVerdict, release_verdicts
+from kb.content.release_records import release_verdicts
 from kb.content.roots import BUILT_IN, Root
+from kb.content.wordings import wordings
 from kb.errors import ContentError, UsageError
 from kb.harness.launcher import Launcher, Task
 from kb.lint import claims, fixes, glossary, links, probes, records, sections, signatures
@@ -99,7 +100,7 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     declared, invalid = _declared_languages(roots)
     violations = [_violation(problem) for problem in invalid]
     violations += [violation for problem in problems for violation in check_unusable(problem, declared)]
-    entry_files = _entry_files(catalog, entries, declared, files, release_verdicts(roots))
+    entry_files = _entry_files(catalog, entries, declared, files, roots)
     violations += [violation for file in entry_files for violation in check_entry(file)]
     violations += [violation for file in files for violation in check_probe(file)]
     if not only and any(root.name == BUILT_IN for root in roots):
@@ -162,8 +163,9 @@ def _entry_files(
     entries: list[Entry],
     declared: Declared,
     probes: Iterable[ProbeFile],
-    releases: Mapping[str, tuple[ReleaseVerdict, ...]],
+    roots: Iterable[Root],
 ) -> Iterator[EntryFile]:
+    releases, texts = release_verdicts(roots), wordings(roots)
     by_path = {file.path: file for file in probes}
     ids = frozenset(catalog.entries) | {problem.path.stem for problem in catalog.problems}
     slow = slow_patterns(entries)
@@ -177,7 +179,7 @@ def _entry_files(
         written = declared[entry.path.parent]
         probe_file = by_path.get(probe) if probe else None
         on_record = releases.get(entry.id, ())
-        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today, on_record)
+        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today, on_record, texts)
 
 
 def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentError]]:

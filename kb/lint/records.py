@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from packaging.specifiers import SpecifierSet
+
 from kb.content.applicability import State, applicability
+from kb.content.entry import Role
 from kb.lint.rule import EntryFile, EntryRule, Remark
 
 BROKEN = ("fix-ineffective", "not-reproduced", "inconclusive", "inverted", "other-failure")
@@ -23,4 +26,21 @@ def release_verdict(file: EntryFile) -> Iterator[Remark]:
             yield line, f"{release.verdict} with torch {release.torch}: {release.reason}"
 
 
-RULES: tuple[EntryRule, ...] = (release_verdict,)
+def untraced_wording(file: EntryFile) -> Iterator[Remark]:
+    """The releases in printed_by of a signature contain its text; a text that was found in a package has printed_by."""
+    searched, found = file.wordings
+    for number, signature in enumerate(file.meta.signatures):
+        line = file.line("signatures", number, "pattern")
+        by_package = found.get(signature.pattern, {})
+        for package, specifier in signature.printed_by.items():
+            known = searched.get(package, ())  # empty for what is no wheel: python, the driver
+            stated = [release for release in known if SpecifierSet(specifier).contains(release)]
+            without = [release for release in stated if release not in by_package.get(package, ())]
+            if without or (known and not stated):
+                yield line, f"{package} {', '.join(without) or specifier} was searched and does not contain this text"
+        if by_package and not signature.printed_by and signature.role is not Role.CONTEXT:
+            places = "; ".join(f"{package} {', '.join(releases)}" for package, releases in by_package.items())
+            yield line, f"say in printed_by which of these print it: {places}"
+
+
+RULES: tuple[EntryRule, ...] = (release_verdict, untraced_wording)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from kb.content.entry import Entry, FrontMatter
 from kb.content.languages import Language
 from kb.content.release_records import ReleaseVerdict
+from kb.content.wordings import Releases
 from kb.lint.body import Block, Kind
 from kb.probe import Probe
 
@@ -71,7 +72,7 @@ class EntryFile(EntryText):
     """An entry to check, and the data that rules compare it with.
 
     `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end,
-    `releases` the verdicts on record.
+    `releases` the verdicts on record, `wordings` the releases that were searched for texts and those that have them.
     """
 
     entry: Entry
@@ -80,6 +81,7 @@ class EntryFile(EntryText):
     slow: frozenset[str]
     today: datetime.date
     releases: tuple[ReleaseVerdict, ...] = ()
+    wordings: tuple[Mapping[str, Sequence[str]], Releases] = ({}, {})
 
     @property
     def meta(self) -> FrontMatter:

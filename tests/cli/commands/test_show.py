@@ -121,7 +121,15 @@ def test_all_shows_every_section_and_every_reference(kb: Kb, catalog: Catalog) -
 def test_chinese_is_shown_for_who_asks(kb: Kb) -> None:
     short, whole = kb("show", ENTRY, "--lang", "zh").out, kb("show", ENTRY, "--lang", "zh", "--all").out
     assert re.findall(r"^## (.+)", short, re.MULTILINE) == ["症状", "原因", "判断", "修复", "在本机验证"]
-    assert re.findall(r"^## (.+)", whole, re.MULTILINE) == ["症状", "环境", "原因", "判断", "修复", "参考", "在本机验证"]
+    assert re.findall(r"^## (.+)", whole, re.MULTILINE) == [
+        "症状",
+        "环境",
+        "原因",
+        "判断",
+        "修复",
+        "参考",
+        "在本机验证",
+    ]
     assert "中文" not in kb("show", ENTRY, "--all").out
 
 
@@ -137,7 +145,7 @@ def test_the_file_and_the_document_are_whole(kb: Kb, catalog: Catalog) -> None:
 def test_one_section_is_shown_with_code_that_can_be_copied(kb: Kb) -> None:
     shown = kb("show", "host-oom-killed", "--section", "FIX").out
     assert shown.startswith("## Fix\n")
-    assert '\nstate = torch.load(path, mmap=True, weights_only=True)' in shown
+    assert "\nstate = torch.load(path, mmap=True, weights_only=True)" in shown
     assert "Symptom" not in shown
     ended = kb("show", "host-oom-killed", "--section", "cure")
     assert ended.code == 2

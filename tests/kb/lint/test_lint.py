@@ -20,7 +20,7 @@ from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, c
 from kb.lint.rule import EntryFile, ProbeFile, Violation
 from kb.probe import Arm, Experiment, Probe, completed, unknown
 from tests.support.console import CHECKOUT, ContentRoot
-from tests.support.lint_examples import EXAMPLES, GLOSSARIES, PROBE, SOUND, TELL, Edits, Example, edited
+from tests.support.lint_examples import EXAMPLES, GLOSSARIES, PROBE, SAMPLE, SOUND, TELL, Edits, Example, edited
 
 ENTRY_FILE = Path("/content/entries/example.md")
 IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
@@ -251,7 +251,10 @@ def test_an_entry_that_another_replaces_cannot_be_checked_alone(tmp_path: Path) 
 
 
 def test_every_rule_has_a_failing_example_and_every_example_a_rule() -> None:
-    assert {example.rule for example in EXAMPLES} | set(FILES) | set(GLOSSARIES) | {"release-verdict"} == set(rules())
+    assert {example.rule for example in EXAMPLES} | set(FILES) | set(GLOSSARIES) | {
+        "release-verdict",
+        "untraced-wording",
+    } == set(rules())
 
 
 def test_every_rule_has_its_requirement_in_one_sentence() -> None:
@@ -292,3 +295,25 @@ def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
         ENTRY_FILE, text, blocks(text), frozenset(Language), entry, IDS, PROBE_FILE, frozenset(), TODAY, (release,)
     )
     assert [violation.rule for violation in check_entry(file)] == ["release-verdict"] * is_broken
+
+
+@pytest.mark.parametrize(
+    ("printed_by", "remark"),
+    [
+        ("", "say in printed_by which of these print it: torch 2.5.1, 2.6.0"),
+        ("    printed_by: {torch: '>=2.5'}\n", ""),
+        ("    printed_by: {torch: '>=2.4'}\n", "torch 2.4.1 was searched and does not contain this text"),
+        ("    printed_by: {torch: '>=3'}\n", "torch >=3 was searched and does not contain this text"),
+        ("    printed_by: {python: ''}\n", ""),
+    ],
+)
+def test_the_releases_that_print_a_signature_contain_its_text(printed_by: str, remark: str) -> None:
+    text = edited({SAMPLE: SAMPLE + printed_by})
+    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+    searched = {"torch": ["2.4.1", "2.5.1", "2.6.0"]}
+    texts = (searched, {entry.meta.signatures[0].pattern: {"torch": ["2.5.1", "2.6.0"]}})
+    body = blocks(text)
+    file = EntryFile(ENTRY_FILE, text, body, frozenset(Language), entry, IDS, PROBE_FILE, frozenset(), TODAY, (), texts)
+    assert [(violation.rule, violation.message) for violation in check_entry(file)] == (
+        [("untraced-wording", remark)] if remark else []
+    )

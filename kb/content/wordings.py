@@ -1,0 +1,69 @@
+"""Wordings: which releases of which packages contain the text of a signature, in `docs/verified/wordings.json`.
+
+A program prints a line from pieces, so the rarest text of a pattern is cut where values are put in: `WorkNCCL(SeqNum=`
+is `WorkNCCL` and `SeqNum`. A release has the wording when its files contain every piece of one such text.
+`make wordings` looks and writes the record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from packaging.version import Version
+
+from kb.content.roots import Root
+from kb.errors import UsageError
+from kb.patterns.literals import literals
+
+SCHEMA = "kb.wordings.v1"
+FILE = "wordings.json"
+SHORTEST = 5  # characters of a piece; a shorter one is in every library
+JOINT = re.compile(r"[^A-Za-z_ ./'-]+|(?<![A-Za-z])'|'(?![A-Za-z])")
+
+Releases = Mapping[str, Mapping[str, Sequence[str]]]  # pattern to package to releases, the oldest first
+
+
+def pieces(pattern: str) -> tuple[tuple[str, ...], ...]:
+    """The pieces of each rare text of a pattern; none where its texts are too short to look for."""
+    cut = (tuple(piece.strip() for piece in JOINT.split(text)) for text in sorted(literals(pattern)))
+    return tuple(filter(None, (tuple(piece for piece in each if len(piece) >= SHORTEST) for each in cut)))
+
+
+def is_worded(pattern: str, present: Collection[str]) -> bool:
+    """Whether every piece of one of its texts is among those that are present."""
+    return any(all(piece in present for piece in each) for each in pieces(pattern))
+
+
+def record(present: Mapping[tuple[str, str], Collection[str]], patterns: Iterable[str], day: str) -> dict[str, object]:
+    """The record, from the pieces that are present in each package and release."""
+    releases: dict[str, list[str]] = {}
+    for package, release in sorted(present, key=lambda key: (key[0], Version(key[1]))):
+        releases.setdefault(package, []).append(release)
+    found = {
+        pattern: {
+            package: [release for release in tried if is_worded(pattern, present[package, release])]
+            for package, tried in releases.items()
+            if any(is_worded(pattern, present[package, release]) for release in tried)
+        }
+        for pattern in sorted(set(patterns))
+    }
+    return {"schema": SCHEMA, "day": day, "releases": releases, "found": {key: by for key, by in found.items() if by}}
+
+
+def wordings(roots: Iterable[Root]) -> tuple[Mapping[str, Sequence[str]], Releases]:
+    """The releases that were searched, by package, and those that have each wording. Raises `UsageError`."""
+    searched: dict[str, Sequence[str]] = {}
+    found: dict[str, Mapping[str, Sequence[str]]] = {}
+    for path in (root.verified / FILE for root in roots):
+        if path.is_file():
+            try:
+                document = json.loads(path.read_text(encoding="utf-8"))
+                searched.update(document["releases"])
+                found.update(document["found"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(
+                    f"{path} is not a valid record of wordings: {error}", "`make wordings` writes it"
+                ) from None
+    return searched, found
