@@ -13,7 +13,6 @@ from typing import Any, Iterator, List, Mapping, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 
-
 IMAGES = """
 import torch
 
@@ -36,7 +35,7 @@ class Images:
 
 
 def run(
-    ctx: Context, *, worker_moves: bool = True, workers: int = 1, spawn: bool = False, own_context: str = "fork"
+    ctx: Context, *, worker_moves: bool = True, workers: int = 1, spawn: bool = False, library_forks: bool = False
 ) -> None:
     """A loop over a DataLoader; the parent has called CUDA before the workers start."""
     import torch
@@ -46,7 +45,7 @@ def run(
     sys.path.insert(0, str(ctx.dir))  # a spawned worker imports the data set from there
     dataset = importlib.import_module("images").Images(worker_moves)
     device = ctx.device
-    multiprocessing.set_start_method("fork" if own_context == "fork" else "spawn", force=True)
+    multiprocessing.set_start_method("spawn" if library_forks else "fork", force=True)
     if ctx.device.type == "cuda":
         torch.zeros(1, device=ctx.device)
     else:
@@ -63,7 +62,7 @@ def run(
         loader = DataLoader(
             dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", persistent_workers=True
         )
-    elif own_context == "in a library":
+    elif library_forks:
         loader = DataLoader(dataset, batch_size=2, num_workers=1, multiprocessing_context="fork")
     else:
         loader = DataLoader(dataset, batch_size=2, num_workers=1, pin_memory=True)
@@ -163,15 +162,14 @@ def variant(name: str, control: Mapping[str, Any], treatment: Mapping[str, Any],
 
 
 variants = (
-    variant("spawn", {}, {"spawn": True}, IN_WORKER, "the worker that uses the GPU is spawned"),
-    variant("no-workers", {}, {"workers": 0}, IN_WORKER, "the loader has no workers"),
     variant(
-        "force-spawn",
-        {"own_context": "in a library"},
-        {"own_context": ""},
-        "the start method of the process is spawn, and the loader has a context of its own",
-        "the loader takes the start method of the process",
+        "spawn",
+        {"library_forks": True},
+        {"library_forks": True, "spawn": True},
+        "the start method of the process is spawn, and the loader has a context of its own that forks",
+        "the loader itself is told to spawn",
     ),
+    variant("no-workers", {}, {"workers": 0}, IN_WORKER, "the loader has no workers"),
 )
 
 probe = Probe(
