@@ -5,9 +5,25 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, Mapping
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, hung, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    hung,
+    symptom,
+    unknown,
+)
 
 PATIENCE_S = 1.5  # a healthy pool answers in a few hundredths of a second
 SAMPLE_S = 0.4
@@ -21,7 +37,17 @@ def featurize(size: int) -> float:
     return float(torch.ones(size).exp().mean())
 
 
-def preprocess(ctx: Context, *, threads_per_worker: int) -> None:
+def featurize_alone(size: int) -> float:
+    """The same, on one thread: what the function that map gets does first."""
+    import torch
+
+    torch.set_num_threads(1)
+    return featurize(size)
+
+
+def preprocess(
+    ctx: Context, *, alone: bool = False, parent_threads: int = 2, parent_has_worked: bool = True, measured: bool = True
+) -> None:
     import math
     import multiprocessing
     import os
@@ -29,18 +55,66 @@ def preprocess(ctx: Context, *, threads_per_worker: int) -> None:
 
     import torch
 
-    torch.set_num_threads(2)  # arms get OMP_NUM_THREADS=1; a process that nobody limits has one per core
-    featurize(1 << 20)  # the parent has used its OpenMP threads: from here on a second one exists
+    torch.set_num_threads(parent_threads)  # arms get OMP_NUM_THREADS=1; a process that nobody limits has one per core
+    if parent_has_worked:
+        featurize(1 << 20)  # the parent has used its OpenMP threads: from here on a second one exists
     ctx.note(threads_of_parent=len(os.listdir("/proc/self/task")))
     ctx.reached()
-    with multiprocessing.get_context("fork").Pool(2, torch.set_num_threads, (threads_per_worker,)) as pool:
-        answers = pool.map_async(featurize, [1 << 20] * 4)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        answers = pool.map_async(featurize_alone if alone else featurize, [1 << 20] * 4)
+        workers = [worker.pid or 0 for worker in multiprocessing.active_children()]
+        idle_s, spent = 0.0, 0
+        while idle_s < PATIENCE_S and not answers.ready():  # a busy machine lets them wait, but not idle
+            answers.wait(0.5)
+            before, spent = spent, sum(_ticks(worker) for worker in workers)
+            idle_s = idle_s + 0.5 if spent == before else 0.0
+        if not answers.ready():
+            os.kill(workers[0], signal.SIGUSR1)  # its stack goes where ours will go
+            if measured:
+                raise Symptom(f"no answer of {len(workers)} workers, which have used {spent} ticks of CPU")
+        assert all(math.isclose(answer, math.e, rel_tol=1e-4) for answer in answers.get())
+
+
+LOCKED = """
+import threading
+
+lock = threading.Lock()
+
+def count(text):
+    with lock:
+        return len(text)
+"""
+
+
+def preprocess_with_lock(ctx: Context, *, method: str) -> None:
+    """No torch: another thread of the parent holds a lock at the moment of the fork, and the function wants it."""
+    import importlib
+    import multiprocessing
+    import sys
+    import threading
+
+    (ctx.dir / "locked.py").write_text(LOCKED)
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports the function from there
+    locked: Any = importlib.import_module("locked")
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked.lock:
+            held.set()
+            done.wait(20)
+
+    threading.Thread(target=hold, daemon=True).start()
+    held.wait(5)
+    ctx.reached()
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        answers = pool.map_async(locked.count, ["four", "five"])
+        answers.wait(PATIENCE_S if method == "fork" else 15)
+        done.set()  # too late for a fork, whose copy of the lock stays locked
         answers.wait(PATIENCE_S)
         if not answers.ready():
-            worker = multiprocessing.active_children()[0].pid
-            assert worker
-            os.kill(worker, signal.SIGUSR1)  # its stack goes where ours will go
-        assert all(math.isclose(answer, math.e, rel_tol=1e-4) for answer in answers.get())
+            spent = sum(_ticks(worker.pid or 0) for worker in multiprocessing.active_children())
+            raise Symptom(f"no answer of 2 workers, which have used {spent} ticks of CPU; the parent's lock is free")
+        assert answers.get() == [4, 4]
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -61,7 +135,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         "worker %(pid)d: %(state)s in %(where)s, %(threads)d threads, %(ticks)d ticks of CPU" % item for item in seen
     ]
     evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(seen), pid, SAMPLE_S), *message[:8]]
+    asleep = [item["pid"] for item in seen if "futex" in item["where"] and not item["ticks"]]
     if sum(item["ticks"] for item in seen) > IDLE_TICKS:
+        if len(asleep) > 1:  # the queue of datasets is one of them
+            return unknown(*evidence, "some use the CPU, %d sleep on a lock: look again in a minute" % len(asleep))
         return clear(*evidence, "some use the CPU: the map is slow, not frozen")
     if any(item["state"] == "D" for item in seen):
         return unknown(*evidence, "some wait for a disk", advice="look at the storage first")
@@ -108,6 +185,26 @@ def _look(pid: int, ticks_before: int) -> dict[str, Any]:
     return {"pid": pid, "state": state, "where": where, "threads": threads, "ticks": _ticks(pid) - ticks_before}
 
 
+def variant(
+    name: str,
+    control: Callable[..., None],
+    treatment: Callable[..., None],
+    because: str,
+    fix: str,
+    pattern: str = r"no answer of 2 workers, which have used \d+ ticks of CPU",
+    env: Mapping[str, str] = MappingProxyType({}),
+    packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=symptom(pattern), because=because, fidelity="cpu", env=env),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="cpu", env=env),
+        world_size=1,
+        needs=Needs(packages=packages),
+        expected_s=(3.2, 0.5),
+    )
+
+
 probe = Probe(
     check=check,
     params={"pid": Param("int", "the process whose map or filter seems frozen")},
@@ -115,13 +212,13 @@ probe = Probe(
         Experiment(
             name="openmp",
             control=Arm(
-                partial(preprocess, threads_per_worker=2),
+                partial(preprocess, measured=False),
                 expect=hung(r"preprocess_num_proc_hang\.py\", line \d+ in featurize\n.*\bin mapstar\b"),
                 because="the workers wait for OpenMP threads that did not come along with the fork",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(preprocess, threads_per_worker=1),
+                partial(preprocess, measured=False, alone=True),
                 expect=completed(),
                 because="the workers use one thread each and need no other",
                 fidelity="cpu",
@@ -130,6 +227,38 @@ probe = Probe(
             needs=Needs(packages={"torch": ">=2.1"}),
             deadline_s=10,
             expected_s=(5.2, 0.2),
+        ),
+    ),
+    variants=(
+        variant(
+            "fresh-parent",
+            partial(preprocess),
+            partial(preprocess, parent_has_worked=False),
+            "the parent has run a torch operation on two threads",
+            "the parent has run none",
+        ),
+        variant(
+            "one-thread-parent",
+            partial(preprocess),
+            partial(preprocess, parent_threads=1),
+            "the parent has two OpenMP threads",
+            "it has one, as OMP_NUM_THREADS=1 and torchrun make it",
+        ),
+        variant(
+            "tokenizers-parallelism",
+            partial(preprocess),
+            partial(preprocess, alone=True),
+            "TOKENIZERS_PARALLELISM=false is set, the threads are those of OpenMP",
+            "the workers use one thread each",
+            env={"TOKENIZERS_PARALLELISM": "false"},
+        ),
+        variant(
+            "lock",
+            partial(preprocess_with_lock, method="fork"),
+            partial(preprocess_with_lock, method="spawn"),
+            "a thread of the parent holds a lock when the workers are forked",
+            "the workers are spawned, with locks of their own",
+            packages={},
         ),
     ),
 )
