@@ -6,85 +6,185 @@ import importlib
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
 ROWS, NEW_ID = 32, 32  # the ids 0 to 31 have a row
-FIXES = ("resize", "resize-late", "shrink")
 
 
-def train(ctx: Context, *, fixed: bool) -> None:
+def train(ctx: Context, *, fix: str) -> None:
     """Three steps of DDP on two ranks. The new token is in the batch of rank 1 in step 1, as a pad token would be."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
     dist = ctx.init_process_group(timeout_s=10)
-    fix = ctx.params["fix"] if fixed else ""
     torch.manual_seed(0)
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = torch.nn.Embedding(ROWS, 8)
+            self.embed_tokens = torch.nn.Embedding(ROWS, 8)
             self.head = torch.nn.Linear(8, 4)
 
         def resize(self, rows: int) -> None:
             """New rows get the mean of the old ones. A new embedding is a new parameter."""
-            old = self.embedding.weight.detach()
+            old = self.embed_tokens.weight.detach()
             grown = torch.cat([old, old.mean(0).repeat(max(0, rows - len(old)), 1)])[:rows]
-            self.embedding = torch.nn.Embedding.from_pretrained(grown, freeze=False)
+            self.embed_tokens = torch.nn.Embedding.from_pretrained(grown, freeze=False)
 
         def forward(self, ids: Any) -> Any:
-            return self.head(self.embedding(ids)).mean(1)
+            return self.head(self.embed_tokens(ids)).mean(1)
 
     model = Model().to(ctx.device)
-    if fix in ("resize", "shrink"):
-        model.resize(NEW_ID + 1 if fix == "resize" else ROWS - 2)
+    if fix in ("resize", "vocab-size"):
+        model.resize(ROWS + (fix == "resize"))  # tokenizer.vocab_size leaves the added token out
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
-    if fix == "resize-late":  # after DDP and the optimizer took their parameters
-        model.resize(NEW_ID + 1)
-    first = model.embedding.weight.detach().clone()
+    if fix == "late":  # after DDP and the optimizer took their parameters
+        model.resize(ROWS + 1)
+    first = model.embed_tokens.weight.detach().clone()
     ctx.reached()
     for step in range(3):
         ids = torch.arange(step * 4 + ctx.rank * 16, step * 4 + ctx.rank * 16 + 4).reshape(2, 2)
         if step == 1 and ctx.rank == 1:
             ids[1, 1] = NEW_ID
+        if fix == "clamp":
+            ids = ids.clamp(max=ROWS - 1)
         optimizer.zero_grad()
-        cross_entropy(wrapped(ids.to(ctx.device)), torch.tensor([step, 3], device=ctx.device)).backward()
+        try:
+            cross_entropy(wrapped(ids.to(ctx.device)), torch.tensor([step, 3], device=ctx.device)).backward()
+        except RuntimeError as error:
+            if fix != "late":
+                raise
+            moved = (model.embed_tokens.weight - first).abs().max().item()
+            raise Symptom("in step %d the new rows have moved by %s; DDP: %s" % (step, moved, error)) from error
         optimizer.step()
-    weight = model.embedding.weight.detach()
+    weight = model.embed_tokens.weight.detach()
     everyones = [torch.empty_like(weight) for _ in range(ctx.world_size)]
     dist.all_gather(everyones, weight)
     assert all(torch.equal(everyone, weight) for everyone in everyones), "the ranks trained different embeddings"
+    if fix == "clamp":
+        moved = (weight[ROWS - 1] - first[ROWS - 1]).abs().max().item()
+        raise Symptom("id %d is in no batch, and its row has moved by %.4f" % (ROWS - 1, moved))
     assert not torch.equal(weight[NEW_ID], first[NEW_ID]), "the new row was never trained"
 
 
-def train_with_transformers(ctx: Context, *, resized: bool) -> None:
-    """A tokenizer made on the spot, a pad token added to it, a tiny GPT-2 with one row per old token."""
+def reload(ctx: Context, *, cuts: bool) -> None:
+    """A model with more rows than tokens. Cut down to the tokenizer, it no longer fits the original."""
     import torch
 
+    def build(rows: int) -> Any:
+        return torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(rows, 8)})
+
+    original = build(ROWS + 4)
+    tokens = ROWS + 1
+    tuned = build(tokens if cuts or tokens > ROWS + 4 else ROWS + 4)
+    ctx.reached()
+    original.load_state_dict(tuned.state_dict())
+
+
+def tokenizer_of_16() -> Any:
     hf: Any = importlib.import_module("transformers")
     tk: Any = importlib.import_module("tokenizers")
     words = {word: number for number, word in enumerate(["[UNK]", *"abcdefghijklmno"])}
     plain = tk.Tokenizer(tk.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tk.pre_tokenizers.Whitespace()
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
-    config = hf.GPT2Config(vocab_size=len(tokenizer), n_positions=8, n_embd=8, n_layer=1, n_head=1)
-    model = hf.GPT2LMHeadModel(config)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    if resized:
-        model.resize_token_embeddings(len(tokenizer))
-    batch = tokenizer(["a b c d", "e f"], padding=True, return_tensors="pt")
-    assert batch["input_ids"].max() == 16, batch["input_ids"]
-    ctx.note(tokenizer_vocab_size=tokenizer.vocab_size, tokenizer_len=len(tokenizer), rows=model.config.vocab_size)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
+
+
+def model_of_16() -> Any:
+    import torch
+
+    hf: Any = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=16, **sizes))
+
+
+def train_with_transformers(ctx: Context, *, fix: str) -> None:
+    """A tokenizer made on the spot, a pad token for it, a tiny model with one row per old token."""
+    import torch
+
+    tokenizer, model = tokenizer_of_16(), model_of_16()
+    if fix == "existing":
+        tokenizer.pad_token = tokenizer.unk_token
+    else:
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    if fix == "resize":
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > rows:
+            model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+        model.config.pad_token_id = tokenizer.pad_token_id
+    batch = tokenizer(["a b c d", "e f"], padding=True, return_tensors="pt", return_token_type_ids=False)
+    ctx.note(
+        tokenizer_vocab_size=tokenizer.vocab_size, tokenizer_len=len(tokenizer), highest=int(batch.input_ids.max())
+    )
     ctx.reached()
     loss = model(**batch, labels=batch["input_ids"]).loss
     loss.backward()
     assert torch.isfinite(loss), loss
+
+
+def load_adapter(ctx: Context, *, resizes: bool) -> None:
+    """An adapter with the embedding of 17 rows, for a base model that has 16."""
+    from peft import LoraConfig, PeftModel, get_peft_model  # type: ignore[import-not-found]
+
+    trained, model, adapter = model_of_16(), model_of_16(), ctx.path("adapter")
+    trained.resize_token_embeddings(17)
+    config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["embed_tokens", "lm_head"])
+    get_peft_model(trained, config).save_pretrained(adapter)
+    rows = 17
+    ctx.reached()
+    if resizes:
+        model.resize_token_embeddings(rows)
+        model = PeftModel.from_pretrained(model, adapter)
+    else:
+        model = PeftModel.from_pretrained(model, adapter)
+    assert model.get_input_embeddings().weight.shape[0] == rows
+
+
+def train_adapter(ctx: Context, *, trains_rows: bool) -> None:
+    """One step of LoRA on a batch with the new token 16."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = model_of_16()
+    model.resize_token_embeddings(17)
+    new_ids = [16]
+    if trains_rows:
+        config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={"embed_tokens": new_ids})
+    else:
+        config = LoraConfig(task_type="CAUSAL_LM")
+    model, ids = get_peft_model(model, config), torch.tensor([[1, 16, 3]])
+    embedding = model.get_input_embeddings()
+    first = embedding(ids).detach()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+    ctx.reached()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    moved = (embedding(ids).detach() - first).abs().amax(-1)[0].tolist()
+    if moved[1] == 0:
+        raise Symptom("after a step the rows of 1, 16 and 3 have moved by %s" % moved)
+    assert moved[0] == moved[2] == 0, moved
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -116,6 +216,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(
             f"config.json says vocab_size {declared}", *message, advice="save the model with its own config again"
         )
+    if embedding is None:
+        return unknown(*message, "the rows of the saved embedding were not read: only safetensors files are")
     return clear(f"the highest token id {highest} is below the {rows} embedding rows", *message)
 
 
@@ -168,50 +270,123 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
     return content
 
 
+OUT = raised(r"index out of range in self")
+ROW = "the embedding got a row for it before DDP and the optimizer"
+
 gloo = Experiment(
     name="gloo",
     control=Arm(
-        partial(train, fixed=False),
-        expect=raised(r"index out of range in self"),
+        partial(train, fix=""),
+        expect=OUT,
         because="rank 1 meets an id without a row; rank 0 waits for its gradients",
         fidelity="cpu",
     ),
-    treatment=Arm(
-        partial(train, fixed=True),
-        expect=completed(),
-        because="the embedding got a row for it before DDP and the optimizer (--set fix=resize, resize-late or shrink)",
-        fidelity="cpu",
-    ),
+    treatment=Arm(partial(train, fix="resize"), expect=completed(), because=ROW, fidelity="cpu"),
     expected_s=(0.3, 0.3),
 )
+
+
+def variant(
+    name: str,
+    broken: Callable[[Context], None],
+    fixed: Callable[[Context], None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    packages: Optional[Mapping[str, str]] = None,
+) -> Experiment:
+    """With transformers or PEFT where `packages` names them."""
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1 if packages is not None else 2,
+        needs=Needs(packages={"torch": ">=2.1", **(packages or {})}, memory_mib=2048 if packages else 1024),
+        deadline_s=90 if packages else 20,
+        expected_s=(4, 4) if packages else (0.3, 0.3),
+    )
+
+
+HF = {"transformers": ">=4.46", "tokenizers": ""}
+PEFT = {"transformers": ">=4.46", "peft": ">=0.15"}
+RESIZED = partial(train, fix="resize")
 
 probe = Probe(
     check=check,
     params={
-        "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "resize"),
         "model": Param("path", "the folder of the model: config.json, safetensors"),
         "tokenizer": Param("path", "the folder of the tokenizer, when it is not the model's"),
     },
     experiments=(gloo.on_gpus(expect=raised(r"device-side assert triggered")), gloo),
     variants=(
-        Experiment(
-            name="transformers",
-            control=Arm(
-                partial(train_with_transformers, resized=False),
-                expect=raised(r"index out of range in self"),
-                because="add_special_tokens({'pad_token': '[PAD]'}) and nothing else",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(train_with_transformers, resized=True),
-                expect=completed(),
-                because="model.resize_token_embeddings(len(tokenizer)) after it",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "tokenizers": ""}, memory_mib=2048),
-            deadline_s=90,
-            expected_s=(4, 4),
+        variant(
+            "vocab-size",
+            partial(train, fix="vocab-size"),
+            RESIZED,
+            OUT,
+            "it is resized to tokenizer.vocab_size, which leaves the added token out",
+            ROW,
+        ),
+        variant(
+            "resize-late",
+            partial(train, fix="late"),
+            RESIZED,
+            symptom(r"in step 1 the new rows have moved by 0\.0; DDP: Expected to have finished reduction"),
+            "the embedding is resized after DDP and the optimizer took their parameters",
+            ROW,
+        ),
+        variant(
+            "clamp",
+            partial(train, fix="clamp"),
+            RESIZED,
+            symptom(r"id 31 is in no batch, and its row has moved by 0\.0*[1-9]"),
+            "ids are clamped to the last row: the new token is the word of that row",
+            ROW,
+        ),
+        variant(
+            "cut-down",
+            partial(reload, cuts=True),
+            partial(reload, cuts=False),
+            raised(r"size mismatch for embed_tokens\.weight"),
+            "an embedding with spare rows is resized to the tokenizer, downwards",
+            "it is resized only if the tokenizer has more",
+            {},
+        ),
+        variant(
+            "transformers",
+            partial(train_with_transformers, fix=""),
+            partial(train_with_transformers, fix="resize"),
+            OUT,
+            "a pad token is added and nothing else is done",
+            "the model is resized after it",
+            HF,
+        ),
+        variant(
+            "existing-token",
+            partial(train_with_transformers, fix=""),
+            partial(train_with_transformers, fix="existing"),
+            OUT,
+            "a pad token is added and nothing else is done",
+            "a token that exists is the pad token",
+            HF,
+        ),
+        variant(
+            "peft-load",
+            partial(load_adapter, resizes=False),
+            partial(load_adapter, resizes=True),
+            raised(r"size mismatch for \S*embed_tokens\S*"),
+            "the adapter has the embedding of the resized model, the base model was not resized",
+            "the base model is resized before the adapter is loaded",
+            PEFT,
+        ),
+        variant(
+            "peft-rows",
+            partial(train_adapter, trains_rows=False),
+            partial(train_adapter, trains_rows=True),
+            symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
+            "LoRA alone leaves the embedding as it is, the new row included",
+            "trainable_token_indices names the new row",
+            PEFT,
         ),
     ),
 )
