@@ -7,7 +7,7 @@ IN_PARALLEL := -n auto --dist worksteal
 PYTHONS := tests/cli/test_other_pythons.py
 ALL_TESTS := $(IN_PARALLEL) --ignore $(PYTHONS)
 
-.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy matrix gpu-check clean
+.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy matrix wordings gpu-check clean
 
 setup: $(STAMP)
 
@@ -41,10 +41,11 @@ lint: setup ## form of code and content
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/mypy kb api cli probes tests docs/site .ci/audit.py
+	$(BIN)/mypy kb api cli probes tests docs/site .ci/audit.py .ci/shell.py
 	$(BIN)/codespell kb api cli probes entries docs deploy README.md CONTRIBUTING.md CHANGELOG.md Makefile
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml kb api cli
 	$(BIN)/kb lint
+	$(BIN)/python .ci/shell.py
 
 audit: setup ## known vulnerabilities of what is installed, where a service of advisories can be reached
 	$(BIN)/python .ci/audit.py
