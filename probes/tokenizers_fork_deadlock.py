@@ -4,10 +4,13 @@ The variant is the real one: the Rust pool of tokenizers. Without tokenizers, Py
 pool replaces it: it also remembers idle threads across a fork.
 """
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +29,7 @@ from kb.probe import (
     clear,
     completed,
     exposed,
+    raised,
     symptom,
     unknown,
 )
@@ -33,32 +37,87 @@ from kb.probe import (
 PATIENCE_S = 2.0  # an answer takes a few hundredths of a second
 
 
-def stand_in(ctx: Context, *, pool_in_worker: bool) -> None:
+def stand_in(ctx: Context, *, pool_in_worker: bool = True, parent_encodes: bool = True) -> None:
     pool = ThreadPoolExecutor(2)
 
     def encode(texts: List[str], in_pool: bool) -> int:
         return sum(pool.map(len, texts) if in_pool else map(len, texts))
 
-    assert encode(["a b"] * 100, True) == 300  # the parent tokenizes something, and its pool has threads now
+    if parent_encodes:
+        assert encode(["a b"] * 100, True) == 300  # the parent tokenizes something, and its pool has threads now
     fork_and_encode(ctx, lambda: encode(["a b"] * 100, pool_in_worker) == 300)
 
 
-def real(ctx: Context, *, pool_in_worker: bool) -> None:
-    """The value that the reader has set, or the library's own default where it is `unset`, against `false`."""
-    value = ctx.params["value"] if pool_in_worker else "false"
-    os.environ.pop("TOKENIZERS_PARALLELISM", None)
-    if value != "unset":
-        os.environ["TOKENIZERS_PARALLELISM"] = value
+POOL = """
+from concurrent.futures import ThreadPoolExecutor
+
+pool = ThreadPoolExecutor(2)
+
+def encode(texts):
+    return sum(pool.map(len, texts))
+"""
+
+
+def start(ctx: Context, *, method: str) -> None:
+    """The same pool, in a worker that multiprocessing forks or spawns."""
+    (ctx.dir / "encoder.py").write_text(POOL)
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
+    encoder: Any = import_module("encoder")
+    assert encoder.encode(["a b"] * 100) == 300
+    ctx.reached()
+    with multiprocessing.get_context(method).Pool(1) as workers:
+        answer = workers.map_async(encoder.encode, [["a b"] * 100])
+        answer.wait(PATIENCE_S if method == "fork" else 15.0)
+        if not answer.ready():
+            raise stuck(multiprocessing.active_children()[0].pid or 0)
+        assert answer.get() == [300]
+
+
+def a_tokenizer() -> Any:
     library = import_module("tokenizers")
     words = import_module("tokenizers.models").WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")
     tokenizer = library.Tokenizer(words)
     tokenizer.pre_tokenizer = import_module("tokenizers.pre_tokenizers").Whitespace()
+    return tokenizer
 
-    def encode() -> bool:
-        return sum(len(item.ids) for item in tokenizer.encode_batch(["a b"] * 2000)) == 4000
 
-    assert encode()
-    fork_and_encode(ctx, encode)
+def real(ctx: Context, *, value: str = "", parent_batch: int = 2000) -> None:
+    """Tokenizers with one value of the variable, `--set value` where none is given, in parent and child."""
+    value = value or ctx.params["value"]
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)
+    if value != "unset":
+        os.environ["TOKENIZERS_PARALLELISM"] = value
+    tokenizer = a_tokenizer()
+
+    def encode(size: int) -> bool:
+        return sum(len(item.ids) for item in tokenizer.encode_batch(["a b"] * size)) == 2 * size
+
+    if parent_batch:
+        assert encode(parent_batch)
+    else:
+        assert len(tokenizer.encode("a b").ids) == 2
+    fork_and_encode(ctx, lambda: encode(2000))
+
+
+def load(ctx: Context, *, off_in_workers: bool) -> None:
+    """A DataLoader whose workers tokenize, after the parent has; the variable is true."""
+    from torch.utils.data import DataLoader
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    tokenizer = a_tokenizer()
+
+    def collate(texts: List[str]) -> int:
+        return sum(len(item.ids) for item in tokenizer.encode_batch(texts))
+
+    def no_pool(_: int) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    dataset: Any = ["a b"] * 2000
+    assert collate(dataset) == 4000
+    ctx.reached()
+    options = {"worker_init_fn": no_pool} if off_in_workers else {}
+    loader: Any = DataLoader(dataset, 1000, collate_fn=collate, num_workers=1, timeout=3, **options)
+    assert sum(loader) == 4000
 
 
 def fork_and_encode(ctx: Context, encode: Callable[[], bool]) -> None:
@@ -75,10 +134,15 @@ def fork_and_encode(ctx: Context, encode: Callable[[], bool]) -> None:
             assert status == 0, "the worker ended with status %d" % status
             return
         time.sleep(0.02)
-    state, where, threads, ticks = look(worker)
+    found = stuck(worker)
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
-    raise Symptom(
+    raise found
+
+
+def stuck(worker: int) -> Symptom:
+    state, where, threads, ticks = look(worker)
+    return Symptom(
         "the forked worker has not encoded its batch in %.0f s: state %s in %s, %d thread, %d ticks of CPU"
         % (PATIENCE_S, state, where, threads, ticks)
     )
@@ -122,37 +186,74 @@ LOST = "the worker hands its batch to the pool of its parent, whose threads did 
 ALONE = "the worker uses no pool and encodes alone"
 PYTHONS = "the Rust pool of tokenizers, in whose place a thread pool of Python is forked"
 
+TOKENIZERS = Needs(packages={"tokenizers": ">=0.13"})
+
+
+def pair(
+    name: str, control: Callable[..., None], treatment: Callable[..., None], because: str, fix: str, needs: Needs
+) -> Experiment:
+    """Without tokenizers a pool of Python replaces its own."""
+    kind = {"fidelity": "cpu"} if "tokenizers" in needs.packages else {"fidelity": "stand-in", "stands_for": PYTHONS}
+    return Experiment(
+        name=name,
+        control=Arm(control, STUCK, because=because, **kind),
+        treatment=Arm(treatment, completed(), because=fix, **kind),
+        world_size=1,
+        needs=needs,
+        expected_s=(2.3, 0.4),
+    )
+
+
+PLAIN = Needs(packages={}, memory_mib=128)
+loader = pair(
+    "worker-init",
+    partial(load, off_in_workers=False),
+    partial(load, off_in_workers=True),
+    "the variable is true, and the workers of a DataLoader encode batches after the parent",
+    "worker_init_fn sets it to false in each worker",
+    Needs(packages={"torch": ">=2.1", "tokenizers": ">=0.13"}),
+)
+
 probe = Probe(
     check=check,
     params={"value": Param("str", "TOKENIZERS_PARALLELISM of the variant's control arm, or unset", "true")},
     experiments=(
-        Experiment(
-            name="pool",
-            control=Arm(
-                partial(stand_in, pool_in_worker=True), STUCK, because=LOST, fidelity="stand-in", stands_for=PYTHONS
-            ),
-            treatment=Arm(
-                partial(stand_in, pool_in_worker=False),
-                completed(),
-                because=ALONE,
-                fidelity="stand-in",
-                stands_for=PYTHONS,
-            ),
-            world_size=1,
-            needs=Needs(packages={}, memory_mib=128),
-            expected_s=(2.1, 0.1),
-        ),
+        pair("pool", partial(stand_in), partial(stand_in, pool_in_worker=False), because=LOST, fix=ALONE, needs=PLAIN),
     ),
     variants=(
-        Experiment(
-            name="tokenizers",
-            control=Arm(partial(real, pool_in_worker=True), STUCK, because=LOST, fidelity="cpu"),
-            treatment=Arm(
-                partial(real, pool_in_worker=False), completed(), because="TOKENIZERS_PARALLELISM=false", fidelity="cpu"
-            ),
-            world_size=1,
-            needs=Needs(packages={"tokenizers": ">=0.13"}),
-            expected_s=(2.5, 0.4),
+        pair(
+            "parent-first",
+            partial(stand_in),
+            partial(stand_in, parent_encodes=False),
+            LOST,
+            "the parent has encoded nothing, so its pool has no threads, and the worker starts its own",
+            PLAIN,
         ),
+        pair(
+            "spawn",
+            partial(start, method="fork"),
+            partial(start, method="spawn"),
+            "multiprocessing forks the worker",
+            "it spawns the worker, which makes a pool of its own",
+            PLAIN,
+        ),
+        pair("tokenizers", partial(real), partial(real, value="false"), LOST, "the variable is false", TOKENIZERS),
+        pair(
+            "unset",
+            partial(real, value="true"),
+            partial(real, value="unset"),
+            "the variable is true",
+            "it is not set, and the library's fork handler keeps the worker from the pool",
+            TOKENIZERS,
+        ),
+        pair(
+            "batch-of-one",
+            partial(real, value="true", parent_batch=1),
+            partial(real, value="true", parent_batch=0),
+            "the parent has encoded one batch, of one text",
+            "the parent has encoded one text, not as a batch",
+            TOKENIZERS,
+        ),
+        replace(loader, control=replace(loader.control, expect=raised(r"DataLoader timed out after \d+ seconds"))),
     ),
 )
