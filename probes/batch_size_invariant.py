@@ -52,13 +52,12 @@ def configure(ctx: Context, *, train_batch_size: int) -> None:
     ctx.note(deepspeed=deepspeed.__version__, gradient_accumulation_steps=config.gradient_accumulation_steps)
 
 
-def calculate(ctx: Context, *, train_batch_size: int) -> None:
+def calculate(ctx: Context, *, given: Triple, ranks: int = RANKS) -> None:
     """The same rule without deepspeed."""
     ctx.reached()
-    given = (train_batch_size, MICRO, None)
-    fault = violation(given, RANKS)
+    fault = violation(given, ranks)
     assert not fault, fault
-    ctx.note(gradient_accumulation_steps=settle(given, RANKS)[2])
+    ctx.note(settled=list(settle(given, ranks)))
 
 
 def settle(given: Triple, world: int) -> Tuple[int, int, int]:
@@ -167,7 +166,7 @@ def _merge_config(path: Any, given: Mapping[str, Optional[int]]) -> Any:
                 )
             values[name] = value
     if len(autos) == len(KEYS) and all(value is None for value in given.values()):
-        return clear(
+        return unknown(
             'all three values are "auto": the Trainer fills them in from its arguments, and then they agree',
             "without the Trainer or accelerate, DeepSpeed itself fails on the text auto",
         )
@@ -232,6 +231,59 @@ ASSERTION = r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_a
 REAL_RULE = "seven started ranks: the real DeepSpeedConfig runs, and is told their number"
 REWRITTEN = "deepspeed.runtime.config.DeepSpeedConfig, whose rule is rewritten here because deepspeed is not installed"
 
+
+def arithmetic(
+    name: str, broken: Triple, fixed: Triple, numbers: str, because: Tuple[str, str], ranks: Tuple[int, int] = (7, 7)
+) -> Experiment:
+    """The rewritten rule with the values of each arm; `numbers` ends the message of the control arm."""
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(calculate, given=broken, ranks=ranks[0]),
+            expect=raised(ASSERTION + numbers),
+            because=because[0],
+            fidelity="model",
+            stands_for=REWRITTEN,
+        ),
+        treatment=Arm(
+            partial(calculate, given=fixed, ranks=ranks[1]),
+            expect=completed(),
+            because=because[1],
+            fidelity="model",
+            stands_for=REWRITTEN,
+        ),
+        world_size=1,
+        needs=Needs(memory_mib=64, packages={}),
+        expected_s=(0.1, 0.1),
+    )
+
+
+two_of_three = arithmetic(
+    "two-of-three",
+    (256, MICRO, 18),
+    (None, MICRO, 18),
+    r"2 \* 18 \* 7",
+    (
+        "all three values are given, and they do not multiply",
+        "micro batch and accumulation are given, the rest follows",
+    ),
+)
+world_of_one = arithmetic(
+    "world-of-one",
+    (256, 4, 8),
+    (256, 4, 8),
+    r"4 \* 8 \* 1$",
+    ("the numbers are right for eight ranks, and one is counted", "eight ranks are counted"),
+    ranks=(1, 8),
+)
+multiple_of_ranks = arithmetic(
+    "multiple-of-ranks",
+    (133, MICRO, None),
+    (126, MICRO, None),
+    r"2 \* 9 \* 7",
+    ("133 is a multiple of the seven ranks alone", "126 is a multiple of micro batch times ranks"),
+)
+
 probe = Probe(
     check=check,
     params={
@@ -267,25 +319,7 @@ probe = Probe(
             deadline_s=60,
             expected_s=(6, 6),
         ),
-        Experiment(
-            name="arithmetic",
-            control=Arm(
-                partial(calculate, train_batch_size=256),
-                expect=raised(ASSERTION + r"2 \* 18 \* 7"),
-                because=NO_MULTIPLE,
-                fidelity="model",
-                stands_for=REWRITTEN,
-            ),
-            treatment=Arm(
-                partial(calculate, train_batch_size=252),
-                expect=completed(),
-                because=MULTIPLE,
-                fidelity="model",
-                stands_for=REWRITTEN,
-            ),
-            world_size=1,
-            needs=Needs(memory_mib=64, packages={}),
-            expected_s=(0.1, 0.1),
-        ),
+        arithmetic("arithmetic", (256, MICRO, None), (252, MICRO, None), r"2 \* 18 \* 7", (NO_MULTIPLE, MULTIPLE)),
     ),
+    variants=(two_of_three, world_of_one, multiple_of_ranks),
 )
