@@ -42,7 +42,7 @@ def evaluate(
     if by_file_system:
         torch.multiprocessing.set_sharing_strategy("file_system")
     if raise_limit:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # noqa: RUF059
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     opened_before = len(os.listdir("/proc/self/fd"))
     ctx.reached()
@@ -59,7 +59,7 @@ def evaluate(
     assert sum(label.item() for label in labels) == sum(range(2 * limit))
 
 
-RECEIVED, TENSORS = 256, 60  # the limit of the process that receives, and the tensors of a batch
+RECEIVED, TENSORS = 256, 50  # the limit of the process that receives, and the tensors of a batch
 
 
 class Slow:
@@ -146,7 +146,7 @@ MESSAGES = (
     r"|received 0 items of ancdata|Errno 24\] Too many open files"
 )
 RETAINED = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
-WAITING = "six batches of 60 tensors from three workers wait for the first of the fourth; the limit is 256 files"
+WAITING = "six batches of 50 tensors from three workers wait for the first of the fourth; the limit is 256 files"
 CLONED = "the loop keeps a copy of each batch"
 STACKED = "the same batches, each stacked into one tensor by the worker"
 
