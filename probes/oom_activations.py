@@ -5,38 +5,52 @@ from __future__ import annotations
 import os
 import traceback
 from functools import partial
-from typing import Any, Dict, Mapping
+from typing import Any, Callable, Dict, Mapping
 
 from kb.cpu_arms import limit_address_space
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
-FIXES = ("checkpoint", "split")
 HIDDEN, WIDE, LAYERS = 128, 1024, 8
 CPU_TOKENS, GPU_TOKENS = 2048, 24576  # of the long batch: 136 MiB and 1.6 GiB of activations
 CPU_ROOM, GPU_MIB = 100 << 20, 1024
 PER_HIDDEN = {"all": 49, "adapter": 34}  # bytes per token and layer, times hidden: bf16 Llama, fused attention
 
 
-def train(ctx: Context, *, fixed: bool) -> None:
-    """Three short batches, then a long one. The treatment checkpoints the layers, or splits the long batch."""
+WAYS = ("whole", "checkpoint", "split", "truncate")
+
+
+def train(ctx: Context, *, way: str, ddp: bool = False) -> None:
+    """Three short batches, then a long one: whole, through checkpointed layers, in eight parts, or cut off."""
     import torch
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
     from torch.utils.checkpoint import checkpoint
 
-    fix, on_gpu = ctx.params["fix"] if fixed else "", ctx.device.type == "cuda"
-    assert ctx.params["fix"] in FIXES, "fix is one of %s" % (FIXES,)
+    assert way in WAYS, way
+    on_gpu = ctx.device.type == "cuda"
     torch.manual_seed(0)
-    layers = nn.ModuleList(
+
+    class Layers(nn.ModuleList):  # type: ignore[misc]
+        def forward(self, hidden: Any, recompute: bool) -> Any:
+            for layer in self:
+                if recompute:
+                    hidden = checkpoint(layer, hidden, use_reentrant=False)
+                else:
+                    hidden = layer(hidden)
+            return hidden
+
+    layers = Layers(
         nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN)) for _ in range(LAYERS)
     ).to(ctx.device)
+    model: Any = layers
+    if ddp:
+        ctx.init_process_group(timeout_s=60)
+        model = DistributedDataParallel(layers)
 
     def backward(batch: Any, recompute: bool) -> Any:
-        hidden = batch.requires_grad_()
-        for layer in layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if recompute else layer(hidden)
-        hidden.square().sum().backward()
+        model(batch.requires_grad_(), recompute).square().sum().backward()
         gradient, layers[0][0].weight.grad = layers[0][0].weight.grad, None
         return gradient
 
@@ -49,14 +63,42 @@ def train(ctx: Context, *, fixed: bool) -> None:
     if not on_gpu:
         limit_address_space(CPU_ROOM)
     for _ in range(3):
-        torch.testing.assert_close(backward(short, fix == "checkpoint"), expected)
+        torch.testing.assert_close(backward(short, way == "checkpoint"), expected)
     ctx.reached()
     batch = torch.randn(long, HIDDEN, device=ctx.device)
+    if way == "truncate":
+        batch = batch[: long // 8].detach()
     try:
-        for part in batch.split(long // 8 if fix == "split" else long):
-            backward(part.detach(), fix == "checkpoint")
+        for part in batch.split(long // 8 if way == "split" else long):
+            backward(part.detach(), way == "checkpoint")
     except Exception:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
+        raise
+
+
+def attend(ctx: Context, *, fused: bool) -> None:
+    """One attention of eight heads over 2048 tokens, forward and backward: with a score matrix, or without."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    query, key, value = (torch.randn(1, 8, CPU_TOKENS, 32, requires_grad=True) for _ in range(3))
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: Any, key: Any, value: Any) -> Any:
+            if fused:
+                output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            else:
+                above = torch.ones(CPU_TOKENS, CPU_TOKENS, dtype=torch.bool).triu(1)
+                scores = (query @ key.transpose(-2, -1) / 32**0.5).masked_fill(above, float("-inf"))
+                output = scores.softmax(-1) @ value
+            return output
+
+    limit_address_space(CPU_ROOM)
+    ctx.reached()
+    try:
+        Attention()(query, key, value).sum().backward()
+    except Exception:
+        traceback.print_exc()
         raise
 
 
@@ -120,22 +162,33 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 ALL = "a batch eight times as long as the others, and every layer keeps its results"
-LESS = "the same batch, layers recomputed in the backward (--set fix=split: in eight parts)"
 CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
 
-rlimit = Experiment(
-    name="rlimit",
-    control=Arm(partial(train, fixed=False), HOST, because=ALL, fidelity="stand-in", stands_for=CARD),
-    treatment=Arm(partial(train, fixed=True), completed(), because=LESS, fidelity="stand-in", stands_for=CARD),
-    world_size=1,
-    expected_s=(0.5, 1.5),
-)
+
+def experiment(
+    name: str,
+    treatment: Callable[[Context], None],
+    fix: str,
+    control: Callable[[Context], None] = partial(train, way="whole"),
+    because: str = ALL,
+    world_size: int = 1,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, HOST, because=because, fidelity="stand-in", stands_for=CARD),
+        treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=CARD),
+        world_size=world_size,
+        deadline_s=60,
+        expected_s=(0.5, 1.5),
+    )
+
+
+rlimit = experiment("rlimit", partial(train, way="checkpoint"), "the same batch, layers recomputed in the backward")
 
 probe = Probe(
     check=check,
     params={
-        "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "checkpoint"),
         "config": Param("path", "your training configuration, for tokens per micro batch and checkpointing"),
         "tokens": Param("int", "tokens of one micro batch: batch size x padded length"),
         "hidden": Param("int", "hidden_size of the model's config.json"),
@@ -148,6 +201,23 @@ probe = Probe(
         rlimit,
     ),
     variants=(
+        experiment("split", partial(train, way="split"), "the same batch in eight parts, each with its own backward"),
+        experiment("truncate", partial(train, way="truncate"), "the long batch cut to the length of the others"),
+        experiment(
+            "attention",
+            partial(attend, fused=True),
+            "scaled_dot_product_attention, which makes no score matrix",
+            partial(attend, fused=False),
+            "attention by matmul and softmax, with a score for each pair of tokens",
+        ),
+        experiment(
+            "ddp",
+            partial(train, way="checkpoint", ddp=True),
+            "the same, layers recomputed in the backward",
+            partial(train, way="whole", ddp=True),
+            ALL + "; two ranks under DDP, each with such a batch",
+            world_size=2,
+        ),
         Experiment(
             name="transformers",
             control=Arm(
