@@ -47,7 +47,7 @@ def segments(ctx: Context) -> None:
     assert len(held) == GPU_STEPS
 
 
-def heap(ctx: Context, *, returns: bool) -> None:
+def heap(ctx: Context, *, returns: bool = False, longest_first: bool = False, request: int = CPU_REQUEST) -> None:
     """The same on glibc's heap: a free hole below a block in use goes back only if each block is its own mapping."""
     import torch
 
@@ -58,11 +58,15 @@ def heap(ctx: Context, *, returns: bool) -> None:
     with open("/proc/self/statm") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + CPU_ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    if longest_first:
+        longest, after = (torch.empty(size, dtype=torch.uint8) for size in (request, 2 * MIB))
+        del longest  # its place stays, below a block in use, and the next block is put into it
+        ctx.note(after_mib=after.nbytes // MIB)
     blocks = [torch.empty(CPU_BLOCK, dtype=torch.uint8) for _ in range(CPU_BLOCKS)]
-    held = blocks[1::2]
+    held = blocks[0::2] if longest_first else blocks[1::2]
     del blocks
     ctx.reached()
-    ask(ctx, partial(torch.empty, CPU_REQUEST, dtype=torch.uint8), (CPU_BLOCKS - len(held)) * CPU_BLOCK)
+    ask(ctx, partial(torch.empty, request, dtype=torch.uint8), (CPU_BLOCKS - len(held)) * CPU_BLOCK)
     assert len(held) == CPU_BLOCKS // 2
 
 
@@ -144,6 +148,22 @@ PIECES = "torch's caching allocator keeps segments that are partly in use, each 
 EXPANDABLE = "expandable_segments:True: one segment that grows, whose free pieces lie side by side"
 GLIBC = "torch's caching allocator; here the heap of glibc, which has the same rule, under an address-space limit"
 
+ASIDE = "blocks lie side by side in one heap, and every second one is in use"
+HOLES = symptom(r"128 MiB are free in pieces, and less cannot be had: .*can't allocate memory: you tried to")
+
+
+def of_heap(
+    name: str, control: Callable[[Context], None], because: str, treatment: Callable[[Context], None], fix: str
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, HOLES, because=because, fidelity="stand-in", stands_for=GLIBC),
+        treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=GLIBC),
+        world_size=1,
+        expected_s=(0.2, 0.2),
+    )
+
+
 probe = Probe(
     check=check,
     params={"log": Param("path", "a log with the out-of-memory error, whole lines")},
@@ -169,24 +189,24 @@ probe = Probe(
             deadline_s=60,
             expected_s=(8, 8),
         ),
-        Experiment(
-            name="heap",
-            control=Arm(
-                partial(heap, returns=False),
-                symptom(r"128 MiB are free in pieces, and less cannot be had: .*can't allocate memory: you tried to"),
-                because="blocks lie side by side in one heap, and every second one is in use",
-                fidelity="stand-in",
-                stands_for=GLIBC,
-            ),
-            treatment=Arm(
-                partial(heap, returns=True),
-                completed(),
-                because="each block is a mapping of its own, so a free one is returned at once",
-                fidelity="stand-in",
-                stands_for=GLIBC,
-            ),
-            world_size=1,
-            expected_s=(0.2, 0.2),
+        of_heap(
+            "heap",
+            partial(heap),
+            ASIDE,
+            partial(heap, returns=True),
+            "each block is a mapping of its own, so a free one is returned at once",
+        ),
+    ),
+    variants=(
+        of_heap(
+            "same-size", partial(heap), ASIDE, partial(heap, request=CPU_BLOCK), "the request is as large as a hole"
+        ),
+        of_heap(
+            "longest-first",
+            partial(heap, longest_first=True),
+            "the largest block came first, and a smaller one lives in its place since",
+            partial(heap, longest_first=True, returns=True),
+            "the same with each block as a mapping of its own",
         ),
     ),
 )
