@@ -157,6 +157,7 @@ def experiment(name: str, way: str, because: str) -> Experiment:
         name=name,
         control=Arm(control, fails, because=HELD, fidelity="stand-in", stands_for=GPUS),
         treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=GPUS),
+        deadline_s=60,
         expected_s=(0.5, 0.5),
     )
 

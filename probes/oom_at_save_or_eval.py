@@ -204,6 +204,7 @@ def experiment(
         control=Arm(broken, HOST, because=because, fidelity="stand-in", stands_for=CARD),
         treatment=Arm(fixed, completed(), because=fix, fidelity="stand-in", stands_for=CARD),
         world_size=world_size,
+        deadline_s=60,
         expected_s=(0.4, 0.6),
     )
 

@@ -169,6 +169,7 @@ def experiment(
         treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=CARD),
         world_size=1,
         needs=Needs(packages={"torch": ">=" + torch}),
+        deadline_s=60,
         expected_s=(0.5, 0.9),
     )
 

@@ -194,6 +194,7 @@ def experiment(name: str, way: str, because: str, dtype: str = "float32") -> Exp
         treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=LIMITED),
         world_size=1,
         needs=Needs(memory_mib=1024),
+        deadline_s=60,
         expected_s=(0.4, 0.3),
     )
 
