@@ -5,92 +5,164 @@ the script; the mechanism is Python's, so no torch is needed, and the variant sh
 """
 
 import ast
+import functools
+import importlib
+import inspect
 import multiprocessing
 import re
 import subprocess
 import sys
 import time
 from functools import partial
-from typing import Any, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 
-HELPERS = """
+
+def collate(batch: List[List[int]], pad: int) -> List[List[int]]:
+    longest = max(map(len, batch))
+    return [tokens + [pad] * (longest - len(tokens)) for tokens in batch]
+
+
+class Records:
+    """A data set over an open file, as over an LMDB environment: each worker opens its own."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file: Any = open(path)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**self.__dict__, "file": None}
+
+    def __getitem__(self, i: int) -> str:
+        if self.file is None:
+            self.file = open(self.path)
+        return str(self.file.readlines()[i])
+
+
+IMPORTS = """
 import threading
-
-def collate(batch):
-    return sum(batch)
+from typing import Any, Dict, List
+"""
+HELPERS = """
+class CarelessRecords(Records):
+    def __getstate__(self):
+        return self.__dict__
 
 class Counting:
     def __init__(self):
         self.lock = threading.Lock()
     def __call__(self, batch):
-        return sum(batch)
+        return collate(batch, 0)
 
 class CountingWithoutItsLock(Counting):
     def __getstate__(self):
         return {}
 
 def work(function, queue):
-    queue.put(function([1, 2, 3]))
+    queue.put(function([[1], [2, 3]]))
+
+def read(records, queue):
+    queue.put(records[1])
 """
 SCRIPT = """
-import multiprocessing, sys
+import functools, multiprocessing, sys
 sys.path.insert(0, {folder!r})
 import helpers
 
 def collate_of_script(batch):
-    return sum(batch)
+    return helpers.collate(batch, 0)
+
+def rank(batch):  # as mp.spawn starts one: it starts a worker of its own, by what is the default there
+    local = lambda batch: helpers.collate(batch, 0)
+    workers = multiprocessing.get_context({nested!r})
+    queue = workers.SimpleQueue()
+    worker = workers.Process(target=helpers.work, args=(local, queue))
+    worker.start()
+    return queue.get()
 
 def main():
     def local_collate(batch):
-        return sum(batch)
+        return helpers.collate(batch, 0)
     workers = multiprocessing.get_context({method!r})
     queue = workers.SimpleQueue()
     worker = workers.Process(target=helpers.work, args=({function}, queue))
     worker.start()
-    worker.join(10)
-    if worker.exitcode or queue.get() != 6:
+    worker.join(20)
+    if worker.exitcode or queue.get() != [[1, 0], [2, 3]]:
         sys.exit("the worker ended with %s" % worker.exitcode)
 
 {call}
 """
 GUARDED = "if __name__ == '__main__': main()"
+LAMBDA = "lambda batch: helpers.collate(batch, 0)"
+PARTIAL = "functools.partial(helpers.collate, pad=0)"
 # why: what is handed over and how main is called, broken and mended
 WHYS = {
-    "lambda": (("lambda batch: sum(batch)", GUARDED), ("helpers.collate", GUARDED)),
+    "lambda": ((LAMBDA, GUARDED), (PARTIAL, GUARDED)),
     "local-function": (("local_collate", GUARDED), ("collate_of_script", GUARDED)),
     "lock": (("helpers.Counting()", GUARDED), ("helpers.CountingWithoutItsLock()", GUARDED)),
-    "no-main-guard": (("helpers.collate", "main()"), ("helpers.collate", GUARDED)),
-    "notebook": (("collate_of_script", "main()"), ("helpers.collate", "main()")),
+    "no-main-guard": ((PARTIAL, "main()"), (PARTIAL, GUARDED)),
+    "notebook": (("collate_of_script", "main()"), (PARTIAL, "main()")),
 }
 
 
-def start_worker(ctx: Context, *, portable: bool) -> None:
-    why = ctx.params["why"]
+def write_helpers(ctx: Context) -> None:
+    """The module that a worker imports: the functions above, and what goes wrong with them."""
+    text = "\n\n".join([IMPORTS, inspect.getsource(collate), inspect.getsource(Records), HELPERS])
+    (ctx.dir / "helpers.py").write_text(text)
+
+
+def start_worker(ctx: Context, *, portable: bool, why: str = "", fork: bool = False, nested: str = "") -> None:
+    """One script, which starts one worker. With `nested` this worker starts another one."""
+    why = why or ctx.params["why"]
     assert why in WHYS, "why is one of %s" % ", ".join(WHYS)
     function, call = WHYS[why][portable]
-    values = {"folder": str(ctx.dir), "method": ctx.params["method"], "function": function, "call": call}
-    text = SCRIPT.format(**values)
+    method = "fork" if fork else ctx.params["method"]
+    if nested:
+        function, call = "rank", GUARDED
+    values = {"folder": str(ctx.dir), "method": method, "function": function, "call": call}
+    text = SCRIPT.format(nested=None if nested == "default" else nested, **values)
     (ctx.dir / "train.py").write_text(text)
-    (ctx.dir / "helpers.py").write_text(HELPERS)
+    write_helpers(ctx)
     ctx.reached()
     source = ["-c", text] if why == "notebook" else ["train.py"]  # a cell is no file that a worker could import
-    ended = subprocess.run([sys.executable, *source], stderr=subprocess.PIPE, text=True, timeout=20)
+    ended = subprocess.run([sys.executable, *source], stderr=subprocess.PIPE, text=True, timeout=30)
     if ended.returncode:
         raise RuntimeError(ended.stderr[-3000:])
 
 
-def load(ctx: Context, *, portable: bool) -> None:
-    """The same in torch; the worker of the treatment has to import torch afresh."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    collate = None if portable else lambda batch: batch
-    data = TensorDataset(torch.arange(4.0))
+def hand_over(ctx: Context, *, leaves_file: bool) -> None:
+    """A data set with an open file goes to a worker."""
+    write_helpers(ctx)
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
+    helpers: Any = importlib.import_module("helpers")
+    (ctx.dir / "records.txt").write_text("a\nb\n")
+    records = (helpers.Records if leaves_file else helpers.CarelessRecords)(ctx.path("records.txt"))
+    workers = multiprocessing.get_context(ctx.params["method"])
+    queue: Any = workers.Queue()
+    worker = workers.Process(target=helpers.read, args=(records, queue))
     ctx.reached()
-    loader = DataLoader(data, 2, num_workers=1, multiprocessing_context=ctx.params["method"], collate_fn=collate)
-    assert sum(batch.sum().item() for (batch,) in loader) == 6
+    worker.start()
+    assert queue.get(timeout=20) == "b\n"
+    worker.join(10)
+
+
+def load(ctx: Context, *, portable: bool, method: str = "") -> None:
+    """The same in torch; the worker of the treatment has to import torch afresh."""
+    from torch.utils.data import DataLoader
+
+    write_helpers(ctx)
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
+    collate = importlib.import_module("helpers").collate
+    data: Any = [[1], [2, 3]]
+    multiprocessing.set_start_method(method or ctx.params["method"], force=True)
+    ctx.reached()
+    if portable:
+        loader = DataLoader(data, batch_size=2, num_workers=1, collate_fn=functools.partial(collate, pad=0))
+    else:
+        loader = DataLoader(data, batch_size=2, num_workers=1, collate_fn=lambda batch: collate(batch, pad=0))
+    assert list(loader) == [[[1, 0], [2, 3]]]
 
 
 HANDED = re.compile(r"(\w*collate\w*|worker_init\w*|target|initializer|\w*transform\w*)")
@@ -122,7 +194,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if result and afresh:
         return exposed(message, *result[:10], advice="move them to the top level of a module, or use functools.partial")
     if result:
-        return clear(message, *result[:10], "forked workers get these without pickle; Python 3.14 no longer forks")
+        why = "forked workers get these without pickle; Python 3.14, or a library that spawns, does not fork"
+        return unknown(message, *result[:10], why)
     return unknown(
         message, "no lambda or local function is handed to workers there; attributes of objects cannot be seen"
     )
@@ -145,13 +218,40 @@ def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
                 yield call.lineno, f"{name} is {'a lambda' if isinstance(value, ast.Lambda) else 'local: ' + value.id}"
 
 
-LOCAL = r"Can't (pickle|get) local object"
 MESSAGES = (
-    LOCAL + r"|(cannot|can't) pickle '?_thread\.lock|An attempt has been made to start a new process before the"
+    r"Can't (pickle|get) local object|Can't pickle <function <lambda> at|cannot pickle '(_io\.)?TextIOWrapper'"
+    r"|(cannot|can't) pickle '?_thread\.lock|An attempt has been made to start a new process before the"
     r"|Can't get attribute 'collate_of_script' on <module '__main__'"
 )
 STUCK = "what the worker is to run lives where only its parent can see it"
 CARRIED = "the same function at the top level of a module that the worker imports"
+
+PLAIN = Needs(packages={}, memory_mib=256)
+
+
+def pair(
+    name: str,
+    control: Callable[..., None],
+    treatment: Callable[..., None],
+    because: str,
+    fix: str,
+    needs: Needs = PLAIN,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=raised(MESSAGES), because=because, fidelity="cpu"),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        needs=needs,
+        deadline_s=60,
+        expected_s=(0.3, 0.5),
+    )
+
+
+def plain(name: str, why: str, because: str, fix: str) -> Experiment:
+    control, treatment = partial(start_worker, portable=False, why=why), partial(start_worker, portable=True, why=why)
+    return pair(name, control, treatment, because, fix)
+
 
 probe = Probe(
     check=check,
@@ -161,33 +261,41 @@ probe = Probe(
         "code": Param("path", "your training script, or a folder of Python files, to look for such functions"),
     },
     experiments=(
-        Experiment(
-            name="python",
-            control=Arm(partial(start_worker, portable=False), expect=raised(MESSAGES), because=STUCK, fidelity="cpu"),
-            treatment=Arm(partial(start_worker, portable=True), expect=completed(), because=CARRIED, fidelity="cpu"),
-            world_size=1,
-            needs=Needs(packages={}, memory_mib=256),
-            expected_s=(0.3, 0.4),
-        ),
+        pair("python", partial(start_worker, portable=False), partial(start_worker, portable=True), STUCK, CARRIED),
     ),
     variants=(
-        Experiment(
-            name="dataloader",
-            control=Arm(
-                partial(load, portable=False),
-                expect=raised(LOCAL),
-                because="collate_fn is a lambda and the worker is spawned",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(load, portable=True),
-                expect=completed(),
-                because="the default collate function, which the spawned worker imports",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            deadline_s=60,
-            expected_s=(0.3, 5),
+        plain("local-function", "local-function", "the function is defined inside another", CARRIED),
+        plain("lock", "lock", "the object holds a lock", "it leaves the lock behind"),
+        plain("no-main-guard", "no-main-guard", "the worker runs the script again", "the script has a main guard"),
+        plain("notebook", "notebook", "the function is in a cell", CARRIED),
+        pair(
+            "open-file",
+            partial(hand_over, leaves_file=False),
+            partial(hand_over, leaves_file=True),
+            "the data set holds an open file",
+            "the file is left behind, and opened anew in the worker",
+        ),
+        pair(
+            "fork",
+            partial(start_worker, portable=False, why="lambda"),
+            partial(start_worker, portable=False, why="lambda", fork=True),
+            "a lambda goes to a spawned worker",
+            "the worker is forked",
+        ),
+        pair(
+            "rank-of-spawn",
+            partial(start_worker, portable=True, nested="default"),
+            partial(start_worker, portable=True, nested="fork"),
+            "a rank that was spawned starts a worker by its default, which is spawn",
+            "its worker is forked",
+        ),
+        pair(
+            "dataloader",
+            partial(load, portable=False),
+            partial(load, portable=True),
+            "collate_fn is a lambda and the worker is spawned",
+            "collate_fn is a function of a module with functools.partial",
+            needs=Needs(),
         ),
     ),
 )
