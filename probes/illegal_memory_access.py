@@ -7,21 +7,24 @@ import re
 import subprocess
 from functools import partial
 from importlib import metadata
-from typing import Any, List, Mapping
+from typing import Any, Callable, List, Mapping
 
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
     Param,
     Probe,
+    Symptom,
     Unavailable,
     completed,
     exposed,
     killed,
     raised,
+    symptom,
     unknown,
 )
 
@@ -58,20 +61,32 @@ def borrow(ctx: Context, *, owner_lives: bool) -> None:
 ROWS, STRIDE = 1 << 19, 1 << 12  # 524288 tokens of width 4096: the last one begins at element 2**31
 
 
-def route(ctx: Context, *, bits: int) -> None:
-    """Rank 1 got many tokens, rank 0 few. Each reads its last row as a kernel does: base + row * stride."""
-    import torch
+def memory(size: int, libc: Any) -> int:
+    """The address of so many bytes of memory that nobody else uses: addresses, hardly any pages."""
+    private_anonymous_noreserve = 0x2 | 0x20 | 0x4000
+    start = libc.mmap(None, size, 0x1 | 0x2, private_anonymous_noreserve, -1, 0)
+    if start in (None, ctypes.c_void_p(-1).value):
+        raise Unavailable(f"{size >> 20} MiB of addresses cannot be reserved here (vm.overcommit_memory, ulimit -v)")
+    return int(start)
 
-    dist = ctx.init_process_group(timeout_s=10)
+
+def c_library() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    span = ROWS * STRIDE  # 2 GiB of other memory below the tensor, 2 GiB of tensor: addresses, hardly any pages
-    private_anonymous_noreserve = 0x2 | 0x20 | 0x4000
-    start = libc.mmap(None, 2 * span + STRIDE, 0x1 | 0x2, private_anonymous_noreserve, -1, 0)
-    if start in (None, ctypes.c_void_p(-1).value):
-        raise Unavailable("4 GiB of addresses cannot be reserved here (vm.overcommit_memory, ulimit -v)")
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+def route(ctx: Context, *, bits: int = 32, most: int = ROWS, is_mapped: bool = False) -> None:
+    """Rank 1 got many tokens, rank 0 few. Each reads its last row as a kernel does: base + row * stride."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=10)
+    libc = c_library()
+    span = ROWS * STRIDE  # 2 GiB of other memory below the tensor, 2 GiB of tensor
+    start = memory(2 * span + STRIDE, libc)
     base = start + span
 
     def element(row: int) -> Any:
@@ -80,14 +95,33 @@ def route(ctx: Context, *, bits: int) -> None:
             offset = ctypes.c_int32(offset).value  # what int32 * int32 gives in a kernel
         return ctypes.c_uint8.from_address(base + offset)
 
-    last = ROWS if ctx.rank == 1 else 10
+    last = most if ctx.rank == 1 else 10
     ctypes.c_uint8.from_address(base + last * STRIDE).value = 7
     ctx.reached()
-    ctx.note(read_while_the_address_was_mapped=element(last).value, should_be=7)
+    read = element(last).value
+    ctx.note(read_while_the_address_was_mapped=read, should_be=7)
+    if is_mapped:
+        if read != 7:
+            raise Symptom(f"rank {ctx.rank} reads {read} instead of 7, and no error")
+        return
     libc.mprotect(start, span, 0)  # the memory below is given back
     total = torch.tensor([float(element(last).value)])
     dist.all_reduce(total)
     assert total.item() == 14, total
+
+
+def borrow_on_cpu(ctx: Context, *, owner_lives: bool) -> None:
+    """A tensor over foreign memory, which its owner gives back, before the tensor is used or after."""
+    import torch
+
+    libc = c_library()
+    start = memory(MIB, libc)
+    view = torch.frombuffer((ctypes.c_uint8 * MIB).from_address(start), dtype=torch.uint8)
+    ctx.reached()
+    if not owner_lives:
+        libc.munmap(start, MIB)
+    view.add_(1)
+    assert view.sum().item() == MIB
 
 
 SUSPECTS = (
@@ -128,6 +162,28 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 STANDS_FOR = "a kernel's 32-bit offset on a GPU, whose memory protection answers later and through another call"
 
+RETURNS_LATE = "a GPU, whose memory protection answers later and through another call"
+
+
+def stand_in(
+    name: str,
+    control: Callable[..., None],
+    treatment: Callable[..., None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    ranks: int = 2,
+    stands_for: str = STANDS_FOR,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=expect, because=because, fidelity="stand-in", stands_for=stands_for),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="stand-in", stands_for=stands_for),
+        world_size=ranks,
+        expected_s=(0.3, 0.3),
+    )
+
+
 probe = Probe(
     check=check,
     params={
@@ -156,23 +212,41 @@ probe = Probe(
             settle_s=3,
             expected_s=(10, 10),
         ),
-        Experiment(
-            name="gloo",
-            control=Arm(
-                partial(route, bits=32),
-                expect=killed("SIGSEGV"),
-                because="rank 1's offset of 2**31 wraps to -2**31, in front of its tensor",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            treatment=Arm(
-                partial(route, bits=64),
-                expect=completed(),
-                because="the same offset in 64 bits",
-                fidelity="stand-in",
-                stands_for=STANDS_FOR,
-            ),
-            expected_s=(0.3, 0.3),
+        stand_in(
+            "gloo",
+            partial(route, bits=32),
+            partial(route, bits=64),
+            killed("SIGSEGV"),
+            "rank 1's offset of 2**31 wraps to -2**31, in front of its tensor",
+            "the same offset in 64 bits",
+        ),
+    ),
+    variants=(
+        stand_in(
+            "silent",
+            partial(route, bits=32, is_mapped=True),
+            partial(route, bits=64, is_mapped=True),
+            symptom(r"rank 1 reads 0 instead of 7, and no error"),
+            "the wrapped address is mapped, so rank 1 reads what is not its own",
+            "the same offset in 64 bits",
+        ),
+        stand_in(
+            "few-tokens",
+            partial(route, bits=32),
+            partial(route, bits=32, most=ROWS // 2),
+            killed("SIGSEGV"),
+            "rank 1's offset of 2**31 wraps to -2**31, in front of its tensor",
+            "half the rows, with the same offsets of 32 bits",
+        ),
+        stand_in(
+            "lifetime",
+            partial(borrow_on_cpu, owner_lives=False),
+            partial(borrow_on_cpu, owner_lives=True),
+            killed("SIGSEGV"),
+            "the memory of a tensor is given back while the tensor is in use",
+            "the owner of the memory lives as long as the tensor",
+            ranks=1,
+            stands_for=RETURNS_LATE,
         ),
     ),
 )
