@@ -279,9 +279,47 @@ def log_with_accelerate(ctx: Context, *, trl: str) -> None:
         raise Symptom(f"the metric is {metric.item():.3f} on rank {ctx.rank}, not 1.5")
 
 
+MICRO_BATCHES = 8
+
+
+def accumulate(ctx: Context, *, adds: bool) -> None:
+    """One step of accumulation on two ranks, against the loss and the norm of the same step in one batch."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    batches = torch.randn(ctx.world_size, MICRO_BATCHES, 4, 64)
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - 1).square().mean()
+
+    kept: List[torch.Tensor] = []
+    ctx.reached()
+    loss = 0.0
+    for batch in batches[ctx.rank]:
+        part = loss_of(batch) / MICRO_BATCHES
+        loss += part.item() / ctx.world_size
+        gradients = torch.autograd.grad(part, list(model.parameters()))
+        kept = [kept[at] + new for at, new in enumerate(gradients)] if kept and adds else list(gradients)
+    mine = torch.cat([gradient.flatten() for gradient in kept] + [torch.tensor([loss])])
+    mine[:-1] /= ctx.world_size
+    dist.all_reduce(mine)
+    whole = loss_of(batches)
+    reference = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(whole, list(model.parameters()))])
+    share = (mine[:-1].norm() / reference.norm()).item()
+    ctx.note(loss=mine[-1].item(), reference=whole.item(), share_of_norm=share)
+    assert abs(mine[-1].item() / whole.item() - 1) < 1e-4
+    if abs(share - 1) > 1e-3:
+        raise Symptom(
+            f"the loss is {mine[-1].item():.4f}, as it should be; the gradient norm is {share:.2f} of its own"
+        )
+
+
 GATHERED = "as in TRL 0.16.1: logits are gathered and then averaged, 223 tokens on one rank and 300 on the other"
 AVERAGED = "as in TRL 0.17.0: each rank averages, and one number is gathered"
 ORPO = "TRL's ORPOTrainer and accelerate's gather; its lines of the two releases are written anew here"
+ACCUMULATION = "ZeRO-2 of DeepSpeed 0.17.6 to 0.18.2, and of 0.18.3; its loop is written anew here"
 TRAINER = "TRL's ORPOTrainer, whose lines of the two releases are written anew here; the gather is accelerate's"
 
 gloo = Experiment(
@@ -313,6 +351,24 @@ probe = Probe(
         gloo,
     ),
     variants=(
+        Experiment(
+            name="discarded",
+            control=Arm(
+                partial(accumulate, adds=False),
+                expect=symptom(r"the loss is \d\.\d+, as it should be; the gradient norm is 0\.[1-3]"),
+                because="each micro-batch replaces the gradient of the one before it",
+                fidelity="stand-in",
+                stands_for=ACCUMULATION,
+            ),
+            treatment=Arm(
+                partial(accumulate, adds=True),
+                expect=completed(),
+                because="each micro-batch is added, and loss and norm are those of one large batch",
+                fidelity="stand-in",
+                stands_for=ACCUMULATION,
+            ),
+            expected_s=(0.3, 0.3),
+        ),
         Experiment(
             name="accelerate",
             control=Arm(
