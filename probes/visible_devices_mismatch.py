@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, Tuple
+from typing import Any, Callable, Iterator, List, Mapping, Tuple
+from unittest.mock import patch
 
 from kb.probe import (
     Arm,
@@ -28,23 +30,73 @@ from kb.probe import (
 )
 
 
+@contextmanager
+def devices(ctx: Context, visible: str) -> Iterator[List[int]]:
+    """Without CUDA: the devices that a process asks for, out of those that torch reads in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    asked: List[int] = []
+    if ctx.device.type == "cuda":
+        yield asked
+        return
+
+    def set_device(device: int) -> None:
+        count = torch.cuda.device_count()
+        asked.append(device)
+        if device >= count:
+            raise Symptom(f"invalid device ordinal: rank {ctx.rank} asks for device {device}, {count} visible")
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    stubs = {"device_count": lambda: len(torch.cuda._parse_visible_devices()), "set_device": set_device}
+    with patch.multiple(torch.cuda, is_available=lambda: True, **stubs):
+        yield asked
+
+
 def choose(ctx: Context, *, by: str) -> None:
     """Two processes act as two nodes of one GPU each: LOCAL_RANK is 0 on both, RANK is 0 and 1."""
     import torch
 
     on_gpu = ctx.device.type == "cuda"
     os.environ["LOCAL_RANK"] = "0"
-    device = int(os.environ[by])
     ctx.reached()
+    with devices(ctx, "5") as asked:  # the one GPU of this node has number 0 for us
+        if by == "LOCAL_RANK":
+            local_rank = int(os.environ["LOCAL_RANK"])
+            assert local_rank < torch.cuda.device_count(), (local_rank, torch.cuda.device_count())
+            torch.cuda.set_device(local_rank)
+        else:
+            torch.cuda.set_device(int(os.environ[by]))
+    ctx.note(asked_for=asked)
     if on_gpu:
-        torch.cuda.set_device(device)
         assert torch.ones(4, device="cuda").sum().item() == 4
-        return
-    os.environ["CUDA_VISIBLE_DEVICES"] = "5"  # the one GPU of this node has number 0 for us
-    count = len(torch.cuda._parse_visible_devices())
-    ctx.note(asked_for=device, visible=count)
-    if device >= count:
-        raise Symptom(f"invalid device ordinal: rank {ctx.rank} asks for device {device}, {count} is visible")
+
+
+def count_processes(ctx: Context, *, nproc_per_node: str) -> None:
+    """torchrun's own reading of --nproc_per_node, on a host of which two GPUs are visible; its ranks in turn."""
+    import torch
+    from torch.distributed.run import determine_local_world_size
+
+    with devices(ctx, "2,3"):
+        ctx.reached()
+        processes = determine_local_world_size(nproc_per_node)
+        ctx.note(processes=processes)
+        for local_rank in range(processes):
+            torch.cuda.set_device(local_rank)
+
+
+def share(ctx: Context, *, visible: str) -> None:
+    """Two processes of one host, whose device is LOCAL_RANK modulo the count, as in accelerate."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    with devices(ctx, visible) as asked:
+        ctx.reached()
+        torch.cuda.set_device(ctx.rank % torch.cuda.device_count())
+    card = torch.tensor([int(visible.split(",")[asked[-1]])])
+    cards = [torch.zeros_like(card) for _ in range(2)]
+    dist.all_gather(cards, card)
+    if cards[0] == cards[1]:
+        raise Symptom(f"no error, and ranks 0 and 1 both have card {card.item()}")
 
 
 def launch(ctx: Context, *, options: List[str]) -> None:
@@ -148,7 +200,7 @@ model = Experiment(
     name="model",
     control=Arm(
         partial(choose, by="RANK"),
-        expect=symptom(r"invalid device ordinal: rank 1 asks for device 1, 1 is visible"),
+        expect=symptom(r"invalid device ordinal: rank 1 asks for device 1, 1 visible"),
         because="the device is chosen by RANK, which goes on counting on the second node",
         fidelity="model",
         stands_for=COUNTED,
@@ -163,6 +215,19 @@ model = Experiment(
     expected_s=(0.2, 0.2),
 )
 
+
+def counted(
+    name: str, fails: Callable[[Context], None], works: Callable[[Context], None], pattern: str, because: str, fix: str
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, symptom(pattern), because, "model", COUNTED),
+        treatment=Arm(works, completed(), fix, "model", COUNTED),
+        world_size=1 if name == "too-many" else 2,
+        expected_s=(0.2, 0.2),
+    )
+
+
 probe = Probe(
     check=check,
     params={
@@ -174,6 +239,30 @@ probe = Probe(
         model,
     ),
     variants=(
+        counted(
+            "number-in-the-list",
+            partial(choose, by="CUDA_VISIBLE_DEVICES"),
+            partial(choose, by="LOCAL_RANK"),
+            r"invalid device ordinal: rank \d asks for device 5, 1 visible",
+            because="the device is the number that stands in CUDA_VISIBLE_DEVICES",
+            fix="the device is the position in that list",
+        ),
+        counted(
+            "too-many",
+            partial(count_processes, nproc_per_node="8"),
+            partial(count_processes, nproc_per_node="gpu"),
+            r"invalid device ordinal: rank 0 asks for device 2, 2 visible",
+            because="torchrun is told to start eight processes, and two GPUs are visible",
+            fix="torchrun counts the GPUs that are visible",
+        ),
+        counted(
+            "modulo",
+            partial(share, visible="5"),
+            partial(share, visible="5,6"),
+            r"ranks 0 and 1 both have card 5",
+            because="two processes, one visible GPU, and a device that is taken modulo the count",
+            fix="as many GPUs as processes are visible",
+        ),
         Experiment(
             name="deepspeed",
             control=Arm(
