@@ -85,7 +85,7 @@ def fail() -> None:
 def run_recorded() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    @record
+    @record  # type: ignore[untyped-decorator]
     def main() -> None:
         train()
 
@@ -135,14 +135,16 @@ def keep_stderr(ctx: Context, *, redirected: bool) -> None:
 
 def copy_error(ctx: Context, *, named: bool) -> None:
     """Each node's torchrun copies the error file of its first failure, where it has been told to."""
-    copied = Path(ctx.path("0.json"))
+    shared = Path(ctx.path("shared"))
+    shared.mkdir()
+    copied = shared / "0.json"
     script = write_script(ctx, recorded=True, way=fail)
     ctx.reached()
     if named:
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(copied)
     failed(ctx, [*KEPT, "--nproc-per-node=1"], script, "raises", as_program=True)
     if not copied.exists():
-        written = sorted(path.name for path in ctx.dir.glob("*.json"))
+        written = sorted(path.name for path in shared.iterdir())
         raise Symptom(f"error files outside torchrun's log folder: {written}")
     assert CAUSE in copied.read_text() and "timestamp" in copied.read_text()
 
