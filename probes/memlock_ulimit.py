@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping, Tuple
+from typing import Any, Callable, Dict, Mapping, Tuple
 
 from kb.probe import (
     Arm,
@@ -204,7 +204,7 @@ STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; mlock is charged to the 
 
 def in_shell(name: str, job: Callable[..., None], fix: str, because: Tuple[str, str]) -> Experiment:
     """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
-    like = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
+    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
     return Experiment(
         name=name,
         control=Arm(partial(job, **{fix: False}), expect=REFUSED, because=because[0], **like),

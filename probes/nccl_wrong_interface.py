@@ -12,7 +12,7 @@ import struct
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, Tuple
+from typing import Any, Dict, List, Mapping, NoReturn, Tuple
 
 from kb.namespaces import bind_over, bring_up, join_nodes, lay_cable, own_network, run_two_nodes
 from kb.probe import (
@@ -86,19 +86,19 @@ def unique_id() -> Tuple[Any, str, int, str]:
         version, buffer = ctypes.c_int(), (ctypes.c_char * 128)()
         nccl.ncclGetVersion(ctypes.byref(version))
         if nccl.ncclGetUniqueId(buffer):
-            return no_interface(f"libnccl {version.value}")
+            no_interface(f"libnccl {version.value}")
         data = bytes(buffer)
         at = 8 if struct.unpack_from("=H", data, 8)[0] == socket.AF_INET else 0  # older releases have no magic number
         port, packed = struct.unpack_from("!H4s", data, at + 2)
         return nccl, socket.inet_ntoa(packed), port, f"libnccl {version.value}"
     chosen = choice(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces())
     if not chosen:
-        return no_interface("NCCL's rules")
+        no_interface("NCCL's rules")
     listener = socket.create_server((chosen[0][1], 0))
     return listener, chosen[0][1], listener.getsockname()[1], "NCCL's rules, as no libnccl is installed"
 
 
-def no_interface(by: str) -> Any:
+def no_interface(by: str) -> NoReturn:
     here = " ".join(name for name, _ in interfaces())
     raise Symptom(f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME')}: {by} found none, and there are: {here}")
 
@@ -231,7 +231,7 @@ def on_two_nodes(
 ) -> Experiment:
     """`settings` are the values of NCCL_SOCKET_IFNAME without and with the fix."""
     jobs = [partial(meet_over_nccl, interface=value, bridge=bridge) for value in settings]
-    like = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
+    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
     return Experiment(
         name=name,
         control=Arm(jobs[0], expect=expect, because=because, **like),

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.namespaces import own_user, tmpfs_over
 from kb.probe import (
@@ -168,7 +168,7 @@ def without_gpus(
     programs: Tuple[str, ...] = (),
 ) -> Experiment:
     """`jobs` are without and with the fix."""
-    like = {"fidelity": "stand-in", "stands_for": stands_for}
+    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": stands_for}
     return Experiment(
         name=name,
         control=Arm(jobs[0], expect=expect, because=because[0], **like),
