@@ -6,11 +6,12 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
@@ -21,6 +22,7 @@ from kb.probe import (
     completed,
     exposed,
     hung,
+    raised,
     unknown,
 )
 
@@ -29,55 +31,128 @@ LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpf
 FLOCK_SINCE = (2, 14)  # torch locks with flock from here on; a left-over file means nothing to it
 
 
-def start(ctx: Context, *, lock_removed: bool) -> None:
-    import signal
-    import unittest.mock
+class Builds:
+    """Builds of one extension, below the folder that TORCH_EXTENSIONS_DIR names. The compiler is left out.
 
-    try:
-        import filelock
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise Unavailable("extensions cannot be built here: %s" % error) from error
+    The lock is taken before the compiler runs and released after it.
+    """
 
-    folder = Path(ctx.path("fused_adam"))
-    folder.mkdir()
-    source = Path(ctx.path("fused_adam.cpp"))
-    source.write_text("int main() { return 0; }\n")
+    def __init__(self, ctx: Context) -> None:
+        try:
+            from torch.utils import cpp_extension
+        except ImportError as error:
+            raise Unavailable("extensions cannot be built here: %s" % error) from error
+        self.extensions = cpp_extension
+        self.path = ctx.path
+        self.source = Path(ctx.path("fused_adam.cpp"))
+        self.source.write_text("int main() { return 0; }\n")
+        self.starter = os.getpid()
+        self.use("shared")
 
-    def load() -> str:  # the compiler is left out: the lock is taken before it and released after it
-        with unittest.mock.patch.object(cpp_extension, "_write_ninja_file_and_build_library", build):
-            return str(
-                cpp_extension.load(
-                    name="fused_adam",
-                    sources=str(source),
-                    build_directory=str(folder),
-                    is_python_module=False,
-                    is_standalone=True,
-                )
-            )
+    def use(self, name: str) -> None:
+        os.environ["TORCH_EXTENSIONS_DIR"] = self.path(name)
+        self.folder = Path(self.path(name), "fused_adam")
 
-    def build(**_: object) -> None:
-        if os.getpid() != starter:
-            filelock.FileLock(ctx.path("hub.lock")).acquire()  # as huggingface_hub and datasets lock
+    def load(self) -> str:
+        import unittest.mock
+
+        with unittest.mock.patch.object(self.extensions, "_write_ninja_file_and_build_library", self.build):
+            options = {"is_python_module": False, "is_standalone": True}
+            return str(self.extensions.load(name="fused_adam", sources=str(self.source), **options))
+
+    def build(self, **_: object) -> None:
+        import signal
+
+        if os.getpid() != self.starter:
+            import filelock
+
+            hub = filelock.FileLock(self.path("hub.lock"))  # as huggingface_hub and datasets lock
+            hub.acquire()
             os.kill(os.getpid(), signal.SIGKILL)
-        (folder / "fused_adam").touch()
+        (self.folder / "fused_adam").touch()
 
-    starter = os.getpid()
-    killed = os.fork()
-    if killed == 0:
-        load()
-        os._exit(1)
-    assert os.waitpid(killed, 0)[1] == signal.SIGKILL
-    begun = time.monotonic()
-    with filelock.FileLock(ctx.path("hub.lock"), timeout=1):
-        ctx.note(flock_of_the_killed_process_free_after_s=round(time.monotonic() - begun, 3))
-    ctx.note(left_behind=sorted(path.name for path in folder.iterdir()))
+    def kill_one(self, ctx: Context) -> None:
+        """A first start, which is killed while it builds."""
+        import signal
+
+        import filelock
+
+        killed = os.fork()
+        if killed == 0:
+            self.load()
+            os._exit(1)
+        assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+        begun = time.monotonic()
+        with filelock.FileLock(ctx.path("hub.lock"), timeout=1):
+            ctx.note(flock_of_the_killed_process_free_after_s=round(time.monotonic() - begun, 3))
+        ctx.note(left_behind=sorted(path.name for path in self.folder.iterdir()))
+
+
+def start(ctx: Context, *, lock_removed: bool = False, own_folder: bool = False) -> None:
+    builds = Builds(ctx)
+    builds.kill_one(ctx)
     ctx.reached()
-    lock = folder / "lock"
+    lock = builds.folder / "lock"
     if lock_removed and lock.exists():
         assert not _holders([lock])[lock], "somebody builds: the lock is not stale"
         lock.unlink()
-    assert Path(load()).exists()
+    if own_folder:
+        builds.use("own")
+    assert Path(builds.load()).exists()
+
+
+def load_as_before(builds: Builds) -> None:
+    """How torch up to 2.13 takes the lock of a build."""
+    from torch.utils.file_baton import FileBaton
+
+    baton = FileBaton(str(builds.folder / "lock"))
+    if baton.try_acquire():
+        baton.release()
+    else:
+        baton.wait()
+
+
+def start_newer(ctx: Context, *, flock: bool) -> None:
+    """The left-over of a killed build, met by the old code and by that of torch 2.14."""
+    builds = Builds(ctx)
+    builds.kill_one(ctx)
+    ctx.reached()
+    if flock:
+        assert Path(builds.load()).exists()
+    else:
+        load_as_before(builds)
+
+
+def share_cache(ctx: Context, *, own_folder: bool) -> None:
+    """Torch 2.14 or newer builds well; an older one comes after it."""
+    builds = Builds(ctx)
+    builds.load()
+    ctx.note(left_behind=sorted(path.name for path in builds.folder.iterdir()))
+    ctx.reached()
+    if own_folder:
+        builds.use("own")
+        builds.folder.mkdir(parents=True)
+    load_as_before(builds)
+
+
+def download(ctx: Context, *, has_flock: bool) -> None:
+    """A download on another host is killed; the next one asks for the same lock, of the one kind or the other."""
+    import signal
+    import socket
+
+    import filelock
+
+    kind = filelock.FileLock if has_flock else filelock.SoftFileLock  # what huggingface_hub falls back to
+    killed = os.fork()
+    if killed == 0:
+        socket.gethostname = lambda: "gpu-03"
+        lock = kind(ctx.path("model.lock"))
+        lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+    ctx.reached()
+    with kind(ctx.path("model.lock"), timeout=1):
+        pass
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -185,28 +260,83 @@ def _torch() -> tuple[int, int]:
         return 0, 0
 
 
+WAITS = hung(r"file_baton\.py\", line \d+ in wait\b")
+LEFT = "the lock of the killed build is still there, and its existence is all that counts"
+OLDER = "torch before 2.14, whose class for the lock this torch still has"
+UNTIL = Needs(packages={"torch": ">=2.1,<2.14"})  # from 2.14 on it is an flock, see FLOCK_SINCE
+SINCE = Needs(packages={"torch": ">=2.14"})
+
+
+def experiment(
+    name: str,
+    control: Callable[[Context], None],
+    treatment: Callable[[Context], None],
+    because: str,
+    fix: str,
+    needs: Needs,
+    expect: Expect = WAITS,
+    stands_for: str = "",
+) -> Experiment:
+    fidelity = "stand-in" if stands_for else "cpu"
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=expect, because=because, fidelity=fidelity, stands_for=stands_for),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
+        world_size=1,
+        needs=needs,
+        deadline_s=8,
+        expected_s=(5.2 if expect == WAITS else 1.1, 0.3),
+    )
+
+
 probe = Probe(
     check=check,
     params={"cache": Param("path", "the folder of extension builds (default ~/.cache/torch_extensions)")},
     experiments=(
-        Experiment(
-            name="lock",
-            control=Arm(
-                partial(start, lock_removed=False),
-                expect=hung(r"file_baton\.py\", line \d+ in wait\b"),
-                because="the lock of the killed build is still there, and its existence is all that counts",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(start, lock_removed=True),
-                expect=completed(),
-                because="the one file is removed once no process has it open; the next start builds",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.1,<2.14"}),  # from 2.14 on it is an flock, see FLOCK_SINCE
-            deadline_s=10,
-            expected_s=(5.2, 0.3),
+        experiment(
+            "lock",
+            start,
+            partial(start, lock_removed=True),
+            LEFT,
+            "the one file is removed once no process has it open; the next start builds",
+            UNTIL,
+        ),
+    ),
+    variants=(
+        experiment(
+            "own-folder",
+            start,
+            partial(start, own_folder=True),
+            LEFT,
+            "the next start has a folder of its own, by TORCH_EXTENSIONS_DIR",
+            UNTIL,
+        ),
+        experiment(
+            "torch-2.14",
+            partial(start_newer, flock=False),
+            partial(start_newer, flock=True),
+            LEFT,
+            "the lock is an flock, which ended with the process that held it",
+            SINCE,
+            stands_for=OLDER,
+        ),
+        experiment(
+            "shared-cache",
+            partial(share_cache, own_folder=False),
+            partial(share_cache, own_folder=True),
+            "torch 2.14 or newer has built and left its file; an older torch takes it for a lock",
+            "the older torch has a folder of its own, by TORCH_EXTENSIONS_DIR",
+            SINCE,
+            stands_for=OLDER,
+        ),
+        experiment(
+            "soft-lock",
+            partial(download, has_flock=False),
+            partial(download, has_flock=True),
+            "a lock whose file is all that counts, left by a process of another host",
+            "the lock is an flock, as huggingface_hub takes it on a disk that has it",
+            Needs(),  # torch requires filelock
+            raised(r"[Tt]he file lock .\S+. could not be acquired"),
         ),
     ),
 )
