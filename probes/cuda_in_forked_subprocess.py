@@ -154,11 +154,14 @@ gloo = Experiment(
 
 def variant(name: str, control: Mapping[str, Any], treatment: Mapping[str, Any], because: str, fix: str) -> Experiment:
     """Here the worker goes on moving its samples."""
-    arms = {
-        "control": replace(gloo.control, job=partial(run, **control), because=because),
-        "treatment": replace(gloo.treatment, job=partial(run, **treatment), because=fix),
-    }
-    return replace(gloo, name=name, deadline_s=60.0, expected_s=(0.3, 3.0), **arms)
+    return replace(
+        gloo,
+        name=name,
+        control=replace(gloo.control, job=partial(run, **control), because=because),
+        treatment=replace(gloo.treatment, job=partial(run, **treatment), because=fix),
+        deadline_s=60.0,
+        expected_s=(0.3, 3.0),
+    )
 
 
 variants = (

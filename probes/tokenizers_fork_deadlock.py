@@ -193,11 +193,11 @@ def pair(
     name: str, control: Callable[..., None], treatment: Callable[..., None], because: str, fix: str, needs: Needs
 ) -> Experiment:
     """Without tokenizers a pool of Python replaces its own."""
-    kind = {"fidelity": "cpu"} if "tokenizers" in needs.packages else {"fidelity": "stand-in", "stands_for": PYTHONS}
+    fidelity, stands_for = ("cpu", "") if "tokenizers" in needs.packages else ("stand-in", PYTHONS)
     return Experiment(
         name=name,
-        control=Arm(control, STUCK, because=because, **kind),
-        treatment=Arm(treatment, completed(), because=fix, **kind),
+        control=Arm(control, STUCK, because=because, fidelity=fidelity, stands_for=stands_for),
+        treatment=Arm(treatment, completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
         world_size=1,
         needs=needs,
         expected_s=(2.3, 0.4),
