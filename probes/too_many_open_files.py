@@ -59,7 +59,7 @@ def evaluate(
     assert sum(label.item() for label in labels) == sum(range(2 * limit))
 
 
-RECEIVED, TENSORS = 256, 50  # the limit of the process that receives, and the tensors of a batch
+RECEIVED, TENSORS = 256, 40  # the limit of the process that receives, and the tensors of a batch
 
 
 class Slow:
@@ -146,7 +146,7 @@ MESSAGES = (
     r"|received 0 items of ancdata|Errno 24\] Too many open files"
 )
 RETAINED = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
-WAITING = "six batches of 50 tensors from three workers wait for the first of the fourth; the limit is 256 files"
+WAITING = "six batches of 40 tensors from three workers wait for the first of the fourth; the limit is 256 files"
 CLONED = "the loop keeps a copy of each batch"
 STACKED = "the same batches, each stacked into one tensor by the worker"
 
