@@ -244,5 +244,12 @@ probe = Probe(
             ("NCCL's interface is named, and MASTER_ADDR is right; gloo reads neither", NAMED),
             env=OTHER_VARIABLES,
         ),
+        experiment(
+            "lazy-init",
+            UNNAMED_AND_NAMED,
+            ("pairs connect at the first collective, at the same address", NAMED),
+            env={"TORCH_GLOO_LAZY_INIT": "1"},
+            torch=">=2.8",
+        ),
     ),
 )
