@@ -11,20 +11,20 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"  # LD_LIBRARY_PATH is read once, when a process starts
 
 
-def load(ctx: Context, *, finds_own: bool) -> None:
-    """Two libraries laid out as in site-packages/nvidia: cusparse needs nvjitlink and looks beside itself for it."""
-    wheel, system = Path(ctx.path("nvidia/nvjitlink/lib")), Path(ctx.path("cuda-12.1/lib64"))
+def lay_out(ctx: Context) -> Tuple[Path, Path, Path]:
+    """As in site-packages/nvidia: cusparse needs nvjitlink and looks beside itself for it; and a system's older one."""
+    wheel, system = Path(ctx.path("lib/nvidia/nvjitlink/lib")), Path(ctx.path("cuda-12.1/lib64"))
     Path(ctx.path("versions")).write_text("libnvJitLink.so.12 { global: *; };")
     compile_library(ctx, "int __nvJitLinkComplete_12_1(void) { return 1; }", system / "libnvJitLink.so.12")
     compile_library(ctx, "int __nvJitLinkComplete_12_4(void) { return 4; }", wheel / "libnvJitLink.so.12")
-    cusparse = Path(ctx.path("nvidia/cusparse/lib/libcusparse.so.12"))
+    cusparse = Path(ctx.path("lib/nvidia/cusparse/lib/libcusparse.so.12"))
     needs = "extern int __nvJitLinkComplete_12_4(void); int f(void) { return __nvJitLinkComplete_12_4(); }"
     options = [
         str(wheel / "libnvJitLink.so.12"),
@@ -32,16 +32,51 @@ def load(ctx: Context, *, finds_own: bool) -> None:
         "-Wl,-rpath,$ORIGIN/../../nvjitlink/lib",
     ]
     compile_library(ctx, needs, cusparse, *options)
+    return wheel, system, cusparse
+
+
+def start(library: Path, path: str = "") -> None:
+    """Load it in a new process, under this LD_LIBRARY_PATH."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    if not finds_own and ctx.params["why"] == "shadowed":
-        environment["LD_LIBRARY_PATH"] = str(system)
-    elif not finds_own:
-        shutil.rmtree(wheel.parent)
-    ctx.reached()
-    command = [sys.executable, "-c", LOAD, str(cusparse)]
+    if path:
+        environment["LD_LIBRARY_PATH"] = path
+    command = [sys.executable, "-c", LOAD, str(library)]
     ran = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if ran.returncode:
         raise OSError(ran.stderr.strip().splitlines()[-1].replace("OSError: ", "", 1))
+
+
+def load(ctx: Context, *, finds_own: bool, why: str = "") -> None:
+    """The library that is needed is there, and nothing before it; or not."""
+    why = why or ctx.params["why"]
+    wheel, system, cusparse = lay_out(ctx)
+    path = str(system) if why == "shadowed" and not finds_own else ""
+    if not finds_own and why != "shadowed":
+        shutil.rmtree(wheel.parent)
+    if not finds_own and why == "linked":  # to the older one, under the name that is wanted
+        wheel.mkdir(parents=True)
+        (wheel / "libnvJitLink.so.12").symlink_to(system / "libnvJitLink.so.12")
+    ctx.reached()
+    start(cusparse, path)
+
+
+def put_in_front(ctx: Context, *, own_first: bool) -> None:
+    """LD_LIBRARY_PATH has to stay, for something else."""
+    wheel, system, cusparse = lay_out(ctx)
+    ctx.reached()
+    start(cusparse, f"{wheel}:{system}" if own_first else str(system))
+
+
+def join_folders(ctx: Context, *, linked: bool) -> None:
+    """One package lies in lib, the one that needs it in lib64."""
+    _, _, cusparse = lay_out(ctx)
+    moved = Path(ctx.path("lib64/nvidia/cusparse"))
+    moved.parent.mkdir(parents=True)
+    shutil.move(str(cusparse.parent.parent), str(moved))
+    ctx.reached()
+    if linked:
+        (moved.parent / "nvjitlink").symlink_to(Path(ctx.path("lib/nvidia/nvjitlink")))
+    start(moved / "lib" / cusparse.name)
 
 
 def compile_library(ctx: Context, code: str, target: Path, *options: str) -> None:
@@ -84,12 +119,15 @@ def check(params: Mapping[str, Any]) -> Finding:
     others = [
         f"{name} is {version_of(name)}, torch was built for {version}"
         for name, version in pinned.items()
-        if version and version_of(name) not in ("", version)
+        if version and version_of(name) and not is_of(version_of(name), version)
     ]
     if lacking:
         return exposed(
             *lacking[:8], *others[:4], advice="reinstall torch from its index; do not install single packages"
         )
+    gone = [f"{name} is installed, and its file {file} is not there" for name in pinned for file in absent(name)[:1]]
+    if gone:
+        return exposed(*gone[:8], *others[:4], advice="install these packages again: pip install --force-reinstall")
     first = shadowing()
     if first and not loads_its_own():
         return exposed(*first[:8], *others[:4], advice="start the job without LD_LIBRARY_PATH")
@@ -99,7 +137,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             *others[:4],
             "this torch loads its own libraries first; whether that is enough shows only when it runs",
         )
-    return clear(f"all {len(pinned)} CUDA packages of torch are there, and LD_LIBRARY_PATH has none of their libraries")
+    return clear(f"all {len(pinned)} CUDA packages of torch and their files are there, and LD_LIBRARY_PATH has none")
 
 
 def linked(library: Path) -> Finding:
@@ -118,15 +156,34 @@ def linked(library: Path) -> Finding:
 
 
 def required() -> Dict[str, str]:
-    """The nvidia packages that the installed torch requires on this platform, with the pinned version."""
-    try:
-        lines = importlib.metadata.requires("torch") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
+    """The nvidia packages that the installed torch requires on this platform, with the pinned version.
+
+    torch for CUDA 13 names most of them as extras of cuda-toolkit, which pins `==13.2.86.*`.
+    """
+    lines = requirements("torch")
+    for line in lines:
+        match = re.match(r"cuda-toolkit\[([\w,-]+)\]", line)
+        wanted = set(match.group(1).split(",")) if match else set()
+        lines = lines + [
+            other.split(";")[0]
+            for other in requirements("cuda-toolkit")
+            if wanted & {*re.findall(r"'([\w-]+)'", other)}
+        ]
     machine = os.uname().machine
     here = [line for line in lines if "extra ==" not in line and ("platform_machine" not in line or machine in line)]
     result = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in here)
     return {match.group(1): match.group(2) or "" for match in result if match}
+
+
+def requirements(package: str) -> List[str]:
+    try:
+        return importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def is_of(version: str, pin: str) -> bool:
+    return f"{version}.".startswith(pin[:-1]) if pin.endswith(".*") else version == pin
 
 
 def version_of(package: str) -> str:
@@ -134,6 +191,15 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def absent(package: str) -> List[str]:
+    """Libraries that an installed package lists and that are not on the disk."""
+    try:
+        files = [file for file in importlib.metadata.files(package) or () if ".so" in file.name]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [str(file) for file in files if not Path(str(file.locate())).exists()]
 
 
 def shadowing() -> List[str]:
@@ -156,6 +222,30 @@ def loads_its_own() -> bool:
 
 HOW = "two small C libraries under the names and in the folders of the CUDA wheels"
 
+MISSING = r"libnvJitLink\.so\.12: cannot open shared object file"
+UNDEFINED = r"undefined symbol: __nvJitLink"
+OWN = "the library of the same release is there and nothing comes before it"
+
+
+def with_linker(
+    name: str,
+    control: Callable[[Context], None],
+    treatment: Callable[[Context], None],
+    pattern: str,
+    because: str,
+    fix: str = OWN,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, raised(pattern), because, "stand-in", HOW),
+        treatment=Arm(treatment, completed(), fix, "stand-in", HOW),
+        world_size=1,
+        needs=Needs(packages={}, programs=("cc",)),
+        deadline_s=60,
+        expected_s=(1.0, 1.0),
+    )
+
+
 probe = Probe(
     check=check,
     params={
@@ -163,26 +253,12 @@ probe = Probe(
         "library": Param("path", "a library to ask about with ldd, for instance the one that the message names"),
     },
     experiments=(
-        Experiment(
-            name="linker",
-            control=Arm(
-                partial(load, finds_own=False),
-                expect=raised(r"libnvJitLink\.so\.12: cannot open shared object file|undefined symbol: __nvJitLink"),
-                because="the library is not there, or with why=shadowed an older one is found first",
-                fidelity="stand-in",
-                stands_for=HOW,
-            ),
-            treatment=Arm(
-                partial(load, finds_own=True),
-                expect=completed(),
-                because="the library of the same release is there and nothing comes before it",
-                fidelity="stand-in",
-                stands_for=HOW,
-            ),
-            world_size=1,
-            needs=Needs(packages={}, programs=("cc",)),
-            deadline_s=60,
-            expected_s=(1.0, 1.0),
+        with_linker(
+            "linker",
+            partial(load, finds_own=False),
+            partial(load, finds_own=True),
+            f"{MISSING}|{UNDEFINED}",
+            "the library is not there, or with why=shadowed an older one is found first",
         ),
         Experiment(
             name="preload",
@@ -204,6 +280,39 @@ probe = Probe(
             needs=Needs(packages={"torch": ">=2.1"}),
             deadline_s=30,
             expected_s=(0.2, 0.2),
+        ),
+    ),
+    variants=(
+        with_linker(
+            "shadowed",
+            partial(load, finds_own=False, why="shadowed"),
+            partial(load, finds_own=True, why="shadowed"),
+            UNDEFINED,
+            "LD_LIBRARY_PATH has an older one, which is found before that of the wheel",
+            "LD_LIBRARY_PATH is not set",
+        ),
+        with_linker(
+            "own-first",
+            partial(put_in_front, own_first=False),
+            partial(put_in_front, own_first=True),
+            UNDEFINED,
+            "LD_LIBRARY_PATH has an older one, which is found before that of the wheel",
+            "the folder of the wheel comes first in LD_LIBRARY_PATH",
+        ),
+        with_linker(
+            "lib64",
+            partial(join_folders, linked=False),
+            partial(join_folders, linked=True),
+            MISSING,
+            "the package that is needed lies in lib, the one that needs it in lib64",
+            "a link in lib64 leads to the package in lib",
+        ),
+        with_linker(
+            "linked",
+            partial(load, finds_own=False, why="linked"),
+            partial(load, finds_own=True, why="linked"),
+            UNDEFINED,
+            "a link with the name that is missing leads to an older release",
         ),
     ),
 )
