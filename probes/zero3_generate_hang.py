@@ -12,46 +12,100 @@ from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, compl
 LENGTHS = (2, 5)  # tokens of the answer, rank by rank
 
 
-def decode(ctx: Context, *, until_all_complete: bool, ranks: Tuple[int, ...] = (0, 1)) -> None:
-    """A hand-written decoding loop over an FSDP2 model. Only the tokens before the end of an answer are kept.
+def decode(
+    ctx: Context, *, stop: str, ranks: Tuple[int, ...] = (0, 1), gathered: bool = False, barrier: bool = False
+) -> None:
+    """A hand-written decoding loop over a sharded model. Only the tokens before the end of an answer are kept.
 
-    Ranks that are not in `ranks` do not generate, as under `if is_main_process`.
+    `stop` is when a rank leaves the loop: at the end of its answer, when all answers are complete, or after a fixed
+    number of steps. Ranks that are not in `ranks` do not generate, as under `if is_main_process`.
     """
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)).to(ctx.device)
-    expected = answer(model, ctx.device, LENGTHS[ctx.rank])
+    device, length = ctx.device, LENGTHS[ctx.rank]
+    model: Any = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)).to(device)
+    expected = answer(model, device, length)
+    model, wrapped = shard(ctx, model)
+    ctx.reached()
+    tokens: List[int] = []
+    forwards = 0
+    ids = torch.tensor([1], device=device)
+    if gathered:
+        for module in wrapped:
+            module.set_reshard_after_forward(False)
+            module.unshard()
+    with torch.no_grad():
+        while ctx.rank in ranks:
+            done = len(tokens) == length
+            if stop == "all complete":
+                ctx.note(waits_in="the flag", forwards=forwards)
+                unfinished = torch.tensor(0.0 if done else 1.0, device=device)
+                dist.all_reduce(unfinished)
+                if unfinished.item() == 0:
+                    break
+            elif forwards == max(LENGTHS) if stop == "fixed" else done:
+                break
+            logits = model(ids)
+            ids = logits.argmax(-1)
+            forwards += 1
+            if not done:
+                tokens.append(int(ids.item()))
+            ctx.note(tokens=tokens, forwards=forwards)
+    if barrier:
+        dist.barrier()
+    ctx.meet("generated", timeout_s=15)  # the rank that is done is alive and busy elsewhere, as in training
+    assert tokens == expected or ctx.rank not in ranks, (tokens, expected)
+
+
+def shard(ctx: Context, model: Any) -> Tuple[Any, List[Any]]:
+    """FSDP2, or FSDP1 before torch 2.6, whose FSDP2 wants CUDA; each layer is a unit."""
+    import torch
+
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+        return fsdp1(ctx, model), []
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model, [*model, model]
+
+
+def fsdp1(ctx: Context, model: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=ctx.device)
+    for at, layer in enumerate(model):
+        model[at] = wrap(layer)
+    return wrap(model)
+
+
+def summon(ctx: Context, *, until_all_complete: bool) -> None:
+    """FSDP1's summon_full_params around a decoding loop."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist = ctx.init_process_group(timeout_s=2)
+    model = fsdp1(ctx, nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)))
+    ids, forwards = torch.tensor([1]), 0
     ctx.reached()
-    tokens: List[int] = []
-    forwards = 0
-    last = 1
-    with torch.no_grad():
-        while ctx.rank in ranks:
-            is_complete = len(tokens) == LENGTHS[ctx.rank]
+    with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        while True:
+            unfinished = torch.tensor(float(forwards < LENGTHS[ctx.rank]))
             if until_all_complete:
-                unfinished = torch.tensor(0.0 if is_complete else 1.0, device=ctx.device)
-                ctx.note(waits_in="the flag", forwards=forwards)
                 dist.all_reduce(unfinished)
-                if unfinished.item() == 0:
-                    break
-            elif is_complete:
+            if unfinished.item() == 0:
                 break
-            last = int(model(torch.tensor([last], device=ctx.device)).argmax().item())
+            ids = model(ids).argmax(-1)
             forwards += 1
-            if not is_complete:
-                tokens.append(last)
-            ctx.note(tokens=tokens, forwards=forwards)
-    ctx.meet("generated", timeout_s=15)  # the rank that is done is alive and busy elsewhere, as in training
-    assert tokens == expected or ctx.rank not in ranks, (tokens, expected)
+        ctx.note(forwards=forwards)
+        ctx.meet("generated", timeout_s=15)
 
 
 def answer(model: Any, device: Any, length: int) -> List[int]:
@@ -76,47 +130,94 @@ def generate(ctx: Context, *, synced_gpus: bool) -> None:
     sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None)).eval()
     prompt = torch.tensor([[1, 2, 3]])
+    batch = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     options = {"do_sample": False, "max_new_tokens": LENGTHS[ctx.rank], "pad_token_id": 0}
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options).tolist()
+    expected = model.generate(**batch, **options).tolist()
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # shard small weights too
     engine = deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})[
         0
     ]
+    model = engine.module
     ctx.reached()
     if synced_gpus:
-        options["synced_gpus"] = True
-    got = engine.module.generate(prompt, attention_mask=torch.ones_like(prompt), **options).tolist()
-    ctx.note(new_tokens=len(got[0]) - 3)
+        out = model.generate(**batch, synced_gpus=True, **options)
+    else:
+        out = model.generate(**batch, **options)
+    ctx.note(new_tokens=len(out[0]) - 3)
     ctx.meet("generated", timeout_s=15)
-    assert got == expected, (got, expected)
+    assert out.tolist() == expected, (out.tolist(), expected)
 
 
 GLOO = raised(GLOO_TIMEOUT)
 ALONE = "rank 0's answer ends after two tokens, and rank 1's third step gathers weights alone"
 TOGETHER = "a rank whose answer is complete goes on calling the model until all are, and drops what comes out"
 
-gloo = Experiment(
-    name="gloo",
-    control=Arm(partial(decode, until_all_complete=False), expect=GLOO, because=ALONE, fidelity="cpu"),
-    treatment=Arm(partial(decode, until_all_complete=True), expect=completed(), because=TOGETHER, fidelity="cpu"),
-    needs=Needs(packages={"torch": ">=2.6"}),  # fully_shard under its public name
-    expected_s=(2.4, 0.3),
-)
+AT_ONCE = Arm(partial(decode, stop="complete"), expect=GLOO, because=ALONE, fidelity="cpu")
+ALL_TOGETHER = Arm(partial(decode, stop="all complete"), expect=completed(), because=TOGETHER, fidelity="cpu")
+FSDP2 = Needs(packages={"torch": ">=2.6"})  # on the CPU
+
+gloo = Experiment(name="gloo", control=AT_ONCE, treatment=ALL_TOGETHER, expected_s=(2.4, 0.3))
 one_rank = Experiment(
     name="one-rank",
     control=Arm(
-        partial(decode, until_all_complete=True, ranks=(1,)),
+        partial(decode, stop="all complete", ranks=(1,)),
         expect=GLOO,
         because="the flag is reduced before each step, and rank 0 does not generate",
         fidelity="cpu",
     ),
     treatment=Arm(
-        partial(decode, until_all_complete=True),
+        partial(decode, stop="all complete"),
         expect=completed(),
         because="both ranks generate, and the result of one is used",
         fidelity="cpu",
     ),
-    needs=Needs(packages={"torch": ">=2.6"}),
+    expected_s=(2.4, 0.3),
+)
+fixed_length = Experiment(
+    name="fixed-length",
+    control=AT_ONCE,
+    treatment=Arm(
+        partial(decode, stop="fixed"),
+        expect=completed(),
+        because="every rank makes the same number of steps and cuts its answer afterwards",
+        fidelity="cpu",
+    ),
+    expected_s=(2.4, 0.3),
+)
+unsharded = Experiment(
+    name="unshard",
+    control=AT_ONCE,
+    treatment=Arm(
+        partial(decode, stop="complete", gathered=True),
+        expect=completed(),
+        because="every module is gathered before the first step and keeps its weights",
+        fidelity="cpu",
+    ),
+    needs=FSDP2,
+    expected_s=(2.4, 0.3),
+)
+barrier_behind = Experiment(
+    name="barrier",
+    control=Arm(
+        partial(decode, stop="complete", barrier=True),
+        expect=GLOO,
+        because="rank 0, which is done, waits in a barrier behind the loop, and rank 1 for rank 0's weights",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(decode, stop="all complete", barrier=True), expect=completed(), because=TOGETHER, fidelity="cpu"
+    ),
+    expected_s=(2.4, 0.3),
+)
+summoned = Experiment(
+    name="summon",
+    control=Arm(
+        partial(summon, until_all_complete=False),
+        expect=GLOO,
+        because="inside summon_full_params each forward gathers all the same, and rank 0 leaves the loop first",
+        fidelity="cpu",
+    ),
+    treatment=Arm(partial(summon, until_all_complete=True), expect=completed(), because=TOGETHER, fidelity="cpu"),
     expected_s=(2.4, 0.3),
 )
 zero3 = Experiment(
@@ -130,5 +231,5 @@ zero3 = Experiment(
 
 probe = Probe(
     experiments=(gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(")), gloo),
-    variants=(one_rank, zero3),
+    variants=(one_rank, fixed_length, unsharded, barrier_behind, summoned, zero3),
 )
