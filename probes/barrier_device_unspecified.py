@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Tuple
 
 from kb.probe import (
     Arm,
@@ -92,13 +92,21 @@ def warning(ctx: Context, *, named: bool) -> None:
         raise Symptom(f"the barrier guessed its GPU and said so: {match.group(0).strip()}")
 
 
-def gpu_count() -> int:
-    """How many GPUs nvidia-smi lists; 0 when it lists none or cannot be asked."""
+def gpus_seen() -> Tuple[int, str]:
+    """How many GPUs a process sees that is started from here, and how that is known; 0 where it is not."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        names = [name for name in listed.split(",") if name.strip()]
+        if any(name.strip().startswith("MIG") for name in names):
+            return 1, "CUDA_VISIBLE_DEVICES names MIG instances, of which a process uses one"
+        return len(names), "by CUDA_VISIBLE_DEVICES of this shell"
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=True).stdout
+        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+        return 0, "nvidia-smi is missing or fails"
+    if any(line.strip().startswith("MIG ") for line in lines.splitlines()):
+        return 0, "MIG is on, so a process sees fewer GPUs than nvidia-smi lists"
+    return sum(line.startswith("GPU ") for line in lines.splitlines()), "by nvidia-smi -L"
 
 
 def torch_version() -> str:
@@ -110,11 +118,10 @@ def torch_version() -> str:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Compare the barrier's guess with the launcher's assignment, rank by rank, as torch's source defines both."""
-    visible = params["visible"] or gpu_count()
+    visible, source = (params["visible"], "as given") if params["visible"] else gpus_seen()
     processes, nodes = params["nproc_per_node"], params["nnodes"]
     if visible < 1:
-        return unknown("no GPU: nvidia-smi is missing, fails or lists none", advice="give the number: --set visible=N")
-    source = "as given" if params["visible"] else "by nvidia-smi -L"
+        return unknown(f"no GPU: {source}", advice="give the number: --set visible=N")
     evidence = [f"GPUs that a process sees: {visible} ({source}); {torch_version()}"]
     if processes is None:
         return unknown(
@@ -122,7 +129,9 @@ def check(params: Mapping[str, Any]) -> Finding:
             "how many processes run on how many nodes cannot be seen from here",
             advice="--set nproc_per_node=N --set nnodes=M; --set visible=1 if every process is given one GPU only",
         )
-    evidence.append(f"layout: nodes {nodes}, processes on each {processes}, LOCAL_RANK i works on GPU i")
+    evidence.append(
+        f"layout: nodes {nodes}, processes on each {processes}, LOCAL_RANK i works on GPU i, ranks in blocks by node"
+    )
     if visible == 1 and processes > 1:
         return clear(*evidence, "each process can only guess the one GPU it sees; no two of them may see the same one")
     if processes > visible:
