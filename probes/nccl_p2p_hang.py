@@ -203,7 +203,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     if virtual:
         evidence.append("this is a virtual machine: its host decides about ACS and IOMMU, and a guest cannot see them")
     if distances and all(distance.startswith("NV") for distance in distances):
-        return clear(*evidence, f"all pairs are on NVLink, which ACS and IOMMU do not touch; {BLIND}")
+        return unknown(*evidence, f"all pairs are on NVLink, which ACS and IOMMU do not touch; {BLIND}")
     if (redirecting or translating) and not virtual:
         return exposed(
             *evidence,
@@ -211,7 +211,7 @@ def check(_: Mapping[str, Any]) -> Finding:
         )
     if virtual or unreadable or not statuses or not gpus:
         return unknown(*evidence, advice="run the experiment; ACS as root: sudo lspci -vvv | grep ACSCtl")
-    return clear(*evidence, f"no bridge above the GPUs redirects and no IOMMU translates; {BLIND}")
+    return unknown(*evidence, f"no bridge above the GPUs redirects and no IOMMU translates; {BLIND}")
 
 
 def tally(values: list[str]) -> str:
