@@ -9,7 +9,8 @@ import zipfile
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, List, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, List, Mapping
 
 from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
@@ -25,34 +26,81 @@ class FromStranger:
         return os.mkdir, (self.folder,)
 
 
-def resume(ctx: Context, *, allow_list: List[Any]) -> None:
-    """Write weights, optimizer state and arguments as a training script does; read them back as it resumes."""
-    import pickle
-
+def trained() -> Any:
+    """A model after one step, and its optimizer."""
     import torch
 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def resume(ctx: Context, *, allowed: bool) -> None:
+    """Write weights, optimizer state and arguments as a training script does; read them back as it resumes."""
+    import pickle
+
+    import torch
+
+    model, optimizer = trained()
+    args, path = argparse.Namespace(lr=1e-4), ctx.path("checkpoint.pt")
     plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
-    args = argparse.Namespace(lr=1e-4)
-    torch.save({**plain, "args": args}, ctx.path("checkpoint.pt"))
-    torch.save({**plain, "args": vars(args)}, ctx.path("plain.pt"))
+    torch.save({**plain, "args": args}, path)
     torch.save({**plain, "args": FromStranger(ctx.path("ran"))}, ctx.path("stranger.pt"))
     ctx.reached()
-    with torch.serialization.safe_globals(allow_list):
-        loaded = torch.load(ctx.path("checkpoint.pt"))
-        assert loaded["args"] == args and torch.equal(loaded["model"]["weight"], model.weight)
+    if allowed:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(path, map_location="cpu")
+    else:
+        state = torch.load(path, map_location="cpu")
+    assert state["args"] == args and torch.equal(state["model"]["weight"], model.weight)
+    with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             torch.load(ctx.path("stranger.pt"))
         except pickle.UnpicklingError as error:
             ctx.note(stranger=re.findall(r".*GLOBAL.*", str(error))[-1][:90])
-        assert not Path(ctx.path("ran")).exists(), "the allow-list let the stranger's file call a function"
-    assert torch.load(ctx.path("plain.pt"))["args"] == vars(args)  # nothing to allow: a dict instead of the class
+    assert not Path(ctx.path("ran")).exists(), "the allow-list let the stranger's file call a function"
     torch.load(ctx.path("stranger.pt"), weights_only=False)
     ctx.note(ran_with_weights_only_false=Path(ctx.path("ran")).exists())
     assert Path(ctx.path("ran")).exists()
+
+
+def save(ctx: Context, *, plain: bool) -> None:
+    """The arguments as an object or as a dict. Releases before 2.6 refuse it too, where the caller asks for it."""
+    import torch
+
+    model, optimizer = trained()
+    args, path, step = argparse.Namespace(lr=1e-4), ctx.path("checkpoint.pt"), 1
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "args": args}
+    ctx.reached()
+    if plain:
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "args": vars(args)}, path
+        )
+    else:
+        torch.save(state, path)
+    loaded = torch.load(path, weights_only=True)
+    assert loaded["args"] == {"lr": 1e-4} and torch.equal(loaded["model"]["weight"], model.weight)
+
+
+def save_with_protocol(ctx: Context, **options: int) -> None:
+    """Nothing but a tensor, in the pickle protocol of `options` or in torch's own."""
+    import torch
+
+    torch.save({"weight": torch.ones(4)}, ctx.path("checkpoint.pt"), **options)
+    ctx.reached()
+    assert torch.load(ctx.path("checkpoint.pt"), weights_only=True)["weight"].tolist() == [1.0] * 4
+
+
+def load_own(ctx: Context) -> None:
+    """A file of one's own, in a process that the environment variable is set for or not."""
+    import torch
+
+    args = argparse.Namespace(lr=1e-4)
+    torch.save({"args": args}, ctx.path("checkpoint.pt"))
+    ctx.reached()
+    assert torch.load(ctx.path("checkpoint.pt"))["args"] == args
 
 
 def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
@@ -122,47 +170,81 @@ def _torch() -> str:
         return "torch is not installed here"
 
 
+def variant(
+    name: str,
+    broken: Callable[[Context], None],
+    fixed: Callable[[Context], None],
+    pattern: str,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str],
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Experiment:
+    """`env` is that of the treatment arm."""
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=raised(pattern), because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu", env=env),
+        world_size=1,
+        needs=Needs(packages=packages),
+        expected_s=(0.2, 0.2),
+    )
+
+
+REFUSED = r"Unsupported global: GLOBAL argparse\.Namespace was not an allowed global by default"
+NAMESPACE = "the checkpoint carries an argparse.Namespace, and the class is on no allow-list"
+
 probe = Probe(
     check=check,
     params={"checkpoint": Param("path", "a file of torch.save: .pt, .pth, .ckpt, .bin; nothing in it is run")},
     experiments=(
-        Experiment(
-            name="resume",
-            control=Arm(
-                partial(resume, allow_list=[]),
-                expect=raised(r"Unsupported global: GLOBAL argparse\.Namespace was not an allowed global by default"),
-                because="the checkpoint carries an argparse.Namespace, and the class is on no allow-list",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(resume, allow_list=[argparse.Namespace]),
-                expect=completed(),
-                because="the same file is read with that one class allowed; a file that calls os.mkdir stays refused",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.6"}),
-            expected_s=(0.1, 0.1),
+        variant(
+            "resume",
+            partial(resume, allowed=False),
+            partial(resume, allowed=True),
+            REFUSED,
+            NAMESPACE,
+            "the same file is read with that one class allowed; a file that calls os.mkdir stays refused",
+            {"torch": ">=2.6"},
         ),
     ),
     variants=(
-        Experiment(
-            name="numpy",
-            control=Arm(
-                partial(load_random_state, with_dtype_class=False),
-                expect=raised(r"but got <class 'numpy\.dtypes\.UInt32DType'>"),
-                because="the names that torch lists are allowed, and the class of the dtype is not among them",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(load_random_state, with_dtype_class=True),
-                expect=completed(),
-                because="the class of the dtype is allowed too",
-                fidelity="cpu",
-            ),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.6", "numpy": ">=1.25"}),
-            expected_s=(0.2, 0.2),
+        variant(
+            "plain-data",
+            partial(save, plain=False),
+            partial(save, plain=True),
+            REFUSED + r"|Unsupported (class|global) argparse\.Namespace",
+            NAMESPACE,
+            "the arguments are saved as a dict, and nothing has to be allowed",
+            {"torch": ">=2.1"},
+        ),
+        variant(
+            "protocol",
+            partial(save_with_protocol, pickle_protocol=4),
+            save_with_protocol,
+            r"Unsupported operand 149",
+            "the file was saved with pickle_protocol=4, and has nothing but a tensor in it",
+            "torch chooses the protocol",
+            {"torch": ">=2.1"},
+        ),
+        variant(
+            "environment",
+            load_own,
+            load_own,
+            REFUSED,
+            NAMESPACE,
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 turns the restriction off",
+            {"torch": ">=2.6"},
+            {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
+        ),
+        variant(
+            "numpy",
+            partial(load_random_state, with_dtype_class=False),
+            partial(load_random_state, with_dtype_class=True),
+            r"but got <class 'numpy\.dtypes\.UInt32DType'>",
+            "the names that torch lists are allowed, and the class of the dtype is not among them",
+            "the class of the dtype is allowed too",
+            {"torch": ">=2.6", "numpy": ">=1.25"},
         ),
     ),
 )
