@@ -37,6 +37,7 @@ OF_PROGRAMS = {13, 31, 43, 69}  # a kernel of the program's own in most cases: s
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)\b(?!, \w+ Nonfatal\b)")
 LOST = re.compile(r"fallen off the bus|GPU is lost|Unable to determine the device handle")
 RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
+FROM_BOOT = re.compile(r"Linux version \d")  # the first words of a kernel
 SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
 
 
@@ -151,11 +152,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
     if any(map(str.strip, lines)) and described:
         first = next(line.strip()[:60] for line in lines if line.strip())
-        return clear(
-            *evidence,
-            f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them; "
-            f"older ones may be overwritten, the log begins with: {first}",
-        )
+        read = f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them"
+        if not any(map(FROM_BOOT.search, lines[:30])):
+            return unknown(*evidence, f"{read}; it does not reach back to the boot, and begins with: {first}")
+        return clear(*evidence, f"{read}, which begin at the boot: an event before it cannot be seen")
     missing = "; ".join(reason for reason in (no_log, no_smi) if reason) or "neither describes a GPU"
     read = f"read: {len(lines)} lines of kernel log, {described} GPUs in nvidia-smi; missing: {missing}"
     return unknown(*evidence, read, advice="sudo dmesg -T > FILE on the node, then --set dmesg=FILE")
