@@ -20,6 +20,7 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
+    Unavailable,
     clear,
     completed,
     exposed,
@@ -96,6 +97,38 @@ def save_and_load(ctx: Context, *, bare_names: bool) -> None:
     assert torch.allclose(after, answer)
 
 
+def save_compiled(ctx: Context, *, in_place: bool) -> None:
+    """torch.compile puts a module around the model, the method `compile` does not. Neither is run."""
+    import torch
+
+    bare = model = with_lora()
+    answer = train(bare, "cpu")
+    ctx.reached()
+    if in_place:
+        bare.compile(backend="eager")
+    else:
+        try:
+            model = torch.compile(bare, backend="eager")
+        except RuntimeError as error:
+            raise Unavailable("torch.compile does not work here: %s" % error) from error
+    state = model.state_dict()
+    adapter = {name: state[name] for name in state if name.startswith(("lora_A.", "lora_B."))}
+    torch.save(adapter, ctx.path("adapter.pt"))
+    load_and_judge(adapter, os.path.getsize(ctx.path("adapter.pt")), answer)
+
+
+def load_and_judge(adapter: Mapping[str, Any], size: int, answer: Any) -> None:
+    """Into a new model, as PEFT does: without an error for what is missing."""
+    import torch
+
+    fresh, tokens = with_lora(), torch.tensor(PROMPT)
+    before = fresh(tokens).detach()
+    missing = fresh.load_state_dict(adapter, strict=False).missing_keys
+    after = fresh(tokens).detach()
+    judge(len(adapter), size, 2 - sum("lora_" in name for name in missing), bool(torch.equal(after, before)))
+    assert torch.allclose(after, answer)
+
+
 def judge(tensors: int, size: int, arrived: int, is_base: bool) -> None:
     if arrived < 2:
         text = "and the answers are those of the base model" if is_base else "and the answers have changed"
@@ -122,21 +155,42 @@ def rename_and_load(ctx: Context, *, wrappers: Sequence[str]) -> None:
         if "lora_" in name
     }
     torch.save(adapter, ctx.path("adapter.pt"))
-    fresh = with_lora()
-    tokens = torch.tensor(PROMPT)
-    before = fresh(tokens).detach()
-    missing = fresh.load_state_dict(torch.load(ctx.path("adapter.pt")), strict=False).missing_keys
-    after = fresh(tokens).detach()
-    arrived = 2 - sum("lora_" in name for name in missing)
-    judge(len(adapter), os.path.getsize(ctx.path("adapter.pt")), arrived, bool(torch.equal(after, before)))
-    assert torch.allclose(after, answer)
+    load_and_judge(torch.load(ctx.path("adapter.pt")), os.path.getsize(ctx.path("adapter.pt")), answer)
+
+
+def rename_file(ctx: Context, *, renames: bool) -> None:
+    """The same as a safetensors file, renamed by the code that the entry prints."""
+    from torch import nn
+
+    bare = with_lora()
+    answer = train(bare, "cpu")
+    model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"module": bare})})
+    from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
+
+    save_file(
+        {name: value for name, value in model.state_dict().items() if "lora_" in name}, "adapter_model.safetensors"
+    )
+    ctx.reached()
+    path = "adapter_model.safetensors"
+    if renames:
+        os.makedirs("renamed", exist_ok=True)
+        state = load_file("adapter_model.safetensors")
+        wrappers = {"_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
+        state = {".".join(p for p in k.split(".") if p not in wrappers): v for k, v in state.items()}
+        save_file(state, "renamed/adapter_model.safetensors", metadata={"format": "pt"})
+        path = "renamed/adapter_model.safetensors"
+    load_and_judge(load_file(path), os.path.getsize(path), answer)
 
 
 def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
-    """PEFT itself, with the state dict of the model that torch.compile returned, which is never run."""
+    """PEFT and accelerate themselves, with the model that torch.compile returned, which is never run."""
     import torch
 
     peft: Any = importlib.import_module("peft")
+    accelerate: Any = importlib.import_module("accelerate")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+        os.environ.pop(name, None)
+    accelerator = accelerate.Accelerator(cpu=True)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
 
     class Net(torch.nn.Module):  # type: ignore[misc]
@@ -147,22 +201,27 @@ def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
         def forward(self, tokens: torch.Tensor) -> Any:
             return self.parts["q_proj"](self.parts["embed"](tokens))
 
-    model = peft.get_peft_model(Net(), config)
-    answer = train(model, "cpu")
+    inner = peft.get_peft_model(Net(), config)
+    answer, model, folder = train(inner, "cpu"), torch.compile(inner, backend="eager"), ctx.path("adapter")
     ctx.reached()
-    state = model.state_dict() if bare_names else torch.compile(model).state_dict()
-    model.save_pretrained(ctx.path("adapter"), state_dict=state)
+    if bare_names:
+        bare = accelerator.unwrap_model(model)
+        bare = getattr(bare, "_orig_mod", bare)
+        if accelerator.is_main_process:
+            bare.save_pretrained(folder)
+    else:
+        inner.save_pretrained(folder, state_dict=model.state_dict())
     file = next(Path(ctx.path("adapter")).glob("adapter_model.*"))
     tokens = torch.tensor(PROMPT)
     with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         loaded = peft.PeftModel.from_pretrained(Net(), ctx.path("adapter"))
     ctx.note(said_while_loading=[str(item.message)[:80] for item in output])
-    model.merge_and_unload()
-    model.save_pretrained(ctx.path("after the merge"))
-    ctx.note(
-        bytes=file.stat().st_size, bytes_after_the_merge=Path(ctx.path("after the merge"), file.name).stat().st_size
-    )
+    inner.merge_and_unload()
+    inner.save_pretrained(ctx.path("after the merge"))
+    merged = Path(ctx.path("after the merge"), file.name)
+    ctx.note(bytes=file.stat().st_size, bytes_after_the_merge=merged.stat().st_size)
+    assert not read_checkpoint(merged).tensors, "an adapter is left after the merge"
     arrived = sum("lora_" in name and bool(item.abs().sum()) for name, item in loaded.state_dict().items())
     is_base = bool(torch.equal(loaded(tokens), Net()(tokens)))
     arrived = 0 if is_base else arrived  # A is never zero, so B decides
@@ -242,6 +301,43 @@ rename = Experiment(
 )
 
 
+rename_safetensors = Experiment(
+    name="rename-file",
+    control=Arm(
+        partial(rename_file, renames=False),
+        symptom(EMPTY),
+        "the file has the names of two wrappers",
+        "stand-in",
+        stands_for=LIBRARIES,
+    ),
+    treatment=Arm(partial(rename_file, renames=True), completed(), RENAMED, "stand-in", stands_for=LIBRARIES),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.1", "safetensors": ">=0.4"}, memory_mib=512),
+    expected_s=(0.3, 0.3),
+)
+compiled = Experiment(
+    name="compile-in-place",
+    control=Arm(
+        partial(save_compiled, in_place=False),
+        symptom(EMPTY),
+        "the state dict is that of what torch.compile returned",
+        "stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    treatment=Arm(
+        partial(save_compiled, in_place=True),
+        completed(),
+        "the model was compiled by its own method, which adds no name",
+        "stand-in",
+        stands_for=STANDS_FOR,
+    ),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.2"}),
+    deadline_s=40,
+    expected_s=(1.5, 1.5),
+)
+
+
 def experiment(name: str, job: Any, fidelity: str, stands_for: str = "", **more: Any) -> Experiment:
     def arm(bare: bool, expect: Expect, because: str) -> Arm:
         return Arm(partial(job, bare_names=bare), expect, because, fidelity, stands_for)
@@ -265,12 +361,14 @@ probe = Probe(
     ),
     variants=(
         rename,
+        rename_safetensors,
+        compiled,
         experiment(
             "peft",
             save_and_load_peft,
             "cpu",
             world_size=1,
-            needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.7"}),
+            needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.7", "accelerate": ""}),
             deadline_s=60,
             expected_s=(5, 5),
         ),
