@@ -159,7 +159,7 @@ def variant(name: str, control: Mapping[str, Any], treatment: Mapping[str, Any],
         name=name,
         control=replace(gloo.control, job=partial(run, **control), because=because),
         treatment=replace(gloo.treatment, job=partial(run, **treatment), because=fix),
-        deadline_s=60.0,
+        deadline_s=150.0,  # a spawned worker imports torch
         expected_s=(0.3, 3.0),
     )
 

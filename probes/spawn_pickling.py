@@ -243,7 +243,7 @@ def pair(
         treatment=Arm(treatment, expect=completed(), because=fix, fidelity="cpu"),
         world_size=1,
         needs=needs,
-        deadline_s=60,
+        deadline_s=150 if "torch" in needs.packages else 60,  # a spawned worker imports torch
         expected_s=(0.3, 0.5),
     )
 
