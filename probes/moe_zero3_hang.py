@@ -93,7 +93,7 @@ def expert_parallel(ctx: Context, *, connected: bool) -> None:
             return result
 
         @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(context: Any, gradient: torch.Tensor) -> Any:
             sent, received = context.sizes
             result = gradient.new_empty(sum(sent), gradient.shape[1])
             dist.all_to_all_single(result, gradient.contiguous(), sent, received)
