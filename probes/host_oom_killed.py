@@ -261,7 +261,7 @@ LISTED = "three workers, forked, read a list of strings, and so copy it, under a
 PLAYED = "the kernel's OOM killer, which a watcher of ours plays"
 
 
-def experiment(name: str, because: str, fix: str, *, folklore: bool = False, **words: bool) -> Experiment:
+def experiment(name: str, because: str, fix: str, *, folklore: bool = False, **words: Any) -> Experiment:
     """`folklore`: the control arm has what people try in vain. By the kernel it is no stand-in."""
     fidelity, stands_for = ("cpu", "") if words.get("by_kernel") else ("stand-in", PLAYED)
     killed = raised(r"process \d+ terminated with signal SIGKILL")

@@ -80,10 +80,11 @@ def attend(ctx: Context, *, fused: bool) -> None:
     """One attention of eight heads over 2048 tokens, forward and backward: with a score matrix, or without."""
     import torch
     import torch.nn.functional as F  # noqa: N812
+    from torch import nn
 
     query, key, value = (torch.randn(1, 8, CPU_TOKENS, 32, requires_grad=True) for _ in range(3))
 
-    class Attention(torch.nn.Module):
+    class Attention(nn.Module):  # type: ignore[misc]
         def forward(self, query: Any, key: Any, value: Any) -> Any:
             if fused:
                 output = F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -55,9 +55,10 @@ def evaluation_loop(head: Any, x: Any, y: Any, batches: int, keep: str, with_gra
             losses.append(loss if with_gradient else loss.item())
             if keep == "sums":
                 batch = SimpleNamespace(predictions=logits.unflatten(0, (-1, 64)), label_ids=y.unflatten(0, (-1, 64)))
-                result = metric(batch, compute_result=number == batches - 1)
+                result = metric(batch, number == batches - 1)  # type: ignore[no-untyped-call]
             else:
-                all_preds.append(logits if keep == "logits" else preprocess_logits_for_metrics(logits, y))
+                predicted = preprocess_logits_for_metrics(logits, y)  # type: ignore[no-untyped-call]
+                all_preds.append(logits if keep == "logits" else predicted)
             del logits
     if keep == "sums":
         assert sorted(result) == ["accuracy"] and sums == {"right": 0, "all": 0}, (result, sums)

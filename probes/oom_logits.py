@@ -64,17 +64,17 @@ def backward(hidden: Any, head: Any, labels: Any, way: str) -> Any:
         return ForCausalLMLoss(hidden @ head.T, labels)
 
     if way == "batches":
-        loss = 0.0
+        summed = 0.0
         for start in range(0, len(labels), few):
-            part = head_and_loss(hidden[start : start + few], labels[start : start + few]) / len(labels)
-            part.backward()
-            loss += part.detach()
-        return loss
+            mine = head_and_loss(hidden[start : start + few], labels[start : start + few]) / len(labels)
+            mine.backward()
+            summed += mine.item()
+        return torch.tensor(summed, device=hidden.device)
     if way == "fused":
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=few)
         loss = F.linear_cross_entropy(hidden, head, labels, options=options)
     elif way == "checkpoint":
-        total = 0.0
+        total: Any = 0.0
         for start in range(0, len(labels), few):
             part = hidden[start : start + few], labels[start : start + few]
             total = total + checkpoint(head_and_loss, *part, use_reentrant=False)

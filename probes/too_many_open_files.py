@@ -47,7 +47,7 @@ def evaluate(
     opened_before = len(os.listdir("/proc/self/fd"))
     ctx.reached()
     labels: List[Any] = []
-    for number, batch in enumerate(DataLoader(Rows(2 * limit), num_workers=1), 1):  # type: ignore[arg-type,var-annotated]
+    for number, batch in enumerate(DataLoader(Rows(2 * limit), num_workers=1), 1):
         if keep == "clone":
             labels.append(batch["labels"].clone())
         else:
