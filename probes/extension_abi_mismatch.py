@@ -124,8 +124,11 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice="--set extension=path/to/some.so",
         )
     told = f"{', '.join(read[:8])}: what they want of c10::Error and c10::cuda is there"
-    named = b"".join(strings(root / "lib" / name) for name in REST if others and time.monotonic() < end)
-    unnamed = [f"{file} wants {symbol}" for file, symbol in others if b"\0%s\0" % symbol.encode() not in named]
+    named: Set[bytes] = set()
+    for name in REST:
+        if others and time.monotonic() < end:
+            named.update(strings(root / "lib" / name).split(b"\0"))
+    unnamed = [f"{file} wants {symbol}" for file, symbol in others if symbol.encode() not in named]
     if late or unnamed:
         left = [f"{late} more were not read in time"] if late else []
         return unknown(told, *left, *unnamed[:4], advice="import it: the linker has the last word")
