@@ -116,7 +116,11 @@ def build_extension(ctx: Context, *, arch_list: str) -> None:
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
     if arch_list:
         os.environ["TORCH_CUDA_ARCH_LIST"] = arch_list
-    machine = {"device_count": lambda: 1, "get_arch_list": lambda: ["sm_90"], "get_device_capability": lambda _: (9, 0)}
+    machine: Any = {
+        "device_count": lambda: 1,
+        "get_arch_list": lambda: ["sm_90"],
+        "get_device_capability": lambda _: (9, 0),
+    }
     with patch.multiple(torch.cuda, **machine):
         ctx.reached()
         flags = " ".join(cpp_extension._get_cuda_arch_flags())

@@ -47,7 +47,7 @@ def devices(ctx: Context, visible: str) -> Iterator[List[int]]:
             raise Symptom(f"invalid device ordinal: rank {ctx.rank} asks for device {device}, {count} visible")
 
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    stubs = {"device_count": lambda: len(torch.cuda._parse_visible_devices()), "set_device": set_device}
+    stubs: Any = {"device_count": lambda: len(torch.cuda._parse_visible_devices()), "set_device": set_device}
     with patch.multiple(torch.cuda, is_available=lambda: True, **stubs):
         yield asked
 
