@@ -1,6 +1,7 @@
 """Only rank 0 asks for the full state dict of an FSDP model, which is a collective, as `if rank == 0: save()` does."""
 
 from functools import partial
+from typing import Any, Callable
 
 from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
 
@@ -12,7 +13,8 @@ def save(ctx: Context, *, everyone: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    path = ctx.path("model.pt")
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(ctx.device)
     mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
     fully_shard(model[0], mesh=mesh)
@@ -22,9 +24,10 @@ def save(ctx: Context, *, everyone: bool) -> None:
     if everyone or ctx.rank == 0:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
+        if dist.get_rank() == 0:
+            torch.save(state, path)
         if ctx.rank == 0:
-            torch.save(state, ctx.path("model.pt"))
-            assert torch.load(ctx.path("model.pt"))["0.weight"].shape == (16, 16)
+            assert torch.load(path)["0.weight"].shape == (16, 16)
     ctx.meet("saved", timeout_s=15)  # a rank that skipped the gather is alive and busy elsewhere, as in training
 
 
@@ -42,6 +45,69 @@ def save_by_hand(ctx: Context, *, everyone: bool) -> None:
             torch.save(torch.cat(rows), ctx.path("model.pt"))
             assert torch.load(ctx.path("model.pt"))[:, 0].tolist() == [0.0] * 8 + [1.0] * 8
     ctx.meet("saved", timeout_s=15)
+
+
+def decide(ctx: Context, *, together: bool, timeout_s: float = 2) -> None:
+    """Each rank saves, in a gather of halves, if the loss is a new best one: its own, or that of all."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=timeout_s)
+    loss, best = torch.tensor([1.0 + 4 * ctx.rank]), 2.0
+    ctx.reached()
+    if together:
+        dist.all_reduce(loss)  # every rank has the sum; dist.reduce leaves it on one
+        loss = loss / dist.get_world_size()
+    if loss.item() < best:
+        rows = [torch.empty(8, 16) for _ in range(ctx.world_size)]
+        dist.all_gather(rows, torch.ones(8, 16))
+    ctx.meet("decided", timeout_s=15)
+
+
+def write_slowly(ctx: Context, *, patient: bool) -> None:
+    """All gather, then rank 0 writes to storage that takes 4 s; the next step has a timeout of 2 s."""
+    import io
+    import time
+    from datetime import timedelta
+
+    import torch
+
+    class Storage(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if not self.tell():
+                time.sleep(4)
+            return super().write(data)
+
+    dist = ctx.init_process_group(timeout_s=2)
+    saving = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+    rows = [torch.empty(8, 16) for _ in range(ctx.world_size)]
+    path = Storage()
+    ctx.reached()
+    dist.all_gather(rows, torch.ones(8, 16))
+    state = {"weight": torch.cat(rows)}
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    if patient:
+        dist.barrier(group=saving)
+    dist.all_gather(rows, torch.ones(8, 16))  # the next step
+    assert (path.tell() > 0) == (ctx.rank == 0), path.tell()
+
+
+def save_shards(ctx: Context, *, everyone: bool) -> None:
+    """torch.distributed.checkpoint: each rank writes its own half of the rows, and takes part in the planning."""
+    import os
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dist = ctx.init_process_group(timeout_s=2)
+    state = {f"rows.{ctx.rank}": torch.full((8, 16), float(ctx.rank))}
+    path = ctx.path("checkpoint")
+    ctx.reached()
+    if everyone or dist.get_rank() == 0:
+        dcp.save(state, checkpoint_id=path)
+    ctx.meet("saved", timeout_s=15)
+    if ctx.rank == 0:
+        assert {name[:3] for name in os.listdir(path)} >= {".me", "__0", "__1"}, os.listdir(path)
 
 
 NEEDS_TORCH = {"torch": ">=2.6"}  # fully_shard is public, before it was torch.distributed._composable.fsdp
@@ -63,6 +129,19 @@ gloo = Experiment(
     needs=Needs(packages=NEEDS_TORCH),
     expected_s=(3.3, 0.3),
 )
+
+
+def variant(name: str, job: Callable[..., None], change: str, because: str, fix: str, **both: Any) -> Experiment:
+    """`change` is the keyword of the job that is the fix; the save is a gather of halves, in place of FSDP's."""
+    control, treatment = partial(job, **{change: False}, **both), partial(job, **{change: True}, **both)
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=LATE, because=because, fidelity="stand-in", stands_for=OF_FSDP),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="stand-in", stands_for=OF_FSDP),
+        needs=Needs(packages={"torch": ">=2.2"}),
+        expected_s=(2.5, 0.5),
+    )
+
 
 probe = Probe(
     experiments=(
@@ -86,6 +165,30 @@ probe = Probe(
             ),
             needs=Needs(packages={"torch": ">=2.1"}),
             expected_s=(2.5, 0.2),
+        ),
+    ),
+    variants=(
+        variant(
+            "decision",
+            decide,
+            "together",
+            "each rank decides by its own loss whether to save, with a longer timeout",
+            "all ranks decide by the mean of their losses",
+            timeout_s=3,
+        ),
+        variant(
+            "slow-write",
+            write_slowly,
+            "patient",
+            "all gather, rank 0 writes for longer than the timeout, the others wait in the next step",
+            "the others wait in a gloo group of their own, whose timeout is for storage",
+        ),
+        variant(
+            "shards",
+            save_shards,
+            "everyone",
+            "only rank 0 calls torch.distributed.checkpoint.save",
+            "every rank calls it and writes its part",
         ),
     ),
 )
