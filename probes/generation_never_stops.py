@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from kb.probe import (
@@ -16,7 +18,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    Unavailable,
     clear,
     completed,
     exposed,
@@ -28,36 +29,72 @@ EOS, ASK, REPLY, MARKER = range(4)  # MARKER ends a turn as `###` or <|im_end|> 
 ANSWERS = {4: [10, 11], 5: [12, 10, 13], 6: [14], 7: [11, 13, 12, 15], 8: [15, 10], 9: [13, 14, 11]}
 VOCABULARY, WIDTH, LIMIT = 16, 24, 60
 PACKED_STEPS, PADDED_STEPS = 100, 60  # it is trained after 75 and 40
-CAUSES = ("packed", "masked", "marker")
 
 
-def answer_all(ctx: Context, *, ends: bool) -> None:
+def answer_all(ctx: Context, *, cause: str, ends: bool, penalty: float = 1.0) -> None:
     """Really train a small recurrent model, let it answer every question, and see where it stops.
 
-    `ends`: the end of an answer reaches training (packed, masked) or the stop list (marker).
+    `ends`: the end of an answer reaches training (packed, masked, truncated) or the stop list (marker).
     """
     import torch
 
-    cause = ctx.params["cause"]
-    if cause not in CAUSES:
-        raise Unavailable("cause=%s is not one of %s" % (cause, ", ".join(CAUSES)))
     torch.manual_seed(0)
     model = _network()
     ctx.reached()
     stops = {EOS, MARKER} if cause == "marker" and ends else {EOS}
+    expected = dict(ANSWERS)
     if cause == "masked":
         _fit(model, _packed([], PACKED_STEPS))  # a base model that has not learned to stop
-        _fit(model, [_padded(mask_end=not ends)] * PADDED_STEPS)
+        _fit(model, [_padded(12, ends)] * PADDED_STEPS)
+    elif cause == "truncated":
+        _fit(model, [_truncated(7, ends)] * PADDED_STEPS)
+        if ends:
+            expected = {question: answer[:3] for question, answer in ANSWERS.items()}
     else:
         _fit(model, _packed([MARKER] if cause == "marker" else [EOS] if ends else [], PACKED_STEPS))
-    replies = {question: _generate(model, question, stops) for question in ANSWERS}
+    replies = {question: _generate(model, question, stops, penalty) for question in ANSWERS}
     for question, reply in replies.items():
-        assert reply[: len(ANSWERS[question])] == ANSWERS[question], "not trained: %d gives %s" % (question, reply[:8])
+        answer = expected[question]
+        assert reply[: len(answer)] == answer, "not trained: %d gives %s" % (question, reply[:8])
     endless = [question for question, reply in replies.items() if len(reply) == LIMIT]
     if endless:
         tokens = " ".join(map(str, replies[endless[0]][:12]))
         raise Symptom("%d of %d answers ran on to the limit of %d tokens: %s ..." % (len(endless), 6, LIMIT, tokens))
-    assert replies == ANSWERS, replies
+    late = [question for question, reply in replies.items() if len(reply) > len(expected[question])]
+    if late:
+        tokens = " ".join(map(str, replies[late[0]]))
+        raise Symptom("%d of %d answers ran past their end: %s" % (len(late), 6, tokens))
+    assert replies == expected, replies
+
+
+def generate(ctx: Context, *, stops_at_marker: bool) -> None:
+    """`generate` of transformers, with a model that is made to write: x y <|im_end|> x y <|im_end|> ..."""
+    import torch
+
+    hf: Any = importlib.import_module("transformers")
+    tk: Any = importlib.import_module("tokenizers")
+    words = {word: number for number, word in enumerate(["</s>", "<|im_end|>", "x", "y"])}
+    plain = tk.Tokenizer(tk.models.WordLevel(words, unk_token="x"))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", unk_token="x")
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=4, eos_token_id=0, bos_token_id=None, **sizes)).eval()
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, model.lm_head.weight):
+            weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(4))
+        for token, following in ((2, 3), (3, 1), (1, 2), (0, 0)):
+            model.lm_head.weight[following, token] = 1
+    ctx.reached()
+    if stops_at_marker:
+        ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        model.generation_config.eos_token_id = ends
+    ids = torch.tensor([[2]])
+    reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)[0, 1:]
+    if len(reply) == LIMIT:
+        tokens = " ".join(map(str, reply.tolist()[:6]))
+        raise Symptom("1 of 1 answers ran on to the limit of %d tokens: %s ..." % (LIMIT, tokens))
+    assert reply.tolist() == [3, 1], reply
 
 
 def _network() -> Any:
@@ -98,28 +135,49 @@ def _packed(end: List[int], steps: int) -> Iterator[Any]:
         yield rows[:, :-1], rows[:, 1:]
 
 
-def _padded(mask_end: bool) -> Any:
+def _padded(limit: int, by_length: bool) -> Any:
     """One document per row, padded with EOS; a collator that masks what equals the padding masks its end as well."""
     import torch
 
-    rows, labels = [], []
+    tokenizer = SimpleNamespace(eos_token_id=EOS, pad_token_id=EOS)
+    rows, targets = [], []
     for question, answer in ANSWERS.items():
-        document = [ASK, question, REPLY, *answer, EOS]
-        padding = 12 - len(document)
-        rows.append(document + [EOS] * padding)
-        labels.append([-100 if mask_end and token == EOS else token for token in document] + [-100] * padding)
-    return torch.tensor(rows)[:, :-1], torch.tensor(labels)[:, 1:]
+        ids = [ASK, question, REPLY, *answer]
+        if by_length:
+            ids = [*ids[: limit - 1], tokenizer.eos_token_id]
+            labels = ids + [-100] * (limit - len(ids))
+            ids = ids + [tokenizer.pad_token_id] * (limit - len(ids))
+        else:
+            ids = (ids + [EOS] * limit)[:limit]
+            labels = [-100 if token == tokenizer.pad_token_id else token for token in ids]
+        rows.append(ids)
+        targets.append(labels)
+    return torch.tensor(rows)[:, :-1], torch.tensor(targets)[:, 1:]
 
 
-def _generate(model: Any, question: int, stops: Any) -> List[int]:
-    """Greedy decoding; the token that stops it is not part of the reply."""
+def _truncated(limit: int, truncates_first: bool) -> Any:
+    """EOS is appended and the row is cut afterwards, so that the longest one has none."""
+    import torch
+
+    if truncates_first:
+        return _padded(limit, by_length=True)
+    rows = [([ASK, question, REPLY, *answer, EOS] + [-100] * limit)[:limit] for question, answer in ANSWERS.items()]
+    tokens = torch.tensor(rows)
+    return tokens.clamp(min=0)[:, :-1], tokens[:, 1:]
+
+
+def _generate(model: Any, question: int, stops: Any, penalty: float) -> List[int]:
+    """Greedy decoding; the token that stops it is not part of the reply. A penalty makes repeated ones less likely."""
     import torch
 
     tokens, state, reply = torch.tensor([[ASK, question, REPLY]]), None, []  # type: Tuple[Any, Any, List[int]]
     with torch.no_grad():
         while len(reply) < LIMIT:
             scores, state = _scores(model, tokens, state)
-            token = int(scores[0, -1].argmax())
+            last = scores[0, -1]
+            for seen in set(reply):
+                last[seen] = last[seen] / penalty if last[seen] > 0 else last[seen] * penalty
+            token = int(last.argmax())
             if token in stops:
                 break
             reply.append(token)
@@ -300,37 +358,78 @@ def _name_tokens(ids: List[int], names: Mapping[str, int]) -> str:
     return ", ".join("%s (%d)" % (by_id.get(id_, "?"), id_) for id_ in ids[:8]) or "nothing"
 
 
-NEVER = symptom(r"6 of 6 answers ran on to the limit of \d+ tokens")
+def experiment(
+    name: str,
+    because: str,
+    fix: str,
+    cause: str = "packed",
+    broken: str = r"6 of 6 answers ran on to the limit of \d+ tokens",
+    penalty: float = 1.0,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(answer_all, cause=cause, ends=False, penalty=penalty),
+            expect=symptom(broken),
+            because=because,
+            fidelity="cpu",
+        ),
+        treatment=Arm(partial(answer_all, cause=cause, ends=True), expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        deadline_s=60,
+        needs=Needs(memory_mib=512),
+        expected_s=(1, 1),
+    )
+
+
+WITHOUT = "documents are packed without an end between them, so the end is not a label"
+WITH = "EOS follows every document and keeps its label"
+WRITES = "a model that was trained to end its turns with <|im_end|>"
 
 probe = Probe(
     check=check,
     params={
-        "cause": Param(
-            "str", "packed: no EOS between documents; masked: pad_token = eos_token; marker: not a stop", "packed"
-        ),
         "model": Param("path", "folder of a model in Hugging Face format, for the check"),
         "samples": Param("path", 'training samples, a line each: {"labels": [...]}, for the check'),
         "end_id": Param("int", "id of the token that ends an answer, when it is not to be found in the model folder"),
     },
-    experiments=(
+    experiments=(experiment("training", WITHOUT, WITH),),
+    variants=(
+        experiment(
+            "masked",
+            "padding is EOS and is masked by its value, the end of every answer with it",
+            "padding is masked by its length",
+            "masked",
+        ),
+        experiment(
+            "truncated",
+            "rows are cut after EOS was appended, so the longest answer has none",
+            "rows are cut first, then EOS is appended",
+            "truncated",
+            r"1 of 6 answers ran (past their end|on to the limit)",
+        ),
+        experiment("marker", "turns end with a token that is no stop", "that token is a stop", "marker"),
+        experiment("penalty", WITHOUT + "; generation has a repetition penalty", WITH, penalty=1.3),
         Experiment(
-            name="training",
+            name="transformers",
             control=Arm(
-                partial(answer_all, ends=False),
-                expect=NEVER,
-                because="the end of an answer is never a label (cause=marker: is no stop), so nothing ends generation",
-                fidelity="cpu",
+                partial(generate, stops_at_marker=False),
+                expect=symptom(r"1 of 1 answers ran on to the limit of \d+ tokens"),
+                because="the model ends its turns with <|im_end|>, and eos_token_id is </s>",
+                fidelity="stand-in",
+                stands_for=WRITES,
             ),
             treatment=Arm(
-                partial(answer_all, ends=True),
+                partial(generate, stops_at_marker=True),
                 expect=completed(),
-                because="EOS follows every document and keeps its label (cause=marker: the marker is a stop)",
-                fidelity="cpu",
+                because="eos_token_id of the generation config is a list of both",
+                fidelity="stand-in",
+                stands_for=WRITES,
             ),
             world_size=1,
-            deadline_s=60,
-            needs=Needs(memory_mib=512),
-            expected_s=(1, 1),
+            deadline_s=90,
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "tokenizers": ""}),
+            expected_s=(5, 5),
         ),
     ),
 )
