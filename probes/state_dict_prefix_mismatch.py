@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from functools import partial
 from types import MappingProxyType
@@ -153,6 +154,8 @@ def save_unwrapped(ctx: Context, *, drops_compile: bool) -> None:
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+        os.environ.pop(name, None)
     accelerator = Accelerator(cpu=True)
     model = compiled(torch, build())
     ctx.reached()
