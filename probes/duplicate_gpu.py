@@ -82,8 +82,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     gpus, used = driver()
     if not gpus and not glob("/dev/nvidia[0-9]*"):
         return unknown("no GPU: there is no /dev/nvidia0, and nvidia-smi is missing or lists none")
-    tasks, launcher = os.environ.get("SLURM_NTASKS_PER_NODE", ""), os.environ.get("TORCHELASTIC_RUN_ID")
-    if launcher and tasks.isdigit() and int(tasks) > 1:
+    tasks, launcher = tasks_of_the_step(), os.environ.get("TORCHELASTIC_RUN_ID")
+    if launcher and tasks > 1:
         why = f"torchrun runs inside one of {tasks} Slurm tasks per node, and each task starts ranks for all GPUs"
         return exposed(why, advice="--ntasks-per-node=1 with torchrun, or srun python without torchrun")
     result = ranks_here()
@@ -112,6 +112,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         "no process with RANK, LOCAL_RANK and MASTER_PORT runs here as this user",
         advice="ask on the host while the job starts or hangs, or --set nproc_per_node=8",
     )
+
+
+def tasks_of_the_step() -> int:
+    """Slurm tasks per node: of this srun, which may have fewer than the job; 0 outside of Slurm."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    return max((int(number) for number in re.findall(r"(?:^|,)(\d+)", text)), default=0)  # "8(x2),4"
 
 
 def ranks_here() -> Dict[Tuple[str, str], Tuple[int, str]]:
