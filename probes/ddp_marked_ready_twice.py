@@ -5,12 +5,12 @@ how often autograd handed DDP a gradient of the same parameter in one backward.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Dict
 
-from kb.probe import Arm, Context, Experiment, Param, Probe, completed, raised
+from kb.probe import Arm, Context, Expect, Experiment, Param, Probe, Symptom, completed, raised, symptom
 
-WHYS = ("find-unused", "reused", "two-forwards", "outside", "opaque-output")
-FIXES = ("non-reentrant", "no-find-unused", "static_graph")
+WHYS = ("find-unused", "default", "reused", "two-forwards", "outside", "opaque-output")
+FIXES = ("non-reentrant", "no-find-unused", "static_graph", "patched", "tensor")
 
 
 class Opaque:
@@ -20,14 +20,21 @@ class Opaque:
         self.logits = logits
 
 
-def train(ctx: Context, *, fixed: bool) -> None:
+def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", bypasses: bool = False) -> None:
+    """Three steps. The arms of the first experiment take `why` and `fix` from the parameters."""
+    import functools
+
     import torch
+    import torch.utils.checkpoint as c
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.checkpoint import checkpoint
 
-    why, fix = ctx.params["why"], ctx.params["fix"] if fixed else ""
-    assert why in WHYS and ctx.params["fix"] in FIXES, "why is one of %s, fix one of %s" % (WHYS, FIXES)
+    assert ctx.params["why"] in WHYS and ctx.params["fix"] in FIXES, "why is one of %s, fix one of %s" % (WHYS, FIXES)
+    why = why or ctx.params["why"]
+    fix = (fix or ctx.params["fix"]) if fixed else ""
+    if fix == "patched":
+        c.checkpoint = functools.partial(c.checkpoint, use_reentrant=False)
 
     class Model(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -35,18 +42,23 @@ def train(ctx: Context, *, fixed: bool) -> None:
             self.embed, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> Any:
-            x = self.embed(x)
+            x, layer = self.embed(x), self.layer
             if why == "opaque-output":
-                return Opaque(self.layer(x))
+                return layer(x) if fix == "tensor" else Opaque(layer(x))
             for _ in range(2 if why == "reused" else 1):
-                x = checkpoint(self.layer, x, use_reentrant=fix != "non-reentrant")
+                if fix == "non-reentrant":
+                    x = checkpoint(layer, x, use_reentrant=False)
+                elif why == "default":
+                    x = c.checkpoint(layer, x)
+                else:
+                    x = checkpoint(layer, x, use_reentrant=True)
             return x
 
     dist = ctx.init_process_group(timeout_s=5)
     model = Model().to(ctx.device)
     parallel = DistributedDataParallel(
         model,
-        find_unused_parameters=why in ("find-unused", "opaque-output") and fix != "no-find-unused",
+        find_unused_parameters=why in ("find-unused", "default", "opaque-output") and fix != "no-find-unused",
         static_graph=fix == "static_graph",
     )
     weight = model.layer.weight
@@ -59,7 +71,8 @@ def train(ctx: Context, *, fixed: bool) -> None:
     for step in range(3):
         ctx.note(step=step + 1, gradients_of_layer_weight=0)
         parallel.zero_grad()
-        outputs = [parallel(torch.randn(2, 4, device=ctx.device)) for _ in range(2 if why == "two-forwards" else 1)]
+        call = parallel.module if bypasses else parallel
+        outputs = [call(torch.randn(2, 4, device=ctx.device)) for _ in range(2 if why == "two-forwards" else 1)]
         loss = sum(getattr(out, "logits", out).sum() for out in outputs)
         if why == "outside":
             loss = loss + weight.pow(2).sum()  # a regularizer, as AdaLoRA has one; a tied weight does the same
@@ -67,12 +80,34 @@ def train(ctx: Context, *, fixed: bool) -> None:
         everyones = [torch.empty_like(weight.grad) for _ in range(ctx.world_size)]
         dist.all_gather(everyones, weight.grad)
         averaged.append(all(torch.equal(everyone, weight.grad) for everyone in everyones))
-    assert all(averaged), "the ranks have different gradients; averaged in steps 1, 2, 3: %s" % averaged
+    if not all(averaged):
+        raise Symptom("no error, and the ranks have different gradients; averaged in steps 1, 2, 3: %s" % averaged)
 
 
 MESSAGE = r"Expected to mark a variable ready only once"
+MARKED = raised(MESSAGE)
 TWICE = "DDP is told a second time that a parameter is ready"
 ONCE = "one backward, one gradient per parameter (--set fix=non-reentrant, no-find-unused or static_graph)"
+
+SILENT = symptom(
+    r"no error, and the ranks have different gradients; averaged in steps 1, 2, 3: \[False, False, False\]"
+)
+
+
+def variant(
+    name: str, control: Dict[str, Any], because: str, treatment: Dict[str, Any], fix: str, expect: Expect = MARKED
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(partial(train, **control), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(train, **treatment), expect=completed(), because=fix, fidelity="cpu"),
+        expected_s=(0.3, 0.3),
+    )
+
+
+def way(why: str, because: str, fix: str, then: str) -> Experiment:
+    return variant(why, {"why": why, "fixed": False}, because, {"why": why, "fix": fix}, then)
+
 
 gloo = Experiment(
     name="gloo",
@@ -87,4 +122,34 @@ probe = Probe(
         "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "non-reentrant"),
     },
     experiments=(gloo.on_gpus(expected_s=(10, 10)), gloo),
+    variants=(
+        way("reused", "a layer is checkpointed twice in one forward", "non-reentrant", "the same, not reentrant"),
+        way("two-forwards", "two forwards before one backward", "static_graph", "DDP counts in the first step"),
+        way("outside", "the loss uses a checkpointed weight as well", "non-reentrant", "the same, not reentrant"),
+        way("opaque-output", "the forward returns an object of an own class", "tensor", "it returns the tensor"),
+        way("default", "checkpoint() is called without use_reentrant", "patched", "its default was replaced before"),
+        variant(
+            "no-find-unused",
+            {"why": "find-unused", "fixed": False},
+            "find_unused_parameters is on, and a reentrant checkpoint hides the layer",
+            {"why": "find-unused", "fix": "no-find-unused"},
+            "find_unused_parameters is off, and nothing is unused",
+        ),
+        variant(
+            "static-opaque",
+            {"why": "opaque-output", "fix": "static_graph"},
+            "static_graph, and the forward returns an object of an own class",
+            {"why": "opaque-output", "fix": "tensor"},
+            "it returns the tensor",
+            SILENT,
+        ),
+        variant(
+            "bypass",
+            {"why": "find-unused", "fixed": False, "bypasses": True},
+            "the module inside DDP is called instead of DDP",
+            {"why": "find-unused", "fix": "non-reentrant"},
+            "DDP is called, the checkpoint is not reentrant",
+            SILENT,
+        ),
+    ),
 )
