@@ -243,7 +243,7 @@ def variant(name: str, job: Callable[..., None], fix: str, pattern: str, because
         treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=fixed, fidelity="cpu"),
         world_size=1,
         needs=Needs(packages={"torch": ">=2.1"}),
-        deadline_s=90,
+        deadline_s=120,
         expected_s=(1.5, 1.5),
     )
 
@@ -268,7 +268,7 @@ probe = Probe(
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.10"}),  # before, the report lacks the ranks that torchrun ended
-            deadline_s=90,
+            deadline_s=120,
             expected_s=(1.8, 3.4),
         ),
         Experiment(
@@ -287,7 +287,7 @@ probe = Probe(
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1"}),
-            deadline_s=90,
+            deadline_s=120,
             expected_s=(2.5, 4.5),
         ),
     ),
