@@ -18,6 +18,7 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
+    Unavailable,
     clear,
     completed,
     exposed,
@@ -61,10 +62,13 @@ def heap(ctx: Context, *, returns: bool = False, longest_first: bool = False, re
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if longest_first:
         longest, after = (torch.empty(size, dtype=torch.uint8) for size in (request, 2 * MIB))
+        place = range(longest.data_ptr(), longest.data_ptr() + request)
         del longest  # its place stays, below a block in use, and the next block is put into it
         ctx.note(after_mib=after.nbytes // MIB)
     blocks = [torch.empty(CPU_BLOCK, dtype=torch.uint8) for _ in range(CPU_BLOCKS)]
     held = blocks[0::2] if longest_first else blocks[1::2]
+    if longest_first and not any(block.data_ptr() in place for block in held):
+        raise Unavailable("the heap of this process has put the next block elsewhere")
     del blocks
     ctx.reached()
     ask(ctx, partial(torch.empty, request, dtype=torch.uint8), (CPU_BLOCKS - len(held)) * CPU_BLOCK)
@@ -154,13 +158,19 @@ HOLES = symptom(r"128 MiB are free in pieces, and less cannot be had: .*can't al
 
 
 def of_heap(
-    name: str, control: Callable[[Context], None], because: str, treatment: Callable[[Context], None], fix: str
+    name: str,
+    control: Callable[[Context], None],
+    because: str,
+    treatment: Callable[[Context], None],
+    fix: str,
+    releases: str = ">=2.1",
 ) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(control, HOLES, because=because, fidelity="stand-in", stands_for=GLIBC),
         treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=GLIBC),
         world_size=1,
+        needs=Needs(packages={"torch": releases}),
         expected_s=(0.2, 0.2),
     )
 
@@ -208,6 +218,7 @@ probe = Probe(
             "the largest block came first, and a smaller one lives in its place since",
             partial(heap, longest_first=True, returns=True, request=CPU_LONGEST),
             "the same with each block as a mapping of its own",
+            releases=">=2.1,!=2.5.*",  # the process of 2.5.1 finds room elsewhere; why is not known
         ),
     ),
 )
