@@ -12,7 +12,7 @@ from kb.lint.body import Kind, blocks
 from kb.lint.fixes import ADVISING
 
 # SC2034, SC2154: a snippet sets for the next one, and uses what the job's script has set. SC2046, SC2086: what is
-# split is split on purpose. SC1083: `{...}` stands for what the reader fills in. SC2012, SC2016, SC2155: matters of style.
+# split is split on purpose. SC1083: `{...}` stands for what the reader fills in. SC2012, SC2016, SC2155 are style.
 LEFT_OUT = "SC2034,SC2154,SC2046,SC2086,SC1083,SC2012,SC2016,SC2155"
 
 
