@@ -61,7 +61,10 @@ def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str]
         names = [entry.heading(heading) for heading in headings]
         return _incident(entry, on_record, {name: entry.section(name) for name in names})
     names = [TRANSLATION] if language == "zh" else list(SECTIONS)
-    blocks = [(name, block) for name in names if name in entry.sections for block in _blocks(entry.section(name))]
+    parts = {name: list(_blocks(entry.section(name))) for name in names if name in entry.sections}
+    first = [(name, parts[name].pop(0)) for name in list(parts)[:1]]  # what happened in a sentence; then the fix
+    order = [*(name for name in parts if name == "Fix"), *(name for name in parts if name != "Fix")]
+    blocks = [*first, *((name, block) for name in order for block in parts[name])]
 
     def build(count: int) -> Document:
         texts: dict[str, str] = {}

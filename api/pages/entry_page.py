@@ -75,7 +75,7 @@ def sections(
         _part(anchor, name, "zh", parts[name], known, chosen) for name, anchor in IN_CHINESE.items() if name in parts
     ]
     above = chinese or [_section(entry, name, known, chosen) for name in IN_ENGLISH]
-    below = (*IN_ENGLISH[3:], "Known cases") if chinese else BELOW
+    below = ("Why it works", "Known cases") if chinese else BELOW
     return above, [_section(entry, name, known, chosen) for name in below]
 
 

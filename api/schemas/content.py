@@ -35,6 +35,7 @@ ENTRY: dict[str, Any] = {
             "role": "cascade",
             "source": "gloo",
             "sample": "Timed out waiting 1800000ms for send operation to complete",
+            "printed_by": {"torch": ">=2.1"},
         }
     ],
     "not_signatures": ["To avoid data inconsistency, we are taking the entire process down."],
@@ -53,6 +54,7 @@ ENTRY: dict[str, Any] = {
     "probe_waiver": None,
     "replaces": None,
     "reviewed": "2026-03-01",
+    "checked": ["negatives", "patterns"],
     "sections": {"Symptom": "…", "Root cause": "…", "Fix": "…"},
     "digest": "5f0c…",
 }

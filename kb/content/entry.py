@@ -27,7 +27,7 @@ ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 SECTIONS = ("Symptom", "Environment", "Root cause", "How to tell", "Fix", "Why it works", "Known cases", "中文")
 TRANSLATION = SECTIONS[-1]
 PART = re.compile(r"^### +(.+?) *$", re.MULTILINE)
-CHINESE_PARTS = ("症状", "环境", "原因", "判断", "修复")
+CHINESE_PARTS = ("症状", "环境", "原因", "修复", "判断")
 
 
 class Status(StrEnum):

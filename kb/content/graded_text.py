@@ -21,6 +21,7 @@ CODE_OR_MARKS = re.compile(rf"(?P<code>(`+)(?!`).*?(?<!`)\2(?!`))|(?P<marks>(?:\
 CONTINUATION = re.compile(r"\s*[,;:.)、，；：。）]")
 SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
 LEAD_IN_ENDS = (":", "：")
+UNPROVED = ("Not proved here: ", "此处未验证：")  # it limits the text before it
 
 
 class Mark(NamedTuple):
@@ -62,6 +63,10 @@ def graded_texts(markdown: str) -> list[GradedText]:
         for graded in complete:
             texts.append(graded._replace(text=_joined(pending, graded.text)))
             pending = ""
+        if rest.startswith(UNPROVED) and texts and not pending:
+            last = texts.pop()
+            texts.append(last._replace(text=_joined(last.text, rest)))
+            rest = ""
         pending = _joined(pending, rest, is_code=is_code)
     return [*texts, GradedText(pending, ())] if pending else texts
 

@@ -59,7 +59,7 @@ def long_cause(file: EntryFile) -> Iterator[Remark]:
 
 
 def chinese_parts(file: EntryText) -> Iterator[Remark]:
-    """中文 has the level-three headings 症状, 环境, 原因, 判断 and 修复, in this order, and text under each."""
+    """中文 has the level-three headings 症状, 环境, 原因, 修复 and 判断, in this order, and text under each."""
     if TRANSLATION not in file.sections:
         return
     present = [(block.part, block.line) for block in file.blocks(Kind.HEADING, TRANSLATION) if block.tag == "h3"]

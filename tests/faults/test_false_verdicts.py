@@ -126,10 +126,9 @@ def test_two_functions_are_not_one_job_with_one_change(kb: Kb, content: ContentR
     assert "the arms run two functions" in ended.json["reason"]
 
 
-def test_two_equal_arms_are_no_probe(kb: Kb, content: ContentRoot) -> None:
+def test_two_equal_arms_prove_no_fix(kb: Kb, content: ContentRoot) -> None:
     content.incident("equal")
     path = content.path / "probes" / "equal.py"
     path.write_text(path.read_text().replace("is_fixed=True", "is_fixed=False"))
     ended = kb("verify", "equal", "--json")
-    assert (ended.code, ended.json["verdict"]) == (3, "inconclusive")
-    assert "the arms are the same" in ended.json["reason"]
+    assert (ended.code, ended.json["verdict"]) == (1, "fix-ineffective")

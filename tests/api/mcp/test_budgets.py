@@ -94,10 +94,10 @@ def test_every_incident_costs_little_and_has_its_fix(model: Model, catalog: Cata
 
 def test_a_section_that_does_not_fit_ends_after_a_whole_item_and_can_be_asked_for(model: Model) -> None:
     sections = {}
-    for name, more in (("short", {}), ("whole", {"sections": ["How to tell"]})):
-        document = model.answer("get_incident", id="oom-fragmentation", **more)
-        sections[name] = document["sections"]["How to tell"]
-        assert ("How to tell" in document["more_sections"]) == (name == "short")
+    for name, more in (("short", {}), ("whole", {"sections": ["Fix"]})):
+        document = model.answer("get_incident", id="uneven-inputs-hang", **more)
+        sections[name] = document["sections"]["Fix"]
+        assert ("Fix" in document["more_sections"]) == (name == "short")
     text, end = sections["short"][:-2], sections["short"][-2:]
     assert end == "\n…"
     assert sections["whole"].startswith(text)

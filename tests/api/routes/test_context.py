@@ -17,7 +17,7 @@ FIX = "Do not break it. [slow-disk § Fix, seen in the probe]"
 def entries(entries: ContentRoot) -> ContentRoot:
     path = entries.path / "entries" / "slow-disk.md"
     path.write_text(
-        path.read_text().replace("The thing is made to break. [probe]", "The disk is worn out. [claimed 1]")
+        path.read_text().replace("The thing is made to break. [probe plain]", "The disk is worn out. [claimed 1]")
     )
     return entries
 
