@@ -1,4 +1,4 @@
-"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, and DeepSpeed without compiled operators.
+"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, a way to share tensors, DeepSpeed without operators.
 
 Runs in the reader's training interpreter: standard library and Python 3.9, DeepSpeed when a job asks for it.
 """
@@ -41,3 +41,14 @@ def import_deepspeed() -> Any:
     except Exception as error:
         raise Unavailable("deepspeed cannot be imported for CPU here: %s" % error) from error
     return deepspeed
+
+
+def share_by_file_system() -> None:
+    """Let workers share tensors by name. torch's manager then listens in `TMPDIR/torch-shm-dir-XXXXXX/manager.sock`,
+    and the path of a socket has at most 107 bytes: raises `Unavailable` where the folder's is too long for that."""
+    import torch
+
+    folder = os.environ.get("TMPDIR", "/tmp")
+    if len(folder) > 70:
+        raise Unavailable("torch's strategy file_system needs a shorter TMPDIR than %s" % folder)
+    torch.multiprocessing.set_sharing_strategy("file_system")

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any, List, Mapping
 
+from kb.cpu_arms import share_by_file_system
 from kb.namespaces import own_user, tmpfs_over
 from kb.probe import (
     Arm,
@@ -49,7 +50,7 @@ def train(
     own_user()
     tmpfs_over("/dev/shm", shm_mib)
     if by_file_system:
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        share_by_file_system()
     most = workers * prefetch * (batch_mib << 18) * getattr(torch, dtype).itemsize >> 20
     ctx.note(mib_of_shared_memory=size_and_free()[0] >> 20, mib_ready_at_most=most)
     ctx.reached()

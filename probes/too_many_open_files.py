@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Tuple
 
+from kb.cpu_arms import share_by_file_system
 from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, completed, exposed, raised, unknown
 
 KEEPS = ("batch", "numpy", "clone")
@@ -40,7 +41,7 @@ def evaluate(
     limit = ctx.params["limit"]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     if by_file_system:
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        share_by_file_system()
     if raise_limit:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # noqa: RUF059
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
