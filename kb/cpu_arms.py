@@ -1,4 +1,4 @@
-"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, a way to share tensors, DeepSpeed without operators.
+"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, shared tensors, DeepSpeed.
 
 Runs in the reader's training interpreter: standard library and Python 3.9, DeepSpeed when a job asks for it.
 """

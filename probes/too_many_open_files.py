@@ -34,7 +34,6 @@ def evaluate(
     ctx: Context, *, keep: str, by_file_system: bool = False, raise_limit: bool = False, gc_too: bool = False
 ) -> None:
     """Collect what the loader gives, as an evaluation loop does with predictions, labels or ids."""
-    import torch
     from torch.utils.data import DataLoader
 
     assert keep in KEEPS, keep
