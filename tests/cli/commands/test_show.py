@@ -125,8 +125,8 @@ def test_chinese_is_shown_for_who_asks(kb: Kb) -> None:
         "症状",
         "环境",
         "原因",
-        "判断",
         "修复",
+        "判断",
         "参考",
         "在本机验证",
     ]
