@@ -61,18 +61,17 @@ def releases_by_verdict(verdicts: Iterable[ReleaseVerdict]) -> dict[str, list[st
 
 def not_verified(releases: Mapping[str, Sequence[str]]) -> str:
     """One line about the releases that differ from those with which the entry is verified, or clear; "" without any."""
-    others = [f"{verdict} with {', '.join(torch)}" for verdict, torch in releases.items() if verdict not in GOOD]
-    return f"torch: {'; '.join(others)}" if others and len(others) < len(releases) else ""
+    others = {verdict: torch for verdict, torch in releases.items() if verdict not in GOOD}
+    return f"torch: {_listed(others)}" if others and len(others) < len(releases) else ""
 
 
 def release_summary(verdicts: Sequence[ReleaseVerdict], probe_digest: str = "") -> str:
     """One line: with which releases the entry was verified, and with which not; "" without a record."""
     if not verdicts:
         return ""
-    parts = [f"{verdict} with {', '.join(torch)}" for verdict, torch in releases_by_verdict(verdicts).items()]
     is_earlier = probe_digest and any(verdict.probe_digest != probe_digest for verdict in verdicts)
     last = max(verdict.day for verdict in verdicts)
-    return f"torch: {'; '.join(parts)} ({last}{', with an earlier probe' if is_earlier else ''})"
+    return f"torch: {_listed(releases_by_verdict(verdicts))} ({last}{', with an earlier probe' if is_earlier else ''})"
 
 
 def experiment_summaries(verdicts: Iterable[ReleaseVerdict]) -> list[str]:
@@ -82,10 +81,12 @@ def experiment_summaries(verdicts: Iterable[ReleaseVerdict]) -> list[str]:
         for name, (fidelity, outcome) in verdict.experiments.items():
             if fidelity:
                 releases.setdefault((name, fidelity), {}).setdefault(outcome, []).append(verdict.torch)
-    return [
-        f"{name} ({fidelity}): " + "; ".join(f"{outcome} with {', '.join(torch)}" for outcome, torch in by.items())
-        for (name, fidelity), by in releases.items()
-    ]
+    return [f"{name} ({fidelity}): {_listed(by_verdict)}" for (name, fidelity), by_verdict in releases.items()]
+
+
+def _listed(releases: Mapping[str, Sequence[str]]) -> str:
+    """`verified with 2.5.1, 2.6.0; not-applicable with 2.2.2`."""
+    return "; ".join(f"{verdict} with {', '.join(torch)}" for verdict, torch in releases.items())
 
 
 def add_releases(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> None:
