@@ -63,8 +63,8 @@ def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str]
     names = [TRANSLATION] if language == "zh" else list(SECTIONS)
     parts = {name: list(_blocks(entry.section(name))) for name in names if name in entry.sections}
     first = [(name, parts[name].pop(0)) for name in list(parts)[:1]]  # what happened in a sentence; then the fix
-    order = [*(name for name in parts if name == "Fix"), *(name for name in parts if name != "Fix")]
-    blocks = [*first, *((name, block) for name in order for block in parts[name])]
+    fix_first = sorted(parts, key=lambda name: name != "Fix")
+    blocks = [*first, *((name, block) for name in fix_first for block in parts[name])]
 
     def build(count: int) -> Document:
         texts: dict[str, str] = {}
