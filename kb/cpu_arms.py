@@ -14,6 +14,7 @@ from typing import Any
 from kb.probe import Unavailable
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
+LONGEST_TMPDIR = 70  # bytes: 107 less the 34 of the name below, and some to spare
 OWN_MAPPING = 1 << 20  # bytes: larger blocks are mapped one by one
 
 
@@ -49,6 +50,6 @@ def share_by_file_system() -> None:
     import torch
 
     folder = os.environ.get("TMPDIR", "/tmp")
-    if len(folder) > 70:
+    if len(folder) > LONGEST_TMPDIR:
         raise Unavailable("torch's strategy file_system needs a shorter TMPDIR than %s" % folder)
     torch.multiprocessing.set_sharing_strategy("file_system")
