@@ -11,7 +11,6 @@ from kb.content.parser import text_blocks
 CODE = re.compile(r"`([^`\n]+)`")
 REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # where somebody checked it
 CLAIM = re.compile(r"\[claimed \d+\]")
-CHINESE = {"Root cause": "原因", "How to tell": "判断", "Fix": "修复"}
 
 
 def sections(entry: Entry, lang: str) -> dict[str, str]:
