@@ -6,7 +6,6 @@ with GPU arms but without a record says so wherever it is shown.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kb.content.roots import Root
+from kb.content.roots import Root, records
 from kb.errors import UsageError
 
 SCHEMA = "kb.verified.v1"
@@ -61,16 +60,15 @@ def has_gpu_arms(probe: Path | None) -> bool:
 def proofs(roots: Iterable[Root]) -> dict[str, tuple[Proof, ...]]:
     """By entry, newest first. Raises `UsageError` for an invalid record."""
     by_entry: dict[str, list[Proof]] = {}
-    for path in (path for root in roots for path in root.verified_files()):
+    for path, document in records(roots):
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
             if document["schema"] != SCHEMA:
                 continue
             machine = _columns(document["machine"])
             for report in document["reports"]:
                 proof = Proof(*machine, report["verdict"], report["started_at"][:10], report["entry_digest"])
                 by_entry.setdefault(report["id"], []).append(proof)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             hint = "`make gpu-check` writes such files"
             raise UsageError(f"{path} is not a valid hardware record: {error}", hint) from None
     return {

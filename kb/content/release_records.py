@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from kb.content.roots import Root
+from kb.content.roots import Root, records
 from kb.errors import UsageError
 
 SCHEMA = "kb.releases.v1"
@@ -37,13 +36,12 @@ class ReleaseVerdict:
 def release_verdicts(roots: Iterable[Root]) -> dict[str, tuple[ReleaseVerdict, ...]]:
     """By entry, the oldest release first. Raises `UsageError` for an invalid record."""
     by_entry: dict[str, list[ReleaseVerdict]] = {}
-    for path in (path for root in roots for path in root.verified_files()):
+    for path, document in records(roots):
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
             if document["schema"] == SCHEMA:
                 for entry_id, row in document["verdicts"].items():
                     by_entry.setdefault(entry_id, []).append(_release_verdict(document, row))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise _invalid(path, error) from None
     return {
         entry_id: tuple(sorted(verdicts, key=lambda verdict: Version(verdict.torch)))

@@ -7,13 +7,15 @@ package that declares the entry-point group `kb.roots`; such a package is locate
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from kb.errors import UsageError
 
@@ -46,6 +48,16 @@ class Root:
 
     def probe_file(self, stem: str) -> Path:
         return self.probes / f"{stem}.py"
+
+
+def records(roots: Iterable[Root]) -> Iterator[tuple[Path, Any]]:
+    """The records of the roots, each with its path. Raises `UsageError` for a file that is not JSON."""
+    for path in (path for root in roots for path in root.verified_files()):
+        try:
+            yield path, json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            hint = "`make gpu-check`, `make matrix` and `make wordings` write such files"
+            raise UsageError(f"{path} is not a valid record: {error}", hint) from None
 
 
 def builtin_root() -> Root:
