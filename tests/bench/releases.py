@@ -58,7 +58,8 @@ def _recorded(release: str) -> bool:
 
 
 def _install(directory: Path, release: str) -> None:
-    requirements = [f"torch=={release}", "numpy<2" if Version(release) < NUMPY_1 else "numpy"]
+    # setuptools: `torch.utils.cpp_extension`, which some arms build with, imports it and not every release requires it.
+    requirements = [f"torch=={release}", "numpy<2" if Version(release) < NUMPY_1 else "numpy", "setuptools"]
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
     subprocess.run([*pip, *requirements], check=True)
