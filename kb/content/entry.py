@@ -17,6 +17,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kb.content.area import Area
+from kb.content.facets import Component, Phase, Symptom
 from kb.content.grades import Grade, without_marks
 from kb.errors import UsageError
 from kb.patterns.reserved_sets import may_change
@@ -131,6 +132,9 @@ class FrontMatter(_Strict):
     status: Annotated[Status, Field(strict=False)]
     severity: Annotated[Severity, Field(strict=False)]
     area: Annotated[Area | None, Field(strict=False)] = None  # optional: a private root may be older than areas
+    symptoms: list[Annotated[Symptom, Field(strict=False)]] = []  # the three facets are optional for the same reason
+    phases: list[Annotated[Phase, Field(strict=False)]] = []
+    components: list[Annotated[Component, Field(strict=False)]] = []
     tags: Annotated[list[Text], Field(min_length=1)]
     aliases: list[Text] = []
     signatures: Annotated[list[Signature], Field(min_length=1)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from packaging.utils import canonicalize_name
 
 from kb.content.area import Area
+from kb.content.facets import FACETS
 from kb.content.entry import CHINESE_PARTS, SECTIONS, TRANSLATION
 from kb.content.languages import Language
 from kb.lint.body import Block, Kind
@@ -105,6 +106,13 @@ def missing_area(file: EntryFile) -> Iterator[Remark]:
         yield file.line("id"), f"add `area:`, one of {', '.join(Area)}"
 
 
+def missing_facet(file: EntryFile) -> Iterator[Remark]:
+    """Every entry has symptoms, phases and components: a question of other ones is not about it."""
+    for name, facet in FACETS.items():
+        if not getattr(file.meta, name):
+            yield file.line("id"), f"add `{name}:`, some of {', '.join(facet)}"
+
+
 def reviewed_in_future(file: EntryFile) -> Iterator[Remark]:
     """The date of the review is not in the future, in any time zone."""
     if file.meta.reviewed > file.today + datetime.timedelta(days=1):
@@ -187,6 +195,7 @@ RULES: tuple[EntryRule, ...] = (
     chinese_text,
     aliases,
     missing_area,
+    missing_facet,
     reviewed_in_future,
     package_name,
     folklore,
