@@ -11,7 +11,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, List, Mapping
+from typing import Any, Callable, List, Mapping, Set
 
 from kb.probe import (
     Arm,
@@ -200,7 +200,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     except (SyntaxError, ValueError) as error:
         return unknown("%s does not parse as Python: %s" % (script, error))
     uses = [line for node in ast.walk(tree) for line in _lines_of_record(node)]
+    calls = _calls_of_the_script(tree)
     if not uses:
+        last = _called_from_elsewhere(tree, calls)
+        if last:
+            return unknown("%s calls %s, which it imports: whether that is recorded cannot be seen" % (script, last))
         return exposed(
             "%s uses `record` nowhere: of an exception torchrun reports error_file: <N/A>" % script,
             advice="put @record above main(), after: from %s import record" % ERRORS,
@@ -208,7 +212,44 @@ def check(params: Mapping[str, Any]) -> Finding:
     where = "%s uses `record` in line %d" % (script, min(uses))
     if ERRORS not in {name for node in ast.walk(tree) for name in _imported(node)}:
         return unknown(where, "whether that is torch's cannot be seen: %s is not imported" % ERRORS)
+    recorded = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _lines_of_record(node)}
+    if not any(_is_recorded(call.func, recorded) for call in calls):
+        return unknown(where, "but the script itself does not call what is recorded; does something else?")
     return clear(where, "it writes exceptions; a signal or sys.exit leaves no error file all the same")
+
+
+def _calls_of_the_script(tree: ast.Module) -> List[ast.Call]:
+    """Statements outside of functions and classes that are calls, also below `if __name__ == "__main__"`."""
+    blocks, calls = [tree.body], []
+    while blocks:
+        for statement in blocks.pop():
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            blocks += [getattr(statement, name) for name in ("body", "orelse", "finalbody") if hasattr(statement, name)]
+            if isinstance(statement, (ast.Expr, ast.Assign)) and isinstance(statement.value, ast.Call):
+                inner = [call for call in statement.value.args if isinstance(call, ast.Call)]  # sys.exit(main())
+                calls += [statement.value, *inner]
+    return calls
+
+
+def _is_recorded(function: ast.expr, recorded: Set[str]) -> bool:
+    if isinstance(function, ast.Call):  # record(main)()
+        return _is_record(function.func)
+    return isinstance(function, ast.Name) and function.id in recorded
+
+
+def _called_from_elsewhere(tree: ast.Module, calls: List[ast.Call]) -> str:
+    """The imported function that the last of these calls names; torch's own count for nothing."""
+    imported = {
+        (name.asname or name.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in node.names
+        if (getattr(node, "module", None) or name.name).partition(".")[0] not in ("torch", "sys")
+    }
+    last = max(calls, key=lambda call: (call.lineno, call.col_offset), default=None)
+    name = ast.unparse(last.func) if last else ""
+    return name if name.partition(".")[0] in imported else ""
 
 
 def _lines_of_record(node: ast.AST) -> List[int]:
