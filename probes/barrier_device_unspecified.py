@@ -28,7 +28,7 @@ from kb.probe import (
     unknown,
 )
 
-# In the order of torch's releases: C++ to 2.6, C++ from 2.7, Python around 2.8, then Python and C++ (read in 2.13).
+# C++ to 2.6; C++ and Python of 2.7 and 2.8; Python and C++ since 2.9.
 GUESSED = (
     r"using (best-guess )?GPU \d+\s+(to perform barrier )?as devices? used by this process (are|is) currently unknown"
     r"|No device id is provided via `init_process_group` or `barrier `"
@@ -132,7 +132,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence.append(
         f"layout: nodes {nodes}, processes on each {processes}, LOCAL_RANK i works on GPU i, ranks in blocks by node"
     )
-    if visible == 1 and processes > 1:
+    if params["visible"] == 1 and processes > 1:
         return clear(*evidence, "each process can only guess the one GPU it sees; no two of them may see the same one")
     if processes > visible:
         return exposed(
