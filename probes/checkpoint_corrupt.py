@@ -188,6 +188,7 @@ def flip_a_bit(path: str) -> str:
 
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 SECONDS = 0.6
+MOST = 2000  # files of a folder
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -217,15 +218,21 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(message, advice="another one of this size does not fit: make room, or keep fewer")
     if unread or not (read or folders):
         return unknown(message, *unread[:5])
+    if len(files) >= MOST:
+        return unknown(message, "more files than are looked at: name one folder, or one file, of it")
     missing = _missing(files)
     if missing:
         return exposed(*missing[:5], advice="not every shard was saved or copied: resume from the one before this one")
+    if folders:
+        return unknown(message, "the .distcp shards were not read; .metadata may be of an earlier save into this folder")
+    if any("rank" in file.name for file in files):
+        return unknown(message, "whether every rank's file is there cannot be seen: count them")
     return clear(message, "values were not compared: a changed bit is only found by a checksum")
 
 
 def _inside(folder: Path) -> List[Path]:
-    first = list(folder.iterdir())[:2000]
-    return first + [two for item in first if item.is_dir() for two in list(item.iterdir())[:2000]]
+    first = list(folder.iterdir())[:MOST]
+    return first + [two for item in first if item.is_dir() for two in list(item.iterdir())[:MOST]]
 
 
 def _missing(files: List[Path]) -> List[str]:
