@@ -88,6 +88,7 @@ WITH_REFERENCE = ("dpo", "kto", "bco", "ppo", "grpo", "rloo", "online_dpo", "nas
 WITHOUT = ("orpo", "cpo", "simpo", "sft", "reward")
 OPTIMIZERS = {"adamw": 2.0, "adamw_8bit": None, "paged": 0.0, "sgd": 0.0}  # moments, in multiples of the weights
 YES, NO = ("yes", "true", "1", "lora", "qlora"), ("no", "false", "0", "none")
+FP32_BESIDE = {"adamw": 8.0, "adamw_8bit": 4.0, "paged": 0.0, "sgd": 4.0}  # bytes: fp32 weights, moments of 4 not 2
 COMFORT = 0.8  # of the card: what is left then is for activations, of which nothing is known here
 
 
@@ -101,8 +102,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if billions is None:
         return unknown("the number of parameters was not given", advice="--set params=8 --set dtype=bf16 (billions)")
     wrong = _wrong_word(params)
-    if wrong or not 0 < billions < 1e6 or params["shards"] < 1:
-        return unknown(wrong or "params and shards are numbers above zero")
+    if wrong or not 0 < billions < 1e6 or params["shards"] < 1 or params["zero"] not in (1, 2, 3):
+        return unknown(wrong or "params and shards are numbers above zero, zero is 1, 2 or 3")
     memory, source = _gpu_memory(params["gpu_memory"])
     if memory is None:
         return unknown(source, advice="--set gpu_memory=44.4 (GiB of one GPU: data-parallel ranks do not add up)")
@@ -122,15 +123,17 @@ def _wrong_word(params: Mapping[str, Any]) -> str:
 
 
 def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) -> Finding:
-    weights = params["params"] * 1e9 * WEIGHT_BYTES[params["dtype"].lower()] / GIB / params["shards"]
+    whole = params["params"] * 1e9 * WEIGHT_BYTES[params["dtype"].lower()] / GIB
+    weights, gradients, states = (whole / (params["shards"] if params["zero"] >= stage else 1) for stage in (3, 2, 1))
     per_weight = OPTIMIZERS[params["optimizer"].lower()]
-    moments = params["params"] * 2e9 / GIB / params["shards"] if per_weight is None else per_weight * weights
+    split = states / whole
+    moments = params["params"] * 2e9 / GIB * split if per_weight is None else per_weight * states
     has_adapter = params["adapter"].lower() in YES
     has_copy, why = (False, "the base weights with the adapter off are the reference") if has_adapter else (True, "")
     if not has_adapter and params["precompute"].lower() in YES:
         has_copy, why = _copy_despite_precompute(trainer)
     parts = [("policy", weights), ("reference", weights if has_copy else 0.0)]
-    parts += [] if has_adapter else [("gradients", weights), ("optimizer", moments)]
+    parts += [] if has_adapter else [("gradients", gradients), ("optimizer", moments)]
     need = sum(size for _, size in parts)
     message = "%s = %.1f GiB per GPU, which has %.1f GiB (%s)" % (
         " + ".join("%s %.1f" % part for part in parts),
@@ -149,6 +152,11 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
         return exposed(*notes, "without the reference %.1f GiB would do; it ends %s" % (without, when), advice=ADVICE)
     if trainer == "ppo":
         return unknown(*notes, "ppo also holds a value model and a reward model, whose size is not known here")
+    if not (has_adapter or has_copy) and need + weights > COMFORT * memory:
+        return unknown(*notes, "a ref_model that you pass stays on the GPU: whether you do is not known here")
+    keeps_fp32 = need + params["params"] * FP32_BESIDE[params["optimizer"].lower()] * 1e9 / GIB * split
+    if not has_adapter and WEIGHT_BYTES[params["dtype"].lower()] < 4 and keeps_fp32 > COMFORT * memory:
+        return unknown(*notes, "an optimizer that keeps fp32 weights, as DeepSpeed's, needs %.1f GiB" % keeps_fp32)
     if need > COMFORT * memory:
         return unknown(*notes, "%.1f GiB are left for activations, which are not known here" % (memory - need))
     return clear(*notes)
@@ -210,7 +218,8 @@ probe = Probe(
         "adapter": Param("str", "yes when a LoRA or QLoRA adapter is trained", "no"),
         "precompute": Param("str", "yes with precompute_ref_log_probs=True", "no"),
         "trainer": Param("str", "dpo, kto, ppo, grpo, orpo, ...", "dpo"),
-        "shards": Param("int", "GPUs that ZeRO-3 or FSDP splits the weights over; 1 for DDP, ZeRO-1 and ZeRO-2", 1),
+        "shards": Param("int", "GPUs that ZeRO or FSDP splits over; 1 for DDP", 1),
+        "zero": Param("int", "stage of ZeRO: 1 splits the optimizer, 2 the gradients too, 3 (and FSDP) all", 3),
         "optimizer": Param("str", "adamw, adamw_8bit, paged (state on the host) or sgd", "adamw"),
     },
     experiments=(
