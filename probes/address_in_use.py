@@ -126,13 +126,19 @@ def check(params: Mapping[str, Any]) -> Finding:
         half = f"port {port} is taken for IPv6 only: a store starts on IPv4 without an error, and clients may miss it"
         return exposed(half, *sockets(port), advice=f"find the holder ({find}) or give this job another port")
     low, high = (int(bound) for bound in read_file("/proc/sys/net/ipv4/ip_local_port_range").split() or (32768, 60999))
-    if low <= port <= high:
+    if low <= port <= high and not is_reserved(port):
         why = f"port {port} is free now, but in the range {low}-{high} that the kernel gives to outgoing connections"
         return exposed(why, advice=f"choose a MASTER_PORT below {low}")
     return clear(
         f"port {port} can be bound now, on this host and in this network namespace (rank 0's is the one that counts)",
         "`--set port=N` asks about another one",
     )
+
+
+def is_reserved(port: int) -> bool:
+    """Has root kept the port out of that range?"""
+    ranges = read_file("/proc/sys/net/ipv4/ip_local_reserved_ports").strip().split(",")
+    return any(int(part.split("-")[0]) <= port <= int(part.split("-")[-1]) for part in ranges if part)
 
 
 def outcome_of_bind(address: str, port: int) -> str:
