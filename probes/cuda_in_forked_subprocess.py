@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any, Iterator, List, Mapping, Tuple
+from typing import Any, Iterator, List, Mapping, Set, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 
@@ -126,8 +126,14 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:
     """Statements that name a GPU, in functions that workers run."""
+    loops: Set[ast.AST] = set()  # __iter__ of what is no data set, as a loader or prefetcher has it, runs in the parent
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef) and not any("Dataset" in ast.unparse(base) for base in owner.bases):
+            loops |= {item for item in owner.body if getattr(item, "name", "") == "__iter__"}
     for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and WORKER_SIDE.fullmatch(function.name):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) or function in loops:
+            continue
+        if WORKER_SIDE.fullmatch(function.name):
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and TO_GPU.search(ast.unparse(node)):
                     yield node.lineno, f"{function.name} calls {ast.unparse(node)[:80]}"
