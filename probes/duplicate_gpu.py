@@ -115,8 +115,8 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def tasks_of_the_step() -> int:
-    """Slurm tasks per node: of this srun, which may have fewer than the job; 0 outside of Slurm."""
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    """Tasks per node of this srun; 0 outside of one: in a batch script, what it starts runs once, whatever was asked."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     return max((int(number) for number in re.findall(r"(?:^|,)(\d+)", text)), default=0)  # "8(x2),4"
 
 
