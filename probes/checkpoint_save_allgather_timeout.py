@@ -3,22 +3,16 @@
 from functools import partial
 from typing import Any, Callable
 
-from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 
 def save(ctx: Context, *, everyone: bool) -> None:
     import torch
-    from torch import nn
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
     path = ctx.path("model.pt")
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(ctx.device)
-    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = of_fsdp2(ctx)
     model(torch.randn(2, 16, device=ctx.device)).sum().backward()
     ctx.reached()
     if everyone or ctx.rank == 0:
@@ -29,6 +23,37 @@ def save(ctx: Context, *, everyone: bool) -> None:
         if ctx.rank == 0:
             assert torch.load(path)["0.weight"].shape == (16, 16)
     ctx.meet("saved", timeout_s=15)  # a rank that skipped the gather is alive and busy elsewhere, as in training
+
+
+def plain(ctx: Context) -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(ctx.device)
+
+
+def of_fsdp2(ctx: Context) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = plain(ctx)
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def of_fsdp1(ctx: Context) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(plain(ctx), device_id=ctx.device)
+
+
+def of_zero3(ctx: Context) -> Any:
+    """What DeepSpeed leaves outside of a module's forward: parameters without elements."""
+    model = plain(ctx)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    return model
 
 
 def save_by_hand(ctx: Context, *, everyone: bool) -> None:
@@ -92,22 +117,23 @@ def write_slowly(ctx: Context, *, patient: bool) -> None:
     assert (path.tell() > 0) == (ctx.rank == 0), path.tell()
 
 
-def save_shards(ctx: Context, *, everyone: bool) -> None:
+def save_shards(ctx: Context, *, sharded: Callable[[Context], Any], everyone: bool) -> None:
     """torch.distributed.checkpoint: each rank writes its own half of the rows, and takes part in the planning."""
-    import os
-
-    import torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     dist = ctx.init_process_group(timeout_s=2)
-    state = {f"rows.{ctx.rank}": torch.full((8, 16), float(ctx.rank))}
-    path = ctx.path("checkpoint")
+    path, model = ctx.path("checkpoint"), sharded(ctx)
     ctx.reached()
     if everyone or dist.get_rank() == 0:
+        state = {"model": get_model_state_dict(model)}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
     ctx.meet("saved", timeout_s=15)
     if ctx.rank == 0:
-        assert {name[:3] for name in os.listdir(path)} >= {".me", "__0", "__1"}, os.listdir(path)
+        saved: Any = dcp.FileSystemReader(path).read_metadata().state_dict_metadata["model.0.weight"]
+        if saved.size.numel() == 0:
+            raise Symptom(f"the save raised nothing, and 0.weight in it is {tuple(saved.size)}")
+        assert (tuple(saved.size), len(saved.chunks)) == ((16, 16), ctx.world_size), saved
 
 
 NEEDS_TORCH = {"torch": ">=2.6"}  # fully_shard is public, before it was torch.distributed._composable.fsdp
@@ -140,6 +166,26 @@ def variant(name: str, job: Callable[..., None], change: str, because: str, fix:
         treatment=Arm(treatment, expect=completed(), because=fix, fidelity="stand-in", stands_for=OF_FSDP),
         needs=Needs(packages={"torch": ">=2.2"}),
         expected_s=(2.5, 0.5),
+    )
+
+
+def shards(name: str, sharded: Callable[[Context], Any], torch: str) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(save_shards, sharded=sharded, everyone=False),
+            expect=LATE,
+            because="only rank 0 calls torch.distributed.checkpoint.save",
+            fidelity="cpu",
+        ),
+        treatment=Arm(
+            partial(save_shards, sharded=sharded, everyone=True),
+            expect=completed(),
+            because="every rank calls it and writes its part",
+            fidelity="cpu",
+        ),
+        needs=Needs(packages={"torch": torch}),
+        expected_s=(3.5, 2.5),
     )
 
 
@@ -183,12 +229,25 @@ probe = Probe(
             "all gather, rank 0 writes for longer than the timeout, the others wait in the next step",
             "the others wait in a gloo group of their own, whose timeout is for storage",
         ),
-        variant(
-            "shards",
-            save_shards,
-            "everyone",
-            "only rank 0 calls torch.distributed.checkpoint.save",
-            "every rank calls it and writes its part",
+        shards("shards", of_fsdp2, ">=2.6"),
+        shards("shards-fsdp1", of_fsdp1, ">=2.2"),
+        Experiment(
+            name="empty",
+            control=Arm(
+                partial(save_shards, sharded=of_zero3, everyone=True),
+                expect=symptom(r"the save raised nothing, and 0\.weight in it is \(0,\)"),
+                because="the parameters are placeholders without elements, as ZeRO-3 leaves them",
+                fidelity="stand-in",
+                stands_for="DeepSpeed, which is not a dependency: its placeholders are made by hand",
+            ),
+            treatment=Arm(
+                partial(save_shards, sharded=of_fsdp1, everyone=True),
+                expect=completed(),
+                because="the same save of an FSDP model",
+                fidelity="cpu",
+            ),
+            needs=Needs(packages={"torch": ">=2.2"}),
+            expected_s=(2.5, 2.5),
         ),
     ),
 )
