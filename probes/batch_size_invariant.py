@@ -79,8 +79,10 @@ def violation(given: Triple, world: int) -> str:
     """DeepSpeed's error message, or "" when the equation holds."""
     try:
         settled = settle(given, world)
-    except (ValueError, ZeroDivisionError) as error:
+    except ValueError as error:
         return str(error)
+    except ZeroDivisionError:
+        return "micro batch, accumulation and ranks have to be above 0: DeepSpeed divides by them"
     train, micro, accum = settled
     names = {"Train batch size": train, "Micro batch size per gpu": micro, "Gradient accumulation steps": accum}
     for name, value in names.items():
@@ -122,7 +124,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     fault = violation(given, world)
     if fault:
         ways = _ways_out(given, world)
-        return exposed(fault, *ways, advice="take one of these values, or give two of the three only" if ways else "")
+        return exposed(fault, *ways, advice="take one of these values, or leave train_batch_size out" if ways else "")
     return clear(
         "%s = %s * %s * %s (train batch = micro batch * accumulation * data-parallel ranks)"
         % (*settle(given, world), world),
@@ -146,7 +148,7 @@ def _merge_config(path: Any, given: Mapping[str, Optional[int]]) -> Any:
         return unknown("%s holds no JSON object" % path)
     elasticity = config.get("elasticity")
     if isinstance(elasticity, dict) and elasticity.get("enabled"):
-        return unknown("elasticity is enabled: DeepSpeed computes the batch sizes itself")
+        return unknown("elasticity: DeepSpeed up to 0.19.7 computes the batch sizes itself, 0.19.8 refuses the section")
     values = dict(given)
     autos = []
     for name, key in KEYS.items():
@@ -268,6 +270,13 @@ two_of_three = arithmetic(
         "micro batch and accumulation are given, the rest follows",
     ),
 )
+batch_and_steps = arithmetic(
+    "batch-and-steps",
+    (256, None, 18),
+    (None, MICRO, 18),
+    r"2 \* 18 \* 7",
+    ("the batch and the accumulation are given, and the micro batch is divided", "the batch is left out"),
+)
 world_of_one = arithmetic(
     "world-of-one",
     (256, 4, 8),
@@ -321,5 +330,5 @@ probe = Probe(
         ),
         arithmetic("arithmetic", (256, MICRO, None), (252, MICRO, None), r"2 \* 18 \* 7", (NO_MULTIPLE, MULTIPLE)),
     ),
-    variants=(two_of_three, world_of_one, multiple_of_ranks),
+    variants=(two_of_three, batch_and_steps, world_of_one, multiple_of_ranks),
 )
