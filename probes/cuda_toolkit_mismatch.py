@@ -117,7 +117,8 @@ def check(_: Mapping[str, Any]) -> Finding:
         message = f"no cuda_runtime.h below {home}: nvcc is found through a link or wrapper, and its headers are not"
         return exposed(*evidence, message, advice="set CUDA_HOME to the folder that has bin, include and lib64")
     if release != built_with:
-        evidence.append("the minor releases differ: torch warns and builds, apex refuses, DeepSpeed has a list")
+        message = "the minor releases differ: torch warns and builds, apex refuses, DeepSpeed has a list"
+        return unknown(*evidence, message, advice="it depends on what is built; a toolkit of torch's release suits all")
     return clear(*evidence)
 
 
