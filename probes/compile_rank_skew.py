@@ -116,6 +116,28 @@ def lengths(ctx: Context, *, marked: bool) -> None:
         raise Symptom(f"compiled {len(compiles)} times for 4 lengths")
 
 
+def autocast(ctx: Context, *, as_in_loop: bool) -> None:
+    """A warm-up, then a step under autocast: is it the graph of the warm-up?"""
+    import torch
+
+    compiles = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        compiles.append(1)
+        return graph.forward
+
+    function = torch.compile(lambda x: (x @ x).sum(), backend=counting)
+    x = torch.ones(4, 4)
+    ctx.reached()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=as_in_loop):
+        function(x)
+    warm = len(compiles)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        function(x)
+    if len(compiles) > warm:
+        raise Symptom(f"the warm-up compiled {warm} graph, and the step another one")
+
+
 STANDS_FOR = (
     "inductor, Triton autotuning or an extension's build; the compile is torch.compile with the backend aot_eager"
 )
@@ -177,6 +199,23 @@ probe = Probe(
                 partial(lengths, marked=True),
                 expect=completed(),
                 because="the size is marked as dynamic, one compile serves all lengths",
+                fidelity="cpu",
+            ),
+            expected_s=(2, 2),
+        ),
+        Experiment(
+            name="autocast",
+            world_size=1,
+            control=Arm(
+                partial(autocast, as_in_loop=False),
+                expect=symptom("the warm-up compiled 1 graph, and the step another one"),
+                because="the warm-up runs outside of the autocast of the loop",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(autocast, as_in_loop=True),
+                expect=completed(),
+                because="it runs under the same autocast",
                 fidelity="cpu",
             ),
             expected_s=(2, 2),
