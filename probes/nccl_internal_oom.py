@@ -152,6 +152,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     ]
     if failed:
         evidence.append(f"{len(failed)} allocations failed, the first of {int(failed[0]) // MIB} MiB")
+        if "'out of memory'" not in text:
+            return unknown(*evidence, "for want of memory or by another CUDA error: no line of the log says which")
         return exposed(*evidence, advice=f"leave that much plus 500 MiB beside torch's pool: {LEAVE}")
     free = params["free_mib"]
     if free and taken[most] // MIB > free:
