@@ -224,7 +224,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if missing:
         return exposed(*missing[:5], advice="not every shard was saved or copied: resume from the one before this one")
     if folders:
-        return unknown(message, "the .distcp shards were not read; .metadata may be of an earlier save into this folder")
+        return unknown(
+            message, "the .distcp shards were not read; .metadata may be of an earlier save into this folder"
+        )
     if any("rank" in file.name for file in files):
         return unknown(message, "whether every rank's file is there cannot be seen: count them")
     return clear(message, "values were not compared: a changed bit is only found by a checksum")
