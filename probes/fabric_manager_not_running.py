@@ -15,6 +15,9 @@ from kb.probe import Finding, Param, Probe, clear, exposed, unknown
 START = "sudo systemctl status nvidia-fabricmanager; its package must have exactly the version of the driver"
 
 
+ALONE = ", unless it is one GPU alone in a virtual machine"
+
+
 def ask(*command: str) -> str:
     try:
         return subprocess.run(
@@ -86,7 +89,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     failed = [gpu for gpu, state in states.items() if state.startswith("Completed") and "Success" not in state]
     if waiting or failed:
         names = ", ".join((waiting + failed)[:8])
-        return exposed(*evidence, f"not in the fabric: {names}; CUDA answers 802 there", advice=START)
+        return exposed(*evidence, f"not in the fabric: {names}; CUDA answers 802 there{ALONE}", advice=START)
     if saved:
         if states and all(state.startswith("Completed") for state in states.values()):
             return clear(*evidence)
