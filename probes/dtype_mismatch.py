@@ -28,7 +28,7 @@ def wrap_and_train(ctx: Context, *, adapters_follow_base: bool = False, own_unit
     model = nn.Sequential(frozen, *adapters)
     if adapters_follow_base:
         for p in model.parameters():
-            if p.is_floating_point():
+            if p.dtype == torch.float32 and not hasattr(p, "quant_state"):
                 p.data = p.data.to(torch.bfloat16)
     wrapped = shard(model)
     output = wrapped(hidden)
