@@ -10,10 +10,10 @@ import re
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple
 
-from kb.checkpoint import Unreadable, read_checkpoint
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 
 PAGE = b"<!DOCTYPE html><html><head><title>403 Forbidden</title></head></html>"
 
@@ -60,6 +60,19 @@ def load_tokenizer(ctx: Context, *, what: str, verified: bool) -> None:
     assert library.Tokenizer.from_file(ctx.path("tokenizer.json")).get_vocab() == words
 
 
+def load_by_name(ctx: Context, *, name: str) -> None:
+    """A whole file of torch.save, read as its name says; torch itself does so from 2.13 on."""
+    import torch
+
+    library: Any = importlib.import_module("safetensors.torch")
+    weight, path = torch.arange(100_000.0), Path(ctx.path("model.safetensors"))
+    torch.save({"weight": weight}, path)
+    path = path.rename(path.with_name(name))
+    ctx.reached()
+    state = library.load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    assert torch.equal(state["weight"], weight)
+
+
 def share(ctx: Context, *, waits: bool) -> None:
     """Two ranks and one folder: the second finds the file that the first still writes, or waits until it is whole."""
     import torch
@@ -97,28 +110,45 @@ def share(ctx: Context, *, waits: bool) -> None:
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+NEVER_EMPTY = ("tokenizer.model", "tokenizer.json", "config.json", "vocab.txt", "vocab.json", "merges.txt")
+JSON = re.compile(r"(.*[-_.])?(config|index|vocab|map|tokens|tokenizer)\.json")  # what libraries write, no logs
+ANSWER = re.compile(rb"404\b|(entry |repository )?not found|access to model |unauthorized", re.I)
 SECONDS = 0.6
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is every file of this model folder what its name says, and do the shards exist that the index names?"""
+    """Is a file of this model folder not what its name says, and do the shards exist that the index names?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
         return unknown("no model folder was named", advice="--set checkpoint=/path/to/model, a folder or one file")
     try:
         names = [path] if not path.is_dir() else sorted(path.iterdir())[:2000]
-        wrong, unread = _look(names)
+        found = _look(names)
     except OSError as error:
         return unknown("%s cannot be read: %s" % (path, error.strerror))
-    wrong += _absent(names)
-    if wrong:
-        return exposed(*wrong[:8], advice="fetch these files again: git lfs pull, or hf download with --force-download")
-    if unread or not any(name.suffix in WEIGHTS for name in names):
-        return unknown(*(unread[:5] or ["no file of weights in %s" % path]))
-    return clear(
-        "%d files of %s are what their names say" % (len(names), path),
-        "their checksums were not compared, and of a tokenizer.model only its first bytes were read",
+    wrong = found.wrong + (_absent(names) if path.is_dir() else [])
+    if wrong or found.misnamed:
+        advice = "fetch these files again: git lfs pull, or hf download with --revision and --force-download"
+        if not wrong:
+            advice = "read the file with the library that wrote it, or give it back its name; fetching brings the same"
+        return exposed(*(wrong + found.misnamed)[:8], advice=advice)
+    if found.unread or not any(name.suffix in WEIGHTS for name in names):
+        return unknown(*(found.unread[:5] or ["no file of weights in %s" % path]))
+    folders = [name.name for name in names if name.is_dir() and not name.name.startswith(".")]
+    return unknown(
+        "the structure of %d files of %s is whole, their content was not compared" % (len(names) - len(folders), path),
+        *["not looked into: %s" % ", ".join(folders[:5])] * bool(folders),
+        *["only this file was looked at, not its siblings"] * (not path.is_dir()),
+        advice="hf cache verify with --fail-on-missing-files, or sha256sum; see Fix 2",
     )
+
+
+class Found(NamedTuple):
+    """`misnamed` are whole files of another format than their name says."""
+
+    wrong: List[str]
+    misnamed: List[str]
+    unread: List[str]
 
 
 def _absent(names: List[Path]) -> List[str]:
@@ -130,26 +160,25 @@ def _absent(names: List[Path]) -> List[str]:
     return [
         "%s-*-of-%s%s: %d of them are there" % (stem, total, suffix, len(there))
         for (stem, total, suffix), there in groups.items()
-        if len(names) > 1 and len(there) < int(total)
+        if len(there) < int(total)
     ]
 
 
-def _look(names: List[Path]) -> Any:
-    wrong: List[str] = []
-    unread: List[str] = []
+def _look(names: List[Path]) -> Found:
+    found = Found([], [], [])
     end = time.monotonic() + SECONDS
     for name in names:
         if time.monotonic() > end:
-            unread.append("%s and the rest: out of time, name them one by one" % name)
+            found.unread.append("%s and the rest: out of time, name them one by one" % name)
             break
         if name.is_symlink() and not name.exists():
-            wrong.append("%s: a link to %s, which is not there" % (name, os.readlink(name)))
+            found.wrong.append("%s: a link to %s, which is not there" % (name, os.readlink(name)))
         elif name.is_file():
-            wrong += _wrong_content(name, unread)
-    return wrong, unread
+            found.wrong.extend(_wrong_content(name, found))
+    return found
 
 
-def _wrong_content(path: Path, unread: List[str]) -> Iterator[str]:
+def _wrong_content(path: Path, found: Found) -> Iterator[str]:
     with path.open("rb") as file:
         head = file.read(512)
     if head.startswith(b"version https://git-lfs"):
@@ -158,16 +187,37 @@ def _wrong_content(path: Path, unread: List[str]) -> Iterator[str]:
         yield "%s: a web page, not the file" % path
     elif path.suffix in WEIGHTS and head.lstrip()[:1] in (b"{", b"["):
         yield "%s: text, the answer of a server for example: %r" % (path, head[:60])
+    elif path.suffix in (*WEIGHTS, ".model", ".json", ".txt") and len(head) < 512 and ANSWER.match(head.lstrip()):
+        yield "%s: the answer of a server, not the file: %r" % (path, head[:60])
+    elif not head and path.name in NEVER_EMPTY:
+        yield "%s: it is empty" % path
     elif path.suffix in WEIGHTS:
         try:
-            read_checkpoint(path)
+            checkpoint = read_checkpoint(path)
         except Unreadable as error:
             if error.is_torn:
                 yield str(error)
             else:
-                unread.append(str(error))
-    elif path.suffix == ".json" and path.stat().st_size < 64 << 20:
+                found.unread.append(str(error))
+            return
+        if (path.suffix == ".safetensors") != (checkpoint.format == "safetensors"):
+            found.misnamed.append("%s: a whole file of %s, against its name" % (path, checkpoint.format))
+        elif checkpoint.format == "safetensors":
+            yield from _refused(path, checkpoint)
+    elif JSON.fullmatch(path.name) and path.stat().st_size < 64 << 20:
         yield from _wrong_json(path)
+
+
+def _refused(path: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """What safetensors refuses besides: bytes that no tensor covers."""
+    at = 0
+    for tensor in sorted(checkpoint.tensors, key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.start != at:
+            yield "%s: its header leaves a gap or an overlap at byte %d" % (path, at)
+            return
+        at = tensor.stop
+    if at != checkpoint.storages["file"]:
+        yield "%s: %d bytes after its last tensor" % (path, checkpoint.storages["file"] - at)
 
 
 def _wrong_json(path: Path) -> Iterator[str]:
@@ -176,7 +226,14 @@ def _wrong_json(path: Path) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         yield "%s: not JSON, %s" % (path, str(error)[:100])
         return
-    shards = content.get("weight_map") if isinstance(content, dict) and path.name.endswith(".index.json") else None
+    if not isinstance(content, dict):
+        return
+    if "error" in content and set(content) <= {"error", "message", "code"}:
+        yield "%s: the answer of a server, not the file: %s" % (path, json.dumps(content)[:60])
+        return
+    if path.name == "tokenizer.json" and "model" not in content:
+        yield "%s: no model in it, so it is no tokenizer" % path
+    shards = content.get("weight_map") if path.name.endswith(".index.json") else None
     named = {name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else set()
     missing = sorted(name for name in named if not (path.parent / name).exists())
     if missing:
@@ -211,6 +268,25 @@ def pair(name: str, job: Callable[..., None], what: str, pattern: str, package: 
     )
 
 
+renamed = Experiment(
+    name="renamed",
+    control=Arm(
+        partial(load_by_name, name="model.safetensors"),
+        expect=raised(RUST),
+        because="a whole file of torch.save is called model.safetensors and read as such",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(load_by_name, name="pytorch_model.bin"),
+        expect=completed(),
+        because="it has a name that says what it is, and torch.load reads it",
+        fidelity="cpu",
+    ),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.1", "safetensors": ""}, memory_mib=512),
+    expected_s=(0.3, 0.1),
+)
+
 shared = Experiment(
     name="one-fetches",
     control=Arm(
@@ -239,6 +315,7 @@ probe = Probe(
         shared,
         pair("safetensors", load_safetensors, "pointer", RUST, "safetensors"),
         pair("safetensors-cut", load_safetensors, "cut", RUST_CUT, "safetensors"),
+        renamed,
         pair("tokenizers", load_tokenizer, "pointer", r"expected value at line 1 column 1", "tokenizers"),
         pair("tokenizers-cut", load_tokenizer, "cut", r"EOF while parsing", "tokenizers"),
     ),
