@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -168,9 +169,18 @@ def inspect_adapter(path: Path) -> Finding:
     if not names:
         return unknown("%s holds no lora_B tensor" % file)
     counted = "%d of %d lora_B tensors are all zero" % (len(zero), len(names))
+    in_layers = [name for name in names if re.search(r"\.\d+\.", name)]  # not those of lm_head or a classifier
+    if in_layers and not set(in_layers) - set(zero):
+        return exposed(
+            "every lora_B tensor of the layers is zero, %d of them, in %s" % (len(in_layers), file),
+            advice="no step has changed them, the gradient was missing (or the learning rate zero): train again",
+        )
     if zero:
-        advice = "these weights never got a gradient (or the adapter was saved before the first step): train again"
-        return exposed("%s in %s, the first is %s" % (counted, file, zero[0]), advice=advice)
+        return unknown(
+            "%s in %s, the others are not; the first is %s" % (counted, file, zero[0]),
+            "modules that the data did not use stay zero too: a vision tower with text only, idle experts",
+            advice="are these the checkpointed ones? Count the gradients after one backward",
+        )
     config = file.with_name("adapter_config.json")
     try:
         start = json.loads(config.read_text()).get("init_lora_weights", True)
