@@ -182,7 +182,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     section = section if isinstance(section, dict) else {"enabled": section}
     enabled = section.get("enabled") or values.get("mixed_precision") == "fp16"
     if not enabled or str(enabled).lower() in ("false", "no"):
-        return clear(f"{params['config']} ({kind}) does not switch float16 on")
+        bf16 = values.get("bf16")
+        bf16 = bf16.get("enabled") if isinstance(bf16, dict) else bf16
+        told = f"{params['config']} ({kind}) does not switch float16 on"
+        if kind != "accelerate" and (section.get("enabled") is False or bf16 is True):  # written out, not left open
+            return clear(told, "that the job reads this file and sets nothing else is not looked at")
+        return unknown(told, "the script, or arguments such as --fp16, may: accelerate adds what the file leaves open")
     message = [f"{params['config']} ({kind}): fp16 {enabled}"]
     if section.get("loss_scale"):
         message.append(f"loss_scale {section['loss_scale']} is fixed: overflowing steps are skipped without an error")
