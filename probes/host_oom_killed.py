@@ -78,17 +78,25 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
     """A checkpoint that every process loads: into memory of its own, or mapped from the file."""
     import torch
 
+    def build() -> Any:
+        model = torch.nn.Module()
+        model.register_buffer("weights", torch.empty(MIB << 17, dtype=torch.int64))
+        return model
+
     path = ctx.path("model.pt")
     torch.save({"weights": torch.ones(MIB << 17, dtype=torch.int64)}, path)
-    states: List[Any] = []
+    models: List[Any] = []
 
     def read() -> int:
+        with torch.device("meta"):
+            model = build()
         if shared:
             state = torch.load(path, mmap=True, weights_only=True)
         else:
             state = torch.load(path, weights_only=True)
-        states.append(state)
-        return int(state["weights"].sum())
+        model.load_state_dict(state, assign=True)
+        models.append(model)
+        return int(model.weights.sum())
 
     return read
 
@@ -173,7 +181,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     host = meminfo("MemTotal")
     if limit < host * 0.98:
         evidence[0] += " in this container or job; the host's %.0f GiB, which psutil and htop show, do not count" % host
-    need, message = needed(params)
+    need, most, message = needed(params)
     if message:
         evidence.append(message)
     if kills:
@@ -182,40 +190,48 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice="share or map what is loaded, offload less, or ask for more memory")
     if kills:
         return exposed(*evidence, advice="look for the victim: dmesg -T | grep -i 'killed process'")
-    if need > free * 0.7:
+    if most > free * 0.7:
         return unknown(*evidence, "that leaves little: pinned buffers, data, workers and other jobs come on top")
     if need:
         return clear(*evidence, "pinned buffers, data and workers come on top")
     return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --set config=ds.json --set billions=7")
 
 
-def needed(params: Mapping[str, Any]) -> Tuple[float, str]:
-    """GiB that the job needs, and how that was computed; 0 without information about the job."""
+def needed(params: Mapping[str, Any]) -> Tuple[float, float, str]:
+    """GiB that the job needs, at least and at most, and how that was computed; 0 without information about the job."""
     ranks = params["ranks"]
     if params["per_rank_gib"] is not None:
         need = ranks * params["per_rank_gib"]
-        return need, "%d ranks x %g GiB = %g GiB" % (ranks, params["per_rank_gib"], need)
+        return need, need, "%d ranks x %g GiB = %g GiB" % (ranks, params["per_rank_gib"], need)
     if params["config"] is None:
-        return 0, ""
+        return 0, 0, ""
     try:
         kind, values = read_config(params["config"])
     except UnreadableConfig as error:
-        return 0, str(error)
+        return 0, 0, str(error)
     zero = values.get("zero_optimization") if kind == "deepspeed" else None
     billions = params["billions"]
     if not isinstance(zero, dict) or not offloaded(zero, "optimizer"):
-        return 0, "%s offloads no optimizer to the CPU" % params["config"]
+        return 0, 0, "%s offloads no optimizer to the CPU" % params["config"]
     if billions is None:
-        return 0, "optimizer states are offloaded to the CPU: --set billions=N says how many parameters the model has"
-    per_parameter = 18 if offloaded(zero, "param") else 16
+        return (
+            0,
+            0,
+            "optimizer states are offloaded to the CPU: --set billions=N says how many parameters the model has",
+        )
+    least = 18 if offloaded(zero, "param") else 16
+    whole = max(4 * ranks, least)  # each rank makes the whole model before it is split
     if zero.get("stage") != 3:
-        per_parameter = max(4 * ranks, 16)
-    need = billions * 1e9 * per_parameter * 1.5 / (1 << 30)
-    return need, "%g x 10^9 parameters x %d bytes x 1.5 = %.0f GiB by DeepSpeed's own estimate, one node" % (
+        least = whole = max(4 * ranks, 16)
+    need, most = (billions * 1e9 * bytes_each * 1.5 / (1 << 30) for bytes_each in (least, whole))
+    message = "%g x 10^9 parameters x %d bytes x 1.5 = %.0f GiB by DeepSpeed's own estimate, one node" % (
         billions,
-        per_parameter,
+        least,
         need,
     )
+    if whole > least:
+        message += "; %.0f GiB if each rank makes the whole model first" % most
+    return need, most, message
 
 
 def offloaded(zero: Dict[str, Any], what: str) -> bool:
