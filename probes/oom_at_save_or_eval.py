@@ -6,17 +6,19 @@ import os
 import subprocess
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Callable, Mapping, Optional, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
 GIB = 1 << 30
+NOT_JUDGED = "the first optimizer step, gradients in the evaluation and copies at the save are not judged here"
 HIDDEN, VOCAB, BATCHES = 64, 4000, 18
 CPU_ROWS, GPU_ROWS = 16 * 64, 64 * 64  # 16 and 64 MiB of float32 logits per batch
-CPU_EXTRA = 8 << 20  # numbers in each of the two weights of `first_step`, 32 MiB
-CPU_ROOM, FIRST_STEP_ROOM, GPU_MIB = 160 << 20, 200 << 20, 1024
+CPU_EXTRA = 4 << 20  # numbers in each of the four weights of `first_step`, 16 MiB
+CPU_ROOM, GPU_MIB = 160 << 20, 1024
+FIRST_STEP_ROOM = 184 << 20  # gradients take 64, all moments 128, those of one rank and a temporary 80
 
 
 def train_then_evaluate(ctx: Context, *, keep: str, with_gradient: bool = False, times: float = 1) -> None:
@@ -95,7 +97,7 @@ def first_step(ctx: Context, *, sharded: bool) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ctx.init_process_group(timeout_s=60)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(CPU_EXTRA)) for _ in range(2)])
+    model = nn.ParameterList([nn.Parameter(torch.zeros(CPU_EXTRA)) for _ in range(4)])
     if sharded:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
     else:
@@ -146,10 +148,12 @@ def check(params: Mapping[str, Any]) -> Finding:
             config, message = read_config(params["config"]).values, ""
         except UnreadableConfig as error:
             return unknown(str(error))
+    rest = [NOT_JUDGED, *_batches(config)]
     if config.get("prediction_loss_only") is True:
-        return clear("prediction_loss_only is true: no logits are kept")
+        return unknown("prediction_loss_only is true: no logits are kept", *rest)
     if config.get("batch_eval_metrics") is True:
-        return clear("batch_eval_metrics is true: evaluate() keeps the logits of one batch; predict() keeps all")
+        said = "batch_eval_metrics is true: evaluate() keeps the logits of one batch; predict() keeps all"
+        return unknown(said, *rest)
     if None in (samples, length, vocab):
         return unknown(
             *[message or "the configuration does not say how many logits an evaluation keeps"],
@@ -172,7 +176,15 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(evidence, advice=advice)
     if 2 * need > 0.1 * memory:  # torch.cat holds the old and the new tensor
         return unknown(evidence, "twice that at each concatenation; what the model leaves free is not known here")
-    return clear(evidence, "twice that at each concatenation, still below a tenth of the card")
+    return unknown(evidence, "twice that at each concatenation, still below a tenth of the card", *rest)
+
+
+def _batches(config: Mapping[str, Any]) -> List[str]:
+    """The evaluation's batch where it is larger than the training's; the Trainer's default is 8 for both."""
+    training, evaluation = config.get("per_device_train_batch_size"), config.get("per_device_eval_batch_size", 8)
+    if isinstance(training, int) and isinstance(evaluation, int) and evaluation > training:
+        return ["the evaluation has batches of %d, the training of %d" % (evaluation, training)]
+    return []
 
 
 def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
