@@ -159,11 +159,16 @@ def check(params: Mapping[str, Any]) -> Finding:
         return state(*evidence, advice=f"pip uninstall {' '.join(others)}, then {advice}")
     if on_disk and numbers(on_disk) < numbers(version):
         return exposed(*evidence, "older than what torch was built with", advice=advice)
+    if not on_disk:
+        return unknown(*evidence, "it is not there, or does not say its version", advice=advice)
     ahead = in_front()
-    if any(name.startswith("LD_PRELOAD") for name in ahead):
-        return exposed(*evidence, *ahead, advice="take libnccl out of LD_PRELOAD")
     evidence += ahead
     older = [line for line in ahead if "(2." in line and numbers(line.split("(")[1].split(")")[0]) < numbers(version)]
+    preloaded = [line for line in ahead if line.startswith("LD_PRELOAD")]
+    if any(line in older for line in preloaded):
+        return exposed(*evidence, advice="take libnccl out of LD_PRELOAD")
+    if preloaded:
+        return unknown(*evidence, "what is preloaded is what torch gets: it must not be older than required")
     if older and on_disk == version:
         return unknown(
             *evidence, "an older one is on this machine: what loads it before torch cannot be seen from here"
@@ -199,19 +204,23 @@ def compare_nodes(log: Path) -> Finding:
     """More than one NCCL in the collected logs of one job?"""
     lines = log.read_text(errors="replace").splitlines()
     seen: Dict[str, str] = {}
+    hosts = set()
     count = 0
     for line in lines:
         match = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
         if match:
             count += 1
             seen.setdefault(match.group(1), line.strip()[:120])
+            host = re.search(r"([\w.-]+):\d+:\d+ \[\d+\] NCCL INFO NCCL version", line)
+            hosts.update(host.groups() if host else ())
     if not seen:
         return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=INFO on every rank")
     if len(seen) > 1:
         return exposed(*seen.values(), advice="install one NCCL on all nodes: the same wheel, the same image")
-    said = f"{count} `NCCL version` lines, all {', '.join(seen)}; only ranks that printed one are covered"
-    if count == 1:
-        return unknown(said, advice="NCCL_DEBUG=VERSION prints one line for a whole group: run once with INFO")
+    said = f"{count} `NCCL version` lines of {len(hosts)} named hosts, all {', '.join(seen)}; others are not covered"
+    if len(hosts) < 2:
+        only = "with VERSION, and up to NCCL 2.21 with INFO as well, only rank 0 of a group prints one"
+        return unknown(said, only, advice="INFO on every rank, or ask each node as the entry's Fix does")
     return clear(said)
 
 
