@@ -167,15 +167,21 @@ def rename_file(ctx: Context, *, renames: bool) -> None:
     model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"module": bare})})
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
-    save_file(
-        {name: value for name, value in model.state_dict().items() if "lora_" in name}, "adapter_model.safetensors"
-    )
+    raw = {name: value for name, value in model.state_dict().items() if "lora_" in name}
+    save_file({name.replace(".weight", ".default.weight"): raw[name] for name in raw}, "adapter_model.safetensors")
     ctx.reached()
     path = "adapter_model.safetensors"
     if renames:
         os.makedirs("renamed", exist_ok=True)
         state = load_file("adapter_model.safetensors")
-        wrappers = {"_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
+        wrappers = {
+            "_orig_mod",
+            "module",
+            "_fsdp_wrapped_module",
+            "_forward_module",
+            "_checkpoint_wrapped_module",
+            "default",
+        }
         state = {".".join(p for p in k.split(".") if p not in wrappers): v for k, v in state.items()}
         save_file(state, "renamed/adapter_model.safetensors", metadata={"format": "pt"})
         path = "renamed/adapter_model.safetensors"
@@ -306,7 +312,7 @@ rename_safetensors = Experiment(
     control=Arm(
         partial(rename_file, renames=False),
         symptom(EMPTY),
-        "the file has the names of two wrappers",
+        "the file has the names of two wrappers, and of the adapter",
         "stand-in",
         stands_for=LIBRARIES,
     ),
