@@ -19,7 +19,6 @@ from kb.probe import (
     Param,
     Probe,
     Unavailable,
-    clear,
     completed,
     exposed,
     raised,
@@ -120,7 +119,7 @@ def check(params: Mapping[str, object]) -> Finding:
         )
     fabric = [port for port in ports if port.layer in ("InfiniBand", "Ethernet")]
     if not fabric:
-        return clear(*evidence, "no InfiniBand or RoCE among them: NCCL needs another network plugin for these")
+        return unknown(*evidence, "no InfiniBand or RoCE among them: NCCL needs another network plugin for these")
     chosen = [port for port in fabric if not rule or named(port, rule)]
     if not chosen:
         return exposed(*evidence, "NCCL_IB_HCA matches none of them, so NCCL goes over TCP", advice="ibstat -l")
