@@ -79,7 +79,7 @@ ROWS = (
         "the world size is read as 1, so train_batch_size does not add up", DEEPSPEED + "issues/3228", THREAD,
     ),
     Row(
-        "deepspeed", ">=0.9.2,<0.10.0", "0.10.0", "bf16 with ZeRO-1 or ZeRO-2",
+        "deepspeed", ">=0.9.2,<0.10.0", "0.10.0", "bf16 or fp32 with ZeRO-1 or ZeRO-2",
         "gradients are not clipped, silently", DEEPSPEED + "pull/3790", SOURCE,
     ),
     Row(
@@ -115,7 +115,7 @@ ROWS = (
         "the backward is slower, by work in every gradient hook", DEEPSPEED + "pull/7886", SOURCE,
     ),
     Row(
-        "deepspeed", ">=0.18.3,<0.19.0", "0.19.0", "bf16, grad_accum_dtype fp32, ZeRO-1",
+        "deepspeed", ">=0.18.3,<0.19.0", "0.19.0", "bf16, grad_accum_dtype fp32, ZeRO-1, no CPU offload",
         "the last micro-batch is not averaged over the ranks, silently", DEEPSPEED + "pull/7985", SOURCE,
     ),
     Row(
