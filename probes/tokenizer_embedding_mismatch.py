@@ -144,6 +144,31 @@ def train_with_transformers(ctx: Context, *, fix: str) -> None:
     assert torch.isfinite(loss), loss
 
 
+def resize_late(ctx: Context, *, late: bool, wraps: bool) -> None:
+    """Two steps with transformers' own resize, after or before DDP and the optimizer took the parameters."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    model, ids = model_of_16(), torch.tensor([[1, 16, 3, 16]])
+    if not late:
+        model.resize_token_embeddings(17)
+    wrapped = DistributedDataParallel(model) if wraps else model
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    if late:
+        model.resize_token_embeddings(17)
+    weights = model.get_input_embeddings().weight, model.lm_head.weight
+    first = [weight[16].detach().clone() for weight in weights]
+    ctx.reached()
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    moved = [(weight[16] - old).abs().max().item() for weight, old in zip(weights, first)]
+    if not all(moved):
+        raise Symptom("the rows of the new token in embed_tokens and lm_head have moved by %s" % moved)
+
+
 def load_adapter(ctx: Context, *, resizes: bool) -> None:
     """An adapter with the embedding of 17 rows, for a base model that has 16."""
     from peft import LoraConfig, PeftModel, get_peft_model  # type: ignore[import-not-found]
@@ -162,29 +187,37 @@ def load_adapter(ctx: Context, *, resizes: bool) -> None:
     assert model.get_input_embeddings().weight.shape[0] == rows
 
 
-def train_adapter(ctx: Context, *, trains_rows: bool) -> None:
-    """One step of LoRA on a batch with the new token 16."""
+def train_adapter(ctx: Context, *, rows: str) -> None:
+    """One step of LoRA on a batch with the new token 16; `rows` of it are trained in the input, in both or in none."""
     import torch
     from peft import LoraConfig, get_peft_model
 
     model = model_of_16()
     model.resize_token_embeddings(17)
     new_ids = [16]
-    if trains_rows:
+    if rows == "both":
+        config = LoraConfig(
+            task_type="CAUSAL_LM", trainable_token_indices={"embed_tokens": new_ids, "lm_head": new_ids}
+        )
+    elif rows == "input":
         config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={"embed_tokens": new_ids})
     else:
         config = LoraConfig(task_type="CAUSAL_LM")
-    model, ids = get_peft_model(model, config), torch.tensor([[1, 16, 3]])
-    embedding = model.get_input_embeddings()
-    first = embedding(ids).detach()
+    model, ids = get_peft_model(model, config), torch.tensor([[1, 16, 3, 16]])
+    embedding, head, every = model.get_input_embeddings(), model.get_output_embeddings(), torch.eye(8)
+    first, first_head = embedding(ids).detach(), head(every).detach()  # by what they compute: PEFT has wrapped them
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
     ctx.reached()
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    moved = (embedding(ids).detach() - first).abs().amax(-1)[0].tolist()
+    moved = (embedding(ids).detach() - first).abs().amax(-1)[0].tolist()[:3]
     if moved[1] == 0:
         raise Symptom("after a step the rows of 1, 16 and 3 have moved by %s" % moved)
     assert moved[0] == moved[2] == 0, moved
+    moved_head = (head(every).detach() - first_head).abs().amax(0)[[1, 16, 3]].tolist()
+    if moved_head[1] == 0:
+        raise Symptom("after a step embed_tokens of 16 has moved by %s, lm_head of it by %s" % (moved[1], moved_head[1]))
+    assert moved_head[0] == moved_head[2] == 0, moved_head
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -218,7 +251,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
     if embedding is None:
         return unknown(*message, "the rows of the saved embedding were not read: only safetensors files are")
-    return clear(f"the highest token id {highest} is below the {rows} embedding rows", *message)
+    spare = rows - 1 - highest
+    if not spare:
+        no_room = "the files fit, and no row is left: a token that the script adds has none"
+        return unknown(no_room, *message, advice="print(len(tokenizer), model.get_input_embeddings().weight.shape)")
+    told = f"the highest token id {highest} is below the {rows} embedding rows"
+    return clear(told, f"room for {spare} tokens that the script may add", *message)
 
 
 def read_json(path: Path) -> Any:
@@ -308,7 +346,7 @@ def variant(
 
 
 HF = {"transformers": ">=4.46", "tokenizers": ""}
-PEFT = {"transformers": ">=4.46", "peft": ">=0.15"}
+PEFT = {"transformers": ">=4.46", "peft": ">=0.18"}
 RESIZED = partial(train, fix="resize")
 
 probe = Probe(
@@ -380,12 +418,39 @@ probe = Probe(
             PEFT,
         ),
         variant(
+            "ddp-then-resize",
+            partial(resize_late, late=True, wraps=True),
+            partial(resize_late, late=False, wraps=True),
+            raised(r"EmbeddingBackward0 returned an invalid gradient at index 0 - got \[17, 8\] but expected"),
+            "transformers resizes the model after DDP has wrapped it",
+            "it is resized before",
+            HF,
+        ),
+        variant(
+            "optimizer-then-resize",
+            partial(resize_late, late=True, wraps=False),
+            partial(resize_late, late=False, wraps=False),
+            symptom(r"in embed_tokens and lm_head have moved by \[(?!0\.0,)\S+, 0\.0\]"),
+            "transformers resizes the model after the optimizer took its parameters; lm_head is not tied",
+            "it is resized before",
+            HF,
+        ),
+        variant(
             "peft-rows",
-            partial(train_adapter, trains_rows=False),
-            partial(train_adapter, trains_rows=True),
+            partial(train_adapter, rows="none"),
+            partial(train_adapter, rows="both"),
             symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
             "LoRA alone leaves the embedding as it is, the new row included",
-            "trainable_token_indices names the new row",
+            "trainable_token_indices names the new row, of embed_tokens and of lm_head",
+            PEFT,
+        ),
+        variant(
+            "peft-head",
+            partial(train_adapter, rows="input"),
+            partial(train_adapter, rows="both"),
+            symptom(r"after a step embed_tokens of 16 has moved by \S+, lm_head of it by 0\.0$"),
+            "trainable_token_indices names embed_tokens only, and lm_head is not tied to it",
+            "it names lm_head too",
             PEFT,
         ),
     ),
