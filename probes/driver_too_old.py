@@ -169,7 +169,9 @@ def driver_version(saved: Optional[Path]) -> Tuple[str, str]:
             text = path.read_text(errors="replace")
         except OSError:
             continue
-        match = re.search(r"(?:Driver Version\s*:\s*|<driver_version>|Module.*?\s|^)(\d{3}\.\d+(?:\.\d+)?)\b", text)
+        match = re.search(
+            r"(?:(?:Driver|KMD) Version\s*:\s*|<(?:driver|kmd)_version>|Module.*?\s|^)(\d{3}\.\d+(?:\.\d+)?)\b", text
+        )
         if match:
             return match.group(1), str(path)
     return "", ""
@@ -200,14 +202,27 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append(f"CUDA {cuda} needs driver {need} or newer" + ("" if not compat else ", unless compat is used"))
         advice = f"install a torch build for an older CUDA (or, as administrator, driver {need} or newer)"
         return unknown(*evidence, advice=advice) if compat else exposed(*evidence, advice=advice)
-    if "compat" in os.environ.get("LD_LIBRARY_PATH", "") and not params["smi"]:
-        return unknown(
-            *evidence, "LD_LIBRARY_PATH has a compat folder, which some GPUs refuse (804)", advice="nvidia-smi -L"
-        )
+    in_front = "" if params["smi"] else compat_in_front()
+    if in_front:
+        said = f"{in_front} has a compat folder, which some GPUs (804) and some drivers (803) refuse"
+        return unknown(*evidence, said, advice="ldconfig -p | grep libcuda.so")
     if strange:
         evidence.append(f"libcuda of another version than the kernel module: {', '.join(strange)}")
         return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803)")
     return clear(*evidence, "a kernel that is compiled at run time (PTX) may still want the newer minor release")
+
+
+def compat_in_front() -> str:
+    """What puts a compat folder before the driver's own: the environment, or a file of the linker."""
+    if "compat" in os.environ.get("LD_LIBRARY_PATH", ""):
+        return "LD_LIBRARY_PATH"
+    for path in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
+        try:
+            if re.search(r"^\s*/\S*cuda\S*/compat\b", path.read_text(errors="replace"), re.MULTILINE):
+                return str(path)
+        except OSError:
+            continue
+    return ""
 
 
 def user_libraries() -> List[str]:
