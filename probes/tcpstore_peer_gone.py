@@ -118,12 +118,12 @@ def check(_: Mapping[str, Any]) -> Finding:
         return exposed(
             f"several torchrun processes of this host share the rendezvous endpoint {shared[0]}: pid {pids}",
             "each runs a job of one node: the end of the first ends the others",
-            advice="one --rdzv-endpoint per job, or --standalone for jobs of one node",
+            advice="one --rdzv-endpoint per job, localhost:0 for jobs of one node",
         )
     if owned == "True":
         return unknown(
             f"torchrun's agent hosts the store at {where} (TORCHELASTIC_USE_AGENT_STORE), so rank 0 may leave first",
-            "whether another user's torchrun shares its endpoint cannot be seen from here: with --standalone none does",
+            "whether another user's torchrun shares its endpoint cannot be seen from here: with localhost:0 none does",
         )
     if owned == "False" or os.environ.get("RANK"):
         text = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
