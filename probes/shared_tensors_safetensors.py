@@ -6,7 +6,7 @@ import importlib
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import (
@@ -149,7 +149,7 @@ def tie_on_load(ctx: Context, *, ties: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     class Listed(LlamaForCausalLM):  # type: ignore[misc]
-        _tied_weights_keys = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+        _tied_weights_keys: ClassVar[List[str]] = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
