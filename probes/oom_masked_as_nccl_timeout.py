@@ -1,5 +1,6 @@
 """Rank 1's batch does not fit into memory, and its loop skips it; the other rank only reports a timeout."""
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -88,6 +89,8 @@ def check(_: Mapping[str, Any]) -> Finding:
         return unknown(f"{len(free)} GPU is visible; there is nothing to compare it with")
     evidence = [f"GPU {name}: {mib} MiB free of {total} MiB" for name, mib, total in free]
     least, most = min(mib for _, mib, _ in free), max(mib for _, mib, _ in free)
+    if len({total for _, _, total in free}) > 1:
+        return unknown(*evidence, "the GPUs differ in size: the smallest one runs out first, if the batches are alike")
     if most - least > 1024:
         advice = f"something else holds {most - least} MiB of one GPU: nvidia-smi names it; end it if it is yours"
         return exposed(*evidence, advice=advice)
@@ -102,6 +105,9 @@ def free_mib_per_gpu() -> List[Tuple[str, int, int]]:
         query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=3, check=True, text=True
     ).stdout
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    if all(name.isdigit() for name in visible):  # GPUs of other jobs are nobody's business here
+        rows = [row for row in rows if row[0] in visible]
     return [(index, int(free), int(total)) for index, free, total in rows]
 
 
