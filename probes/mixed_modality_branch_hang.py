@@ -40,10 +40,10 @@ def sharded(ctx: Context, *, dummy: str = "", own_units: bool = True, by_kind: b
 
 
 def shard(ctx: Context, model: Any, stacks: Sequence[Any]) -> Any:
-    """FSDP2, or FSDP1 before torch 2.6, whose FSDP2 wants CUDA: each layer of the stacks is a unit."""
+    """FSDP2, or FSDP1 before torch 2.7, whose FSDP2 wants CUDA: each layer of the stacks is a unit."""
     import torch
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=ctx.device)
@@ -161,14 +161,16 @@ def check(params: Mapping[str, Any]) -> Finding:
                     if time.monotonic() > end:
                         whole = False
                         break
-                    counts[has_media(json.loads(line))] += bool(line.strip())
+                    if line.strip():
+                        counts[has_media(json.loads(line))] += 1
     except (OSError, ValueError, RecursionError) as error:
         return unknown(f"{data} cannot be read as JSON: {str(error)[:200]}")
     text, media = counts
     seen = f"{media} samples with and {text} without an image, video or audio"
     if text and media:
         return exposed(
-            seen, advice="give text-only samples a dummy image, or batch so that all ranks have one kind in a step"
+            seen + "; it matters where the tower is sharded, as by ZeRO-3 and FSDP",
+            advice="give text-only samples a dummy image, or batch so that all ranks have one kind in a step",
         )
     if not whole or not text + media:
         return unknown(seen if text + media else f"no sample in {data}", "" if whole else "the rest was not read")
