@@ -133,7 +133,7 @@ def asked_for() -> str:
     if old:
         return "PYTORCH_CUDA_ALLOC_CONF asks for expandable_segments; torch.cuda.memory._snapshot() tells if it obeys"
     if new:
-        return "only PYTORCH_ALLOC_CONF asks for expandable_segments here: torch 2.9.1 ignores that name, 2.11 does not"
+        return "only PYTORCH_ALLOC_CONF asks for expandable_segments here, which torch 2.9.1 and older ignore"
     return "expandable_segments are not asked for in this environment"
 
 
