@@ -165,14 +165,14 @@ EXPORT = (  # as the entry prints it
 
 # --- the check ------------------------------------------------------------------------------------------------------
 
+Code = Tuple[Set[int], Set[int]]
 FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
 IMAGE = struct.Struct("<HHIQIIHHI")  # kind (1 PTX, 2 cubin), -, size of this header, of the payload, -, -, -, -, arch
 
 
-def images(path: Path, containers: int = 150) -> Tuple[Set[int], Set[int]]:
-    """GPU generations that a library holds code for, as cubin and as PTX: `({80, 90}, {90})`; empty for none found."""
-    cubins: Set[int] = set()
-    ptx: Set[int] = set()
+def images(path: Path, containers: int = 150) -> List[Code]:
+    """GPU generations that each part of a library holds code for, as cubin and as PTX: `[({80, 90}, {90}), ...]`."""
+    result: List[Code] = []
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for at, end in fatbin_sections(data):
             while at < end - FATBIN.size and containers:
@@ -181,11 +181,14 @@ def images(path: Path, containers: int = 150) -> Tuple[Set[int], Set[int]]:
                     at += 8
                     continue
                 image, at, containers = at + header, at + header + size, containers - 1
+                cubins: Set[int] = set()
+                ptx: Set[int] = set()
                 while image < at:
                     kind, _, header, size, *_, arch = IMAGE.unpack_from(data, image)
                     (ptx if kind == 1 else cubins).add(arch)
                     image += header + size
-    return cubins, ptx
+                result.append((cubins, ptx))
+    return result
 
 
 def fatbin_sections(data: Any) -> Iterator[Tuple[int, int]]:
@@ -205,9 +208,14 @@ def fits(gpu: int, cubins: Set[int], ptx: Set[int]) -> str:
     older = [arch for arch in cubins if arch // 10 == gpu // 10 and arch < gpu]
     if gpu in cubins or (older and gpu < 90):
         return "cubin"
+    if any(arch < 90 for arch in ptx) and min(ptx) <= gpu:
+        return "PTX"
     if older:
         return f"cubin for sm_{max(older)}, if that is no sm_{max(older)}a"
-    return "PTX" if any(arch <= gpu for arch in ptx) else ""
+    virtual = [arch for arch in ptx if arch <= gpu]
+    if virtual:
+        return "PTX" if gpu in virtual else f"PTX for compute_{max(virtual)}, if that is no compute_{max(virtual)}a"
+    return ""
 
 
 def gpus_here() -> List[str]:
@@ -232,9 +240,11 @@ def check(params: Mapping[str, Any]) -> Finding:
             f"there is no {library}: a CPU build of torch has none", advice="--set library=FILE.so names another"
         )
     try:
-        cubins, ptx = images(library)
+        parts = images(library)
     except (OSError, ValueError, struct.error) as error:
         return unknown(f"{library} cannot be read: {error}", advice="--set library=FILE.so names a library")
+    cubins = {arch for part, _ in parts for arch in part}
+    ptx = {arch for _, part in parts for arch in part}
     if not cubins and not ptx:
         return unknown(f"{library} holds no GPU code that this check can read")
     held = " ".join([f"sm_{arch}" for arch in sorted(cubins)] + [f"compute_{arch} (PTX)" for arch in sorted(ptx)])
@@ -242,17 +252,22 @@ def check(params: Mapping[str, Any]) -> Finding:
     gpus = [params["capability"]] if params["capability"] else gpus_here()
     if not gpus:
         return unknown(*evidence, "nvidia-smi names no GPU here", advice="--set capability=9.0 asks about a GPU")
-    without, unsure = [], False
+    without, unsure, partial_code = [], False, []
     for gpu in gpus:
         way = fits(int(re.sub(r"\D", "", gpu)), cubins, ptx)
         evidence.append(f"a GPU of capability {gpu} " + (f"is served by {way}" if way else "finds no code in it"))
         without += [] if way else [gpu]
-        unsure |= way.startswith("cubin for")
+        unsure |= " for " in way
+        lacking = sum(not fits(int(re.sub(r"\D", "", gpu)), *part) for part in parts)
+        if way and lacking:
+            partial_code.append(f"{lacking} of {len(parts)} parts hold none for {gpu}: what is in these fails on it")
     if without:
         return exposed(*evidence, advice="a build of this library for that GPU: see the entry's table and its Fix")
     if unsure:
-        return unknown(*evidence, advice="cuobjdump --list-elf prints the suffix")
-    note = "a library built by hand may hold other generations for other kernels; sm_90a and the like count as sm_90"
+        return unknown(*evidence, *partial_code, advice="cuobjdump --list-elf --list-ptx prints the suffix")
+    if partial_code:
+        return unknown(*evidence, *partial_code, advice="which kernel the job calls is not known here")
+    note = "of a large library the first 150 parts were read; sm_90a and the like count as sm_90"
     return clear(*evidence, note)
 
 
