@@ -35,6 +35,8 @@ def first_collectives(ctx: Context) -> None:
     """Both arms are this job. They differ in NCCL_P2P_DISABLE alone, which NCCL reads from the environment."""
     import torch
 
+    if "NCCL_P2P_DISABLE" in os.environ and still_busy():
+        raise Unavailable("a GPU is at 100 % before the run without P2P begins: reset the GPUs or reboot, then run it")
     dist = ctx.init_process_group(timeout_s=600, device_id=None)  # lazy: NCCL's own set-up may be what hangs
     ctx.reached()
     state = {"doing": "nothing yet", "wrong": "", "busbw_gb_s": 0.0}
@@ -84,6 +86,20 @@ def first_collectives(ctx: Context) -> None:
         raise Symptom(f"{state['doing']} never completed on rank {ctx.rank} in {PATIENCE_S:.0f} s; {over}")
     if "NCCL_P2P_DISABLE" not in os.environ and transports and not any(t.startswith("P2P") for t in transports):
         raise Unavailable(f"NCCL does not use P2P between these two GPUs by itself, it chose {', '.join(transports)}")
+
+
+def still_busy() -> bool:
+    """Does a GPU still work, or nvidia-smi not answer, as a hang over P2P may leave them? Then any later run hangs."""
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return False
+    try:
+        return "100" in process.communicate(timeout=10)[0].split()
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: with a hung driver it cannot die
+        return True
 
 
 def chosen_transports(ctx: Context) -> list[str]:
@@ -204,6 +220,8 @@ def check(_: Mapping[str, Any]) -> Finding:
         evidence.append("this is a virtual machine: its host decides about ACS and IOMMU, and a guest cannot see them")
     if distances and all(distance.startswith("NV") for distance in distances):
         return unknown(*evidence, f"all pairs are on NVLink, which ACS and IOMMU do not touch; {BLIND}")
+    if distances and not any(distance in ("PIX", "PXB") for distance in distances) and not (is_amd() and len(gpus) < 3):
+        return unknown(*evidence, "NCCL 2.23 and newer use no P2P over PCIe at these distances; other libraries may")
     if (redirecting or translating) and not virtual:
         return exposed(
             *evidence,
@@ -237,11 +255,19 @@ def iommu_options() -> str:
     return " ".join(word for word in words if "iommu" in word or word.startswith("pci=")) or "no iommu or pci option"
 
 
-def is_virtual() -> bool:
+def first_cpu() -> str:
     try:
-        return " hypervisor" in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+        return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     except OSError:
-        return False
+        return ""
+
+
+def is_virtual() -> bool:
+    return " hypervisor" in first_cpu()
+
+
+def is_amd() -> bool:
+    return "AuthenticAMD" in first_cpu()
 
 
 LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "nccl.%p"}  # in both arms: which transport was chosen
