@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, read_config
 
 GIB = 1 << 30
@@ -79,6 +79,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if "SHARDED" in kind:
         return unknown(
             "the configuration saves %s, every rank its own shard" % kind,
+            "as TrainingArguments, transformers 4 ignores the key",
             "whether your script asks for a full state dict at the end cannot be seen",
         )
     if billions is None or billions <= 0 or params["ranks"] < 1 or params["copies"] not in ("rank0", "all"):
@@ -102,7 +103,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(message, "data loaders, pinned buffers and the page cache of the write come on top")
     if not everywhere:
         return unknown(message, "enough for rank 0; copies=all tells whether it is enough if every rank gathers")
-    return clear(message)
+    gpu = "without offload_to_cpu each GPU needs %.0f GiB as well, which is not compared here" % (need / times)
+    return unknown(message, "enough for the host; " + gpu)
 
 
 def state_dict_type(values: Mapping[str, Any]) -> str:
@@ -170,7 +172,7 @@ in_shards = Experiment(
 probe = Probe(
     check=check,
     params={
-        "config": Param("path", "your accelerate or Trainer configuration, for the state dict type"),
+        "config": Param("path", "your accelerate configuration, for the state dict type"),
         "params": Param("float", "parameters of the model, in billions"),
         "bytes": Param("float", "bytes per parameter in the save: 2 bf16, 4 fp32, 12 fp32 with Adam", 4.0),
         "copies": Param("str", "who builds the full state dict: rank0 or all", "rank0"),
