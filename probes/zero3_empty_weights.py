@@ -159,10 +159,14 @@ def _config(path: Path) -> Finding:
     zero: Optional[Any] = config.values.get("zero_optimization", config.values.get("deepspeed_config"))
     if not isinstance(zero, Mapping):
         return unknown("%s has no ZeRO settings" % path)
+    if zero.get("deepspeed_config_file"):
+        return unknown("%s leaves all to %s" % (path, zero["deepspeed_config_file"]), advice="--set config=that file")
     if str(zero.get("stage", zero.get("zero_stage"))) != "3":
         return clear("%s: not ZeRO-3, every rank has whole parameters" % path)
     switches = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
     gathers = any(zero.get(name) in (True, "true") for name in (*switches, "zero3_save_16bit_model"))
+    if not gathers and "auto" in [zero.get(name) for name in switches]:
+        return unknown("%s: ZeRO-3, and %s is auto: zero3_save_16bit_model of accelerate decides" % (path, switches[0]))
     if not gathers:
         return exposed("%s: ZeRO-3, and %s is not true" % (path, switches[0]), advice="set it to true")
     return unknown(
