@@ -85,8 +85,8 @@ def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
     ctypes.CDLL(ctx.path("extension.so"), mode=os.RTLD_NOW)
 
 
-OF_TORCH = re.compile(r"_Z(T[ISV])?NK?(3c10|2at|5torch)")
-ABI_SYMBOLS = re.compile(r"_ZNK?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
+OF_TORCH = re.compile(r"_Z(T[ISV])?N[VK]*[RO]?(3c10|2at|5torch)")
+ABI_SYMBOLS = re.compile(r"_ZN[VK]*[RO]?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -101,17 +101,20 @@ def check(params: Mapping[str, Any]) -> Finding:
         has |= {symbol for symbol, defined in symbols(root / "lib" / name) if defined}
     if not has:
         return unknown(f"the symbols of {root}/lib/libc10.so cannot be read")
-    files = [params["extension"]] if params["extension"] else extensions(root.parent)
+    files = iter([params["extension"]]) if params["extension"] else extensions(root.parent)
     read, lacking, others = [], [], []
-    late = 0
+    looked_at, late = 0, False
     for file in files:
         if time.monotonic() > end:
-            late += 1
+            late = True
+            break
+        looked_at += 1
+        if not NAMES.search(strings(file)):
             continue
         wants = {symbol for symbol, defined in symbols(file) if not defined and OF_TORCH.match(symbol)}
         if not wants:
             continue
-        read.append(file.name)
+        read.append(file.name if file.parent == root.parent else f"{file.parent.name}/{file.name}")
         missing = sorted(symbol for symbol in wants - has if ABI_SYMBOLS.match(symbol))
         others += [(file, symbol) for symbol in sorted(wants - has) if not ABI_SYMBOLS.match(symbol)]
         if missing:
@@ -120,7 +123,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*lacking[:8], advice="reinstall it for this torch, or delete it if it is in a cache")
     if not read:
         return unknown(
-            f"none of the {len(files)} extensions looked at uses c10, at or torch",
+            f"none of the {looked_at} libraries looked at uses c10, at or torch",
             advice="--set extension=path/to/some.so",
         )
     told = f"{', '.join(read[:8])}: what they want of c10::Error and c10::cuda is there"
@@ -130,9 +133,10 @@ def check(params: Mapping[str, Any]) -> Finding:
             named.update(strings(root / "lib" / name).split(b"\0"))
     unnamed = [f"{file} wants {symbol}" for file, symbol in others if symbol.encode() not in named]
     if late or unnamed:
-        left = [f"{late} more were not read in time"] if late else []
+        left = ["there are more, which were not read in time"] if late else []
         return unknown(told, *left, *unnamed[:4], advice="import it: the linker has the last word")
-    return clear(told, "and so is what they want of at and torch; layouts of objects were not compared")
+    looked = f"of {looked_at} libraries, in {root.parent} down to two folders; layouts of objects were not compared"
+    return clear(told, "and so is what they want of at and torch", looked)
 
 
 REST = ("libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python.so")
@@ -148,14 +152,21 @@ def why(missing: List[str], has: Set[str]) -> str:
     return ""
 
 
-def extensions(site: Path) -> List[Path]:
-    """Extensions on the top level of site-packages, DeepSpeed's pre-built ops, and the cache of just-in-time builds."""
+NAMES = re.compile(rb"\0" + OF_TORCH.pattern.encode())
+OWN = ("torch", "functorch", "torchgen", "nvidia", "triton")  # torch itself and what it loads
+
+
+def extensions(site: Path) -> Iterator[Path]:
+    """The top level of site-packages, DeepSpeed's ops, the cache of just-in-time builds, then what packages hold."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     builds = Path(cache, "torch_extensions").glob("py%d%d_*/*/*.so" % sys.version_info[:2])
     if os.environ.get("TORCH_EXTENSIONS_DIR"):
         builds = Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")
-    result = [*site.glob("*.so"), *site.glob("deepspeed/ops/*/*.so"), *builds]
-    return sorted(result)[:60]
+    yield from sorted([*site.glob("*.so"), *site.glob("deepspeed/ops/*/*.so"), *builds])
+    for folder in sorted(site.iterdir()):  # torchvision/_C.so, vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so
+        if folder.name not in OWN and folder.suffix not in (".dist-info", ".libs", ".py", ".so"):
+            yield from sorted(folder.glob("*.so"))
+            yield from sorted(folder.glob("*/*.so"))
 
 
 def strings(path: Path) -> bytes:
@@ -192,7 +203,7 @@ def symbols(path: Path) -> Iterator[Tuple[str, bool]]:
         return
 
 
-UNDEFINED = raised(r"undefined symbol: _ZNK?3c10")
+UNDEFINED = raised(r"undefined symbol: _ZN[VK]*[RO]?3c10")
 
 probe = Probe(
     check=check,
