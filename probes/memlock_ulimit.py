@@ -107,7 +107,7 @@ def pin_in_shell(script: str, limit: int) -> None:
 
 
 def lock(address: int, size: int) -> None:
-    """Locked memory counts against the same limit as memory that a network card pins."""
+    """Locked memory is held against the same limit as memory that a network card pins, though counted apart."""
     if libc().mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
         raise_errno()
 
@@ -158,6 +158,9 @@ def raise_errno() -> None:
     raise OSError(number, os.strerror(number))
 
 
+IN_A_JOB = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
 def check(_: Mapping[str, Any]) -> Finding:
     """The limit of this process, what it means here, and whether there is a card that needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -166,12 +169,22 @@ def check(_: Mapping[str, Any]) -> Finding:
     ]
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     evidence.append(f"RDMA devices: {', '.join(cards) or 'none in /sys/class/infiniband'}")
+    found = ""
     if soft == resource.RLIM_INFINITY:
-        return clear(*evidence, "what sshd, mpirun or slurmd give to a job on this node may differ: run it there")
-    if may_ignore_limits():
-        return clear(*evidence, "this process has CAP_IPC_LOCK, so the limit does not bind it; it binds ordinary users")
-    if not cards:
-        return clear(*evidence, "without such a device NCCL registers no memory")
+        found = "this limit is no obstacle"
+    elif may_ignore_limits():
+        found = "this process has CAP_IPC_LOCK, so the limit does not bind it; it binds ordinary users"
+    elif not cards:
+        found = "without such a device NCCL registers no memory"
+    if found and not any(name in os.environ for name in IN_A_JOB):
+        return unknown(
+            *evidence,
+            found,
+            "what sshd, mpirun, slurmd or a container gives to a job, as its user and on its node, may differ",
+            advice="run it in the place of a rank, as srun, mpirun or torchrun start it",
+        )
+    if found:
+        return clear(*evidence, found)
     if soft < 512 * KIB * KIB:
         return exposed(
             *evidence,
@@ -199,7 +212,7 @@ def may_ignore_limits() -> bool:
 REFUSED = symptom(r"cannot pin \d+ KiB with max locked memory \d+ KiB: Cannot allocate memory")
 SMALL = "max locked memory is a sixteenth of the buffer (64 KiB for 1 MiB)"
 LARGE = "max locked memory is four times the buffer"
-STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; mlock is charged to the same limit"
+STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; mlock is held against the same limit"
 
 
 def in_shell(name: str, job: Callable[..., None], fix: str, because: Tuple[str, str]) -> Experiment:
