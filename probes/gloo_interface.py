@@ -88,7 +88,7 @@ def name_an_interface(ctx: Context, *, interface: str) -> None:
 
 # --- the check: which address would gloo take on this node? ---------------------------------------------------------
 
-SET_IT = "GLOO_SOCKET_IFNAME=<the interface that the other nodes reach>, on every node by its own name: ip -br addr"
+SET_IT = "GLOO_SOCKET_IFNAME=<what the other nodes reach>, on every node by its own name: ip -br addr, without @..."
 
 
 def check(params: Mapping[str, Any]) -> Finding:
