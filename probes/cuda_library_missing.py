@@ -123,7 +123,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     ]
     if lacking:
         return exposed(
-            *lacking[:8], *others[:4], advice="reinstall torch from its index; do not install single packages"
+            *lacking[:8],
+            *others[:4],
+            advice="install what this torch requires, at the versions that it pins; torch itself stays",
         )
     gone = [f"{name} is installed, and its file {file} is not there" for name in pinned for file in absent(name)[:1]]
     if gone:
