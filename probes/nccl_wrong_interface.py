@@ -169,8 +169,8 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def is_of_this_host_only(name: str, address: str) -> bool:
-    """Loopback, link-local, or a bridge or tunnel end that container runtimes and libvirt make."""
-    made = re.match(r"docker|br-|virbr|veth|lxc|lxdbr|cni|podman", name)
+    """Loopback, link-local, or a bridge or tunnel end that container runtimes and libvirt make; br-ex is none."""
+    made = re.match(r"docker|br-[0-9a-f]{12}$|virbr|veth|lxc|lxdbr|cni|podman", name)
     return address.startswith(("127.", "169.254.")) or bool(made)
 
 
