@@ -133,17 +133,32 @@ def strangers() -> Tuple[List[str], str]:
     return crowded, "nvidia-smi names %d processes, and no two of them on a GPU besides their own" % len(gpus)
 
 
+DEVICE_AT = {"torch.load": ("map_location", 1), "load_file": ("device", 1), "safe_open": ("device", 2)}
+
+
 def loads(tree: ast.AST) -> Iterator[Tuple[int, str]]:
     """Calls that take the device from the file, or use index 0."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name, words = ast.unparse(node.func), {word.arg: word.value for word in node.keywords}
-        if name == "torch.load" and len(node.args) < 2 and not {"map_location", None} & words.keys():
-            yield node.lineno, "torch.load without map_location"
-        device = getattr(words.get("device"), "value", "")
-        if name.split(".")[-1] in ("load_file", "safe_open") and device == "cuda":
-            yield node.lineno, '%s(device="cuda") is GPU 0 on every rank' % name
+        key = name if name == "torch.load" else name.split(".")[-1]
+        if key in DEVICE_AT and None not in words:  # ** may hold it
+            word, position = DEVICE_AT[key]
+            words[word] = words.get(word) or (node.args[position] if len(node.args) > position else ast.Constant(None))
+            if key == "torch.load" and constant(words[word]) == "None":
+                yield node.lineno, "torch.load without map_location"
+        for word in ("map_location", "device", "device_map"):
+            value = words.get(word)
+            if word == "device_map" and isinstance(value, ast.Dict) and len(value.values) == 1:
+                value = value.values[0]  # {"": 0}
+            plain = "'cuda'" if word == "device" else "'cuda:0'"  # elsewhere "cuda" is the rank's own
+            if constant(value) in ("'cuda:0'", "0", plain) and (word == "device_map" or key in DEVICE_AT):
+                yield node.lineno, "%s(%s=%s) is GPU 0 on every rank" % (name, word, ast.unparse(words[word]))
+
+
+def constant(node: Any) -> str:
+    return repr(node.value) if isinstance(node, ast.Constant) else ""
 
 
 HELD = "torch.load without map_location: the tensors go where the file says, to GPU 0"
