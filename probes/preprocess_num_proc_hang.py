@@ -135,9 +135,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         "worker %(pid)d: %(state)s in %(where)s, %(threads)d threads, %(ticks)d ticks of CPU" % item for item in seen
     ]
     evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(seen), pid, SAMPLE_S), *message[:8]]
-    asleep = [item["pid"] for item in seen if "futex" in item["where"] and not item["ticks"]]
+    asleep = [  # the queue of datasets always is, with several threads; a worker that waits for others' has one
+        item["pid"] for item in seen if "futex" in item["where"] and not item["ticks"] and item["threads"] == 1
+    ]
     if sum(item["ticks"] for item in seen) > IDLE_TICKS:
-        if len(asleep) > 1:  # the queue of datasets is one of them
+        if asleep:
             return unknown(*evidence, "some use the CPU, %d sleep on a lock: look again in a minute" % len(asleep))
         return clear(*evidence, "some use the CPU: the map is slow, not frozen")
     if any(item["state"] == "D" for item in seen):
