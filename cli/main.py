@@ -76,6 +76,14 @@ def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
     return built
 
 
+def _with_separator(argv: list[str]) -> list[str]:
+    """The arguments with `--` before a question that begins with a dash: no option has a space in it."""
+    questions = [argument for argument in argv if argument[:1] == "-" and len(argument.split()) > 1]
+    if argv[:1] != ["search"] or "--" in argv or not questions:
+        return argv
+    return [*(argument for argument in argv if argument not in questions), "--", *questions]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"kb {__version__}")
@@ -110,7 +118,7 @@ def run(argv: list[str]) -> int:
     try:
         first = _completed_command() if COMPLETION in os.environ else argv[0] if argv else ""
         built = app((first,)) if first in COMMANDS else app()
-        code = int(built(argv, standalone_mode=False, prog_name="kb") or 0)
+        code = int(built(_with_separator(argv), standalone_mode=False, prog_name="kb") or 0)
         if code == Interrupted.exit_code:  # what Typer makes of Ctrl-C; no command ends with it
             return _interrupted(argv)
         sys.stdout.flush()

@@ -17,10 +17,13 @@ from kb.content.catalog import Catalog
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.grades import MARK
 from kb.content.parser import text_blocks
+from kb.content.triage import Triage
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.questions import Question
+from kb.search.decision import Kind
+from kb.search.gap import gap
 from kb.search.results import Answer, Hit
 
 from ..schemas.diagnosis import FixDocument, open_questions, shorten
@@ -47,9 +50,10 @@ def tokens(text: str) -> int:
     return sum(1 for _ in PIECE.finditer(text))
 
 
-def search_answer(answer: Answer, ask: Iterable[Question]) -> Document:
-    document = {"hits": [_hit(hit) for hit in answer.hits], "answered": answer.answered}
-    return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask))
+def search_answer(answer: Answer, ask: Iterable[Question], triage: Triage) -> Document:
+    hits = [] if answer.kind is Kind.UNKNOWN else [_hit(hit) for hit in answer.hits]
+    document = {"kind": answer.kind.value, "hits": hits, "answered": answer.answered}
+    return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask), **gap(answer, triage))
 
 
 def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str], language: str) -> Document:
@@ -115,6 +119,8 @@ def _hit(hit: Hit) -> Document:
     document = asdict(hit)
     names = ("id", "title", "cause", "status", "severity", "score", "matched")
     optional = present(signature=hit.signature, can_be_verified=bool(hit.probe))
+    if hit.difference:
+        optional["difference"] = asdict(hit.difference)
     if hit.verified_on:
         optional["verified_on"] = {"reports": hit.verified_on.reports, "reason": hit.verified_on.reason}
     return {name: document[name] for name in names} | optional

@@ -88,8 +88,10 @@ class Tools:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
         Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first.
-        `answered` is false when even the best only has some words in common with the question: then put the questions
-        of `ask` to the person and search again with their answers, or say that kb does not know it. Read an incident
+        `kind` says what they are: `answer`; `related`, no entry is about the question and these are near (`difference`
+        says how they differ): advise none of their fixes; `unknown`, nothing is near. Unless it is an answer, say that
+        kb does not know it, and give the person the observations of `triage` or the questions of `ask`; with what they
+        see, search again. Read an incident
         with get_incident before you advise a fix, and cite its id and the section you rely on.
         """
         question = SearchQuestion(
@@ -107,7 +109,7 @@ class Tools:
         answer = await content.answer(question, self.verdict_counts())
         if self.recorder:
             self.recorder.record_search("" if question.only else query, answer)
-        return search_answer(answer, content.open_questions(answer))
+        return search_answer(answer, content.open_questions(answer), content.triage)
 
     async def get_incident(
         self,

@@ -14,6 +14,8 @@ from kb.content.area import Area
 from kb.content.entry import Status
 from kb.content.filters import STATUSES, Filter
 from kb.errors import UsageError
+from kb.search.decision import Kind
+from kb.search.gap import observations, subjects
 from kb.search.query import LONGEST_TEXT
 from kb.search.results import Answer
 
@@ -96,7 +98,12 @@ async def _answered(request: Request, content: Content, question: SearchQuestion
     answer = await content.answer(question, application(request).snapshot.verdict_counts)
     if request.headers.get("sec-fetch-dest", "document") == "document":  # not for each key press
         count(request, "" if question.only else question.q, answer)
-    return {"answer": answer, "hits": hits(answer)}
+    return {
+        "answer": answer,
+        "hits": [] if answer.kind is Kind.UNKNOWN else hits(answer),
+        "outside": subjects(answer),
+        "observations": observations(answer, content.triage),
+    }
 
 
 def hits(answer: Answer) -> list[dict[str, Any]]:

@@ -94,3 +94,4 @@ class ContextQuestion(BaseModel):
         4000, ge=LEAST_CHARS, le=MOST_CHARS, description="At most this many characters, including citations."
     )
     lang: Literal["en", "zh"] = Field("en", description="The language of the claims.")
+    related: bool = Field(False, description="Also claims of entries that are near, where no entry answers.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -104,8 +103,10 @@ def _response(content: Content, answer: Answer) -> CachedResponse:
         "query": answer.query[:LONGEST_ECHO],
         "hits": [hit.to_json() for hit in answer.hits],
         "did_you_mean": answer.did_you_mean or None,
+        "kind": answer.kind,
+        "probability": answer.probability,
         "answered": answer.answered,
-        "ask": [asdict(question) for question in content.open_questions(answer)],
+        **content.gap(answer),
     }
     body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     return CachedResponse(body, answer.answered, answer.best)

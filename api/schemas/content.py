@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, WrapSerializer
 
 from kb.content.entry import FrontMatter
+from kb.search.decision import Kind
 from kb.search.results import Hit, asked
 
 ID = "checkpoint-save-allgather-timeout"
@@ -98,26 +99,64 @@ class QuestionDocument(BaseModel):
     choices: tuple[ChoiceDocument, ...]
 
 
+ANSWER: dict[str, Any] = {
+    "kind": "answer",
+    "probability": 0.97,
+    "answered": True,
+    "out_of_scope": [],
+    "triage": [],
+    "ask": [],
+}
+
+
+class OutOfScope(BaseModel):
+    """A subject that kb is not about, and where to look."""
+
+    subject: str
+    see: str
+
+
+class OutcomeDocument(BaseModel):
+    """What may be seen, and the entries that it points to; none where kb has no entry about it."""
+
+    seen: str
+    points_to: tuple[str, ...]
+
+
+class ObservationDocument(BaseModel):
+    """Something to look at: the command that shows it, where to run it, and what each outcome points to."""
+
+    ask: str
+    command: str
+    where: str
+    outcomes: tuple[OutcomeDocument, ...]
+
+
 class SearchResult(BaseModel):
     """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
 
     A hit has `why` only on request, `verified_on` only when its fix was verified on hardware like that in the question,
-    and never `applicability`: the versions here are not the reader's. `answered` is false when even the best hit only
-    has some words in common with the question: then say that kb does not know it, or ask the person what `ask` has:
-    lines and observations that tell the hits apart.
+    and never `applicability`: the versions here are not the reader's.
+
+    `kind` is `answer` when the first hit is about the question; `related` when no entry is, and the hits are near
+    (`difference` says how each differs); `unknown` when nothing is near. `probability` is that of the first hit being
+    an answer, `answered` is short for `kind` being `answer`. If it is not: say that kb does not know it, cite no hit,
+    and ask the person what `ask` has (lines and observations that tell the hits apart) or what `triage` has
+    (observations that narrow it, each with its command and what an outcome points to). `out_of_scope` names what the
+    question is about where kb is not about it.
     """
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"query": "ALLGATHER timeout save", "hits": [HIT], "did_you_mean": None, "answered": True, "ask": []}
-            ]
-        }
+        json_schema_extra={"examples": [{"query": "ALLGATHER timeout save", "hits": [HIT], **ANSWER}]}
     )
     query: str
     hits: tuple[AskedHit, ...]
     did_you_mean: str | None
+    kind: Kind
+    probability: float
     answered: bool
+    out_of_scope: tuple[OutOfScope, ...]
+    triage: tuple[ObservationDocument, ...]
     ask: tuple[QuestionDocument, ...]
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from kb.content.claims import Claim
+from kb.search.decision import Kind
 
 from .content import QuestionDocument
 
@@ -48,17 +49,28 @@ class ClaimDocument(BaseModel):
 class ContextDocument(BaseModel):
     """`context` is the block for the model, `claims` the same piece by piece.
 
-    `truncated`: not all claims fitted in. No claims: no entry answers the question; `ask` then has what to ask the
-    person: lines and observations that tell the nearest entries apart.
+    `truncated`: not all claims fitted in. `kind` is `answer`, or else no entry is about the question: there are no
+    claims then, unless those of `related` entries were asked for, and `ask` has what to ask the person: lines and
+    observations that tell the nearest entries apart.
     """
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"query": "loss is nan", "context": CONTEXT, "claims": [CLAIM], "truncated": True, "ask": []}]
+            "examples": [
+                {
+                    "query": "loss is nan",
+                    "context": CONTEXT,
+                    "kind": "answer",
+                    "claims": [CLAIM],
+                    "truncated": True,
+                    "ask": [],
+                }
+            ]
         }
     )
     query: str
     context: str
+    kind: Kind
     claims: tuple[ClaimDocument, ...]
     truncated: bool
     ask: tuple[QuestionDocument, ...]

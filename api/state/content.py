@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -18,10 +18,12 @@ from kb.content.filters import Filter
 from kb.content.gpu_records import Proof, add_gpu_summaries, gpu_summary, proofs
 from kb.content.release_records import ReleaseVerdict, add_releases, release_verdicts, releases_by_verdict
 from kb.content.roots import Root
+from kb.content.triage import Triage, load_triage
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.questions import Question, questions
 from kb.errors import IndexUnavailable
+from kb.search.gap import gap
 from kb.search.index import Index
 from kb.search.index_cache import open_index
 from kb.search.ranking import Preference, search
@@ -71,6 +73,7 @@ class Content:
     hardware: Mapping[str, str]
     proofs: Mapping[str, tuple[Proof, ...]]
     releases: Mapping[str, tuple[ReleaseVerdict, ...]]
+    triage: Triage
     links: Graph
     searching: ThreadPoolExecutor
     questions: FairQueue
@@ -99,6 +102,7 @@ class Content:
             hardware=hardware,
             proofs=proofs_by_entry,
             releases=release_verdicts(roots),
+            triage=load_triage(roots),
             links=links,
             searching=searching,
             questions=FairQueue(searching, 1),
@@ -141,6 +145,10 @@ class Content:
         """What machines have shown: about its GPU arms, and with which releases of torch."""
         releases = releases_by_verdict(self.releases.get(entry.id, ()))
         return {"hardware": self.hardware[entry.id] or None, "releases": releases}
+
+    def gap(self, answer: Answer) -> dict[str, Any]:
+        """The members of a document that only a question without an answer fills."""
+        return {**gap(answer, self.triage), "ask": [asdict(question) for question in self.open_questions(answer)]}
 
     def open_questions(self, answer: Answer) -> tuple[Question, ...]:
         """What to ask a person whose question no hit answers."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from kb.content.roots import configured_roots
+from kb.content.roots import Root, configured_roots
+from kb.content.triage import load_triage
 from kb.errors import UsageError
+from kb.search.decision import Kind
 from kb.search.explanation import Explanation
 from kb.search.index_cache import open_index
 from kb.search.ranking import search as find
@@ -48,7 +50,7 @@ def search(
 ) -> int:
     """Find the entry for a failure: paste an error or describe it, in English or Chinese.
 
-    Exit code 0 when something was found, 1 when not.
+    Exit code 0 for an answer, or for entries that are near when none is about it; 1 when nothing is near.
     """
     text = _text(query)
     if not text.strip():
@@ -57,21 +59,28 @@ def search(
         raise UsageError("--python says nothing without --applies-here", "add --applies-here")
     only = _filter(tag, framework, status, area)
     installed = _installed(interpreter_of(python)) if applies_here else None
-    with open_index(configured_roots(tuple(roots or ())), notice) as index:
+    chosen = configured_roots(tuple(roots or ()))
+    with open_index(chosen, notice) as index:
         answer = find(index, text, limit, only=only, installed=installed, explain=why)
     if as_json:
+        from kb.search.gap import gap
+
+        triage = {} if answer.answered else load_triage(chosen)
         hits = [hit.to_json() for hit in answer.hits]
         emit(
             "search",
             query=text[:1000],
             hits=hits,
             did_you_mean=answer.did_you_mean or None,
+            kind=answer.kind.value,
+            probability=answer.probability,
             answered=answer.answered,
+            **gap(answer, triage),
             problems=index.problems,
         )
     else:
-        _print(answer, roots, in_chinese=any("\u4e00" <= character <= "\u9fff" for character in text))
-    return 0 if answer.hits else 1
+        _print(answer, roots, chosen)
+    return 1 if answer.kind is Kind.UNKNOWN else 0
 
 
 def _text(query: list[str]) -> str:
@@ -96,15 +105,16 @@ def _installed(python: Path) -> dict[str, str | None]:
     return installed.versions(python)
 
 
-def _print(answer: Answer, roots: list[Path] | None, *, in_chinese: bool) -> None:
+def _print(answer: Answer, roots: list[Path] | None, chosen: tuple[Root, ...]) -> None:
     if answer.did_you_mean:
         print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
-    if answer.hits and not answer.answered:
-        print("No confident match. These entries share some words with the query:\n")
-    for number, hit in enumerate(answer.hits, 1):
-        _print_hit(number, hit, roots, in_chinese)
-    if not answer.hits:
-        print("nothing found. Fewer words, fewer filters or the error line itself find more; `kb list` shows all.")
+    if answer.kind is Kind.ANSWER:
+        for number, hit in enumerate(answer.hits, 1):
+            _print_hit(number, hit, roots, answer.in_chinese)
+        return
+    from ..terminal.gap import print_gap  # an answer does without
+
+    print_gap(answer, load_triage(chosen), roots)
 
 
 def _print_hit(number: int, hit: Hit, roots: list[Path] | None, in_chinese: bool) -> None:

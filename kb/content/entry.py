@@ -17,7 +17,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kb.content.area import Area
-from kb.content.facets import Component, Phase, Symptom
+from kb.content.facets import FACETS, Component, Phase, Symptom
 from kb.content.grades import Grade, without_marks
 from kb.errors import UsageError
 from kb.patterns.reserved_sets import may_change
@@ -208,6 +208,11 @@ class Entry:
             "origin": self.origin,
             "probe": meta.probe,
         }
+
+    @property
+    def facets(self) -> list[str]:
+        """Its symptoms, phases and components, as `kb.content.facets.VALUES` has them."""
+        return [f"{name}:{value}" for name in FACETS for value in getattr(self.meta, name)]
 
     def section(self, heading: str) -> str:
         section = self.sections.get(heading)

@@ -1,11 +1,13 @@
-"""The facets of an incident: three closed lists, which say what is seen, when, and in which part of the software.
+"""The facets of an incident: closed lists, which say what is seen, when, and in which part of the software.
 
 Entries declare theirs, and a question has those that its words name (`kb.search.cues`): an entry about a hang is no
 answer to a question about speed. `Area` puts entries in order and has one value; of a facet an entry may have several.
+A question may also name a subject that kb is not about.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Self
 
@@ -78,4 +80,27 @@ class Component(_Facet):
     MEMORY = "memory", "how much memory is needed, and by what"
 
 
+class Subject(_Facet):
+    """What kb is not about: no entry declares one. The line says where to look."""
+
+    ASCEND = "ascend", "Ascend NPUs and HCCL: https://www.hiascend.com/document"
+    TPU = "tpu", "TPUs and XLA: https://docs.pytorch.org/xla"
+    SERVING = "serving", "inference servers: the documentation and issues of the engine, such as https://docs.vllm.ai"
+    GRAPHICS = "graphics", "rendering: the support of the program"
+    WEB_SERVER = "web-server", "web servers and proxies: the documentation of the server"
+    PROGRAMMING = "programming", "questions of Python or CUDA without training: https://docs.nvidia.com/cuda"
+
+
 FACETS: dict[str, type[_Facet]] = {"symptoms": Symptom, "phases": Phase, "components": Component}
+NAMED: dict[str, type[_Facet]] = {**FACETS, "subjects": Subject}  # what a question may name
+VALUES = tuple(f"{name}:{value}" for name, facet in NAMED.items() for value in facet)
+
+
+def bits(values: Iterable[str]) -> int:
+    """A set of `VALUES` as a number with a bit for each: an index compares thousands of them."""
+    return sum(1 << VALUES.index(value) for value in set(values))
+
+
+def values_of(number: int) -> list[str]:
+    """The set again."""
+    return [value for place, value in enumerate(VALUES) if number >> place & 1]

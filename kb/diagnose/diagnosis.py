@@ -78,7 +78,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     ranks = summarize_ranks(scan, candidates)
     findings = _findings(candidates, documents, ranks)
     cause_unknown = is_cause_unknown(candidates, ranks)
-    is_explained = bool(findings) and findings[0].confidence >= LIKELY and not (cause_unknown and ranks.has_raised)
+    is_explained = _is_explained(findings) and not (cause_unknown and ranks.has_raised)
     has_failed = bool(scan.failures or scan.observations or findings)
     step = read_first_failure(ranks) if cause_unknown else next_step(findings, documents, ranks)
     return Diagnosis(
@@ -94,6 +94,11 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         bytes=scan.bytes,
         problems=scan.problems,
     )
+
+
+def _is_explained(findings: Sequence[Finding]) -> bool:
+    """Whether the first finding is likely, by a line that was printed: a likeness of words proves nothing."""
+    return bool(findings) and findings[0].role != "similar" and findings[0].confidence >= LIKELY
 
 
 def _ended_silently(scan: Scan) -> bool:

@@ -41,11 +41,12 @@ class NextStep:
 
 
 def candidates(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings that may still be the cause: only the first if it is certain, and never a consequence.
+    """The findings that may still be the cause: only the first if it is certain, and never a consequence or a likeness.
 
     If a root signature matched, what waiting ranks print does not compete with it.
     """
-    likely = [finding for finding in findings if not finding.caused_by and finding.confidence >= LIKELY]
+    printed = [finding for finding in findings if finding.role != "similar" and not finding.caused_by]
+    likely = [finding for finding in printed if finding.confidence >= LIKELY]
     if any(finding.role == "root" for finding in likely):
         likely = [finding for finding in likely if finding.role != "cascade"]
     return likely[: 1 if likely and likely[0].confidence >= CERTAIN else MOST_CANDIDATES]

@@ -24,7 +24,7 @@ from kb.content.roots import BUILT_IN, Root
 from kb.content.wordings import wordings
 from kb.errors import ContentError, UsageError
 from kb.harness.launcher import Launcher, Task
-from kb.lint import claims, fixes, glossary, links, probes, records, sections, signatures
+from kb.lint import claims, fixes, glossary, links, probes, records, sections, signatures, triage
 from kb.lint.body import blocks
 from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy_lines import HEALTHY_LINES
@@ -81,7 +81,7 @@ def rules() -> dict[str, str]:
     """Name and requirement of every rule."""
     functions: tuple[EntryRule | ProbeRule | GlossaryRule, ...] = (*ENTRY_RULES, *PROBE_RULES, *GLOSSARY_RULES)
     requirements = {name_of(rule): (rule.__doc__ or "").strip() for rule in functions}
-    return {**READING_RULES, **glossary.READING_RULES, **requirements}
+    return {**READING_RULES, **glossary.READING_RULES, **triage.REQUIREMENTS, **requirements}
 
 
 def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result:
@@ -105,6 +105,8 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
     violations += [violation for file in files for violation in check_probe(file)]
     if not only and any(root.name == BUILT_IN for root in roots):
         violations += check_glossary(FILE)
+    if not only:
+        violations += triage.violations(roots, catalog.entries.keys() | {problem.path.stem for problem in problems})
     return Result(tuple(sorted(violations)), len(entries) + len(problems), len(files))
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from packaging.utils import canonicalize_name
 
 from kb.content.area import Area
-from kb.content.facets import FACETS
 from kb.content.entry import CHINESE_PARTS, SECTIONS, TRANSLATION
+from kb.content.facets import FACETS
 from kb.content.languages import Language
 from kb.lint.body import Block, Kind
 from kb.lint.rule import CHINESE, EntryFile, EntryRule, EntryText, Remark, TextRule

@@ -1,6 +1,6 @@
 """What a hit's score is made of, for a reader who asks why it stands where it stands.
 
-score = (sum of the factors' scores) x coverage + signature
+score = (sum of the factors' scores) x coverage x agreement + signature
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The parts of one hit's score. `coverage` is a factor, `signature` the amount that a matching one adds."""
+    """The parts of one hit's score. `coverage` and `agreement` are factors, `signature` is what a matching one adds."""
 
     concepts: tuple[Factor, ...]
     coverage: float
+    agreement: float
     signature: float
 
     @property
     def score(self) -> float:
         """The parts put together: the score of the hit."""
-        return sum(concept.score for concept in self.concepts) * self.coverage + self.signature
+        return sum(concept.score for concept in self.concepts) * self.coverage * self.agreement + self.signature
 
 
 def phrase(terms: tuple[str, ...]) -> str:

@@ -13,9 +13,10 @@ from kb import __version__
 from kb.content.roots import Root
 
 PACKAGE = Path(__file__).parents[1]
-GLOSSARY = Path(__file__).with_name("synonyms.toml")
+GLOSSARIES = tuple(Path(__file__).with_name(name) for name in ("cues.toml", "synonyms.toml"))
 RECIPE = (  # the modules that decide what an index holds
     "content/entry.py",
+    "content/facets.py",
     "content/parser.py",
     "patterns/automaton.py",
     "patterns/literals.py",
@@ -36,9 +37,9 @@ FileState = tuple[int, int, str]  # size, time of the last change in nanoseconds
 
 
 def stamp(roots: tuple[Root, ...]) -> str:
-    """Changes with the size or time of an entry file, of the glossary or of the recipe. Reads none of them."""
+    """Changes with the size or time of an entry file, of a glossary or of the recipe. Reads none of them."""
     lines = [__version__]
-    lines += [_line(str(path), path.stat()) for path in (GLOSSARY, *_recipe_files())]
+    lines += [_line(str(path), path.stat()) for path in (*GLOSSARIES, *_recipe_files())]
     for root in roots:
         lines += _entry_lines(root)
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()

@@ -41,6 +41,8 @@ class Index:
         self.causes: list[tuple[str, str]] = [(cause, effect) for cause, effect in tables["causes"]]
         self.masks: list[tuple[str, str]] = [(seen, hidden) for seen, hidden in tables["masks"]]
         self.problems: list[str] = tables["problems"]
+        self.declared = dict(chain.from_iterable(segment.declared() for segment in segments))
+        self.cues = {tuple(key): values for key, values in tables["cues"]}
         self.synonyms = {tuple(key): tuple(map(tuple, others)) for key, others in tables["synonyms"]}
 
     def __enter__(self) -> Self:
@@ -122,6 +124,10 @@ class Index:
             if ends:
                 rows.append((number, min(weight / len(places) for weight, places in weighted) * ends))
         return rows
+
+    def follows(self, first: str, second: str, number: int) -> bool:
+        """Whether a document has two terms one after the other, or with one word between them."""
+        return bool(self.has(first) and self.has(second) and self._phrase_among((first, second), frozenset({number})))
 
     def document(self, number: int) -> dict[str, Any]:
         """What was stored for a document."""

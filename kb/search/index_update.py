@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kb.content.admission import refusal
 from kb.content.causes import edges
 from kb.content.roots import Root
-from kb.search import synonyms
+from kb.search import cues, synonyms
 from kb.search.entry_record import EntryRecord
 from kb.search.fingerprints import FileState
 from kb.search.segment import RECORDS, Segment
@@ -147,6 +147,7 @@ def generation_tables(
         "segments": _rows(place for _, place in admitted.values()),
         "causes": causes,
         "masks": masks,
+        "cues": list(cues.cues().items()),
         "synonyms": list(synonyms.synonyms().items()),
         "problems": problems,
     }

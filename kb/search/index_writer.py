@@ -22,6 +22,7 @@ from whoosh.filedb.filestore import FileStorage, RamStorage, Storage
 from whoosh.util.numeric import byte_to_length, length_to_byte
 
 from kb.content.entry import Entry
+from kb.content.facets import bits
 from kb.content.parser import read_entry
 from kb.errors import ContentError
 from kb.search import document
@@ -67,6 +68,7 @@ def write_in_memory(
 def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tuple[dict[str, Tables], dict[str, str]]:
     """Returns the tables of the segment by the names of their files, and the problems of files."""
     facets: list[dict[str, Any]] = []
+    declared: list[int] = []
     lengths: list[int] = []
     problems: dict[str, str] = {}
     records: list[EntryRecord] = []
@@ -77,6 +79,7 @@ def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tup
             stored, parts = document.document(entry, ids)
             lengths.append(_add(writer, number, json.dumps(stored, ensure_ascii=False), parts))
             facets.append({name: stored[name] for name in FACETS})
+            declared.append(bits(entry.facets))
             records.append(EntryRecord.of(entry).among(ids))
             signatures += ({**signature, "document": number} for signature in document.signatures(entry))
             words.update(document.plain_words(parts))
@@ -86,6 +89,7 @@ def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tup
         "identity": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
         "ids": [record.id for record in records],
         "withdrawn": [number for number, record in enumerate(records) if not record.is_current],
+        "declared": declared,
         "lengths": lengths,
         "rounded_lengths": [byte_to_length(length_to_byte(length)) for length in lengths],
         "grams": _grams([signature["literals"] for signature in signatures]),

@@ -45,7 +45,7 @@ class Concept(NamedTuple):
     alternatives: tuple[Alternative, ...]
 
 
-class _Unit(NamedTuple):
+class Unit(NamedTuple):
     """One run of the text: a word or identifier with its forms, or one Chinese bigram."""
 
     surface: str
@@ -62,11 +62,15 @@ class _Unit(NamedTuple):
 Synonyms = Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]
 
 
-def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple[Concept, ...]:
+def units_of(text: str) -> list[Unit]:
+    """The words, identifiers and Chinese bigrams of a text in order, without what changes from run to run."""
+    text = normalized(text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
+    return _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))[:MOST_UNITS]
+
+
+def concepts(units: list[Unit], has: Callable[[str], bool], synonyms: Synonyms) -> tuple[Concept, ...]:
     """The distinct concepts of a text in order. `has` says whether a term is in the index."""
     longest = max(map(len, synonyms), default=0)
-    text = normalized(text[:LONGEST_TEXT])[:LONGEST_TEXT]  # one character may become eighteen
-    units = _units(text if len(text) <= A_QUESTION else re.sub(VOLATILE, " ", text))[:MOST_UNITS]
     distinct: dict[tuple[Alternative, ...], Concept] = {}
     at = 0
     while at < len(units):
@@ -78,31 +82,31 @@ def concepts(text: str, has: Callable[[str], bool], synonyms: Synonyms) -> tuple
     return tuple(distinct.values())
 
 
-def _is_bridge(units: list[_Unit], at: int, longest: int, synonyms: Synonyms) -> bool:
+def _is_bridge(units: list[Unit], at: int, longest: int, synonyms: Synonyms) -> bool:
     """Whether a Chinese bigram is but the last character of one word and the first of another, which is known."""
     following = units[at + 1 : at + 1 + longest]
     is_inside = units[at].is_cjk and bool(following) and following[0].is_cjk and following[0].run == units[at].run
     return is_inside and _synonym(following, synonyms) is not None
 
 
-def _units(text: str) -> list[_Unit]:
+def _units(text: str) -> list[Unit]:
     runs: dict[int, list[Term]] = {}
     for term in terms(text):
         runs.setdefault(term.run, []).append(term)
-    units: list[_Unit] = []
+    units: list[Unit] = []
     for forms in runs.values():
         if forms[0].is_cjk:
-            units += [_Unit(term.text, (term.text,), True, (term.text,), term.run) for term in forms]
+            units += [Unit(term.text, (term.text,), True, (term.text,), term.run) for term in forms]
         else:
             units.append(_word(forms[0].surface, tuple(term.text for term in forms), forms[0].run))
     return units
 
 
-def _word(surface: str, forms: tuple[str, ...], run: int) -> _Unit:
-    return _Unit(surface, forms, False, forms if len(forms) == 1 else words(surface), run)
+def _word(surface: str, forms: tuple[str, ...], run: int) -> Unit:
+    return Unit(surface, forms, False, forms if len(forms) == 1 else words(surface), run)
 
 
-def _synonym(units: list[_Unit], table: Synonyms) -> tuple[int, Concept] | None:
+def _synonym(units: list[Unit], table: Synonyms) -> tuple[int, Concept] | None:
     """The longest glossary word that these units begin with, with its synonyms at a lower weight."""
     for length in range(len(units), 0, -1):
         some = units[:length]
@@ -114,7 +118,7 @@ def _synonym(units: list[_Unit], table: Synonyms) -> tuple[int, Concept] | None:
     return None
 
 
-def _joined(units: list[_Unit], at: int, has: Callable[[str], bool]) -> tuple[int, Concept] | None:
+def _joined(units: list[Unit], at: int, has: Callable[[str], bool]) -> tuple[int, Concept] | None:
     """Two words that the index knows as one: `all gather`, `world size`."""
     some = units[at : at + 2]
     if len(some) < 2 or any(unit.is_cjk or not unit.is_plain or not unit.surface.isalpha() for unit in some):
@@ -126,7 +130,7 @@ def _joined(units: list[_Unit], at: int, has: Callable[[str], bool]) -> tuple[in
     return 2, Concept(_surface(some), (Alternative((solid,), 1.0), Alternative(phrase, 1.0)))
 
 
-def _single(unit: _Unit) -> Concept:
+def _single(unit: Unit) -> Concept:
     """A word as it is; an identifier whole at double weight, and its parts as words."""
     if unit.is_plain:
         return Concept(unit.surface, (Alternative(unit.forms, 1.0),))
@@ -134,7 +138,7 @@ def _single(unit: _Unit) -> Concept:
     return Concept(unit.surface, (Alternative((whole,), WHOLE_WEIGHT), *(Alternative((part,), 1.0) for part in rest)))
 
 
-def _surface(units: list[_Unit]) -> str:
+def _surface(units: list[Unit]) -> str:
     if units[0].is_cjk:
         return units[0].surface + "".join(unit.surface[-1] for unit in units[1:])
     return " ".join(unit.surface for unit in units)

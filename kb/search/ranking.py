@@ -1,22 +1,26 @@
 """Query and index to ranked hits, each with the reason it matched. Pure but for reading the index.
 
-score = (sum over concepts of the best alternative's BM25F x weight) x coverage + signature
+score = (sum over concepts of the best alternative's BM25F x weight) x coverage x agreement + signature
 
+`agreement` takes a little off an entry that declares other symptoms, phases and components than the question names.
 A pasted log line that matches an entry's signature lifts that entry by a fixed share of the best text score: `root`
 more than `cascade`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kb.content.applicability import Applicability, State, Versions, applicability
+from kb.search.cues import agreement, named
+from kb.search.decision import FOLLOWING, LIKELY, Kind, Observations, observe
 from kb.search.explanation import Explanation, Factor, phrase
 from kb.search.index import Index
-from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Concept, concepts
-from kb.search.results import Answer, Hit, is_good, snippet
+from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Concept, Unit, concepts, units_of
+from kb.search.results import Answer, Difference, Hit, is_near, snippet
 from kb.search.scoring import ScoredConcept, Scores, best_numbers, coverage, score_concepts, total_scores
 from kb.search.spelling import corrected
 
@@ -26,7 +30,10 @@ if TYPE_CHECKING:  # only a search with a filter pays for it
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
 MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
+PER_FACET = 0.05  # what a facet that both name adds to the score, and one that the entry does not declare takes off
 RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
+MOST_LACKING = 4  # words that are shown
+NUMBER = re.compile(r"[\d.:,-]+")
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 
 Preference = Callable[[Sequence[Hit]], Sequence[Hit]]  # the same hits in another order
@@ -34,12 +41,14 @@ Preference = Callable[[Sequence[Hit]], Sequence[Hit]]  # the same hits in anothe
 
 class _Scoring(NamedTuple):
     """A query's scores per document, in parts and in total. `signatures` are (role, pattern) per entry id; `unknown` is
-    how many of its concepts no document has.
+    how many of its concepts no document has; `named` are the facets that it names.
     """
 
     concepts: list[ScoredConcept]
     unknown: int
+    named: int
     coverage: Scores
+    agreement: Scores
     signatures: dict[str, tuple[str, str]]
     lifts: Scores
     totals: Scores
@@ -61,9 +70,10 @@ def search(
     least half as much as the best, those that apply come first and those that do not come last. A `preference` may
     bring up hits from beyond `limit`. Raises `UsageError` for a filter that no entry can pass.
     """
-    query, did_you_mean = corrected(index, text, concepts(text, index.has, index.synonyms))
+    units = units_of(text)
+    query, did_you_mean = corrected(index, text, concepts(units, index.has, index.synonyms))
     passing = frozenset(only.admitted(index.facets)) if only else None
-    scoring = _scoring(index, query, text, passing)
+    scoring = _scoring(index, query, named(units, index.cues), text, passing)
     admitted = scoring.totals.keys() & (index.numbers.keys() if passing is None else passing)
     judgements = {} if installed is None else _judgements(index, admitted, installed)
     count = min(max(limit, MOST_RIVALS) if preference else limit, MOST_HITS)
@@ -77,38 +87,83 @@ def search(
         hits = [replace(hit, applicability=judgements[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
         hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
+    kind, probability = _decision(index, units, scoring, admitted)
+    if kind is not Kind.ANSWER:
+        differences = (_difference(index, query, scoring, number) for number in ranked)
+        hits = [replace(hit, difference=difference) for hit, difference in zip(hits, differences, strict=True)]
     preferred = preference(hits)[:limit] if preference else hits
-    return Answer(text, tuple(preferred), did_you_mean, _is_answered(index, scoring, admitted))
+    facets = () if kind is Kind.ANSWER else _facets(scoring)
+    return Answer(text, tuple(preferred), did_you_mean, kind, round(probability, 3), facets)
 
 
 def likeness(index: Index, text: str) -> dict[str, float]:
     """How much of a text's content each entry shares, from 0 to about 1: its text score over the usual maximum."""
-    scored = score_concepts(index, concepts(text, index.has, index.synonyms))
+    scored = score_concepts(index, concepts(units_of(text), index.has, index.synonyms))
     most = sum(concept.idf for concept in scored) * MOST_PER_IDF or 1.0
     totals = total_scores(scored, coverage(scored))
     return {entry: totals[number] / most for number, entry in index.numbers.items() if number in totals}
 
 
-def _scoring(index: Index, query: list[Concept], text: str, passing: frozenset[int] | None) -> _Scoring:
+def _scoring(index: Index, query: list[Concept], facets: int, text: str, passing: frozenset[int] | None) -> _Scoring:
     scored = score_concepts(index, query, passing)
-    factors = coverage(scored)
-    totals = total_scores(scored, factors)
+    covered = coverage(scored)
+    agreed = {number: 1 + PER_FACET * agreement(facets, index.declared[number]) for number in covered}
+    totals = total_scores(scored, {number: factor * agreed[number] for number, factor in covered.items()})
     signatures = _matching_signatures(index, text[:LONGEST_TEXT])
     lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
     for number, lift in lifts.items():
         totals[number] = totals.get(number, 0.0) + lift
     unknown = min(len(query), MOST_CONCEPTS) - len(scored)
-    return _Scoring(scored, unknown, factors, signatures, lifts, totals)
+    return _Scoring(scored, unknown, facets, covered, agreed, signatures, lifts, totals)
 
 
-def _is_answered(index: Index, scoring: _Scoring, admitted: Collection[int]) -> bool:
-    best = next(iter(best_numbers(index, scoring.totals, admitted, 1)), None)
-    if best is None or best in scoring.lifts:
-        return best is not None
+def observations(index: Index, text: str) -> tuple[str, Observations] | None:
+    """The entry that comes nearest, and what speaks for it; None when nothing matches. `make decision` fits these."""
+    units = units_of(text)
+    query, _ = corrected(index, text, concepts(units, index.has, index.synonyms))
+    scoring = _scoring(index, query, named(units, index.cues), text, None)
+    ranked = _nearest(index, scoring, index.numbers)
+    return (index.ids[ranked[0]], observe(index, units, scoring.named, ranked, scoring.totals)) if ranked else None
+
+
+def _nearest(index: Index, scoring: _Scoring, admitted: Collection[int]) -> list[int]:
+    """Enough of the hits for a decision."""
+    return best_numbers(index, scoring.totals, scoring.totals.keys() & admitted, 2 * FOLLOWING)
+
+
+def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Collection[int]) -> tuple[Kind, float]:
+    """What the best hit is, and how likely it is an answer."""
+    ranked = _nearest(index, scoring, admitted)
+    if not ranked:
+        return Kind.UNKNOWN, 0.0
+    probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
+    if probability >= LIKELY:
+        return Kind.ANSWER, probability
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
-    covered = sum(concept.idf for concept in scoring.concepts if best in concept.scores)
-    return is_good(scoring.totals[best] / (rarest * MOST_PER_IDF), covered / everything)
+    covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)
+    near = is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), covered / everything)
+    return (Kind.RELATED if near else Kind.UNKNOWN), probability
+
+
+def _facets(scoring: _Scoring) -> tuple[str, ...]:
+    from kb.content.facets import values_of  # an answer needs no enumerations
+
+    return tuple(values_of(scoring.named))
+
+
+def _difference(index: Index, query: list[Concept], scoring: _Scoring, number: int) -> Difference:
+    """The rarest words first: one that no entry has is the rarest, if it is a name and not a word of any language."""
+    from kb.content.facets import values_of  # an answer needs no enumerations
+
+    idf = {scored.concept.surface: scored.idf for scored in scoring.concepts}
+    has = {scored.concept.surface for scored in scoring.concepts if number in scored.scores}
+    words = [word for word in dict.fromkeys(concept.surface for concept in query) if word not in has]
+    words = [word for word in words if word in idf or not (word.isascii() and word.islower() and word.isalpha())]
+    lacks = sorted(
+        (word for word in words if not NUMBER.fullmatch(word)), key=lambda word: -idf.get(word, index.idf(""))
+    )
+    return Difference(tuple(lacks[:MOST_LACKING]), tuple(values_of(scoring.named & ~index.declared[number])))
 
 
 def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) -> Scores:
@@ -122,7 +177,12 @@ def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) ->
 
 def _explanation(scoring: _Scoring, number: int) -> Explanation:
     factors = [_factor(concept, number) for concept in scoring.concepts if number in concept.scores]
-    return Explanation(tuple(factors), scoring.coverage.get(number, 0.0), scoring.lifts.get(number, 0.0))
+    return Explanation(
+        tuple(factors),
+        scoring.coverage.get(number, 0.0),
+        scoring.agreement.get(number, 1.0),
+        scoring.lifts.get(number, 0.0),
+    )
 
 
 def _factor(scored: ScoredConcept, number: int) -> Factor:

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kb.content.applicability import Applicability
+from kb.search.decision import Kind
 from kb.search.explanation import Explanation
 
-IF_ASKED = ("why", "applicability", "verified_on")  # members of a hit that are there only for who wants them
+OPTIONAL = ("why", "applicability", "verified_on", "difference")  # members of a hit that not every answer has
 SNIPPET_LENGTH = 160
-GOOD, GOOD_OF_ALL = 1.75, 0.8  # rare words; see `is_good`
+NEAR, NEAR_FOR_ALL = 1.75, 0.8  # rare words; see `is_near`
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,23 @@ class VerifiedOn:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """How an entry differs from a question: words of it that the entry lacks, and facets that the entry is not about.
+
+    Facets are values of `kb.content.facets.VALUES`: `symptoms:slow`.
+    """
+
+    lacks: tuple[str, ...]
+    facets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Hit:
     """One entry with a reason. `matched` are the user's words; `signature` the pattern that matched, or "".
 
     `why` are the parts of the score, `applicability` what the versions here say, `verified_on` where the fix was
-    verified on hardware like the reader's: all None unless asked for.
+    verified on hardware like the reader's: all None unless asked for. `difference` says how the entry differs from a
+    question that it does not answer; None in an answer.
     """
 
     id: str
@@ -53,30 +66,44 @@ class Hit:
     why: Explanation | None = None
     applicability: Applicability | None = None
     verified_on: VerifiedOn | None = None
+    difference: Difference | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The hit as `kb search --json` gives it."""
         document = {field.name: getattr(self, field.name) for field in fields(self)}  # asdict would copy every tuple
-        added = {name: asdict(value) for name in IF_ASKED if (value := document[name]) is not None}
+        added = {name: asdict(value) for name in OPTIONAL if (value := document[name]) is not None}
         return asked({**document, **added})
 
 
 def asked(hit: dict[str, Any]) -> dict[str, Any]:
     """A hit's document without the members that nobody asked for."""
-    return {name: value for name, value in hit.items() if value is not None or name not in IF_ASKED}
+    return {name: value for name, value in hit.items() if value is not None or name not in OPTIONAL}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Hits, best first, and a corrected spelling when words of the question are unknown.
 
-    `answered` says whether the best hit is a good answer (`is_good`); if not, a gap in what the entries know.
+    `kind` says what the hits are: an answer, or entries about something near, or nothing that is near. `probability` is
+    that of the best being an answer: see `kb.search.decision`. `facets` are those that the question names.
     """
 
     query: str
     hits: tuple[Hit, ...]
     did_you_mean: str
-    answered: bool
+    kind: Kind
+    probability: float
+    facets: tuple[str, ...] = ()
+
+    @property
+    def answered(self) -> bool:
+        """Whether the best hit is an answer; if not, a gap in what the entries know."""
+        return self.kind is Kind.ANSWER
+
+    @property
+    def in_chinese(self) -> bool:
+        """Whether the question is."""
+        return any("\u4e00" <= character <= "\u9fff" for character in self.query)
 
     @property
     def best(self) -> str:
@@ -84,19 +111,15 @@ class Answer:
         return self.hits[0].id if self.hits else ""
 
 
-def is_good(rare_words: float, share: float) -> bool:
-    """Whether a hit that no signature points to answers the question, rather than having some words in common with it.
+def is_near(rare_words: float, share: float) -> bool:
+    """Whether a hit that is no answer is at least about something near, rather than having some words in common.
 
     `rare_words` is its text score, in words that no other entry has; `share` how much of the question's information
     the entry accounts for, where a word that no entry has counts as a rare one. Either the text alone is enough, or
-    less of it that is most of a short question.
-
-    Of the 151 real questions that the limits were chosen by 97 % pass, of 149 others 98 %, of all their logs, and of 60
-    questions in two or three words 98 %. Of 198 about anything else (other software, the weather, nonsense) 10 % pass,
-    of 60 written afterwards 8 %. Where the right entry is taken away its neighbours still pass for 72 %: that an
-    incident is new is mostly for a reader to see.
+    less of it that is most of a short question. Of 198 questions about anything else (other software, the weather,
+    nonsense) 10 % pass, of 60 written afterwards 8 %.
     """
-    return rare_words >= GOOD or rare_words * share >= GOOD_OF_ALL
+    return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL
 
 
 def snippet(lines: list[str], matched: tuple[str, ...]) -> str:

@@ -120,6 +120,10 @@ class Segment:
     def withdrawn(self) -> frozenset[int]:
         return frozenset(self._first + number for number in self._tables["withdrawn"])
 
+    def declared(self) -> Iterator[tuple[int, int]]:
+        """The facets of each entry, as `kb.content.facets.bits`."""
+        return self._live(self._tables["declared"])
+
     def lengths(self) -> Iterator[tuple[int, int]]:
         """How many terms each document has."""
         return self._live(self._tables["lengths"])

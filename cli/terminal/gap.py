@@ -1,0 +1,83 @@
+"""What the terminal shows for a question that no entry answers: the nearest entries, and what to look at next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kb.content.triage import Observation, Triage
+from kb.search.decision import Kind
+from kb.search.gap import observations, subjects
+from kb.search.results import Answer, Difference, Hit
+
+from .fields import headline, labelled
+from .hints import with_roots
+from .output import style
+
+HEADINGS = {  # by kind, in English and Chinese
+    Kind.RELATED: (
+        "No entry is about this. The nearest, and how they differ:",
+        "没有条目讲这个问题。最接近的条目及其不同之处：",
+    ),
+    Kind.UNKNOWN: ("kb does not know this: no entry is near.", "kb 不了解这个问题：没有相近的条目。"),
+}
+LABELS = {
+    "cause": ("cause", "原因"),
+    "differs": ("differs", "不同"),
+    "read": ("read", "阅读"),
+    "run": ("run", "执行"),
+    "outside": ("kb is not about this. See", "这不在 kb 的范围内。参见"),
+    "next": ("What to look at, to find out more:", "可以先看这些，缩小范围："),
+    "lacks": ("the entry says nothing of", "条目没有提到"),
+    "facets": ("it is not about", "不属于"),
+}
+
+
+def print_gap(answer: Answer, triage: Triage, roots: Sequence[Path] | None) -> None:
+    """`roots` are those that the user named."""
+    chinese = answer.in_chinese
+    outside = subjects(answer)
+    for subject in outside:
+        print(f"{_label('outside', chinese)}: {subject.meaning}\n")
+    if not outside:
+        print(f"{HEADINGS[answer.kind][chinese]}\n")
+    if answer.kind is Kind.RELATED and not outside:
+        for number, hit in enumerate(answer.hits, 1):
+            _print_hit(number, hit, roots, chinese=chinese)
+    _print_triage(observations(answer, triage), chinese=chinese)
+
+
+def _print_hit(number: int, hit: Hit, roots: Sequence[Path] | None, *, chinese: bool) -> None:
+    cause = hit.cause_zh if chinese and hit.cause_zh else hit.cause
+    print(headline(number, hit.title_zh if chinese else hit.title, hit.id, f"{hit.status} entry"))
+    print(labelled(_label("cause", chinese), cause))
+    if hit.difference and (differs := _difference(hit.difference, chinese=chinese)):
+        print(labelled(_label("differs", chinese), differs))
+    print(f"   {_label('read', chinese):<8} {style(with_roots(f'kb show {hit.id}', roots), 'green')}\n")
+
+
+def _difference(difference: Difference, *, chinese: bool) -> str:
+    lacks = ", ".join(repr(word) for word in difference.lacks)
+    facets = ", ".join(facet.partition(":")[2] for facet in difference.facets)
+    parts = [
+        f"{_label('lacks', chinese)} {lacks}" if lacks else "",
+        f"{_label('facets', chinese)} {facets}" if facets else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _print_triage(asked: Sequence[Observation], *, chinese: bool) -> None:
+    if asked:
+        print(f"{_label('next', chinese)}\n")
+    for number, observation in enumerate(asked, 1):
+        document = observation.to_json(in_chinese=chinese)
+        print(f"{number}. {style(document['ask'], bold=True)}")
+        print(labelled(_label("run", chinese), f"{style(document['command'], 'green')}  ({document['where']})"))
+        for outcome in document["outcomes"]:
+            entries = ", ".join(outcome["points_to"])
+            print(labelled("", f"- {outcome['seen']}{f' -> {entries}' if entries else ''}"))
+        print()
+
+
+def _label(name: str, chinese: bool) -> str:
+    return LABELS[name][chinese]
