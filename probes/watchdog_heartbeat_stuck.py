@@ -66,9 +66,12 @@ def check(_: Mapping[str, Any]) -> Finding:
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return unknown("torch is not installed in this interpreter, or its version cannot be read")
     named = {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
+    if torch < (2, 3):
+        return unknown("the monitor of torch 2.2 and older has other settings, which were not read")
     default = 480 if torch >= (2, 5) else 600
     heartbeat = number(named.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"), default)
-    wait = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC", named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"))
+    newer = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC") if torch > (2, 11) else None
+    wait = newer or named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
     dump = number(wait, 15000 if torch >= (2, 7) else 60000)
     times = 4 if torch >= (2, 7) else 1  # how often the watchdog waits for it; what 2.3 to 2.6 do was not read
     if heartbeat is None or dump is None:
