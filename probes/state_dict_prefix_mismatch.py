@@ -178,6 +178,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     wrapped = [name for name in names if plain(name) != name]
     if wrapped:
         message = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
+        if all(
+            WRAPPERS.intersection(name.split(".")) == {"module"} and not name.startswith("module.") for name in wrapped
+        ):
+            return unknown(message, "module inside a name may be a layer of the model itself")
         return exposed(message, advice="load it under the names that your model has, strictly")
     if not names:
         return unknown("no tensors were found in %s" % path)
