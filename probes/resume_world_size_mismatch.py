@@ -105,7 +105,7 @@ def old_fsdp2() -> bool:
     """FSDP2 before torch 2.6 wants CUDA; its tensors, DTensors, do not."""
     import torch
 
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6)
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7)
 
 
 def shard(model: Any, device: str, ranks: int) -> None:
@@ -216,15 +216,24 @@ def check(params: Mapping[str, Any]) -> Finding:
         names = [name for folder in folders for name in sorted(os.listdir(folder))][:MOST]
     except (OSError, ValueError) as error:
         return unknown("%s cannot be read: %s" % (folder, error))
+    converted = (folder / "latest_universal").is_file()
     world = os.environ.get("WORLD_SIZE", "")
     ranks = params["gpus"] or (int(world) if world.isdigit() else 0)
     for writer, pattern in PER_RANK:
         result = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
+        if result and converted:
+            return unknown(
+                "a universal checkpoint lies beside it; with load_universal in the config it is the one read"
+            )
         if result:
             return _compare(writer, result, ranks)
     if "latest_universal" in names or any((folder / "zero" / "optimizer_state.pt").exists() for folder in folders):
-        return clear("a universal checkpoint of DeepSpeed: loads on any number of processes")
+        return clear("a universal checkpoint of DeepSpeed: with load_universal it loads on any number of processes")
     if any(name.endswith(".distcp") for name in names):
+        if ".metadata" not in names:
+            return unknown(
+                "files of torch.distributed.checkpoint without .metadata: unfinished, or on another node's disk"
+            )
         return clear("written by torch.distributed.checkpoint, which reshards; state of data loaders may not")
     return unknown("no file in %s has a rank in its name" % ", ".join(folder.name for folder in folders[:5]))
 
@@ -253,7 +262,11 @@ def _compare(writer: str, files: List[Dict[str, str]], readers: int) -> Finding:
 
 
 OWN = "each rank saves its own shards, and one rank reads the file of rank 0"
-MESHES = r"different mesh(es)?:\s+(got|Found) DeviceMesh\(+\d|does not support cross-mesh operation yet"
+MESHES = (  # torch 2.7 and 2.8 only notice that the shards have other sizes
+    r"different mesh(es)?:\s+(got|Found) DeviceMesh\(+\d|does not support cross-mesh operation"
+    r"|Sharding propagation failed for (Op\(op=)?aten\.copy_"
+    r"|The size of tensor a \(6\) must match the size of tensor b \(3\)"
+)
 # dcp.save takes a checkpoint_id from 2.3 on, and copies through numpy
 DTENSORS = Needs(packages={"torch": ">=2.3", "numpy": ""})
 gloo = Experiment(
