@@ -33,6 +33,8 @@ from kb.probe import (
 
 SEGMENT = 9637888  # bytes of one connection's buffers in NCCL, as its messages name them
 DOCKERS_MIB, ENOUGH_MIB = 64, 1024
+QUEUE_MIB = 33  # of one rank's proxy, as soon as it uses the network, in NCCL 2.28 and newer
+POPULATE_WRITE = 23  # of madvise
 
 
 def connect(ctx: Context, *, shm_mib: int) -> None:
@@ -68,6 +70,26 @@ def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
         for page in range(0, SEGMENT, 4096):
             segment[page] = 1
         ctx.note(pages_written=SEGMENT // 4096)
+
+
+def connect_pinned(ctx: Context, *, shm_mib: int) -> None:
+    """NCCL 2.16 to 2.18: one number is written behind the buffers, then CUDA pins all pages; here the kernel is asked."""
+    import errno
+    import mmap
+
+    own_dev_shm(shm_mib)
+    handle, path = tempfile.mkstemp(prefix="nccl-", dir="/dev/shm")
+    os.ftruncate(handle, SEGMENT)
+    with mmap.mmap(handle, SEGMENT) as segment:
+        segment[SEGMENT - 1] = 1
+        ctx.reached()
+        try:
+            segment.madvise(POPULATE_WRITE)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise Unavailable("this kernel is older than 5.14 and has no MADV_POPULATE_WRITE") from error
+            space = f"/dev/shm of {shm_mib} MiB"
+            raise Symptom(f"cannot pin the pages of {path}: {error.strerror} ({error.errno}); {space}") from error
 
 
 def connect_beside_leftovers(ctx: Context, *, removed: bool) -> None:
@@ -134,7 +156,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         return clear(*evidence, "enough for several communicators; what data loader workers take is not counted")
     distances = gpu_distances()
     if distances and all(distance.startswith("NV") for distance in distances) and free > SEGMENT >> 20:
-        return unknown(*evidence, "all pairs are on NVLink, where NCCL needs little of it", advice=advice)
+        alone = "all pairs are on NVLink, where NCCL needs little of it in a job on one node"
+        across = f"in a job on several, {gpus * QUEUE_MIB} MiB for the queues of the ranks"
+        return unknown(*evidence, alone, across, advice=advice)
     if free < needed:
         return exposed(*evidence, advice=advice)
     return unknown(*evidence, "enough for one communicator; every further process group needs its own", advice=advice)
@@ -218,6 +242,13 @@ probe = Probe(
             ("/dev/shm has 1 MiB, and nothing was reserved", "/dev/shm has 64 MiB, enough for one segment"),
             expect=killed("SIGBUS"),
             stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
+        ),
+        without_gpus(
+            "pinned",
+            (partial(connect_pinned, shm_mib=1), partial(connect_pinned, shm_mib=DOCKERS_MIB)),
+            ("/dev/shm has 1 MiB, and nothing was reserved", "/dev/shm has 64 MiB, enough for one segment"),
+            expect=symptom(r"cannot pin the pages of /dev/shm/nccl-\w+: Bad address"),
+            stands_for="NCCL 2.16 to 2.18, whose segments CUDA pins",
         ),
         without_gpus(
             "leftovers",
