@@ -42,7 +42,7 @@ def sharded(ctx: Context, *, every_expert: bool, same_number: bool = False) -> N
     ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
     model, x = model_and_tokens(ctx, every_expert, same_number)
     expected = model(x).detach()  # the same weights on every rank, not sharded yet
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):  # FSDP2 wants CUDA there
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):  # FSDP2 on the CPU fails there
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=ctx.device)
@@ -188,6 +188,7 @@ def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None
 # --- the check: ZeRO-3, a model with experts, and nothing that gathers them together? ----------------------------
 
 LEAVES_BY_DEFAULT = ("mixtral", "qwen2_moe", "qwen3_moe")  # DeepSpeed 0.18 and later, the classes of transformers
+ALL_EXPERTS = (4, 40), (4, 53)  # transformers, from and before: in these models every expert runs, with or without tokens
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -217,6 +218,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     installed = f"transformers {transformers or 'not installed'}, DeepSpeed {deepspeed or 'not installed'}"
     if not own_code and kind in LEAVES_BY_DEFAULT and deepspeed >= (0, 18):
         return clear(evidence, installed, "DeepSpeed makes the expert blocks of this model leaf modules by itself")
+    if not own_code and not transformers:
+        return unknown(evidence, installed, "releases of transformers differ in it", advice="run this in the job's Python")
+    if not own_code and kind in LEAVES_BY_DEFAULT and ALL_EXPERTS[0] <= transformers < ALL_EXPERTS[1]:
+        return unknown(evidence, installed, "this release runs every expert of this model; copies in other code may not")
     if not own_code and transformers >= (5, 0):
         return unknown(evidence, installed, "transformers 5 packs the experts of many models: look for `experts.0`")
     return exposed(
