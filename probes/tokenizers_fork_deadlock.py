@@ -26,7 +26,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    clear,
     completed,
     exposed,
     raised,
@@ -97,6 +96,18 @@ def real(ctx: Context, *, value: str = "", parent_batch: int = 2000) -> None:
     else:
         assert len(tokenizer.encode("a b").ids) == 2
     fork_and_encode(ctx, lambda: encode(2000))
+
+
+def decode(ctx: Context, *, value: str) -> None:
+    """A parent that has only decoded a batch, and a child that decodes one."""
+    os.environ["TOKENIZERS_PARALLELISM"] = value
+    tokenizer = a_tokenizer()
+
+    def decoded() -> bool:
+        return len(tokenizer.decode_batch([[0, 1]] * 2000)) == 2000
+
+    assert decoded()
+    fork_and_encode(ctx, decoded)
 
 
 def load(ctx: Context, *, off_in_workers: bool) -> None:
@@ -174,7 +185,11 @@ def check(_: Mapping[str, Any]) -> Finding:
             advice='print(os.environ.get("TOKENIZERS_PARALLELISM")) in the script, after all imports',
         )
     if value.lower() in OFF:
-        return clear("%s, TOKENIZERS_PARALLELISM=%s: no pool anywhere" % (message, value))
+        return unknown(
+            "%s, TOKENIZERS_PARALLELISM=%s: no pool anywhere" % (message, value),
+            "unless the job does not get this environment, or a library or the script itself sets it to true",
+            advice='print(os.environ.get("TOKENIZERS_PARALLELISM")) in the script, after all imports',
+        )
     return exposed(
         "%s, TOKENIZERS_PARALLELISM=%s: forked workers use the pool of their parent" % (message, value),
         advice="export TOKENIZERS_PARALLELISM=false, or unset it",
@@ -252,6 +267,14 @@ probe = Probe(
             partial(real, value="true", parent_batch=0),
             "the parent has encoded one batch, of one text",
             "the parent has encoded one text, not as a batch",
+            TOKENIZERS,
+        ),
+        pair(
+            "decode",
+            partial(decode, value="true"),
+            partial(decode, value="false"),
+            "the parent has decoded a batch, and so does the worker",
+            "the variable is false",
             TOKENIZERS,
         ),
         replace(loader, control=replace(loader.control, expect=raised(r"DataLoader timed out after \d+ seconds"))),
