@@ -3,6 +3,7 @@
 The arms get their own /dev/shm, in a user and mount namespace, and leave the machine's alone.
 """
 
+import mmap
 import os
 import time
 from functools import partial
@@ -61,6 +62,28 @@ def train(
         if len(seen) == 1:
             time.sleep(0.5)  # a step on the GPU takes longer than loading: the workers get ahead
     assert seen == list(range(10))
+
+
+def read_mapped(ctx: Context, *, whole: bool) -> None:
+    """The worker maps a file of two pages; somebody cuts it off, or not, before the second one is read."""
+    from torch.utils.data import DataLoader, Dataset
+
+    path = ctx.path("data.bin")
+    with open(path, "wb") as file:
+        file.write(bytes(2 * mmap.PAGESIZE))
+
+    class Mapped(Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+                if not whole:
+                    os.truncate(path, 0)
+                return data[-1]
+
+    ctx.reached()
+    assert [batch.tolist() for batch in DataLoader(Mapped(), num_workers=1)] == [[0]]
 
 
 def size_and_free() -> Any:
@@ -135,5 +158,20 @@ probe = Probe(
         experiment("no-workers", "num_workers=0: the batch does not leave the process", {"workers": 0}),
         experiment("file-system", ROOM, LARGE, SMALL + ", by the strategy file_system", by_file_system=True),
         experiment("one-worker", ROOM, LARGE, ONE, workers=1, prefetch=1, batch_mib=12),
+        Experiment(
+            name="mapped-file",
+            control=Arm(
+                partial(read_mapped, whole=False),
+                expect=raised(r"is killed by signal: Bus error|Unexpected bus error encountered in worker"),
+                because="a worker reads from a mapped file that has been cut off; shared memory has room",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(read_mapped, whole=True), expect=completed(), because="the file is whole", fidelity="cpu"
+            ),
+            world_size=1,
+            deadline_s=30,
+            expected_s=(0.6, 0.6),
+        ),
     ),
 )
