@@ -188,7 +188,7 @@ def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None
 # --- the check: ZeRO-3, a model with experts, and nothing that gathers them together? ----------------------------
 
 LEAVES_BY_DEFAULT = ("mixtral", "qwen2_moe", "qwen3_moe")  # DeepSpeed 0.18 and later, the classes of transformers
-ALL_EXPERTS = (4, 40), (4, 53)  # transformers, from and before: in these models every expert runs, with or without tokens
+ALL_EXPERTS = (4, 40), (4, 53)  # transformers, from and before: every expert of these models runs
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -219,9 +219,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not own_code and kind in LEAVES_BY_DEFAULT and deepspeed >= (0, 18):
         return clear(evidence, installed, "DeepSpeed makes the expert blocks of this model leaf modules by itself")
     if not own_code and not transformers:
-        return unknown(evidence, installed, "releases of transformers differ in it", advice="run this in the job's Python")
+        return unknown(evidence, installed, "transformers releases differ in it", advice="run this in the job's Python")
     if not own_code and kind in LEAVES_BY_DEFAULT and ALL_EXPERTS[0] <= transformers < ALL_EXPERTS[1]:
-        return unknown(evidence, installed, "this release runs every expert of this model; copies in other code may not")
+        return unknown(evidence, installed, "this release runs every expert of it; copies in other code may not")
     if not own_code and transformers >= (5, 0):
         return unknown(evidence, installed, "transformers 5 packs the experts of many models: look for `experts.0`")
     return exposed(
