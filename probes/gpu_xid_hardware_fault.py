@@ -62,7 +62,7 @@ def ask(*command: str) -> Tuple[str, str]:
     except OSError:
         return "", f"{command[0]} is not installed"
     except subprocess.TimeoutExpired:
-        return "", f"{command[0]} did not answer in 3 s: a driver that hangs is itself a sign"
+        return "", f"{command[0]} did not answer in 3 s: it is slow, or the driver hangs"
     return ran.stdout + ran.stderr, (ran.stderr or ran.stdout).strip()[:200] if ran.returncode else ""
 
 
@@ -135,12 +135,16 @@ def check(params: Mapping[str, Any]) -> Finding:
         saved, no_smi = lines_of(params["smi"])
         report = "\n".join(saved)
     elif not is_saved:
-        report, no_smi = ask("nvidia-smi", "-q", "-d", "ECC,ROW_REMAPPER,PAGE_RETIREMENT")
+        report, no_smi = ask("nvidia-smi", "-q")  # all: the recovery action has no -d of its own
     faults, remarks, described = health(report)
     expected = int((re.search(r"Attached GPUs\s*:\s*(\d+)", report) or [0, described])[1])
     on_bus = 0 if is_saved else gpus_on_bus()
-    if described and max(expected, on_bus) > described:
-        faults.append(f"{max(expected, on_bus)} GPUs on the bus, {described} answer nvidia-smi")
+    if described and expected > described:
+        faults.append(f"{expected} GPUs attached, {described} answer nvidia-smi")
+    hidden = on_bus > described > 0  # a container or a cgroup of Slurm hides GPUs, too
+    if hidden:
+        seen = f"{on_bus} GPUs on the bus, {described} answer nvidia-smi"
+        remarks.insert(0, f"{seen}: one is lost, or this container or job has only these")
     evidence = hardware[:8] + faults[:8] + remarks[:4]
     if programs:
         evidence.append(f"and {', '.join(programs[:4])}: a program's own fault in most cases (illegal-memory-access)")
@@ -150,6 +154,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             "no NVIDIA GPU here: point it at files with --set dmesg=FILE and --set smi=FILE of nvidia-smi -q"
         )
+    if hidden:
+        return unknown(*evidence, f"{len(lines)} lines of kernel log read", advice="run it on the host, outside a job")
     if any(map(str.strip, lines)) and described:
         first = next(line.strip()[:60] for line in lines if line.strip())
         read = f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them"
