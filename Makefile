@@ -7,7 +7,7 @@ IN_PARALLEL := -n auto --dist worksteal
 PYTHONS := tests/cli/test_other_pythons.py
 ALL_TESTS := $(IN_PARALLEL) --ignore $(PYTHONS)
 
-.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service confusion healthy matrix wordings gpu-check clean
+.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service decision confusion healthy matrix wordings gpu-check clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,9 @@ bench-diagnose: setup ## diagnoses of real logs, MB/s beside ripgrep, hostile te
 
 bench-service: setup ## the service under load, beside an endpoint that does nothing; takes some minutes
 	$(BIN)/python -m tests.bench.service $(ARGS)
+
+decision: setup ## fit what makes a hit an answer; prints weights, curves and reliability; ARGS="--cases FILE" adds threads
+	$(BIN)/python -m tests.bench.decision $(ARGS)
 
 confusion: setup ## run every control arm and diagnose what it left; draws docs/confusion.svg
 	$(BIN)/python -m tests.bench.confusion

@@ -139,7 +139,8 @@ def _print_why(why: Explanation) -> None:
     """The sum, then a line for each summand, aligned as a table."""
     words = sum(concept.score for concept in why.concepts)
     lift = f" + {why.signature:.3f} signature" if why.signature else ""
-    print(f"   score    {why.score:.3f} = {words:.3f} words x {why.coverage:.3f} coverage{lift}")
+    factors = f"{why.coverage:.3f} coverage x {why.agreement:.3f} agreement"
+    print(f"   score    {why.score:.3f} = {words:.3f} words x {factors}{lift}")
     width = max((len(concept.word) for concept in why.concepts), default=0)
     for concept in why.concepts:
         how = f"{concept.bm25:.3f} bm25 x {concept.weight:g} of {concept.term!r}, idf {concept.idf:.2f}"

@@ -16,10 +16,10 @@ from .output import style
 
 HEADINGS = {  # by kind, in English and Chinese
     Kind.RELATED: (
-        "No entry is about this. The nearest, and how they differ:",
-        "没有条目讲这个问题。最接近的条目及其不同之处：",
+        "No entry is clearly about this. The nearest, and how they differ:",
+        "没有条目明确讲这个问题。最接近的条目及其不同之处：",
     ),
-    Kind.UNKNOWN: ("kb does not know this: no entry is near.", "kb 不了解这个问题：没有相近的条目。"),
+    Kind.UNKNOWN: ("kb does not know this.", "kb 不了解这个问题。"),
 }
 LABELS = {
     "cause": ("cause", "原因"),
@@ -27,6 +27,11 @@ LABELS = {
     "read": ("read", "阅读"),
     "run": ("run", "执行"),
     "outside": ("kb is not about this. See", "这不在 kb 的范围内。参见"),
+    "shared": ("These entries share a few words with it:", "只有几个词相同的条目："),
+    "nothing": (
+        "Fewer words, fewer filters or the error line itself find more; `kb list` shows all.",
+        "词少一些、条件少一些，或直接用报错那一行，会找到更多；`kb list` 列出全部条目。",
+    ),
     "next": ("What to look at, to find out more:", "可以先看这些，缩小范围："),
     "lacks": ("the entry says nothing of", "条目没有提到"),
     "facets": ("it is not about", "不属于"),
@@ -38,22 +43,37 @@ def print_gap(answer: Answer, triage: Triage, roots: Sequence[Path] | None) -> N
     chinese = answer.in_chinese
     outside = subjects(answer)
     for subject in outside:
-        print(f"{_label('outside', chinese)}: {subject.meaning}\n")
-    if not outside:
-        print(f"{HEADINGS[answer.kind][chinese]}\n")
-    if answer.kind is Kind.RELATED and not outside:
+        print(f"{_label('outside', chinese)}: {subject.meaning}")
+    if outside:
+        return
+    print(f"{HEADINGS[answer.kind][chinese]}\n")
+    if answer.kind is Kind.RELATED:
         for number, hit in enumerate(answer.hits, 1):
             _print_hit(number, hit, roots, chinese=chinese)
+    else:
+        _print_shared(answer.hits, chinese=chinese)
     _print_triage(observations(answer, triage), chinese=chinese)
+
+
+def _print_shared(hits: Sequence[Hit], *, chinese: bool) -> None:
+    """A line each: too little to read them for."""
+    print(_label("shared" if hits else "nothing", chinese))
+    for hit in hits:
+        print(f"- {hit.id}: {hit.title_zh if chinese else hit.title}{_origin(hit)}")
+    print()
 
 
 def _print_hit(number: int, hit: Hit, roots: Sequence[Path] | None, *, chinese: bool) -> None:
     cause = hit.cause_zh if chinese and hit.cause_zh else hit.cause
-    print(headline(number, hit.title_zh if chinese else hit.title, hit.id, f"{hit.status} entry"))
+    print(headline(number, hit.title_zh if chinese else hit.title, hit.id, f"{hit.status} entry{_origin(hit)}"))
     print(labelled(_label("cause", chinese), cause))
     if hit.difference and (differs := _difference(hit.difference, chinese=chinese)):
         print(labelled(_label("differs", chinese), differs))
     print(f"   {_label('read', chinese):<8} {style(with_roots(f'kb show {hit.id}', roots), 'green')}\n")
+
+
+def _origin(hit: Hit) -> str:
+    return "" if hit.origin == "built-in" else f" · from {hit.origin}"
 
 
 def _difference(difference: Difference, *, chinese: bool) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kb.authoring.log_excerpt import NO_DRAFT, Draft
 from kb.content.area import Area
 from kb.content.entry import CHINESE_PARTS, ID, TRANSLATION
+from kb.content.facets import FACETS
 from kb.content.languages import Language, languages
 from kb.errors import UsageError
 
@@ -18,6 +19,7 @@ title: "TODO the symptom in one line, as an engineer would say it"
 {title_zh}status: reported
 severity: high
 area: {area}  # TODO keep it, or one of {areas}
+{facets}
 tags: [TODO]
 aliases:
 {aliases}
@@ -165,6 +167,10 @@ def _entry(entry_id: str, stem: str, today: datetime.date, draft: Draft, written
         today=today,
         area=Area.LAUNCH,
         areas=", ".join(Area),
+        facets="\n".join(
+            f"{name}: [{next(iter(facet))}]  # TODO keep it, or some of {', '.join(facet)}"
+            for name, facet in FACETS.items()
+        ),
         title_zh=TITLE_ZH if is_translated else "",
         aliases="\n".join(ALIASES[language] for language in Language if language in written),
         translation=_translation() if is_translated else "",

@@ -16,7 +16,6 @@ from kb.content.roots import Root
 from kb.errors import ContentError
 
 FOLDER = "triage"
-UNREADABLE = "unreadable-triage"
 PREFIX = "symptoms:"
 COMMONEST = "crash"  # for a question that names no symptom: an error line is one
 MOST = 3  # observations of an answer: more than one person makes in ten minutes
@@ -83,7 +82,9 @@ def read_triage(path: Path) -> tuple[Observation, ...]:
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["observation"]
         return tuple(_observation(row) for row in rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ContentError(path, 1, UNREADABLE, f"not a triage: {error}", "see entries/triage/hang.toml") from None
+        raise ContentError(
+            path, 1, "unreadable-triage", f"not a triage: {error}", "see entries/triage/hang.toml"
+        ) from None
 
 
 def _observation(row: dict[str, Any]) -> Observation:

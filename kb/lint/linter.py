@@ -64,6 +64,7 @@ READING_RULES = {  # of kb.content: of an entry that breaks one of these only th
     "duplicate-section": "No section occurs twice.",
     "duplicate-id": "An id is used once in all roots, unless the later entry says `replaces`.",
     "replaces-nothing": "An entry replaces the entry with its own id in an earlier root.",
+    "unreadable-triage": "A triage is TOML: observations and their outcomes, as in entries/triage/hang.toml.",
     "root-declaration": "The file entries/root.toml declares the `languages` of the root: en, zh or both.",
 }
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from kb.content.facets import Symptom
 from kb.content.roots import Root
-from kb.content.triage import UNREADABLE, Observation, read_triage, triage_files
+from kb.content.triage import Observation, read_triage, triage_files
 from kb.errors import ContentError
 from kb.lint.rule import CHINESE, Violation
 
 TRIAGE = "triage"
 REQUIREMENTS = {
-    UNREADABLE: "A triage is TOML: observations and their outcomes, as in entries/triage/hang.toml.",
     TRIAGE: "A triage is about a symptom, in both languages; an observation separates, and points to entries.",
 }
 

@@ -32,6 +32,7 @@ MOST_HITS = 50
 MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
 PER_FACET = 0.05  # what a facet that both name adds to the score, and one that the entry does not declare takes off
 RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
+MOST_UNKNOWN = 0.1  # probability of an answer where nothing is near: one word of a question may be far ahead alone
 MOST_LACKING = 4  # words that are shown
 NUMBER = re.compile(r"[\d.:,-]+")
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
@@ -136,14 +137,13 @@ def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Coll
     ranked = _nearest(index, scoring, admitted)
     if not ranked:
         return Kind.UNKNOWN, 0.0
-    probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
-    if probability >= LIKELY:
-        return Kind.ANSWER, probability
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)
-    near = is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), covered / everything)
-    return (Kind.RELATED if near else Kind.UNKNOWN), probability
+    probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
+    if not is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), covered / everything if everything else 0.0):
+        return Kind.UNKNOWN, min(probability, MOST_UNKNOWN)
+    return (Kind.ANSWER if probability >= LIKELY else Kind.RELATED), probability
 
 
 def _facets(scoring: _Scoring) -> tuple[str, ...]:

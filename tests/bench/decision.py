@@ -139,7 +139,7 @@ def fit(cases: Sequence[Case]) -> np.ndarray:
         slope = scaled.T @ (weight * (guess - right)) + ridge @ found
         curve = (scaled * (weight * guess * (1 - guess))[:, None]).T @ scaled + ridge
         found = found - np.linalg.solve(curve, slope)
-    return found / scale
+    return np.asarray(found / scale)
 
 
 def probabilities(weights: np.ndarray, cases: Sequence[Case]) -> list[float]:

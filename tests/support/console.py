@@ -107,6 +107,9 @@ title_zh: 测试条目
 status: confirmed
 severity: low
 area: data
+symptoms: [crash]
+phases: [data]
+components: [storage]
 tags: [test]
 aliases: [made for a test, 测试]
 signatures:

@@ -172,6 +172,7 @@ FORM = (
             {"[made for a test, 测试]": "[made for a test, test 测试]"}),
     Example("aliases", {"[made for a test, 测试]": "[made for 测试]"}, "aliases:"),
     Example("missing-area", {"area: data\n": ""}, "id: example", {"area: data": "area: launch"}),
+    Example("missing-facet", {"phases: [data]\n": ""}, "id: example", {"phases: [data]": "phases: [data, save]"}),
     Example("reviewed-in-future", {"2026-01-01": "2026-01-03"}, "reviewed:", {"2026-01-01": "2026-01-02"}),
     Example("unfinished", {TELL: f"{TELL} TODO"}, "TODO", {TELL: f"{TELL} todo"}),
     Example("package-name", link('applies_to:\n  torch: ">=2"\n  Flash_Attn: ""\n'), "Flash_Attn",

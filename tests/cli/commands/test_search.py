@@ -52,10 +52,31 @@ def test_a_pasted_log_line_says_that_a_signature_matched(kb: Kb) -> None:
     assert "a signature of this entry matches" in kb("search", line).out
 
 
-def test_a_question_that_no_entry_answers_well_says_so_before_the_nearest(kb: Kb) -> None:
-    for question, is_answered in (("ALLGATHER timeout save", True), ("bread rises too slowly in the oven", False)):
-        assert kb("search", question, "--json").json["answered"] is is_answered
-        assert ("No confident match" in kb("search", question).out) is not is_answered
+def test_a_question_that_no_entry_answers_is_said_to_have_none(kb: Kb) -> None:
+    for question, kind, said, code in (
+        ("ALLGATHER timeout save", "answer", "1. All-gather", 0),
+        ("nccl timeout", "related", "No entry is clearly about this.", 0),
+        ("bread rises too slowly in the oven", "unknown", "kb does not know this.", 1),
+        ("HCCL error on the NPU", "unknown", "kb is not about this.", 1),
+    ):
+        document = kb("search", question, "--json")
+        assert (document.json["kind"], document.code) == (kind, code)
+        assert document.json["answered"] is (kind == "answer")
+        printed = kb("search", question)
+        assert said in printed.out
+        assert printed.code == code
+
+
+def test_a_gap_has_what_to_look_at_in_the_language_of_the_question(kb: Kb) -> None:
+    (first, *_) = kb("search", "训练卡住了，换了机器也一样", "--json").json["triage"]
+    assert "rank" in first["ask"]
+    assert any("\u4e00" <= character <= "\u9fff" for character in first["ask"])
+    assert kb("search", "ALLGATHER timeout save", "--json").json["triage"] == []
+
+
+def test_a_question_may_begin_with_dashes(kb: Kb) -> None:
+    assert kb("search", "--master_port=29500: address already in use").out.startswith("1. EADDRINUSE")
+    assert kb("search", "--no-such-option").code == 2
 
 
 def test_hits_keep_their_contract(kb: Kb) -> None:

@@ -82,6 +82,16 @@ def test_an_unreadable_glossary_is_a_violation(source: bytes, tmp_path: Path) ->
     assert [violation.rule for violation in check_glossary(path)] == ["unreadable-glossary"]
 
 
+TRIAGE = """\
+[[observation]]
+ask = "Is it so?"
+ask_zh = "是吗？"
+command = "true"
+where = "here"
+where_zh = "在这里"
+outcome = [{seen = "yes", seen_zh = "是", points_to = ["sound"]}, {seen = "no", seen_zh = "否", points_to = ["%s"]}]
+"""
+
 # What only files can break: rule to the file that is flagged, in the root that `broken_root` writes.
 FILES = {
     "too-large": "entries/large.md",
@@ -97,6 +107,8 @@ FILES = {
     "unfinished-probe": "probes/begun.py",
     "unseen-gpu-arms": "probes/claims.py",
     "own-words": "probes/talks.py",
+    "unreadable-triage": "entries/triage/crash.toml",
+    "triage": "entries/triage/hang.toml",
 }
 
 
@@ -117,6 +129,10 @@ def broken_root(content: ContentRoot) -> None:
     content.entry("replacement", extra="replaces: replacement\n")
     content.entry("no-probe")
     (content.path / "entries" / "root.toml").write_text('languages = ["en", "fr"]')
+    (content.path / "entries" / "triage").mkdir()
+    (content.path / "entries" / "triage" / "crash.toml").write_text("[[observation]]\nask = 'why?'\n")
+    (content.path / "entries" / "triage" / "hang.toml").write_text(TRIAGE % "no-such-entry")
+    (content.path / "entries" / "triage" / "slow.toml").write_text(TRIAGE % "talks")
     content.raw_probe("broken", "from kb.probe import Probe\n\nprobe = Probe()\n")
     content.probe("orphan")
     content.incident("begun", body="pass  # TODO")

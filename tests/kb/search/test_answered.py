@@ -10,6 +10,7 @@ import pytest
 
 from kb.content.filters import Filter
 from kb.content.roots import builtin_root
+from kb.search.decision import Kind
 from kb.search.index import Index
 from kb.search.index_cache import open_index
 from kb.search.ranking import search
@@ -62,18 +63,24 @@ def share(index: Index, texts: list[str]) -> float:
     return sum(search(index, text, 1).answered for text in texts) / len(texts)
 
 
-def test_real_questions_and_their_logs_are_answered(index: Index) -> None:
+def test_most_real_questions_and_their_logs_are_answered(index: Index) -> None:
+    """Fewer than an entry covers: what speaks too little for one is not offered. docs/benchmarks.md has the curve."""
     asked = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     ours = [case for case in asked if case["split"] == "dev"]
-    assert share(index, [our["query"] for our in ours]) >= 0.95
-    assert share(index, [our["log"] for our in ours if our["log"]]) >= 0.97
+    assert share(index, [our["query"] for our in ours]) >= 0.8
+    assert share(index, [our["log"] for our in ours if our["log"]]) >= 0.85
 
 
-@pytest.mark.parametrize(
-    "text", ["nccl timeout", "bus error", "loss nan", "显存不足", "端口被占用", "too many open files"]
-)
+@pytest.mark.parametrize("text", ["bus error", "loss nan", "显存不足", "端口被占用", "too many open files"])
 def test_a_question_may_be_short(index: Index, text: str) -> None:
     assert search(index, text).answered
+
+
+def test_a_question_that_several_entries_fit_has_no_answer(index: Index) -> None:
+    """Whatever came first would be a guess."""
+    answer = search(index, "nccl timeout")
+    assert answer.kind is Kind.RELATED
+    assert len(answer.hits) > 2
 
 
 def test_questions_about_anything_else_are_not(index: Index) -> None:
@@ -96,5 +103,5 @@ def test_what_a_filter_leaves_is_judged_by_itself(index: Index) -> None:
 
 
 def test_the_command_says_so(kb: Kb, tmp_path: Path) -> None:
-    assert kb("search", "nccl timeout while saving a checkpoint", "--json").json["answered"] is True
+    assert kb("search", "ALLGATHER timeout save", "--json").json["answered"] is True
     assert kb("search", "how do I cook rice", "--json").json["answered"] is False

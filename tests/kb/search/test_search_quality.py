@@ -13,7 +13,7 @@ from kb.content.roots import builtin_root
 from kb.search import synonyms
 from kb.search.index import Index
 from kb.search.index_cache import open_index
-from kb.search.query import concepts
+from kb.search.query import concepts, units_of
 from kb.search.ranking import search
 from kb.search.tokenizer import terms
 
@@ -92,7 +92,7 @@ def test_an_identifier_is_found_in_every_spelling(index: Index, name: str) -> No
 
 @pytest.mark.parametrize("written", ["multi-gpu", "multi gpu", "Multi-GPU", "multiple gpus", "多卡"])
 def test_a_hyphen_does_not_hide_a_word_of_the_glossary(written: str) -> None:
-    (concept,) = concepts(written, lambda _: False, synonyms.synonyms())
+    (concept,) = concepts(units_of(written), lambda _: False, synonyms.synonyms())
     alternatives = {"".join(alternative.terms) for alternative in concept.alternatives}
     assert "多卡" in alternatives
     assert "multigpu" in alternatives
@@ -129,7 +129,7 @@ def test_chinese_is_found_alone_and_with_english_words_in_it(index: Index, quest
 
 
 def test_a_bigram_across_two_known_chinese_words_is_no_concept() -> None:
-    surfaces = [concept.surface for concept in concepts("单机多卡超时", lambda _: False, synonyms.synonyms())]
+    surfaces = [concept.surface for concept in concepts(units_of("单机多卡超时"), lambda _: False, synonyms.synonyms())]
     assert surfaces == ["单机", "多卡", "超时"]
 
 
@@ -151,7 +151,7 @@ def test_a_symptom_in_the_words_of_a_framework_or_with_a_version_is_found(
 
 def test_a_chinese_word_finds_what_is_written_in_english_only(index: Index) -> None:
     """Through the glossary: an entry of a team may have no Chinese beyond its title."""
-    (concept,) = concepts("超时", lambda _: False, index.synonyms)
+    (concept,) = concepts(units_of("超时"), lambda _: False, index.synonyms)
     assert ("timeout",) in [alternative.terms for alternative in concept.alternatives]
 
 
