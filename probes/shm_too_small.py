@@ -73,7 +73,7 @@ def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
 
 
 def connect_pinned(ctx: Context, *, shm_mib: int) -> None:
-    """NCCL 2.16 to 2.18: one number is written behind the buffers, then CUDA pins all pages; here the kernel is asked."""
+    """NCCL 2.16 to 2.18: a number is written behind the buffers, then CUDA pins all pages; here the kernel is asked."""
     import errno
     import mmap
 
