@@ -122,7 +122,10 @@ def skip(ctx: Context, *, together: bool) -> None:
 
 
 def score(ctx: Context, *, fixed_names: bool) -> None:
-    """Two metrics, of which each rank has met one: reduced by the names it has, or by one list on every rank."""
+    """Two metrics, of which each rank has met one: reduced by the names it has, or by one list on every rank.
+
+    With the list a rank may have met none at all, whose numbers would be integers without the dtype.
+    """
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -131,9 +134,14 @@ def score(ctx: Context, *, fixed_names: bool) -> None:
     names = ("accuracy", "length")
     ctx.reached()
     if fixed_names:
-        sums = torch.tensor([[sum(values.get(name, [])), len(values.get(name, []))] for name in names], device=device)
-        dist.all_reduce(sums)
-        means = {name: (sums[at, 0] / sums[at, 1].clamp(min=1)).item() for at, name in enumerate(names)}
+        rounds, results = [values if ctx.rank == 0 else {}, values], []
+        for values in rounds:
+            pairs = [[sum(values.get(name, [])), len(values.get(name, []))] for name in names]
+            sums = torch.tensor(pairs, dtype=torch.float64, device=device)
+            dist.all_reduce(sums)
+            means = {name: (sums[at, 0] / sums[at, 1].clamp(min=1)).item() for at, name in enumerate(names)}
+            results.append(means)
+        assert results[0] == {"accuracy": 0.5, "length": 0.0}, results
     else:
         means = {}
         for name, numbers in values.items():
@@ -190,22 +198,31 @@ def check(params: Mapping[str, Any]) -> Finding:
     if result:
         return exposed(*result[:10], advice="call it on every rank; guard only what is done with the result")
     return unknown(
-        f"no collective under a condition on the rank in the {read} of {len(files)} files that were read",
-        "conditions on data, metrics or time, and calls inside libraries, cannot be seen like this",
+        f"no collective that only some ranks call was found in the {read} of {len(files)} files that were read",
+        "conditions on data, metrics or time, and calls inside libraries, cannot be seen like this;"
+        " calls of one name under different conditions on the rank are taken for a pair",
     )
 
 
 def lopsided(tree: ast.AST) -> Iterator[Call]:
-    """Collectives in one branch of an `if` over the rank that the other branch calls more or less often."""
+    """Collectives in one branch of an `if` over the rank that the other branch calls more or less often.
+
+    Not those that another condition on the rank beside it may balance: the others wait, rank 0 loads, rank 0 follows.
+    """
     blocks = [getattr(node, field, None) for node in ast.walk(tree) for field in ("body", "orelse", "finalbody")]
     for block in [block for block in blocks if isinstance(block, list)]:
+        found: List[Tuple[str, Call]] = []
         for index, item in enumerate(block):
             if not isinstance(item, ast.If) or not asks_for_rank(item.test):
                 continue
             rest = block[index + 1 :] if isinstance(item.body[-1], (ast.Return, ast.Continue)) else []
             in_branch, in_other = collectives(item.body), collectives(item.orelse or rest)
             counts, other_counts = Counter(name for _, name in in_branch), Counter(name for _, name in in_other)
-            yield from sorted({call for call in in_branch + in_other if counts[call[1]] != other_counts[call[1]]})
+            calls = {call for call in in_branch + in_other if counts[call[1]] != other_counts[call[1]]}
+            found += [(ast.unparse(item.test), call) for call in sorted(calls)]
+        for test, call in found:
+            if not any(call[1] == other[1] and test != beside for beside, other in found):
+                yield call
 
 
 def asks_for_rank(test: ast.AST) -> bool:
