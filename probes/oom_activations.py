@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Callable, Dict, Mapping
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
 from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
@@ -155,11 +155,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     )
     if any(values.get(name) not in (None, False) for name in SWITCHES):
         return unknown(evidence, "the configuration switches checkpointing on; look whether the model honours it")
+    if values and not any(values.get(name) is False for name in SWITCHES):
+        return unknown(evidence, "the configuration does not say; LLaMA-Factory and newer TRL checkpoint by default")
     if need > params["gpu_memory"]:
         return exposed(evidence, advice="gradient checkpointing, or fewer tokens per micro batch")
-    if need > 0.1 * params["gpu_memory"]:
-        return unknown(evidence, "what weights, gradients and optimizer leave free is not known here")
-    return clear(evidence, "with fused attention; eager attention adds heads x length x length per layer")
+    return unknown(evidence, "what weights, gradients, optimizer and eager attention leave free is not known here")
 
 
 ALL = "a batch eight times as long as the others, and every layer keeps its results"
