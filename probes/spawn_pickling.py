@@ -37,6 +37,7 @@ class Records:
     def __getitem__(self, i: int) -> str:
         if self.file is None:
             self.file = open(self.path)
+        self.file.seek(0)
         return str(self.file.readlines()[i])
 
 
@@ -63,7 +64,7 @@ def work(function, queue):
     queue.put(function([[1], [2, 3]]))
 
 def read(records, queue):
-    queue.put(records[1])
+    queue.put([records[1], records[0]])
 """
 SCRIPT = """
 import functools, multiprocessing, sys
@@ -144,7 +145,7 @@ def hand_over(ctx: Context, *, leaves_file: bool) -> None:
     worker = workers.Process(target=helpers.read, args=(records, queue))
     ctx.reached()
     worker.start()
-    assert queue.get(timeout=20) == "b\n"
+    assert queue.get(timeout=20) == ["b\n", "a\n"]
     worker.join(10)
 
 
@@ -197,7 +198,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         why = "forked workers get these without pickle; Python 3.14, or a library that spawns, does not fork"
         return unknown(message, *result[:10], why)
     return unknown(
-        message, "no lambda or local function is handed to workers there; attributes of objects cannot be seen"
+        message, "no lambda or local function is seen handed to workers there; attributes of objects cannot be seen"
     )
 
 
@@ -211,11 +212,21 @@ def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node is not function
     }
     for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+        if stays_in_process(call):
+            continue
         named = [(word.arg or "", word.value) for word in call.keywords]
         first = [("spawn", call.args[0])] if call.args and ast.unparse(call.func).endswith("mp.spawn") else []
         for name, value in [*first, *[item for item in named if HANDED.fullmatch(item[0])]]:
             if isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in inner):
                 yield call.lineno, f"{name} is {'a lambda' if isinstance(value, ast.Lambda) else 'local: ' + value.id}"
+
+
+def stays_in_process(call: ast.Call) -> bool:
+    """A thread, or a DataLoader without workers, which is one without `num_workers`."""
+    name = ast.unparse(call.func).split(".")[-1]
+    numbers = [word.value for word in call.keywords if word.arg in ("num_workers", None)]  # None: **options
+    no_workers = all(isinstance(number, ast.Constant) and number.value == 0 for number in numbers)
+    return "Thread" in name or name == "Timer" or (name == "DataLoader" and no_workers and len(call.args) < 6)
 
 
 MESSAGES = (
