@@ -140,14 +140,15 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "the number of processes is not known", advice="--set nproc_per_node=8")
     evidence.append(f"{processes} processes on this host ({why})")
     if processes > seen == 1:
-        advice = "each task has a GPU of its own: use device 0 in all, or let every task see all GPUs (--gpu-bind=none)"
+        one_each = "if --gpus-per-task=1 gives each task another GPU: device 0 in all, or --gpu-bind=none"
+        advice = f"{one_each}; otherwise start 1 process, or make {processes} GPUs visible"
         return exposed(*evidence, advice=advice)
     if processes > seen:
         return exposed(*evidence, advice=f"start {seen} processes, or make {processes} GPUs visible to each")
     if not uuids:
         where = "run this on the node of the job, where nvidia-smi lists its GPUs"
         return unknown(*evidence, "whether these GPUs exist cannot be seen here", advice=where)
-    return clear(*evidence)
+    return clear(*evidence, "the numbers fit; which of them the program takes for its device cannot be seen")
 
 
 def listed() -> Tuple[List[str], bool]:
