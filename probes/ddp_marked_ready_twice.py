@@ -9,7 +9,7 @@ from typing import Any, Dict
 
 from kb.probe import Arm, Context, Expect, Experiment, Param, Probe, Symptom, completed, raised, symptom
 
-WHYS = ("find-unused", "default", "reused", "two-forwards", "outside", "opaque-output")
+WHYS = ("find-unused", "default", "reused", "two-forwards", "outside", "opaque-output", "branches", "elsewhere")
 FIXES = ("non-reentrant", "no-find-unused", "static_graph", "patched", "tensor")
 
 
@@ -41,8 +41,10 @@ def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", byp
             super().__init__()
             self.embed, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x: torch.Tensor, skips: bool = False) -> Any:
             x, layer = self.embed(x), self.layer
+            if why in ("branches", "elsewhere"):
+                return x if skips else layer(x)
             if why == "opaque-output":
                 return layer(x) if fix == "tensor" else Opaque(layer(x))
             for _ in range(2 if why == "reused" else 1):
@@ -58,7 +60,7 @@ def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", byp
     model = Model().to(ctx.device)
     parallel = DistributedDataParallel(
         model,
-        find_unused_parameters=why in ("find-unused", "default", "opaque-output") and fix != "no-find-unused",
+        find_unused_parameters=why not in ("reused", "two-forwards", "outside") and fix != "no-find-unused",
         static_graph=fix == "static_graph",
     )
     weight = model.layer.weight
@@ -73,6 +75,13 @@ def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", byp
         parallel.zero_grad()
         call = parallel.module if bypasses else parallel
         outputs = [call(torch.randn(2, 4, device=ctx.device)) for _ in range(2 if why == "two-forwards" else 1)]
+        if why == "branches":  # the second forward takes a path without the layer
+            outputs.append(call(torch.randn(2, 4, device=ctx.device), skips=True))
+        elif why == "elsewhere":  # no forward uses the layer, the loss does
+            outputs = [
+                call(torch.randn(2, 4, device=ctx.device), skips=True),
+                model.layer(torch.ones(1, 4).to(ctx.device)),
+            ]
         loss = sum(getattr(out, "logits", out).sum() for out in outputs)
         if why == "outside":
             loss = loss + weight.pow(2).sum()  # a regularizer, as AdaLoRA has one; a tied weight does the same
@@ -127,6 +136,17 @@ probe = Probe(
         way("two-forwards", "two forwards before one backward", "static_graph", "DDP counts in the first step"),
         way("outside", "the loss uses a checkpointed weight as well", "non-reentrant", "the same, not reentrant"),
         way("opaque-output", "the forward returns an object of an own class", "tensor", "it returns the tensor"),
+        way(
+            "branches", "two forwards, the second without the layer", "no-find-unused", "find_unused_parameters is off"
+        ),
+        way("elsewhere", "only the loss uses the layer", "no-find-unused", "find_unused_parameters is off"),
+        variant(
+            "two-forwards-once",
+            {"why": "two-forwards", "fixed": False},
+            "two forwards before one backward",
+            {"why": "two-forwards", "fix": "non-reentrant"},
+            "the checkpoint is not reentrant",
+        ),
         way("default", "checkpoint() is called without use_reentrant", "patched", "its default was replaced before"),
         variant(
             "no-find-unused",
