@@ -7,6 +7,7 @@ import os
 import struct
 import time
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Tuple
@@ -150,12 +151,12 @@ def restore(ctx: Context, *, with_moments: bool) -> None:
     report_nan(losses, model.weight)
 
 
-def step_with_adam(ctx: Context, *, half_weights: bool) -> None:
+def step_with_adam(ctx: Context, *, half_weights: bool, fused: bool = False) -> None:
     """An embedding of which the batch uses one row: the others have gradient 0, and Adam divides by its epsilon."""
     import torch
 
     weights = torch.nn.Embedding(4, 4).to(torch.float16 if half_weights else torch.float32)
-    optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3, fused=fused)
     losses: List[float] = []
     ctx.reached()
     for step in range(4):
@@ -207,7 +208,13 @@ def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
     assert line["loss"] != line["loss"], line
 
 
-BITS = {"float32": ("I", 0x7F800000), "float16": ("H", 0x7C00), "bfloat16": ("H", 0x7F80)}  # exponent of inf and NaN
+BITS = {  # of inf: the exponent, without a sign. More than that is NaN
+    "float64": ("Q", 0x7FF0000000000000),
+    "float32": ("I", 0x7F800000),
+    "float16": ("H", 0x7C00),
+    "bfloat16": ("H", 0x7F80),
+}
+WHOLE = ("i", "u", "bool")  # how types begin that cannot hold NaN
 SAMPLE = 1024
 
 
@@ -217,11 +224,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=model.safetensors (or a file of torch.save)")
     try:
-        tensors = [tensor for tensor in read_checkpoint(path).tensors if tensor.dtype in BITS]
+        found = read_checkpoint(path).tensors
     except Unreadable as error:
         return unknown(str(error))
+    tensors = [tensor for tensor in found if tensor.dtype in BITS]
+    unread = {tensor.dtype for tensor in found if tensor.dtype not in BITS and not tensor.dtype.startswith(WHOLE)}
     end = time.monotonic() + 0.5
     bad: List[str] = []
+    infinite: List[str] = []
     looked = 0
     cut = False
     with Bytes(path) as file:
@@ -234,13 +244,23 @@ def check(params: Mapping[str, Any]) -> Finding:
             data = file.read(tensor.storage, tensor.start, count * width)
             values = struct.unpack(f"<{len(data) // width}{letter}", data[: len(data) // width * width])
             broken = sum(value & exponent == exponent for value in values)
-            bad += [f"{tensor.name}: {broken} of the first {len(values)} numbers"] if broken else []
+            without_sign = (1 << 8 * width - 1) - 1
+            has_nan = any(value & without_sign > exponent for value in values)
+            if broken:
+                # a mask, or the range of an observer, holds inf on purpose; a weight does not
+                (bad if has_nan or tensor.name.endswith(("weight", "bias")) else infinite).append(
+                    f"{tensor.name}: {broken} of the first {len(values)} numbers"
+                )
             looked += 1
             cut = cut or count * width < tensor.stop - tensor.start
     message = f"the first {SAMPLE} numbers of {looked} of {len(tensors)} tensors in {path}"
     if bad:
         advice = "go back to a checkpoint in which this check finds none"
         return exposed(f"{len(bad)} tensors with nan or inf among {message}", *bad[:8], advice=advice)
+    if infinite:
+        return unknown("inf, but no nan, in what is no weight: a mask may hold it on purpose", *infinite[:8])
+    if unread:
+        return unknown(f"no nan or inf in {message}", f"cannot be read here: {', '.join(sorted(unread))}")
     if looked < len(tensors) or not tensors:
         return unknown(f"no nan or inf in {message}", "the rest was not read in half a second")
     if cut:
@@ -382,6 +402,19 @@ variants = (
         "the weights are float32",
         symptom(BROKEN % (r"\d+", 16)),
         world_size=1,
+    ),
+    replace(
+        variant(
+            "adam-fused",
+            step_with_adam,
+            {"half_weights": True},
+            {"half_weights": True, "fused": True},
+            "the weights are float16, in which Adam's epsilon of 1e-8 is 0: 0 / 0 where the gradient is 0",
+            "the fused Adam computes in float32",
+            symptom(BROKEN % (r"\d+", 16)),
+            world_size=1,
+        ),
+        needs=Needs(packages={"torch": ">=2.4"}),  # before, it is for GPUs alone
     ),
 )
 
