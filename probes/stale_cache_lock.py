@@ -165,6 +165,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         locks = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
     except OSError as error:
         return unknown("%s cannot be read: %s" % (root, error.strerror), advice=elsewhere)
+    hidden = [folder for folder in folders(root) if not os.access(str(folder), os.R_OK | os.X_OK)]
+    if hidden and not locks:
+        return unknown("%s cannot be read" % ", ".join(map(str, hidden)), advice="run this as its owner")
     if not locks:
         return clear("no lock file below %s; %s" % (root, elsewhere))
     holders = _holders(locks)
@@ -192,6 +195,14 @@ def extensions_root() -> Path:
     """Where torch.utils.cpp_extension builds, by the caller's variables."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
+
+
+def folders(root: Path) -> list[Path]:
+    """Where locks may be: the folder of builds, those of Python and CUDA below it, and those of extensions."""
+    try:
+        return [path for path in (root, *root.glob("*"), *root.glob("*/*")) if path.is_dir()]
+    except OSError:
+        return [root]
 
 
 def _describe(lock: Path, pids: list[int]) -> str:
@@ -231,7 +242,16 @@ def _doubts(lock: Path) -> list[str]:
     kind = _file_system(lock)
     if kind not in LOCAL and _age_s(lock) < LONGEST_BUILD_S:
         doubts.append("it lies on %s, where the owner may be on another host" % kind)
+    elif _in_container() and _age_s(lock) < LONGEST_BUILD_S:
+        doubts.append("processes outside this container cannot be seen")
     return doubts
+
+
+def _in_container() -> bool:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC  # of the host, the same in every kernel
+    except OSError:
+        return True
 
 
 def _file_system(path: Path) -> str:
