@@ -235,6 +235,12 @@ def check(params: Mapping[str, Any]) -> Finding:
             else "model=/path (does it stop there?)"
         )
         return unknown(*evidence, "so far nothing is wrong, the other half is open", advice="--set " + half)
+    if state == "clear":
+        return unknown(
+            *evidence,
+            "nothing is wrong with labels and stops",
+            advice="does it run on all the same after LoRA? a base model may have no trained end token",
+        )
     return Finding(state, evidence, next((finding.advice for finding in findings if finding.advice), ""))
 
 
