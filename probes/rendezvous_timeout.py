@@ -20,7 +20,6 @@ from kb.probe import (
     Param,
     Probe,
     Unavailable,
-    clear,
     completed,
     exposed,
     raised,
@@ -177,7 +176,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     answers = {ip: answer(ip, port) for ip in items[:2]}
     evidence = [f"{address} is {ip}, port {port}: {what}" for ip, what in answers.items()]
     if any(ipaddress.ip_address(ip.split("%")[0]).is_loopback for ip in items):
-        return judge_loopback(evidence, spans_nodes(params["nodes"]))
+        return judge_loopback(evidence, address, spans_nodes(params["nodes"]))
     if "accepted" in answers.values():
         return unknown(*evidence, "the way there is open; that it is the store of your job cannot be seen from here")
     if "timed out" in answers.values():
@@ -187,13 +186,16 @@ def check(params: Mapping[str, Any]) -> Finding:
     return unknown(*evidence, advice="refused means that nothing listens there now: is rank 0 running, on that port?")
 
 
-def judge_loopback(evidence: List[str], several: Optional[bool]) -> Finding:
+def judge_loopback(evidence: List[str], address: str, several: Optional[bool]) -> Finding:
     what = "a loopback address is another host on each node"
+    if address in (socket.gethostname(), socket.getfqdn()) and not address.startswith("localhost"):
+        own = "it is this host's own name, and fine here: ask on the other nodes"
+        return unknown(*evidence, own)
     if several:
         return exposed(*evidence, what, advice="MASTER_ADDR=<name or address of the first node>, on every node")
     if several is None:
         return unknown(*evidence, f"{what}: fine for one node, wrong for several (nodes=2)")
-    return clear(*evidence, "the job stays on this node")
+    return unknown(*evidence, "fine for one node; that it is the store of your job cannot be seen from here")
 
 
 def answer(ip: str, port: int) -> str:
