@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, List, Mapping
 
-from kb.probe import GLOO_TIMEOUT, Arm, Context, Expect, Experiment, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, Arm, Context, Expect, Experiment, Probe, Symptom, completed, raised, symptom
 
 BATCHES = (4, 3)  # rank by rank
 
@@ -65,6 +65,34 @@ def train(ctx: Context, *, together: str = "", barrier_after: bool = False, time
     ctx.note(steps=steps)
     ctx.meet("trained", timeout_s=15)  # the rank that ran out of data is alive and busy elsewhere, as in training
     assert steps == (BATCHES[ctx.rank] if together == "join" else min(BATCHES)), steps
+
+
+def train_on(ctx: Context, *, momentum: float) -> None:
+    """Two epochs under Join. The rank that is done makes no optimizer step, and gets the weights of the other one."""
+    import torch
+    from torch import nn
+    from torch.distributed.algorithms.join import Join
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist = ctx.init_process_group(timeout_s=5)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    ctx.reached()
+    for _ in range(2):
+        with Join([model]):
+            for number in range(BATCHES[ctx.rank]):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), 1.0 + number)).sum().backward()
+                optimizer.step()
+                if number == min(BATCHES) - 1:  # the last step that both ranks make
+                    mine = model.module.weight.detach().clone()
+    weights = [torch.zeros_like(mine) for _ in range(ctx.world_size)]
+    dist.all_gather(weights, mine)
+    apart = (weights[0] - weights[1]).abs().max().item()
+    ctx.note(weights_apart=round(apart, 6))
+    if apart > 1e-5:
+        raise Symptom(f"in the second epoch the weights of the ranks are {apart:.3f} apart, no error")
 
 
 def load(ctx: Context, *, even: bool) -> None:
@@ -158,6 +186,14 @@ probe = Probe(
             f"{UNEVEN}, with a longer timeout",
             {"together": "join"},
             "the rank that is done answers DDP's all-reduce; all seven batches are seen",
+        ),
+        variant(
+            "join-momentum",
+            partial(train_on, momentum=0.9),
+            "the momentum of the rank that was done first lacks a step, so its next epoch takes other steps",
+            {"momentum": 0.0},
+            "without momentum there is no state that could differ",
+            symptom(r"the weights of the ranks are \d+\.\d+ apart"),
         ),
         variant(
             "join-throw",
