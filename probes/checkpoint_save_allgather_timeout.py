@@ -136,7 +136,7 @@ def save_shards(ctx: Context, *, sharded: Callable[[Context], Any], everyone: bo
         assert (tuple(saved.size), len(saved.chunks)) == ((16, 16), ctx.world_size), saved
 
 
-NEEDS_TORCH = {"torch": ">=2.6"}  # fully_shard is public, before it was torch.distributed._composable.fsdp
+NEEDS_TORCH = {"torch": ">=2.7"}  # FSDP2 on the CPU: a stream of 2.6 has no record_event
 OF_FSDP = "get_model_state_dict of an FSDP model, which gathers its shards in an all-gather as well"
 GUARDED = "only rank 0 enters the all-gather of the state dict"
 EVERYONE = "every rank enters it, rank 0 alone writes"

@@ -61,10 +61,10 @@ def decode(
 
 
 def shard(ctx: Context, model: Any) -> Tuple[Any, List[Any]]:
-    """FSDP2, or FSDP1 before torch 2.6, whose FSDP2 wants CUDA; each layer is a unit."""
+    """FSDP2, or FSDP1 before torch 2.7, whose FSDP2 wants CUDA; each layer is a unit."""
     import torch
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
         return fsdp1(ctx, model), []
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -154,7 +154,7 @@ TOGETHER = "a rank whose answer is complete goes on calling the model until all 
 
 AT_ONCE = Arm(partial(decode, stop="complete"), expect=GLOO, because=ALONE, fidelity="cpu")
 ALL_TOGETHER = Arm(partial(decode, stop="all complete"), expect=completed(), because=TOGETHER, fidelity="cpu")
-FSDP2 = Needs(packages={"torch": ">=2.6"})  # on the CPU
+FSDP2 = Needs(packages={"torch": ">=2.7"})  # on the CPU
 
 gloo = Experiment(name="gloo", control=AT_ONCE, treatment=ALL_TOGETHER, expected_s=(2.4, 0.3))
 one_rank = Experiment(

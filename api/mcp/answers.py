@@ -22,7 +22,6 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.questions import Question
-from kb.search.decision import Kind
 from kb.search.gap import gap
 from kb.search.results import Answer, Hit
 
@@ -36,6 +35,7 @@ BUDGET = 1500  # tokens of an answer, unless the model asks for more
 PIECE = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|[^\x00-\x7f]|[^\w\s]{1,3}|_|\n+")
 LONGEST_LINE = 200  # characters of a line of evidence
 MOST_LINES = 2  # of each list of a diagnosis
+MOST_OBSERVATIONS = 1  # of a triage
 HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
 SECTIONS = ("Root cause", "Fix", "How to tell")  # of an incident, unless the model asks for others
@@ -51,9 +51,10 @@ def tokens(text: str) -> int:
 
 
 def search_answer(answer: Answer, ask: Iterable[Question], triage: Triage) -> Document:
-    hits = [] if answer.kind is Kind.UNKNOWN else [_hit(hit) for hit in answer.hits]
-    document = {"kind": answer.kind.value, "hits": hits, "answered": answer.answered}
-    return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask), **gap(answer, triage))
+    document = {"kind": answer.kind.value, "hits": [_hit(hit) for hit in answer.hits], "answered": answer.answered}
+    instead = gap(answer, triage)
+    instead["triage"] = instead["triage"][:MOST_OBSERVATIONS]
+    return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask), **instead)
 
 
 def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str], language: str) -> Document:

@@ -88,10 +88,9 @@ class Tools:
         """Find known incidents of distributed GPU training (hangs, NCCL errors, out of memory, checkpoints, launch).
 
         Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first.
-        `kind` says what they are: `answer`; `related`, no entry is about the question and these are near (`difference`
-        says how they differ): advise none of their fixes; `unknown`, nothing is near. Unless it is an answer, say that
-        kb does not know it, and give the person the observations of `triage` or the questions of `ask`; with what they
-        see, search again. Read an incident
+        `kind`: `answer`; `related`, none is about the question, `difference` says how; `unknown`, nothing is near.
+        Unless it is an answer advise none of their fixes: say that kb does not know it, and put `triage` or `ask` to
+        the person. Read an incident
         with get_incident before you advise a fix, and cite its id and the section you rely on.
         """
         question = SearchQuestion(

@@ -14,7 +14,6 @@ from kb.content.area import Area
 from kb.content.entry import Status
 from kb.content.filters import STATUSES, Filter
 from kb.errors import UsageError
-from kb.search.decision import Kind
 from kb.search.gap import observations, subjects
 from kb.search.query import LONGEST_TEXT
 from kb.search.results import Answer
@@ -100,7 +99,7 @@ async def _answered(request: Request, content: Content, question: SearchQuestion
         count(request, "" if question.only else question.q, answer)
     return {
         "answer": answer,
-        "hits": [] if answer.kind is Kind.UNKNOWN else hits(answer),
+        "hits": hits(answer),
         "outside": subjects(answer),
         "observations": observations(answer, content.triage),
     }

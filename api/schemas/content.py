@@ -29,6 +29,9 @@ SUMMARY: dict[str, Any] = {
 }
 ENTRY: dict[str, Any] = {
     **{key: value for key, value in SUMMARY.items() if key != "frameworks"},
+    "symptoms": ["hang"],
+    "phases": ["save"],
+    "components": ["checkpoint", "nccl"],
     "aliases": ["ALLGATHER timeout save"],
     "signatures": [
         {
@@ -65,6 +68,7 @@ WHY: dict[str, Any] = {
         {"word": "timeout", "term": "time out", "idf": 1.5, "weight": 0.5, "bm25": 4.0, "score": 2.0},
     ],
     "coverage": 0.8,
+    "agreement": 1.1,
     "signature": 0.0,
 }
 HIT: dict[str, Any] = {
@@ -100,6 +104,7 @@ class QuestionDocument(BaseModel):
 
 
 ANSWER: dict[str, Any] = {
+    "did_you_mean": None,
     "kind": "answer",
     "probability": 0.97,
     "answered": True,

@@ -141,7 +141,8 @@ def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Coll
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)
     probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
-    if not is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), covered / everything if everything else 0.0):
+    share = covered / everything if everything else 0.0
+    if ranked[0] not in scoring.lifts and not is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share):
         return Kind.UNKNOWN, min(probability, MOST_UNKNOWN)
     return (Kind.ANSWER if probability >= LIKELY else Kind.RELATED), probability
 

@@ -81,7 +81,7 @@ def test_a_value_that_is_too_long_is_refused_and_not_an_error_of_ours(client: ht
 
 def test_a_question_without_a_good_answer_says_so_and_is_counted(client: httpx.Client, app: FastAPI) -> None:
     html = get(client, "/?q=zebra+crossing+recipes")
-    assert "No confident match" in html
+    assert "kb does not know this" in html
     assert 'href="/diagnose"' in html
     wait_for(lambda: [gap.text for gap in gaps.page(app.state.database)], "the gap to be written")
     assert "zebra" in gaps.page(app.state.database)[0].text
