@@ -115,7 +115,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def tasks_of_the_step() -> int:
-    """Tasks per node of this srun; 0 outside of one: in a batch script, what it starts runs once, whatever was asked."""
+    """Tasks per node of this srun; 0 outside of one: what a batch script starts runs once, whatever was asked."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     return max((int(number) for number in re.findall(r"(?:^|,)(\d+)", text)), default=0)  # "8(x2),4"
 

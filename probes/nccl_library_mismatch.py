@@ -14,7 +14,7 @@ from functools import partial
 from glob import glob
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Set
 
 from kb.probe import (
     Arm,
@@ -204,7 +204,7 @@ def compare_nodes(log: Path) -> Finding:
     """More than one NCCL in the collected logs of one job?"""
     lines = log.read_text(errors="replace").splitlines()
     seen: Dict[str, str] = {}
-    hosts = set()
+    hosts: Set[str] = set()
     count = 0
     for line in lines:
         match = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
