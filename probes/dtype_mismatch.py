@@ -65,6 +65,8 @@ def shard_fsdp2(ctx: Context, *, own_units: bool) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     except ImportError as error:
         raise Unavailable(f"no fully_shard in torch {torch.__version__}") from error
+    if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
+        raise Unavailable(f"FSDP2 of torch {torch.__version__} fails on the CPU")
     ctx.init_process_group(timeout_s=10)
     policy = {
         "mesh": init_device_mesh(ctx.device.type, (ctx.world_size,)),
