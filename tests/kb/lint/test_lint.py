@@ -291,6 +291,9 @@ def test_the_schema_allows_the_fields_of_the_sound_entry_only() -> None:
     assert set(parse_entry(SOUND.encode(), ENTRY_FILE, "").meta.model_fields_set) <= set(schema["properties"])
 
 
+NAMED = "Not shown with torch `<2.5`: its scaler is for GPUs. [inferred]"
+
+
 @pytest.mark.parametrize(
     ("torch", "verdict", "reason", "is_broken"),
     [
@@ -298,13 +301,16 @@ def test_the_schema_allows_the_fields_of_the_sound_entry_only() -> None:
         ("2.5.1", "fix-ineffective", "the treatment failed the same way", True),
         ("2.5.1", "not-applicable", "gloo: torch 2.5.1 in python is not >=2.6", True),
         ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: nvidia-smi is not installed", False),
+        ("2.5.1", "not-applicable", "nccl: torch 2.5.1 in python is not >=2.6; needs 2 GPUs: none here", False),
+        ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: none; gloo: torch 2.5.1 in python is not >=2.6", True),
+        ("2.4.1", "not-applicable", "gloo: torch 2.4.1 in python is not >=2.6", False),
         ("2.3.1", "inconclusive", "outside applies_to", False),
     ],
 )
 def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
     torch: str, verdict: str, reason: str, is_broken: bool
 ) -> None:
-    text = edited({PROBE: PROBE + 'applies_to:\n  torch: ">=2.4"\n'})
+    text = edited({PROBE: PROBE + 'applies_to:\n  torch: ">=2.4"\n', TELL: f"{TELL} {NAMED}"})
     entry = parse_entry(text.encode(), ENTRY_FILE, "test")
     release = ReleaseVerdict(torch, "2026-01-01", verdict, reason, {}, "")
     file = EntryFile(
