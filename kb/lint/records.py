@@ -17,7 +17,7 @@ BROKEN = ("fix-ineffective", "not-reproduced", "inconclusive", "inverted", "othe
 
 
 def release_verdict(file: EntryFile) -> Iterator[Remark]:
-    """No record within applies_to has a verdict against the entry, or a need for another release that it does not name."""
+    """No record within applies_to has a verdict against the entry, or needs a release that the entry does not name."""
     # Named as "Not shown with torch `<2.3`: " and why. What also needs GPUs is not missing for its release.
     unshown = [SpecifierSet(specifier) for specifier in NOT_SHOWN.findall(file.source)]
     for release in file.releases:
