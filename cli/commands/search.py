@@ -3,6 +3,7 @@
 Annotations are no strings here: Typer would evaluate each of them five times.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -15,7 +16,7 @@ from kb.search.decision import Kind
 from kb.search.explanation import Explanation
 from kb.search.index_cache import open_index
 from kb.search.ranking import search as find
-from kb.search.results import Answer, Hit
+from kb.search.results import Answer, Difference, Hit
 
 from ..terminal.fields import headline, labelled, print_commands
 from ..terminal.filter_options import AreaOption, FrameworkOption, StatusOption, TagOption
@@ -108,13 +109,14 @@ def _installed(python: Path) -> dict[str, str | None]:
 def _print(answer: Answer, roots: list[Path] | None, chosen: tuple[Root, ...]) -> None:
     if answer.did_you_mean:
         print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
+    print_hit = partial(_print_hit, roots=roots, in_chinese=answer.in_chinese)
     if answer.kind is Kind.ANSWER:
         for number, hit in enumerate(answer.hits, 1):
-            _print_hit(number, hit, roots, answer.in_chinese)
+            print_hit(number, hit)
         return
     from ..terminal.gap import print_gap  # an answer does without
 
-    print_gap(answer, load_triage(chosen), roots)
+    print_gap(answer, load_triage(chosen), print_hit)
 
 
 def _print_hit(number: int, hit: Hit, roots: list[Path] | None, in_chinese: bool) -> None:
@@ -126,13 +128,22 @@ def _print_hit(number: int, hit: Hit, roots: list[Path] | None, in_chinese: bool
     print(headline(number, title, hit.id, f"{hit.status} entry · {hit.severity} severity{origin}"))
     print(labelled("cause", cause))
     print(labelled("matched", why + matched))
+    if hit.difference:
+        _print_difference(hit.difference, in_chinese=in_chinese)
     if hit.applicability:
         print(labelled("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
     if hit.why:
         _print_why(hit.why)
     print(labelled("example", hit.snippet, dim=True))
-    print_commands(hit.id, roots, has_probe=bool(hit.probe))
+    print_commands(hit.id, roots, has_probe=bool(hit.probe) and hit.difference is None)
     print()
+
+
+def _print_difference(difference: Difference, *, in_chinese: bool) -> None:
+    from ..terminal.gap import difference_in_words
+
+    if words := difference_in_words(difference, chinese=in_chinese):
+        print(labelled("differs", words))
 
 
 def _print_why(why: Explanation) -> None:

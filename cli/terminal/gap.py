@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from kb.content.triage import Observation, Triage
 from kb.search.decision import Kind
 from kb.search.gap import observations, subjects
 from kb.search.results import Answer, Difference, Hit
 
-from .fields import headline, labelled
-from .hints import with_roots
+from .fields import labelled
 from .output import style
 
 HEADINGS = {  # by kind, in English and Chinese
@@ -22,9 +20,6 @@ HEADINGS = {  # by kind, in English and Chinese
     Kind.UNKNOWN: ("kb does not know this.", "kb 不了解这个问题。"),
 }
 LABELS = {
-    "cause": ("cause", "原因"),
-    "differs": ("differs", "不同"),
-    "read": ("read", "阅读"),
     "run": ("run", "执行"),
     "outside": ("kb is not about this. See", "这不在 kb 的范围内。参见"),
     "shared": ("These entries share a few words with it:", "只有几个词相同的条目："),
@@ -38,8 +33,8 @@ LABELS = {
 }
 
 
-def print_gap(answer: Answer, triage: Triage, roots: Sequence[Path] | None) -> None:
-    """`roots` are those that the user named."""
+def print_gap(answer: Answer, triage: Triage, print_hit: Callable[[int, Hit], None]) -> None:
+    """`print_hit` prints a numbered hit in full."""
     chinese = answer.in_chinese
     outside = subjects(answer)
     for subject in outside:
@@ -49,7 +44,7 @@ def print_gap(answer: Answer, triage: Triage, roots: Sequence[Path] | None) -> N
     print(f"{HEADINGS[answer.kind][chinese]}\n")
     if answer.kind is Kind.RELATED:
         for number, hit in enumerate(answer.hits, 1):
-            _print_hit(number, hit, roots, chinese=chinese)
+            print_hit(number, hit)
     else:
         _print_shared(answer.hits, chinese=chinese)
     _print_triage(observations(answer, triage), chinese=chinese)
@@ -63,20 +58,12 @@ def _print_shared(hits: Sequence[Hit], *, chinese: bool) -> None:
     print()
 
 
-def _print_hit(number: int, hit: Hit, roots: Sequence[Path] | None, *, chinese: bool) -> None:
-    cause = hit.cause_zh if chinese and hit.cause_zh else hit.cause
-    print(headline(number, hit.title_zh if chinese else hit.title, hit.id, f"{hit.status} entry{_origin(hit)}"))
-    print(labelled(_label("cause", chinese), cause))
-    if hit.difference and (differs := _difference(hit.difference, chinese=chinese)):
-        print(labelled(_label("differs", chinese), differs))
-    print(f"   {_label('read', chinese):<8} {style(with_roots(f'kb show {hit.id}', roots), 'green')}\n")
-
-
 def _origin(hit: Hit) -> str:
     return "" if hit.origin == "built-in" else f" · from {hit.origin}"
 
 
-def _difference(difference: Difference, *, chinese: bool) -> str:
+def difference_in_words(difference: Difference, *, chinese: bool) -> str:
+    """What the entry lacks and is not about; "" for nothing."""
     lacks = ", ".join(repr(word) for word in difference.lacks)
     facets = ", ".join(facet.partition(":")[2] for facet in difference.facets)
     parts = [

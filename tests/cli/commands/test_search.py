@@ -55,7 +55,7 @@ def test_a_pasted_log_line_says_that_a_signature_matched(kb: Kb) -> None:
 def test_a_question_that_no_entry_answers_is_said_to_have_none(kb: Kb) -> None:
     for question, kind, said, code in (
         ("ALLGATHER timeout save", "answer", "1. All-gather", 0),
-        ("nccl timeout", "related", "No entry is clearly about this.", 0),
+        ("nccl timeout multi node training", "related", "No entry is clearly about this.", 0),
         ("bread rises too slowly in the oven", "unknown", "kb does not know this.", 1),
         ("HCCL error on the NPU", "unknown", "kb is not about this.", 1),
     ):

@@ -74,7 +74,7 @@ def test_why_shows_a_sum_that_is_the_score(kb: Kb) -> None:
     (hit,) = kb("search", line, "--why", "--json", "--limit", "1").json["hits"]
     why = hit["why"]
     words = sum(item["score"] for item in why["concepts"])
-    assert words * why["coverage"] + why["signature"] == pytest.approx(hit["score"], abs=0.001)
+    assert words * why["coverage"] * why["agreement"] + why["signature"] == pytest.approx(hit["score"], abs=0.001)
     assert why["signature"] > 0
     assert {"word", "term", "idf", "weight", "bm25", "score"} == why["concepts"][0].keys()
     printed = kb("search", line, "--why", "--limit", "1").out

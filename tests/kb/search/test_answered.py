@@ -78,7 +78,7 @@ def test_a_question_may_be_short(index: Index, text: str) -> None:
 
 def test_a_question_that_several_entries_fit_has_no_answer(index: Index) -> None:
     """Whatever came first would be a guess."""
-    answer = search(index, "nccl timeout")
+    answer = search(index, "nccl timeout multi node training")
     assert answer.kind is Kind.RELATED
     assert len(answer.hits) > 2
 
