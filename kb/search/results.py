@@ -12,7 +12,6 @@ from kb.search.explanation import Explanation
 OPTIONAL = ("why", "applicability", "verified_on", "difference")  # members of a hit that not every answer has
 SNIPPET_LENGTH = 160
 NEAR, NEAR_FOR_ALL = 1.75, 0.8  # rare words; see `is_near`
-ALL = 0.999  # a share
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,10 @@ def is_near(rare_words: float, share: float) -> bool:
 
     `rare_words` is its text score, in words that no other entry has; `share` how much of the question's information
     the entry accounts for, where a word that no entry has counts as a rare one. Either the text alone is enough, or
-    less of it that is most of a short question, or all of one. Of 198 questions about anything else (other software,
+    less of it that is most of a short question. Of 198 questions about anything else (other software,
     the weather, nonsense) 10 % pass, of 60 written afterwards 8 %.
     """
-    return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL or share >= ALL
+    return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL
 
 
 def snippet(lines: list[str], matched: tuple[str, ...]) -> str:
