@@ -1,6 +1,7 @@
 """How far each rank came, by the messages of watchdogs and launchers, and what that means for all ranks together.
 
-The messages are those of torch's ProcessGroupNCCL (1.12 to 2.13) and of torchrun's summary. `derive_observations` puts
+The messages are those of torch's ProcessGroupNCCL (1.12 to 2.15; nccl2, its implementation in 2.15, names neither
+the operation nor its number) and of torchrun's summary. `derive_observations` puts
 into fixed sentences what only several lines together show; entries have signatures for them, as for any other line.
 """
 
@@ -24,6 +25,7 @@ TIMEOUT = re.compile(
     r"(?:, NumelIn=(?P<numel_in>\d{1,15}))?(?:, NumelOut=(?P<numel_out>\d{1,15}))?"
     r"(?:, TensorShape=\[(?P<shape>[\d, ]{0,100})\])?"
 )
+ABORT = re.compile(r"Aborting process on rank (?P<rank>\d{1,6}) due to timeout - ")
 GROUP = re.compile(r"\[PG (?:ID \d{1,9} PG GUID |ID )?(?P<group>\w{1,80})[^][]{0,120}?[ ]Rank (?P<member>\d{1,6})\]")
 PROGRESS = re.compile(
     r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,20}), "
@@ -50,7 +52,10 @@ class WatchdogReader:
 
     def read_line(self, line: Line, text: str) -> None:
         member = _group_member(text)
-        if line.rank is not None and len(self._timeouts) < MOST and len(self.progress) < MOST:
+        if len(self._timeouts) < MOST and (abort := ABORT.search(text)):
+            number = int(abort["rank"]) if line.rank is None else line.rank
+            self._timeouts.setdefault((number, -1, ""), Timeout(number, "", -1, "", -1, -1, line))
+        elif line.rank is not None and len(self._timeouts) < MOST and len(self.progress) < MOST:
             self._read_timeout(line, line.rank, text, member)
             self._read_progress(line, line.rank, text, member[0] if member else DEFAULT_GROUP)
         if rank := EXIT_RANK.search(text):
@@ -121,19 +126,19 @@ def _first_of_each_rank(timeouts: list[Timeout]) -> dict[int, Timeout]:
 
 def _group_observations(by_rank: dict[int, Timeout], scan: Scan) -> Iterator[Line]:
     first = next(iter(by_rank.values()))
-    call = f"SeqNum={first.sequence} {first.op}"
+    call = f"SeqNum={first.sequence} {first.op}" if first.op else ""
     calls = {(timeout.sequence, timeout.op, timeout.numel_in, timeout.numel_out) for timeout in by_rank.values()}
     absent = sorted(set(scan.ranks) - set(by_rank)) if first.group == DEFAULT_GROUP else []
     are_few_absent = 0 < len(absent) < len(by_rank)
     if _none_completed(by_rank, scan):
         yield _derived(first.line, "no collective ever completed: the first one of the job timed out", None)
-    elif len(calls) == 1 and len(by_rank) > 1 and not are_few_absent:
+    elif call and len(calls) == 1 and len(by_rank) > 1 and not are_few_absent:
         yield _derived(first.line, f"{len(by_rank)} ranks timed out in the same collective, {call}", None)
     if len(calls) > 1:
         yield from _divergence(by_rank)
     if are_few_absent:
         ranks = ", ".join(map(str, absent))
-        where = f" in {call}" if len(calls) == 1 else ""
+        where = f" in {call}" if call and len(calls) == 1 else ""
         text = f"rank {ranks} reported no timeout while {len(by_rank)} others waited{where}"
         yield _derived(first.line, text, absent[0])
 

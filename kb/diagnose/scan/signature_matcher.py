@@ -18,6 +18,7 @@ FAR, NEAR = 64 << 10, 2 << 10  # bytes on either side of a line
 # In lines that report the progress or the exit of a rank, for `kb.diagnose.watchdog`.
 PROGRESS_WORDS = (
     "Watchdog caught collective",
+    "Aborting process on rank",
     "ast enqueued",
     "(local_rank: ",
     "exitcode",

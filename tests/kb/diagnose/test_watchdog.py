@@ -151,6 +151,26 @@ def test_a_rank_that_is_known_only_within_its_group_is_not_taken_for_one_of_the_
     assert scanned([THREAD.format(group="3(tp)", within=1, caught=caught)]).timeouts == ()
 
 
+ABORT = (
+    "[rank{rank}]:[E1121 03:14:05.118 ProcessGroupNCCL.cpp:904] Aborting process on rank {rank} due to timeout - {why}"
+)
+WHY = "timeout watchdog detected operation timeout"
+
+
+def test_a_rank_that_did_not_wait_is_named_where_no_operation_is_printed() -> None:
+    lines = [ABORT.format(rank=rank, why=WHY) for rank in (0, 1, 3)]
+    assert observed(lines, ranks=[2]) == [("rank 2 reported no timeout while 3 others waited", 2, 1)]
+
+
+def test_without_an_operation_ranks_are_not_said_to_wait_in_the_same_one() -> None:
+    assert observed([ABORT.format(rank=rank, why=WHY) for rank in range(4)]) == []
+
+
+def test_a_line_without_a_prefix_names_its_rank() -> None:
+    lines = [ABORT.format(rank=rank, why=WHY).partition("] ")[2] for rank in (0, 1)]
+    assert [timeout.rank for timeout in scanned(lines).timeouts] == [0, 1]
+
+
 def test_a_flood_of_other_lines_changes_nothing() -> None:
     assert observed(["step 1", "Watchdog", "SeqNum=1, OpType=ALLREDUCE", "[Rank 1] last enqueued work: x"] * 100) == []
 
