@@ -19,6 +19,7 @@ from kb.search.tokenizer import terms
 
 TITLES = {"kb": "kb", "fts5": "SQLite FTS5", "tantivy": "tantivy", "bm25s": "bm25s"}
 LIMIT = 10
+Hit = tuple[str, float]  # the id of an entry and its score; of kb, the probability that the first hit is an answer
 
 
 class Engine(ABC):
@@ -38,8 +39,8 @@ class Engine(ABC):
     def open(self) -> None: ...
 
     @abstractmethod
-    def search(self, text: str) -> list[str]:
-        """Ids of entries, best first."""
+    def search(self, text: str) -> list[Hit]:
+        """The best entries, best first."""
 
 
 def roots(place: Path) -> tuple[Root, ...]:
@@ -81,10 +82,11 @@ class Kb(Engine):
         os.environ["XDG_CACHE_HOME"] = str(self.home)
         self._index = open_index(roots(self.place))
 
-    def search(self, text: str) -> list[str]:
+    def search(self, text: str) -> list[Hit]:
         from kb.search.ranking import search
 
-        return [hit.id for hit in search(self._index, text, LIMIT).hits]
+        answer = search(self._index, text, LIMIT)
+        return [(hit.id, answer.probability) for hit in answer.hits]
 
 
 class Fts5(Engine):
@@ -107,15 +109,17 @@ class Fts5(Engine):
             self._database.executemany(f"INSERT INTO {table} VALUES (?, ?)", entries)
         self._database.commit()
 
-    def search(self, text: str) -> list[str]:
+    def search(self, text: str) -> list[Hit]:
         is_chinese = re.search(r"[\u4e00-\u9fff]", text) is not None
         words = re.findall(r"[\u4e00-\u9fff]{3,}|[A-Za-z0-9_]{2,}", text)[:64]
         if is_chinese:
             words = [word[at : at + 3] for word in words for at in range(max(1, len(word) - 2))]
         match = " OR ".join(f'"{word}"' for word in dict.fromkeys(words[:1000]))
         table = "trigrams" if is_chinese else "words"
-        query = f"SELECT id FROM {table} WHERE {table} MATCH ? ORDER BY bm25({table}) LIMIT {LIMIT}"
-        return [row[0] for row in self._database.execute(query, (match,))] if match else []
+        query = (
+            f"SELECT id, -bm25({table}) AS score FROM {table} WHERE {table} MATCH ? ORDER BY score DESC LIMIT {LIMIT}"
+        )
+        return list(self._database.execute(query, (match,))) if match else []
 
 
 class Tantivy(Engine):
@@ -144,12 +148,12 @@ class Tantivy(Engine):
         self._opened = tantivy.Index.open(str(self.home))
         self._searcher = self._opened.searcher()
 
-    def search(self, text: str) -> list[str]:
+    def search(self, text: str) -> list[Hit]:
         from tantivy import Occur, Query
 
         words = [(Occur.Should, Query.term_query(self._opened.schema, "body", term)) for term in query_terms(text)]
         hits = self._searcher.search(Query.boolean_query(words), LIMIT).hits if words else []
-        return [self._searcher.doc(address)["id"][0] for _, address in hits]
+        return [(self._searcher.doc(address)["id"][0], score) for score, address in hits]
 
 
 class Bm25s(Engine):
@@ -170,12 +174,12 @@ class Bm25s(Engine):
         self._retriever = bm25s.BM25.load(self.home)
         self._ids = json.loads((self.home / "ids.json").read_text())
 
-    def search(self, text: str) -> list[str]:
+    def search(self, text: str) -> list[Hit]:
         words = [term for term in query_terms(text) if term in self._retriever.vocab_dict]
         if not words:
             return []
-        numbers, _ = self._retriever.retrieve([words], k=LIMIT, show_progress=False)
-        return [self._ids[number] for number in numbers[0]]
+        numbers, scores = self._retriever.retrieve([words], k=LIMIT, show_progress=False)
+        return [(self._ids[number], float(score)) for number, score in zip(numbers[0], scores[0], strict=True)]
 
 
 ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Kb, Fts5, Tantivy, Bm25s)}

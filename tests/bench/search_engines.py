@@ -18,7 +18,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from kb.content.roots import Root, builtin_root
-from tests.bench import engines, generated
+from tests.bench import admission, engines, generated
 from tests.bench.hostile import texts
 from tests.bench.measured import Cost, run
 from tests.support.console import CHECKOUT
@@ -41,6 +41,7 @@ class Measured:
     cold_s: float
     peak_mib: float
     answers: list[list[str]]
+    offers: list[engines.Hit]
     ms: list[float]
     worst: tuple[float, str]
 
@@ -63,6 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         by_engine = {measured.name: measured for measured in _measure(Path(name), (builtin_root(),), cases)}
         _print(_relevance(by_engine, cases))
+        _print(admission.table({engines.TITLES[name]: measured.offers for name, measured in by_engine.items()}))
         _print(_speed(by_engine))
         missed = [*_missed_relevance(by_engine, cases, *options.bars)]
         for size in SIZES[: 1 if options.small else 2]:
@@ -79,6 +81,7 @@ def _measure(home: Path, roots: tuple[Root, ...], cases: list[Case]) -> Iterator
     place.mkdir()
     (place / "roots.json").write_text(json.dumps([str(root.entries.parent) for root in roots[1:]]))
     (place / "questions.json").write_text(json.dumps([case["query"] for case in cases]))
+    (place / "threads.json").write_text(json.dumps([thread.question for thread in admission.threads()]))
     (place / "hostile.json").write_text(json.dumps(texts(roots)))
     _step("terms", "kb", place)
     for name in engines.ENGINES:
@@ -179,10 +182,13 @@ def step(what: str, name: str, place: Path) -> None:
     if what == "cold":
         engine.search(questions[0])
         return
-    answers = [engine.search(question) for question in questions]  # warm, as a server is
+    answers = [[entry for entry, _ in engine.search(question)] for question in questions]  # warm, as a server is
+    threads = json.loads((place / "threads.json").read_text())
+    offers = [next(iter(engine.search(question)), ("", 0.0)) for question in threads]
     ms = [_ms(engine, question) for question in questions]
     worst = max((_ms(engine, text), title) for title, text in json.loads((place / "hostile.json").read_text()).items())
-    (place / name / "answers.json").write_text(json.dumps({"answers": answers, "ms": ms, "worst": worst}))
+    result = {"answers": answers, "offers": offers, "ms": ms, "worst": worst}
+    (place / name / "answers.json").write_text(json.dumps(result))
 
 
 def _ms(engine: engines.Engine, text: str) -> float:
