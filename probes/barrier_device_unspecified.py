@@ -156,6 +156,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 NEEDS_TORCH = {"torch": ">=2.5,!=2.7.0"}  # earlier a barrier did not ask for the device_id, and 2.7.0 hangs with it
 UNNAMED = "no rank names its GPU, and the barrier is the first collective"
+STOCK = {"TORCH_DIST_USE_NCCL2": "0"}  # nccl2, the default of 2.15, takes its GPU when the group is made
 NAMED = "every rank names its GPU in init_process_group(device_id=...)"
 
 probe = Probe(
@@ -173,8 +174,11 @@ probe = Probe(
                 expect=raised(SECOND_COMMUNICATOR),
                 because=UNNAMED,
                 fidelity="hardware",
+                env=STOCK,
             ),
-            treatment=Arm(partial(wrong_guess, named=True), expect=completed(), because=NAMED, fidelity="hardware"),
+            treatment=Arm(
+                partial(wrong_guess, named=True), expect=completed(), because=NAMED, fidelity="hardware", env=STOCK
+            ),
             backend="nccl",
             needs=Needs(gpus=3, packages=NEEDS_TORCH),
             deadline_s=120,
@@ -183,8 +187,12 @@ probe = Probe(
         ),
         Experiment(
             name="warning",
-            control=Arm(partial(warning, named=False), expect=symptom(GUESSED), because=UNNAMED, fidelity="hardware"),
-            treatment=Arm(partial(warning, named=True), expect=completed(), because=NAMED, fidelity="hardware"),
+            control=Arm(
+                partial(warning, named=False), expect=symptom(GUESSED), because=UNNAMED, fidelity="hardware", env=STOCK
+            ),
+            treatment=Arm(
+                partial(warning, named=True), expect=completed(), because=NAMED, fidelity="hardware", env=STOCK
+            ),
             world_size=1,
             backend="nccl",
             needs=Needs(gpus=1, packages=NEEDS_TORCH),

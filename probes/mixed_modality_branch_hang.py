@@ -10,6 +10,7 @@ from typing import Any, List, Mapping, Sequence, Tuple
 from kb.cpu_arms import import_deepspeed
 from kb.probe import (
     GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
     Arm,
     Context,
     Experiment,
@@ -275,6 +276,6 @@ probe = Probe(
         "data": Param("path", "your training data, a JSON list or JSON lines, for the check"),
     },
     check=check,
-    experiments=(gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(")), gloo),
+    experiments=(gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")), gloo),
     variants=(dropped, frozen, root_unit, dealt, deepspeed_on_cpu),
 )

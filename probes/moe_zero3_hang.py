@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 from kb.cpu_arms import import_deepspeed
 from kb.probe import (
     GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
     Arm,
     Context,
     Experiment,
@@ -350,6 +351,6 @@ probe = Probe(
         "model": Param("path", "the model's folder, or its config.json, for the check"),
     },
     check=check,
-    experiments=(gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(")), gloo),
+    experiments=(gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")), gloo),
     variants=(silent, one_unit, parallel, deepspeed_on_cpu),
 )

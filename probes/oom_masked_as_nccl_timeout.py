@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, List, Mapping, Tuple
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 CARD_MIB = 1024  # what one rank may use: the cap of the caching allocator, or of the address space on the CPU
 
@@ -113,7 +113,7 @@ def free_mib_per_gpu() -> List[Tuple[str, int, int]]:
 
 TOO_LONG = "rank 1's batch is larger than its memory; it skips the batch and with it the all-reduce"
 FITS = "rank 1's batch fits, so it comes to the all-reduce"
-WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE"
+WATCHDOG = rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}"
 SAME_GPU = "nccl between two GPUs: both ranks use one GPU and talk through gloo; the out-of-memory error is CUDA's own"
 
 gloo = Experiment(

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, List, Mapping, Sequence, Tuple
 
 from kb.probe import (
     GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
     Arm,
     Context,
     Expect,
@@ -332,7 +333,7 @@ probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
     experiments=(
-        gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE")),
+        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}")),
         gloo,
     ),
     variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail),

@@ -95,6 +95,7 @@ def number(text: Any, default: int) -> Any:
 QUICK = {  # the default is 480 s, and one minute of sleep after a timeout; here 2 s and 20 s
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",
+    "TORCH_DIST_USE_NCCL2": "0",  # nccl2, the default of 2.15, has no such monitor
 }
 STANDS_FOR = "NCCL's watchdog and its monitor; here gloo's threads stand still, and the other rank times out"
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, List, Tuple
 
 from kb.cpu_arms import import_deepspeed
-from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
 
 LENGTHS = (2, 5)  # tokens of the answer, rank by rank
 
@@ -231,6 +231,6 @@ zero3 = Experiment(
 )
 
 probe = Probe(
-    experiments=(gloo.on_gpus(expect=raised(r"Watchdog caught collective operation timeout: WorkNCCL\(")), gloo),
+    experiments=(gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")), gloo),
     variants=(one_rank, fixed_length, unsharded, barrier_behind, summoned, zero3),
 )

@@ -1,13 +1,12 @@
-"""The words of the pages in Chinese: `chinese.toml`, by their English.
+"""The words of the pages in Chinese: `chinese.toml`, by their English, beside those of the core.
 
-`texts` are the messages of the templates, `labels` the values of closed lists, and `sentences` what the core and the
-service print, with `{}` for what varies. What has no translation stays English, marked as such.
+`texts` are the messages of the templates, `labels` the values of closed lists, and `sentences` what the service
+prints, with `{}` for what varies. What has no translation stays English, marked as such.
 """
 
 from __future__ import annotations
 
 import datetime
-import re
 import tomllib
 from functools import lru_cache
 from pathlib import Path
@@ -15,18 +14,14 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
+from kb.content.chinese import Dictionary, dictionary
 from kb.content.html import LOOK_ALIKE
 
 _TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("chinese.toml").read_text("utf-8"))
-TEXTS, LABELS, SENTENCES = _TABLES["texts"], _TABLES["labels"], _TABLES["sentences"]
-LONGEST = 4000  # characters of a sentence that is compared with the table
-
-
-def _pattern(sentence: str) -> re.Pattern[str]:
-    return re.compile("(.*?)".join(map(re.escape, sentence.split("{}"))), re.DOTALL)
-
-
-PATTERNS = [(_pattern(sentence), chinese) for sentence, chinese in SENTENCES.items()]
+TEXTS = _TABLES["texts"]
+LABELS = {**dictionary().labels, **_TABLES["labels"]}
+SENTENCES = {**_TABLES["sentences"], **dictionary().sentences}
+CHINESE = Dictionary(LABELS, SENTENCES)
 
 
 def install(environment: Environment, lang: str) -> None:
@@ -57,7 +52,7 @@ def _plural(singular: str, plural: str, count: int, lang: str) -> str:
 
 def label(value: str, lang: str) -> str:
     """A value of a closed list, for instance a status or an area."""
-    return LABELS.get(value, value) if lang == "zh" else value
+    return CHINESE.label(value) if lang == "zh" else value
 
 
 def sentence(text: str, lang: str) -> str | Markup:
@@ -70,14 +65,7 @@ def sentence(text: str, lang: str) -> str | Markup:
 @lru_cache(maxsize=256)
 def translated(text: str) -> str:
     """A sentence in Chinese, "" where the table has none."""
-    if len(text) > LONGEST:
-        return ""
-    matches = ((pattern.fullmatch(text), chinese) for pattern, chinese in PATTERNS)
-    return next((chinese.format(*_labels(match)) for match, chinese in matches if match), "")
-
-
-def _labels(match: re.Match[str]) -> list[str]:
-    return [LABELS.get(value, value) for value in match.groups()]
+    return CHINESE.sentence(text)
 
 
 def captioned(html: str, lang: str) -> str:

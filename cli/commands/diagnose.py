@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kb.content.roots import configured_roots
+from kb.content.languages import Language
+from kb.content.roots import Root, configured_roots
 from kb.errors import UsageError
 from kb.search.index_cache import open_index
 
-from ..terminal.fields import labelled
+from ..terminal.fields import field, labelled
 from ..terminal.hints import root_options
+from ..terminal.labels import LangOption, label, language, sentence
 from ..terminal.output import JsonFlag, RootOption, emit, notice
 from ..terminal.stdin import stdin
 
@@ -36,6 +39,7 @@ def diagnose(
     save_unexplained: Annotated[
         bool, typer.Option("--save-unexplained", help="Save a redacted excerpt if no entry explains the logs.")
     ] = False,
+    lang: LangOption = "en",
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
@@ -48,9 +52,9 @@ def diagnose(
     from kb.diagnose.scan.scan import scan
     from kb.diagnose.scan.signature_matcher import Matcher
 
-    from ..terminal.diagnosis import print_diagnosis
     from ..terminal.progress import ReadingLine
 
+    spoken = language(lang)
     if python and not verify:
         raise UsageError("--python requires --verify", "it is the interpreter that runs the probes")
     if "-" in paths:
@@ -67,16 +71,38 @@ def diagnose(
         emit("diagnose", **document)
     elif not as_json:
         for problem in problems:
-            notice(problem)
-        print_diagnosis(diagnosis, limit, roots)
-        if saved:
-            print(f"   saved    {saved}\n   then     kb new ID --from {Path(saved).stem} makes an entry of it")
-        elif diagnosis.unexplained:
-            again = "--save-unexplained" if "-" in paths else _again(paths, roots)
-            print(labelled("save", f"`{again}` saves a redacted excerpt, for a new entry"))
+            notice(sentence(problem, spoken))
+        _print(diagnosis, spoken, limit, chosen, roots)
+        _print_excerpt(diagnosis, saved, paths, spoken, roots)
     if verify:
-        return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None)
+        return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None, spoken)
     return 0 if diagnosis.findings and not diagnosis.unexplained else 1
+
+
+def _print(
+    diagnosis: Diagnosis, lang: Language, limit: int | None, chosen: tuple[Root, ...], roots: list[Path] | None
+) -> None:
+    from kb.diagnose.chinese_step import chinese_step
+
+    from ..terminal.diagnosis import MOST_FINDINGS, Printer
+
+    if lang is Language.CHINESE:
+        from kb.content.catalog import load_catalog  # an index has the English text alone
+
+        diagnosis = replace(diagnosis, next_step=chinese_step(diagnosis, load_catalog(chosen).get))
+    Printer(diagnosis, lang, limit or MOST_FINDINGS, roots).print()
+
+
+def _print_excerpt(
+    diagnosis: Diagnosis, saved: str | None, paths: list[str], lang: Language, roots: list[Path] | None
+) -> None:
+    """Where the excerpt of an unexplained log is, or how to save one."""
+    if saved:
+        print(field("saved", saved, lang))
+        print(field("then", label("kb new ID --from {} makes an entry of it", lang).format(Path(saved).stem), lang))
+    elif diagnosis.unexplained:
+        again = "--save-unexplained" if "-" in paths else _again(paths, roots)
+        print(labelled("save", label("`{}` saves a redacted excerpt, for a new entry", lang).format(again), lang))
 
 
 def _again(paths: list[str], roots: list[Path] | None) -> str:
@@ -91,7 +117,13 @@ def _save(inputs: tuple[Any, ...], diagnosis: Diagnosis) -> str:
     return str(unexplained_queue.save("\n".join(lines), [source.name for source in inputs], observations))
 
 
-def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], document: dict[str, Any] | None) -> int:
+def _verify(
+    diagnosis: Diagnosis,
+    python: Path | None,
+    roots: tuple[Path, ...],
+    document: dict[str, Any] | None,
+    lang: Language,
+) -> int:
     """Run the probes of the best candidates; `document` (of `--json`) is printed with their reports.
 
     An unexplained log has no candidates.
@@ -104,7 +136,7 @@ def _verify(diagnosis: Diagnosis, python: Path | None, roots: tuple[Path, ...], 
     likely = () if diagnosis.unexplained else candidates(diagnosis.findings)
     ids = [finding.id for finding in likely if finding.probe]
     if not ids:
-        notice("there is nothing to verify: no entry with a probe explains this")
+        notice(label("there is nothing to verify: no entry with a probe explains this", lang))
     is_json = document is not None
     if ids and not is_json:
         print()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from kb.content.applicability import Applicability
+from kb.content.languages import Language
 from kb.content.roots import Root, configured_roots
 from kb.content.triage import load_triage
 from kb.errors import UsageError
@@ -18,13 +20,14 @@ from kb.search.index_cache import open_index
 from kb.search.ranking import search as find
 from kb.search.results import Answer, Difference, Hit
 
-from ..terminal.fields import headline, labelled, print_commands
+from ..terminal.fields import field, headline, labelled, origin_facts, print_commands
 from ..terminal.filter_options import AreaOption, FrameworkOption, StatusOption, TagOption
+from ..terminal.labels import joined, label, sentence, value
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, notice, style
 from ..terminal.stdin import stdin
+from ..terminal.wrapping import cells, padded
 
 MOST_INPUT = 4 << 20  # bytes read from standard input
-STATES = {"applies": "applies", "unknown": "unknown", "does-not-apply": "does not apply"}
 
 if TYPE_CHECKING:
     from kb.content.filters import Filter
@@ -107,52 +110,60 @@ def _installed(python: Path) -> dict[str, str | None]:
 
 
 def _print(answer: Answer, roots: list[Path] | None, chosen: tuple[Root, ...]) -> None:
+    """In the language of the question."""
+    lang = Language.CHINESE if answer.in_chinese else Language.ENGLISH
     if answer.did_you_mean:
-        print(f"did you mean: {style(answer.did_you_mean, bold=True)}\n")
-    print_hit = partial(_print_hit, roots=roots, in_chinese=answer.in_chinese)
+        print(label("did you mean: {}", lang).format(style(answer.did_you_mean, bold=True)) + "\n")
+    print_hit = partial(_print_hit, roots=roots, lang=lang)
     if answer.kind is Kind.ANSWER:
         for number, hit in enumerate(answer.hits, 1):
             print_hit(number, hit)
         return
     from ..terminal.gap import print_gap  # an answer does without
 
-    print_gap(answer, load_triage(chosen), print_hit)
+    print_gap(answer, load_triage(chosen), print_hit, lang)
 
 
-def _print_hit(number: int, hit: Hit, roots: list[Path] | None, in_chinese: bool) -> None:
+def _print_hit(number: int, hit: Hit, roots: list[Path] | None, lang: Language) -> None:
+    in_chinese = lang is Language.CHINESE
+    facts = label("{} entry · {} severity", lang).format(value(hit.status, lang), value(hit.severity, lang))
     title = hit.title_zh if in_chinese else hit.title
-    cause = hit.cause_zh if in_chinese and hit.cause_zh else hit.cause
-    origin = "" if hit.origin == "built-in" else f" · from {hit.origin}"
-    matched = ", ".join(hit.matched[:8])
-    why = "a signature of this entry matches your text; " if hit.signature else ""
-    print(headline(number, title, hit.id, f"{hit.status} entry · {hit.severity} severity{origin}"))
-    print(labelled("cause", cause))
-    print(labelled("matched", why + matched))
+    print(headline(number, title, hit.id, facts + origin_facts(hit.origin, lang)))
+    print(labelled("cause", (in_chinese and hit.cause_zh) or hit.cause, lang))
+    why = label("a signature of this entry matches your text", lang) if hit.signature else ""
+    print(labelled("matched", joined([why, ", ".join(hit.matched[:8])], lang), lang))
     if hit.difference:
-        _print_difference(hit.difference, in_chinese=in_chinese)
+        _print_difference(hit.difference, lang)
     if hit.applicability:
-        print(labelled("here", f"{STATES[hit.applicability.state]}: {hit.applicability.reason}"))
+        _print_applicability(hit.applicability, lang)
     if hit.why:
-        _print_why(hit.why)
-    print(labelled("example", hit.snippet, dim=True))
-    print_commands(hit.id, roots, has_probe=bool(hit.probe) and hit.difference is None)
+        _print_why(hit.why, lang)
+    print(labelled("example", hit.snippet, lang, dim=True))
+    print_commands(hit.id, roots, lang, has_probe=bool(hit.probe) and hit.difference is None)
     print()
 
 
-def _print_difference(difference: Difference, *, in_chinese: bool) -> None:
+def _print_difference(difference: Difference, lang: Language) -> None:
     from ..terminal.gap import difference_in_words
 
-    if words := difference_in_words(difference, chinese=in_chinese):
-        print(labelled("differs", words))
+    if words := difference_in_words(difference, lang):
+        print(labelled("differs", words, lang))
 
 
-def _print_why(why: Explanation) -> None:
+def _print_applicability(applicability: Applicability, lang: Language) -> None:
+    state = value(applicability.state, lang).replace("-", " ")
+    reasons = [sentence(reason, lang) for reason in applicability.reason.split("; ")]
+    print(labelled("here", f"{state}: {joined(reasons, lang)}", lang))
+
+
+def _print_why(why: Explanation, lang: Language) -> None:
     """The sum, then a line for each summand, aligned as a table."""
     words = sum(concept.score for concept in why.concepts)
-    lift = f" + {why.signature:.3f} signature" if why.signature else ""
-    factors = f"{why.coverage:.3f} coverage x {why.agreement:.3f} agreement"
-    print(f"   score    {why.score:.3f} = {words:.3f} words x {factors}{lift}")
-    width = max((len(concept.word) for concept in why.concepts), default=0)
+    product = label("{:.3f} words x {:.3f} coverage x {:.3f} agreement", lang)
+    lift = f" + {label('{:.3f} signature', lang).format(why.signature)}" if why.signature else ""
+    print(field("score", f"{why.score:.3f} = {product.format(words, why.coverage, why.agreement)}{lift}", lang))
+    width = max((cells(concept.word) for concept in why.concepts), default=0)
     for concept in why.concepts:
-        how = f"{concept.bm25:.3f} bm25 x {concept.weight:g} of {concept.term!r}, idf {concept.idf:.2f}"
-        print(style(f"            {concept.score:7.3f}  {concept.word:<{width}}  {how}", dim=True))
+        how = label("{:.3f} bm25 x {:g} of {!r}, idf {:.2f}", lang)
+        how = how.format(concept.bm25, concept.weight, concept.term, concept.idf)
+        print(style(f"            {concept.score:7.3f}  {padded(concept.word, width)}  {how}", dim=True))

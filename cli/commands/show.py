@@ -11,10 +11,10 @@ from kb.content.catalog import file_digest
 from kb.content.gpu_records import gpu_summary, proofs
 from kb.content.release_records import experiment_summaries, release_summary, release_verdicts, releases_by_verdict
 from kb.content.roots import configured_roots
-from kb.errors import UsageError
 
-from ..terminal.completion import complete_ids, complete_languages, complete_sections
+from ..terminal.completion import complete_ids, complete_sections
 from ..terminal.hints import with_roots
+from ..terminal.labels import LangOption, language
 from ..terminal.output import JsonFlag, RootOption, emit, has_color
 from ..terminal.pager import NoPagerFlag, print_paged
 from ..terminal.wrapping import columns
@@ -34,9 +34,7 @@ def show(
             help="Only this section, for instance fix; its beginning is enough.", autocompletion=complete_sections
         ),
     ] = "",
-    lang: Annotated[
-        str, typer.Option(help="en, or zh for the Chinese text.", autocompletion=complete_languages)
-    ] = "en",
+    lang: LangOption = "en",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the file as it is written.")] = False,
     no_pager: NoPagerFlag = False,
     as_json: JsonFlag = False,
@@ -48,8 +46,7 @@ def show(
     from ..terminal.entry_page import short_page, whole_page
     from ..terminal.markdown import Renderer
 
-    if lang not in ("en", "zh"):
-        raise UsageError(f"--lang {lang}: entries are written in en and zh")
+    spoken = language(lang)
     chosen = configured_roots(tuple(roots or ()))
     catalog = load_catalog(chosen)
     entry = catalog.get(entry_id)
@@ -74,9 +71,9 @@ def show(
     else:
         on_record = [hardware, release_summary(releases, file_digest(probe))]
         page = (
-            whole_page(entry, lang, [*on_record, *experiment_summaries(releases)])
+            whole_page(entry, spoken, [*on_record, *experiment_summaries(releases)])
             if is_whole
-            else short_page(entry, lang, on_record, catalog.entries)
+            else short_page(entry, spoken, on_record, catalog.entries)
         )
     print_paged(Renderer(columns(), has_color()).render(with_roots(page, roots)), no_pager=no_pager)
     return 0

@@ -1,127 +1,153 @@
-"""A diagnosis on a terminal."""
+"""A diagnosis on a terminal, in English or Chinese; lines of logs are quoted as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kb.content.languages import Language
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.next_step import CERTAIN
 from kb.harness.collective import name_ranks
 
-from .fields import headline, labelled, print_commands
+from .fields import INDENT, field, headline, labelled, origin_facts, print_commands
 from .hints import with_roots
+from .labels import label, sentence, value
 from .output import style
 
 MOST_FINDINGS = 3
 MOST_LINES = 3
 MOST_FAILURES = 8
 WIDEST_LINE = 160
+HEALTHY = "no line reports a failure in English or Chinese: {} of {} read"
 
 
-def print_diagnosis(diagnosis: Diagnosis, limit: int | None, roots: Sequence[Path] | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class Printer:
     """`limit` is the most findings that are printed; `roots` are the content roots that the command named."""
-    limit = limit or MOST_FINDINGS
-    if diagnosis.unexplained:
-        _print_unexplained(diagnosis, limit, roots)
-    elif diagnosis.findings:
+
+    diagnosis: Diagnosis
+    lang: Language = Language.ENGLISH
+    limit: int = MOST_FINDINGS
+    roots: Sequence[Path] | None = None
+
+    def print(self) -> None:
+        diagnosis = self.diagnosis
+        if diagnosis.unexplained:
+            self._print_unexplained()
+        elif diagnosis.findings:
+            if diagnosis.is_cause_unknown:
+                self._print_first_failure()
+                print()
+            self._print_findings()
+        elif diagnosis.bytes:
+            print(self._say(HEALTHY).format(self._counted(diagnosis.lines, "line"), self._files()))
+        else:
+            print(self._say("there is nothing to read: {} of 0 bytes").format(self._files()))
+        if not diagnosis.unexplained and not diagnosis.is_cause_unknown:
+            self._print_first_failure()
+        self._print_observations()
+        self._print_next_step()
+
+    def _print_findings(self) -> None:
+        findings = self.diagnosis.findings
+        in_full = 1 if findings[0].confidence >= CERTAIN else self.limit
+        for number, finding in enumerate(findings[:in_full], 1):
+            self._print_finding(number, finding)
+        if others := self._listed(findings[in_full : self.limit]):
+            print(labelled("also", self._say("possible: {}").format(others), self.lang) + "\n")
+
+    def _print_finding(self, number: int, finding: Finding) -> None:
+        in_chinese = self.lang is Language.CHINESE
+        facts = self._say("{} · confidence {:.2f} · {}").format(
+            value(finding.role, self.lang), finding.confidence, value(finding.status, self.lang)
+        )
+        title = finding.title_zh if in_chinese else finding.title
+        print(headline(number, title, finding.id, facts + origin_facts(finding.origin, self.lang)))
+        print(labelled("cause", (in_chinese and finding.cause_zh) or finding.cause, self.lang))
+        for line in finding.evidence[:MOST_LINES]:
+            self._print_line("line", line)
+        if finding.count > min(len(finding.evidence), MOST_LINES):
+            self._print_count(finding)
+        for objection in finding.against:
+            print(labelled("against", sentence(objection, self.lang), self.lang))
+        print_commands(finding.id, self.roots, self.lang, has_probe=bool(finding.probe))
+        print()
+
+    def _print_count(self, finding: Finding) -> None:
+        count = self._say("{:,} lines in all").format(finding.count)
+        ranks = self._say(", of {}").format(self._named(finding.ranks)) if finding.ranks else ""
+        print(f"{' ' * INDENT}{count}{ranks}")
+
+    def _print_unexplained(self) -> None:
+        diagnosis = self.diagnosis
+        reason = self._say(": no entry explains the first failure") if diagnosis.is_cause_unknown else ""
+        print(style(f"{self._say('no confident match')}{reason}", bold=True))
+        self._print_first_failure()
+        failures = [failure for failure in diagnosis.failures if failure.line not in diagnosis.observations]
+        for failure in failures[:MOST_FAILURES]:
+            times = self._say(" ({:,} times)").format(failure.count) if failure.count > 1 else ""
+            print(field("seen", f"{_cited(failure.line)}{times}", self.lang))
+        if len(failures) > MOST_FAILURES:
+            print(" " * INDENT + self._say("and more: --json has them"))
+        best = diagnosis.findings[: self.limit]
         if diagnosis.is_cause_unknown:
-            _print_first_failure(diagnosis)
-            print()
-        _print_findings(diagnosis, limit, roots)
-    elif diagnosis.bytes:
-        lines, files = _counted(diagnosis.lines, "line"), _counted(diagnosis.sources, "file")
-        print(f"no line reports a failure in English or Chinese: {lines} of {files} read")
-    else:
-        print(f"there is nothing to read: {_counted(diagnosis.sources, 'file')} of 0 bytes")
-    if not diagnosis.unexplained and not diagnosis.is_cause_unknown:
-        _print_first_failure(diagnosis)
-    _print_observations(diagnosis)
-    step = diagnosis.next_step
-    if step and step.text:
-        print(labelled("next", with_roots(step.text.replace("**", ""), roots)))
-        if step.command:
-            print(f"   run      {style(with_roots(step.command, roots), 'green')}")
+            matched = self._listed([finding for finding in best if finding.role != "similar"])
+            print(labelled("then", self._say("what followed fits: {}").format(matched), self.lang))
+        elif best:
+            print(labelled("similar", self._say("at best: {}").format(self._listed(best)), self.lang))
+            print_commands(best[0].id, self.roots, self.lang, has_probe=False)
+        print()
 
+    def _print_first_failure(self) -> None:
+        ranks = self.diagnosis.ranks
+        line = f"{_time(ranks.first_failure)}{_cited(ranks.first_failure)}" if ranks.first_failure else ""
+        rank = "" if ranks.failed_first is None else self._say("rank {} failed first").format(ranks.failed_first)
+        if line and not rank and len(ranks.known) > 1 and not self.diagnosis.is_cause_unknown:
+            rank = self._say("several ranks failed; order unknown")
+        if rank or line:
+            print(field("first", ": ".join(filter(None, (rank, line))), self.lang))
 
-def _print_findings(diagnosis: Diagnosis, limit: int, roots: Sequence[Path] | None) -> None:
-    in_full = 1 if diagnosis.findings[0].confidence >= CERTAIN else limit
-    for number, finding in enumerate(diagnosis.findings[:in_full], 1):
-        _print_finding(number, finding, roots)
-    if others := _listed(diagnosis.findings[in_full:limit]):
-        print(labelled("also", f"possible: {others}") + "\n")
+    def _print_observations(self) -> None:
+        if absent := self.diagnosis.ranks.absent:
+            text = self._say("{}: did not wait where the others waited").format(self._named(absent))
+            print(field("absent", text, self.lang))
+        for line in self.diagnosis.observations[:MOST_LINES]:
+            self._print_line("seen", line)
 
+    def _print_line(self, name: str, line: Line) -> None:
+        """A sentence that kb derived from several lines is not cited at one of them."""
+        if line.text.startswith(DERIVED_PREFIX):
+            print(labelled("inferred", line.text.removeprefix(DERIVED_PREFIX), self.lang))
+        else:
+            print(field(name, _cited(line), self.lang))
 
-def _print_unexplained(diagnosis: Diagnosis, limit: int, roots: Sequence[Path] | None) -> None:
-    reason = ": no entry explains the first failure" if diagnosis.is_cause_unknown else ""
-    print(style(f"no confident match{reason}", bold=True))
-    _print_first_failure(diagnosis)
-    failures = [failure for failure in diagnosis.failures if failure.line not in diagnosis.observations]
-    for failure in failures[:MOST_FAILURES]:
-        times = f" ({failure.count:,} times)" if failure.count > 1 else ""
-        print(f"   seen     {_cited(failure.line)}{times}")
-    if len(failures) > MOST_FAILURES:
-        print("            and more: --json has them")
-    best = diagnosis.findings[:limit]
-    if diagnosis.is_cause_unknown:
-        matched = _listed([finding for finding in best if finding.role != "similar"])
-        print(labelled("then", f"what followed fits: {matched}"))
-    elif best:
-        print(labelled("similar", f"at best: {_listed(best)}"))
-        print_commands(best[0].id, roots, has_probe=False)
-    print()
+    def _print_next_step(self) -> None:
+        step = self.diagnosis.next_step
+        if step and step.text:
+            print(labelled("next", with_roots(step.text.replace("**", ""), self.roots), self.lang))
+            if step.command:
+                print(field("run", style(with_roots(step.command, self.roots), "green"), self.lang))
 
+    def _say(self, text: str) -> str:
+        return label(text, self.lang)
 
-def _listed(findings: Sequence[Finding]) -> str:
-    return ", ".join(f"{finding.id} ({finding.role}, {finding.confidence:.2f})" for finding in findings)
+    def _listed(self, findings: Sequence[Finding]) -> str:
+        names = (f"{each.id} ({value(each.role, self.lang)}, {each.confidence:.2f})" for each in findings)
+        return ", ".join(names)
 
+    def _named(self, ranks: Sequence[int]) -> str:
+        return value(name_ranks(ranks), self.lang)
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    def _files(self) -> str:
+        return self._counted(self.diagnosis.sources, "file")
 
-
-def _print_finding(number: int, finding: Finding, roots: Sequence[Path] | None) -> None:
-    origin = "" if finding.origin == "built-in" else f" · from {finding.origin}"
-    facts = f"{finding.role} · confidence {finding.confidence:.2f} · {finding.status}{origin}"
-    print(headline(number, finding.title, finding.id, facts))
-    print(labelled("cause", finding.cause))
-    for line in finding.evidence[:MOST_LINES]:
-        _print_line("line", line)
-    if finding.count > min(len(finding.evidence), MOST_LINES):
-        ranks = f", of {name_ranks(finding.ranks)}" if finding.ranks else ""
-        print(f"            {finding.count:,} lines in all{ranks}")
-    for objection in finding.against:
-        print(labelled("against", objection))
-    print_commands(finding.id, roots, has_probe=bool(finding.probe))
-    print()
-
-
-def _print_first_failure(diagnosis: Diagnosis) -> None:
-    ranks = diagnosis.ranks
-    line = f"{_time(ranks.first_failure)}{_cited(ranks.first_failure)}" if ranks.first_failure else ""
-    rank = f"rank {ranks.failed_first} failed first" if ranks.failed_first is not None else ""
-    if line and not rank and len(ranks.known) > 1 and not diagnosis.is_cause_unknown:
-        rank = "several ranks failed; order unknown"
-    if rank or line:
-        print(f"   first    {': '.join(filter(None, (rank, line)))}")
-
-
-def _print_observations(diagnosis: Diagnosis) -> None:
-    if absent := diagnosis.ranks.absent:
-        print(f"   absent   {name_ranks(absent)}: did not wait where the others waited")
-    for line in diagnosis.observations[:MOST_LINES]:
-        _print_line("seen", line)
-
-
-def _print_line(label: str, line: Line) -> None:
-    """A sentence that kb derived from several lines is not cited at one of them."""
-    if line.text.startswith(DERIVED_PREFIX):
-        print(labelled("inferred", line.text.removeprefix(DERIVED_PREFIX)))
-    else:
-        print(f"   {label:<8} {_cited(line)}")
+    def _counted(self, count: int, noun: str) -> str:
+        return self._say(f"{{:,}} {noun}" + ("" if count == 1 else "s")).format(count)
 
 
 def _time(line: Line) -> str:

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kb.content.languages import Language
+
 from .hints import with_roots
+from .labels import label
 from .output import style
-from .wrapping import hanging
+from .wrapping import hanging, padded
 
 INDENT = 12
 
@@ -20,16 +23,29 @@ def headline(number: int, title: str, entry_id: str, facts: str) -> str:
     return f"{number}. {title}\n   {style(entry_id, 'cyan')}{style(below, dim=True)}"
 
 
-def labelled(label: str, text: str, *, dim: bool = False) -> str:
-    """A label and a text, whose lines all begin at the same column."""
-    return f"   {label:<8} {style(hanging(text, INDENT), dim=dim)}"
+def field(name: str, text: str, lang: Language = Language.ENGLISH) -> str:
+    """A label in this language and a text, which is printed as it is: a command or a line of a log, to be copied."""
+    return f"   {padded(label(name, lang), INDENT - 4)} {text}"
 
 
-def print_commands(entry_id: str, roots: Sequence[Path] | None, *, has_probe: bool) -> None:
-    """How to read an entry and how to verify it."""
-    print(f"   read     {style(with_roots(f'kb show {entry_id}', roots), 'green')}")
+def labelled(name: str, text: str, lang: Language = Language.ENGLISH, *, dim: bool = False) -> str:
+    """A label in this language and a text, whose lines all begin at the same column."""
+    return field(name, style(hanging(text, INDENT), dim=dim), lang)
+
+
+def print_commands(
+    entry_id: str, roots: Sequence[Path] | None, lang: Language = Language.ENGLISH, *, has_probe: bool
+) -> None:
+    """How to read an entry, in this language, and how to verify it."""
+    read = with_roots(f"kb show {entry_id}", roots) + (" --lang zh" if lang is Language.CHINESE else "")
+    print(field("read", style(read, "green"), lang))
     if has_probe:
-        print(f"   verify   {style(with_roots(f'kb verify {entry_id}', roots), 'green')}")
+        print(field("verify", style(with_roots(f"kb verify {entry_id}", roots), "green"), lang))
+
+
+def origin_facts(origin: str, lang: Language) -> str:
+    """What follows the facts of an entry that is not built in."""
+    return "" if origin == "built-in" else f" · {label('from {}', lang).format(origin)}"
 
 
 def wrapped_on_terminal(text: str, indent: int) -> str:

@@ -26,6 +26,11 @@ def cells(text: str) -> int:
     return len(text) if text.isascii() else sum(1 + _is_wide(character) for character in text)
 
 
+def padded(text: str, width: int) -> str:
+    """A text that ends at this column, or later if it is wider."""
+    return text + " " * (width - cells(text))
+
+
 def breaks(text: str, width: int) -> Iterator[tuple[int, int]]:
     """Start and end of each line; the space between two lines belongs to neither. A line end in the text stays one."""
     start = end = used = 0

@@ -10,7 +10,7 @@ from kb.diagnose.evidence import Failure, Line, Scan, SignatureMatch
 from kb.diagnose.failure_lines import is_interruption, is_launcher, is_log
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary, summarize_ranks
-from kb.diagnose.next_step import LIKELY, Documents, NextStep, log_more, next_step, read_first_failure
+from kb.diagnose.next_step import LIKELY, Documents, NextStep, ask_more, next_step, read_first_failure
 from kb.diagnose.ranking import Candidate, rank_candidates
 from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
 from kb.search.index import Index
@@ -24,6 +24,8 @@ CLEAR_LEAD = 0.5  # lead in score that leaves no doubt which of two is right
 ROLES = ("root", "last", "cascade", "context")
 ENTRY_FIELDS = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "probe")
 
+MERELY_ALIKE = "no signature of it was printed, only the wording is alike"
+MERELY_CONTEXT = "what was printed says what happened, not why: it is printed whatever the reason"
 TRACEBACK = "Traceback (most recent call last)"
 
 LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
@@ -88,7 +90,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         ranks=ranks,
         observations=scan.observations[:MOST_LINES],
         failures=scan.failures[:MOST_LINES],
-        next_step=step or log_more(failure.line.text for failure in scan.failures),
+        next_step=step or ask_more([failure.line.text for failure in scan.failures]),
         sources=scan.sources,
         lines=scan.lines,
         bytes=scan.bytes,
@@ -174,7 +176,7 @@ def _against(candidate: Candidate, ranks: RankSummary, effects: set[str]) -> tup
     objections = []
     first = ranks.first_failure
     if candidate.role == "similar":
-        objections.append("no signature of it was printed, only the wording is alike")
+        objections.append(MERELY_CONTEXT if candidate.matches else MERELY_ALIKE)
     if candidate.role == "last":
         objections.append("no error was printed: the log stops where this incident stops")
     if candidate.caused_by:

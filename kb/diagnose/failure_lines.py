@@ -53,10 +53,13 @@ AFTERMATH = re.compile(
 LAUNCHER = re.compile(
     r"""failed\ \(exitcode: | exitcode\s*: | ChildFailedError | Root\ Cause\ \(first | SignalException | error_file:
       | closing\ signal\ SIG | ^\s*(?:traceback\ :\ )?Signal\ \d+\ \(SIG | To\ enable\ traceback | ^\S+\ FAILED\s*$
-      | exits\ with\ return\ code | ^srun:\ error | Exited\ with\ exit\ code | CalledProcessError""",
+      | exits\ with\ return\ code | ^srun:\ error | Exited\ with\ exit\ code | CalledProcessError
+      | ActorDiedError | actor\ died\ unexpectedly""",
     re.VERBOSE,
 )
-RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b:?")
+RAISED = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b:?|^Fatal Python error: (?!Aborted)"
+)
 INTERRUPTED = re.compile(
     r"KeyboardInterrupt|\bSIGINT\b|^\^C|CANCELLED AT|DUE TO TIME LIMIT|closing signal SIG(?:TERM|INT)|Terminated"
 )
@@ -98,5 +101,5 @@ def is_launcher(text: str) -> bool:
 
 
 def is_raised(text: str) -> bool:
-    """Whether a line is the last line of a traceback: the exception with its message."""
+    """Whether a line says what ended a process: the exception below its traceback, or a fatal signal of its own."""
     return bool(RAISED.match(text))

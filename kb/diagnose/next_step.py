@@ -1,18 +1,18 @@
 """The one thing to do next: tell the remaining candidates apart, verify the only one, or read the first failure.
 
-Under `How to tell` an entry says how it differs from its look-alikes: an item there that names the other candidate is
-the observation to make.
+Under `How to tell` an entry says how it differs from its look-alikes: an item there that says what to do, best one that
+names the other candidate, is the step. An item that only states something ("not this entry: see ...") never is.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kb.content.grades import without_marks
+from kb.content.actions import action
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary
 from kb.harness.collective import name_ranks
@@ -22,7 +22,18 @@ LIKELY = 0.35  # confidence below which an entry is not a candidate
 MOST_CANDIDATES = 3
 STREAMS = ("", "-", "body", "pasted text")  # what the command and the service call a log that is in no file
 PACKED = (".gz", ".zst")
-NCCL_ERROR = re.compile(r"\bnccl\w+Error\b")  # the kind of an error, not its reason
+REASONS = (  # errors that name no reason, and where the reason is found
+    (
+        re.compile(r"\bnccl\w+Error\b"),
+        "NCCL gives its reason in a line with `NCCL WARN`, and only with `NCCL_DEBUG=INFO`: "
+        "set it on every rank, run the job again, and diagnose that log.",
+    ),
+    (
+        re.compile(r"\b(?:CUDA|HIP|NPU|XPU) out of memory\b"),
+        "This says that a GPU is full, not of what. Diagnose the log with the whole traceback: its last frames are in a "
+        "layer or the backward, the loss, the optimizer, an evaluation, a save or a load, and that decides.",
+    ),
+)
 
 Documents = Mapping[str, Mapping[str, Any]]  # of the index, by entry
 
@@ -78,14 +89,9 @@ def read_first_failure(ranks: RankSummary) -> NextStep | None:
     return NextStep(f"{text} What the other ranks printed followed.")
 
 
-def log_more(failures: Iterable[str]) -> NextStep | None:
-    """The step when nothing explains an error of NCCL, which gives its reason only when it is asked."""
-    if not any(map(NCCL_ERROR.search, failures)):
-        return None
-    return NextStep(
-        "NCCL gives its reason in a line with `NCCL WARN`, and only with `NCCL_DEBUG=INFO`: "
-        "set it on every rank, run the job again, and diagnose that log."
-    )
+def ask_more(failures: Sequence[str]) -> NextStep | None:
+    """The step when nothing explains an error that is the same whatever the reason, and whose reason can be had."""
+    return next((NextStep(text) for error, text in REASONS if any(map(error.search, failures))), None)
 
 
 def _read_absent(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
@@ -95,24 +101,27 @@ def _read_absent(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
 
 
 def _difference(rivals: Sequence[Finding], documents: Documents) -> NextStep | None:
-    """How the best candidate differs from another one, by the entry of either."""
+    """What tells the best candidate from another one, by the entry of either."""
     best = rivals[0]
     for rival in rivals[1:]:
         for finding, other in ((best, rival), (rival, best)):
-            test = next((item for item in documents[finding.id]["tells"] if f"`{other.id}`" in item), "")
+            test = next((test for test in _actions(finding, documents) if f"`{other.id}`" in test), "")
             if test:
-                return _observation(test, finding.id, (best.id, rival.id), _command(best, documents))
+                return _test(test, finding.id, (best.id, rival.id), _command(best, documents))
     return None
 
 
 def _first_test(finding: Finding, documents: Documents) -> NextStep | None:
-    test = next(iter(documents[finding.id]["tells"]), "")
-    return _observation(test, finding.id, (finding.id,), _command(finding, documents)) if test else None
+    test = next(_actions(finding, documents), "")
+    return _test(test, finding.id, (finding.id,), _command(finding, documents)) if test else None
 
 
-def _observation(test: str, source: str, separates: tuple[str, ...], command: str) -> NextStep:
+def _actions(finding: Finding, documents: Documents) -> Iterator[str]:
+    return filter(None, map(action, documents[finding.id]["tells"]))
+
+
+def _test(text: str, source: str, separates: tuple[str, ...], command: str) -> NextStep:
     """The item of an entry as a step. Where it reads a log, it names the one that is diagnosed."""
-    text = without_marks(test)
     general, reads_log, _ = command.partition(" --set log=")
     if reads_log and "`" not in command:  # a file may have any name, this is Markdown
         text = re.sub(rf"{re.escape(general)} --set log=[^\s`]+", lambda _: command, text)

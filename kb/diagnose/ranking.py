@@ -4,6 +4,8 @@ score = strength of the strongest signature, shared among the entries that claim
       + a little for every further signature, less for context
       + likeness of the log to the entry's text (kb.search), up to `LIKENESS`
 
+Lines of context are no evidence. They only put an entry above others that are alike, and nothing else speaks for any.
+
 An entry that matches, and is caused by another that matches as a root, is a cascade of that one and ranks below it.
 """
 
@@ -62,12 +64,16 @@ def rank_candidates(
     roles = {candidate.id: candidate.role for candidate in matched}
     matched = _cap_consequences([_demote(candidate, roles, causes, masks) for candidate in matched])
     similar = [
-        Candidate(entry, "similar", LIKENESS * share, share, tuple(by_entry.get(entry, ())))
+        _similar(entry, share, by_entry.get(entry, ()))
         for entry, share in likeness.items()
         if entry not in roles and share >= LEAST_LIKE
     ]
     ranked = sorted([*matched, *similar], key=lambda candidate: (-candidate.score, candidate.id))
     return tuple(ranked[:MOST_FINDINGS])
+
+
+def _similar(entry: str, likeness: float, context: Sequence[SignatureMatch]) -> Candidate:
+    return Candidate(entry, "similar", LIKENESS * likeness + FURTHER["context"] * bool(context), likeness, tuple(context))
 
 
 def _cap_consequences(candidates: list[Candidate]) -> list[Candidate]:

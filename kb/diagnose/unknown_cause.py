@@ -1,7 +1,8 @@
 """Whether a candidate explains only consequences: another failure came first, and no entry knows it.
 
 Ranks that wait or survive print the same lines whatever made another rank fail. An entry that matches only such lines
-is not the cause if another rank raised an exception of its own before.
+is not the cause if another rank raised an exception of its own before. An entry that has that exception among its
+context describes both, the exception and what follows: it explains the log, although not why the exception came.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> boo
     if not candidates or first is None or any(first in _printed_lines(candidate) for candidate in candidates):
         return False
     best = candidates[0]
+    if _is_told(best, first):
+        return False
     if ranks.has_raised and _is_launcher_only(best):
         return True
     return best.role == "cascade" and not best.caused_by and _is_attributed(ranks) and _is_preceded(best, ranks)
@@ -36,12 +39,19 @@ def objection(candidate: Candidate, ranks: RankSummary) -> str:
         return f"{ONLY_CONSEQUENCES}; the cause itself is not in these logs"
     if not _is_preceded(candidate, ranks):
         return f"{ONLY_CONSEQUENCES}; another failure was printed: {first.place}"
+    if _is_told(candidate, first):
+        return f"{first.place} came first and belongs to it; why that happened is not in these logs"
     earlier = (
         f"rank {ranks.failed_first} failed first" if ranks.failed_first is not None else "something else failed before"
     )
     is_certain = ranks.has_raised and _is_attributed(ranks)
     verdict = "the cause is not this" if is_certain else ONLY_CONSEQUENCES
     return f"{verdict}; {earlier}: {first.place} {first.text}"
+
+
+def _is_told(candidate: Candidate, first: Line) -> bool:
+    """Whether a candidate with evidence of its own has a line of context on the first failure."""
+    return candidate.role != "similar" and first in candidate.lines
 
 
 def is_before(line: Line, first: Line) -> bool:

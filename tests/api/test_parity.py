@@ -12,6 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kb.content.roots import builtin_root
+from kb.search.decision import Kind
+from kb.search.index_cache import open_index
+from kb.search.ranking import search
 from tests.support.console import CHECKOUT
 from tests.support.mcp_client import Model, over_http, over_stdio
 from tests.support.replicas import Place, started
@@ -19,6 +23,8 @@ from tests.support.replicas import Place, started
 pytestmark = pytest.mark.slow
 
 QUESTIONS = CHECKOUT / "tests" / "bench" / "questions.jsonl"
+THREADS = QUESTIONS.with_name("threads.jsonl")
+OF_EACH_KIND = 100
 ENVELOPE = ("schema", "ok")
 OWN = (
     "ALLGATHER timeout save",
@@ -122,6 +128,38 @@ def test_the_same_question_has_the_same_hits(service: Service, cli: Callable[...
             assert short(answer["hits"]) == short(expected["hits"]), question
             assert answer["answered"] == expected["answered"]
             assert [item["question"] for item in answer.get("ask", [])] == [item["text"] for item in ask]
+
+
+def of_each_kind() -> dict[str, list[str]]:
+    """Real questions, and what their first third says to somebody who has typed no more."""
+    rows = [json.loads(line) for path in (QUESTIONS, THREADS) for line in path.read_text("utf-8").splitlines()]
+    texts = [text for row in rows for text in (row["query"], row["query"][: len(row["query"]) // 3]) if text.strip()]
+    kinds: dict[str, list[str]] = {kind: [] for kind in Kind}
+    with open_index((builtin_root(),)) as index:
+        for text in dict.fromkeys(texts):
+            kinds[search(index, text, 1).kind].append(text)
+    return {kind: texts[:OF_EACH_KIND] for kind, texts in kinds.items()}
+
+
+def kind_of_page(html: str) -> Kind:
+    if 'class="unanswered"' not in html:
+        return Kind.ANSWER
+    return Kind.RELATED if 'aria-label="No entry is clearly about this"' in html else Kind.UNKNOWN
+
+
+def test_an_answer_is_one_everywhere_and_so_is_none(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
+    for kind, questions in of_each_kind().items():
+        assert len(questions) == OF_EACH_KIND
+        for question in questions:
+            asked = {"q": question}
+            rest = service.rest.get("/v1/search", params=asked).json()
+            page = service.rest.get("/", params=asked, headers={"Accept": "text/html"}).text
+            context = service.rest.get("/v1/context", params=asked).json()
+            model = service.models[1].answer("search_incidents", query=question)
+            kinds = [cli("search", "--", question)["kind"], rest["kind"], context["kind"], model["kind"]]
+            assert kinds == [kind] * 4, question
+            assert kind_of_page(page) is Kind(kind) or rest["out_of_scope"], question
+            assert bool(context["claims"]) <= (kind == Kind.ANSWER), question
 
 
 def test_filters_mean_the_same(service: Service, cli: Callable[..., dict[str, Any]]) -> None:

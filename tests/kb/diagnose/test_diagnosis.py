@@ -19,7 +19,8 @@ from kb.search.index_cache import open_index
 Answer = Callable[..., Diagnosis]
 
 SHM = "[rank1]: NCCL WARN Error while creating shared memory segment /dev/shm/nccl-00ab (size 9637888)"
-OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 3 has a total capacity of 79 GiB"
+FULL = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 3 has a total capacity of 79 GiB"
+OOM = f'[rank3]:   File "/w/model.py", line 88, in forward\n[rank3]:     h = self.up(x)\n{FULL}'
 WAITED = (
     "[rank{0}]:[E1121 03:14:05.118 ProcessGroupNCCL.cpp:683] [Rank {0}] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=812, OpType=ALLREDUCE, NumelIn=503316, NumelOut=503316, Timeout(ms)=600000) ran for 600013 ms"
@@ -81,6 +82,14 @@ def test_what_follows_from_a_seen_cause_says_so(answer: Answer) -> None:
     assert result.findings[0].id in masked.caused_by
     assert any(item.startswith("it follows from") for item in masked.against)
     assert (result.ranks.failed_first, result.ranks.absent) == (3, (3,))
+
+
+def test_what_says_no_reason_beside_what_followed_is_not_elsewhere(answer: Answer) -> None:
+    result = answer(f"{FULL}\n" + "\n".join(WAITED.format(rank) for rank in (0, 1, 2)))
+    first = result.findings[0]
+    assert (first.id, first.role) == ("oom-masked-as-nccl-timeout", "cascade")
+    assert first.against[0] == "0.log:1 came first and belongs to it; why that happened is not in these logs"
+    assert (result.is_cause_unknown, result.unexplained, result.ranks.failed_first) == (False, False, 3)
 
 
 def test_only_timeouts_are_no_cause_and_that_is_held_against_them(answer: Answer) -> None:

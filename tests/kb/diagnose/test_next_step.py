@@ -15,8 +15,8 @@ from kb.diagnose.next_step import (
     LIKELY,
     MOST_CANDIDATES,
     NextStep,
+    ask_more,
     candidates,
-    log_more,
     next_step,
     read_first_failure,
 )
@@ -56,14 +56,24 @@ def test_an_entry_without_a_probe_is_read() -> None:
     assert present(step(finding("a", CERTAIN, probe=None))).command == "kb show a"
 
 
-def test_two_candidates_are_told_apart_by_what_the_better_says_of_the_other() -> None:
-    result = present(step(finding("a", 0.6), finding("b", 0.5), a=["First.", "Not `b`, when x. [thread 4] [inferred]"]))
-    assert (result.text, result.source, result.separates) == ("Not `b`, when x.", "a", ("a", "b"))
+def test_two_candidates_are_told_apart_by_what_the_better_says_to_do_about_the_other() -> None:
+    tells = ["Print x.", "`py-spy dump` on rank 0: in a save, `b-hang`. [thread 4] [inferred]"]
+    result = present(step(finding("a", 0.6), finding("b-hang", 0.5), a=tells))
+    assert (result.text, result.source) == ("`py-spy dump` on rank 0: in a save, `b-hang`.", "a")
+    assert result.separates == ("a", "b-hang")
 
 
-def test_or_by_what_the_other_says_of_it() -> None:
-    result = present(step(finding("a", 0.6), finding("b", 0.5), b=["Not `a`, when y."]))
-    assert (result.text, result.source) == ("Not `a`, when y.", "b")
+def test_or_by_what_the_other_says_to_do_about_it() -> None:
+    result = present(step(finding("a-hang", 0.6), finding("b", 0.5), b=["Compare the sizes: equal, `a-hang`."]))
+    assert (result.text, result.source) == ("Compare the sizes: equal, `a-hang`.", "b")
+
+
+def test_a_statement_about_the_other_is_no_step() -> None:
+    statements = ["The same in mid-epoch is not this entry: see `b-hang`.", "Not this: `b-hang`."]
+    rivals = finding("a", 0.6), finding("b-hang", 0.5)
+    looked = present(step(*rivals, a=[*statements, "Look at the first line. [source 1]"]))
+    assert (looked.text, looked.source, looked.separates) == ("Look at the first line.", "a", ("a",))
+    assert present(step(*rivals, a=statements)).text.startswith("Verify it on this machine")
 
 
 def test_what_only_follows_is_no_rival() -> None:
@@ -129,7 +139,13 @@ def test_what_no_entry_knows_is_to_be_read_where_it_stands() -> None:
     assert read_first_failure(NOBODY) is None
 
 
-def test_an_error_of_nccl_that_nothing_explains_asks_for_its_reason() -> None:
-    failures = ["Traceback (most recent call last):", "ncclSystemError: System call or external library call failed"]
-    assert "NCCL_DEBUG=INFO" in present(log_more(failures)).text
-    assert log_more(["ValueError: NCCL is not built"]) is None
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("ncclSystemError: System call or external library call failed", "NCCL_DEBUG=INFO"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "not of what"),
+    ],
+)
+def test_an_error_that_names_no_reason_asks_for_it(failure: str, reason: str) -> None:
+    assert reason in present(ask_more(["Traceback (most recent call last):", failure])).text
+    assert ask_more(["ValueError: NCCL is not built", "dmesg: Out of memory: Killed process 7 (python)"]) is None
