@@ -25,8 +25,8 @@ STATES = ("exposed", "clear", "unknown")
 # What gloo raises where a call waits too long. The first of several calls under way to run out of time closes the
 # connections, and each other one then says so: gloo/transport/tcp/unbound_buffer.cc, UnboundBuffer::waitRecv.
 GLOO_TIMEOUT = r"(Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure)"
-# What nccl2, the default NCCL backend from torch 2.15 on, says of a timeout; it names no operation. The watchdog's last
-# words before it aborts: nccl2/ProcessGroupNCCL.cpp, abortProcess; the exception: nccl2/WorkNCCL.cpp, setTerminalStatus.
+# What nccl2, which is nccl from torch 2.15 on, says of a timeout; it names no operation. The last words of its watchdog
+# are in nccl2/ProcessGroupNCCL.cpp, abortProcess, the exception is in nccl2/WorkNCCL.cpp, setTerminalStatus.
 NCCL2_TIMEOUT = r"(Aborting process on rank \d+ due to timeout\b|NCCL operation timed out)"
 
 

@@ -3,7 +3,19 @@
 from functools import partial
 from typing import Any, Callable
 
-from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+from kb.probe import (
+    GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Needs,
+    Probe,
+    Symptom,
+    completed,
+    raised,
+    symptom,
+)
 
 
 def save(ctx: Context, *, everyone: bool) -> None:
@@ -191,7 +203,9 @@ def shards(name: str, sharded: Callable[[Context], Any], torch: str) -> Experime
 
 probe = Probe(
     experiments=(
-        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER|{NCCL2_TIMEOUT}")),
+        gloo.on_gpus(
+            expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER|{NCCL2_TIMEOUT}")
+        ),
         gloo,
         Experiment(
             name="by-hand",

@@ -7,7 +7,19 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+from kb.probe import (
+    GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Needs,
+    Probe,
+    Symptom,
+    completed,
+    raised,
+    symptom,
+)
 
 
 def train(ctx: Context, *, warm_up: bool) -> None:
@@ -163,7 +175,11 @@ gloo = Experiment(
 
 probe = Probe(
     experiments=(
-        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}")),
+        gloo.on_gpus(
+            expect=raised(
+                rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}"
+            )
+        ),
         gloo,
     ),
     variants=(

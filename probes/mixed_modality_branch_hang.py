@@ -276,6 +276,9 @@ probe = Probe(
         "data": Param("path", "your training data, a JSON list or JSON lines, for the check"),
     },
     check=check,
-    experiments=(gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")), gloo),
+    experiments=(
+        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
+        gloo,
+    ),
     variants=(dropped, frozen, root_unit, dealt, deepspeed_on_cpu),
 )

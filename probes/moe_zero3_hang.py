@@ -351,6 +351,9 @@ probe = Probe(
         "model": Param("path", "the model's folder, or its config.json, for the check"),
     },
     check=check,
-    experiments=(gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")), gloo),
+    experiments=(
+        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
+        gloo,
+    ),
     variants=(silent, one_unit, parallel, deepspeed_on_cpu),
 )

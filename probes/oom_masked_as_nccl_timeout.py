@@ -7,7 +7,20 @@ from functools import partial
 from typing import Any, List, Mapping, Tuple
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
+from kb.probe import (
+    GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
 
 CARD_MIB = 1024  # what one rank may use: the cap of the caching allocator, or of the address space on the CPU
 

@@ -333,7 +333,11 @@ probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
     experiments=(
-        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}")),
+        gloo.on_gpus(
+            expect=raised(
+                rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}"
+            )
+        ),
         gloo,
     ),
     variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail),

@@ -5,7 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, List, Mapping
 
-from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Expect, Experiment, Probe, Symptom, completed, raised, symptom
+from kb.probe import (
+    GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Probe,
+    Symptom,
+    completed,
+    raised,
+    symptom,
+)
 
 BATCHES = (4, 3)  # rank by rank
 
@@ -162,7 +174,11 @@ def variant(
 
 probe = Probe(
     experiments=(
-        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}")),
+        gloo.on_gpus(
+            expect=raised(
+                rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=ALLREDUCE|{NCCL2_TIMEOUT}"
+            )
+        ),
         gloo,
     ),
     variants=(

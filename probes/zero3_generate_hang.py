@@ -231,6 +231,9 @@ zero3 = Experiment(
 )
 
 probe = Probe(
-    experiments=(gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")), gloo),
+    experiments=(
+        gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
+        gloo,
+    ),
     variants=(one_rank, fixed_length, unsharded, barrier_behind, summoned, zero3),
 )
