@@ -17,11 +17,16 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter
 
+from kb.content.roots import builtin_root
+from kb.search.decision import Kind
+from kb.search.index_cache import open_index
+from kb.search.ranking import search
 from kb.sharing.shared_report import Fidelity
 from tests.support.console import CHECKOUT, GENEROUS_S, wait_for
 from tests.support.replicas import Place, started
 
 PAGE = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
+THREADS = CHECKOUT / "tests" / "bench" / "threads.jsonl"
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```\n(?:\n```(json|text)\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -123,13 +128,33 @@ def test_the_chatbot_of_the_page_answers(place: Place, tmp_path: Path) -> None:
         def reply(text: str) -> str:
             return run(f"{sys.executable} bot.py {shlex.quote(text)}", tmp_path, own)
 
-        log = reply("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-        assert "[oom-activations § Fix, " in log
-        assert log.endswith(f"{replica.url}/entries/oom-activations\n")
+        log = reply("RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following")
+        assert "[ddp-marked-ready-twice § Fix, " in log
+        assert log.endswith(f"{replica.url}/entries/ddp-marked-ready-twice\n")
         question = reply("all-gather times out when I save a checkpoint")
         assert "[checkpoint-save-allgather-timeout § Fix, " in question
         assert question.endswith(f"{replica.url}/entries/checkpoint-save-allgather-timeout\n")
         assert reply("my job hangs").startswith("kb does not know this one. Do you see one of these?\n- ")
+
+
+def test_the_chatbot_of_the_page_cites_nothing_where_kb_has_no_answer(place: Place, tmp_path: Path) -> None:
+    [bot] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    asking = "for line in sys.stdin:\n    print(json.dumps(answer(json.loads(line))))"
+    (tmp_path / "bot.py").write_text(
+        "import json\n" + bot.replace("print(answer(sys.argv[1]))", asking), encoding="utf-8"
+    )
+    with open_index((builtin_root(),)) as index:
+        foreign = [
+            row["query"] for row in map(json.loads, THREADS.read_text("utf-8").splitlines()) if not row["labels"]
+        ]
+        unknown = [question for question in foreign if search(index, question, 1).kind is not Kind.ANSWER]
+    (tmp_path / "questions").write_text("".join(f"{json.dumps(question)}\n" for question in unknown))
+    with started(place) as replica:
+        own = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": place.key("read"), "NO_PROXY": "*"}
+        replies = run(f"{sys.executable} bot.py < questions", tmp_path, own).splitlines()
+    assert len(replies) == len(unknown) >= 50
+    cited = [question for question, reply in zip(unknown, replies, strict=True) if "§" in json.loads(reply)]
+    assert not cited
 
 
 def test_every_role_and_fidelity_is_explained_on_the_page() -> None:

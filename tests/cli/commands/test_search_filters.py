@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.console import ContentRoot, Kb
 
-QUESTION = "zirconium broke"
+QUESTION = "zirconium spline broke while the flange rotated"
 
 
 @pytest.fixture
