@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from kb.diagnose.chinese_step import chinese_step
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import DERIVED_PREFIX, Line
 from kb.diagnose.finding import Finding
@@ -21,7 +23,6 @@ from .entry_page import linked_html
 from .excerpt import Excerpt, Texts, excerpts, texts
 from .log_form import UploadedLog, parse_log_form
 from .page import LANGUAGES, chosen_language, language, page
-from .translation import translated
 
 MOST_FINDINGS = 5
 MOST_LINES = 4  # of a finding
@@ -32,6 +33,8 @@ ROLES = {
     "last": ("ends here", "no error was printed; the log stops where this incident stops"),
     "similar": ("similar words", "no signature of it matched, only the wording is similar"),
 }
+
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 router = APIRouter()
 
@@ -73,7 +76,9 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
     first = diagnosis.ranks.first_failure or next(iter(failures), None)
     is_explained = bool(likely) and not diagnosis.unexplained
     others = failures if is_explained else [line for line in failures if line != first]
-    step = None if diagnosis.is_cause_unknown else diagnosis.next_step  # the page says it beside the first failure
+    step = chinese_step(diagnosis, content.catalog.get) if lang == "zh" else diagnosis.next_step
+    if diagnosis.is_cause_unknown:
+        step = None  # the page says it beside the first failure
     return {
         "nothing_read": bool(diagnosis.problems) and not (diagnosis.lines or diagnosis.observations or findings),
         "is_explained": is_explained,
@@ -82,7 +87,7 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
         "findings": _items(likely if is_explained else [], neighbours),
         "weaker": _items([finding for finding in findings if not (is_explained and finding in likely)], neighbours),
         "seen": [excerpt for line in others for excerpt in excerpts([line], neighbours)],
-        "next_step": _step(step.text, frozenset(content.catalog.entries), lang, chosen) if step else None,
+        "next_step": _step(step.text, frozenset(content.catalog.entries), chosen) if step else None,
     }
 
 
@@ -112,10 +117,10 @@ def citation(line: Line) -> str:
     return f"{line.place}{rank}: {line.text.removeprefix(DERIVED_PREFIX)}"
 
 
-def _step(text: str, known: frozenset[str], lang: str, chosen: str) -> dict[str, str]:
-    """A step of kb in the language of the page; one from an entry is in English."""
-    chinese = translated(text) if lang == "zh" else ""
-    return {"html": linked_html(chinese or text, known, chosen), "lang": LANGUAGES[lang if chinese else "en"]}
+def _step(text: str, known: frozenset[str], chosen: str) -> dict[str, str]:
+    """A step with its language: that of the page, or English where the entry has no Chinese text."""
+    lang = "zh" if CHINESE.search(text) else "en"
+    return {"html": linked_html(text, known, chosen), "lang": LANGUAGES[lang]}
 
 
 def _page(request: Request, status: int = 200, **values: Any) -> HTMLResponse:

@@ -153,7 +153,7 @@ def _print_difference(difference: Difference, lang: Language) -> None:
 def _print_applicability(applicability: Applicability, lang: Language) -> None:
     state = value(applicability.state, lang).replace("-", " ")
     reasons = [sentence(reason, lang) for reason in applicability.reason.split("; ")]
-    print(labelled("here", f"{state}: {joined(reasons, lang)}", lang))
+    print(labelled("here", f"{state}{label(': ', lang)}{joined(reasons, lang)}", lang))
 
 
 def _print_why(why: Explanation, lang: Language) -> None:

@@ -45,7 +45,7 @@ class Printer:
                 print()
             self._print_findings()
         elif diagnosis.bytes:
-            print(self._say(HEALTHY).format(self._counted(diagnosis.lines, "line"), self._files()))
+            print(self._say(HEALTHY).format(self._counted(diagnosis.lines, "{:,} line", "{:,} lines"), self._files()))
         else:
             print(self._say("there is nothing to read: {} of 0 bytes").format(self._files()))
         if not diagnosis.unexplained and not diagnosis.is_cause_unknown:
@@ -110,7 +110,7 @@ class Printer:
         if line and not rank and len(ranks.known) > 1 and not self.diagnosis.is_cause_unknown:
             rank = self._say("several ranks failed; order unknown")
         if rank or line:
-            print(field("first", ": ".join(filter(None, (rank, line))), self.lang))
+            print(field("first", self._say(": ").join(filter(None, (rank, line))), self.lang))
 
     def _print_observations(self) -> None:
         if absent := self.diagnosis.ranks.absent:
@@ -144,10 +144,10 @@ class Printer:
         return value(name_ranks(ranks), self.lang)
 
     def _files(self) -> str:
-        return self._counted(self.diagnosis.sources, "file")
+        return self._counted(self.diagnosis.sources, "{:,} file", "{:,} files")
 
-    def _counted(self, count: int, noun: str) -> str:
-        return self._say(f"{{:,}} {noun}" + ("" if count == 1 else "s")).format(count)
+    def _counted(self, count: int, one: str, several: str) -> str:
+        return self._say(one if count == 1 else several).format(count)
 
 
 def _time(line: Line) -> str:

@@ -66,7 +66,8 @@ def _print_triage(asked: Sequence[Observation], lang: Language) -> None:
     for number, observation in enumerate(asked, 1):
         document = observation.to_json(in_chinese=lang is Language.CHINESE)
         print(f"{number}. {style(document['ask'], bold=True)}")
-        print(labelled("run", f"{style(document['command'], 'green')}  ({document['where']})", lang))
+        where = label("  ({})", lang).format(document["where"])
+        print(labelled("run", f"{style(document['command'], 'green')}{where}", lang))
         for outcome in document["outcomes"]:
             entries = ", ".join(outcome["points_to"])
             print(labelled("", f"- {outcome['seen']}{f' -> {entries}' if entries else ''}"))

@@ -67,5 +67,5 @@ def _is_wide(character: str) -> bool:
 def hanging(text: str, indent: int) -> str:
     """A text whose first line begins at the column `indent` of what is there already, and the others below it."""
     text = re.sub(r"\s", " ", text)
-    lines = [text[start:end] for start, end in breaks(text, columns() - indent)]
+    lines = [text[start:end].rstrip() for start, end in breaks(text, columns() - indent)]
     return f"\n{' ' * indent}".join(lines)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 
 import yaml
 
+from kb.content.actions import action
 from kb.content.grades import MARK
+from kb.diagnose.chinese_step import chinese_items
 from kb.lint.body import Block, Kind
 from kb.lint.rule import EntryFile, EntryRule, EntryText, Remark, TextRule
+from kb.search.document import tells
 
 ADVISING = ("How to tell", "Fix")
 NUMBERED = re.compile(r"\s*\d+[.)] ")
@@ -67,6 +70,15 @@ def broken_code(file: EntryText) -> Iterator[Remark]:
         except (SyntaxError, ValueError, yaml.YAMLError, configparser.Error) as error:
             number = getattr(error, "lineno", None) or 1
             yield block.line + number, f"this is not {block.tag}: {error}"
+
+
+def no_action(file: EntryFile) -> Iterator[Remark]:
+    """The items of How to tell, and of 判断, say what to do at least once: kb diagnose quotes it; or a probe does."""
+    line = next((block.line for block in file.blocks(Kind.HEADING, "How to tell")), 1)
+    for items in (tells(file.entry), chinese_items(file.entry)):
+        if items and not file.meta.probe and not any(map(action, items)):
+            yield line, f"no item says what to do, such as to run or compare something: {items[0][:60]!r}"
+            return
 
 
 def inferred_negative(file: EntryText) -> Iterator[Remark]:
@@ -124,4 +136,4 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "ini": _read_ini,
 }
 TEXT_RULES: tuple[TextRule, ...] = (unproved_fix, code_language, broken_code, inferred_negative)
-RULES: tuple[EntryRule, ...] = (*TEXT_RULES, untried_code)
+RULES: tuple[EntryRule, ...] = (*TEXT_RULES, untried_code, no_action)

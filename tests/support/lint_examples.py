@@ -40,6 +40,7 @@ TELL = "It says so."
 SECOND = "```log\n[rank3]"
 UNPROVED = {FIX: "Do not break it. [inferred] Not proved here: it is a test."}
 INFERRED = {**UNPROVED, "[probe plain]": "[inferred]"}
+UNSHOWN = {PROBE: "probe_waiver: no time\n", "confirmed": "reported", **INFERRED}
 PYTHON = "```python\n"
 WHY = "Nothing breaks it. [probe plain] [claimed 1]"
 
@@ -152,6 +153,10 @@ FIXES = (
     Example("broken-code", {TELL: f"{TELL}\n\n```ini\na\n```"}, "a", {TELL: f"{TELL}\n\n```ini\n[a]\nb = %c\n```"}),
     Example("inferred-negative", {TELL: f"{TELL} Glue does not help. [inferred]"}, "Glue",
             {TELL: f"{TELL} Glue does not help. [claimed 1] [inferred] It may melt. [inferred]"}),
+    Example("no-action", {**UNSHOWN, TELL: "- The same in mid-epoch is not this: see the log."}, "## How to tell",
+            {**UNSHOWN, TELL: "- Compare the sizes: equal, it is not this."}),
+    Example("no-action", {**UNSHOWN, TELL: "- Compare it.", "日志里有这句话。": "- 同样的报错出现在 epoch 中间：不是这里。"}, "## How to tell",
+            {**UNSHOWN, TELL: "- Compare it.", "日志里有这句话。": "- 比较大小：相同，就不是这里。"}),
 )  # fmt: skip
 
 FORM = (

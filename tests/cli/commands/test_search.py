@@ -23,12 +23,6 @@ def test_a_search_shows_title_cause_reason_and_the_command_that_proves_it(kb: Kb
     assert "\x1b" not in ended.out, "no colour where there is no terminal"
 
 
-def test_a_chinese_question_is_answered_in_chinese(kb: Kb) -> None:
-    ended = kb("search", "Mixtral 保存 NCCL 超时")
-    assert "1. 保存分片模型的检查点时 all-gather 超时" in ended.out
-    assert "cause    保存分片模型本身就是一次集合通信" in ended.out
-
-
 def test_words_need_no_quotes(kb: Kb) -> None:
     quoted = kb("search", "ALLGATHER timeout save", "--json").json
     plain = kb("search", "ALLGATHER", "timeout", "save", "--json").json

@@ -1,0 +1,23 @@
+"""The verdicts on record of an entry, a line each, in the language of its page."""
+
+from __future__ import annotations
+
+import re
+
+from kb.content.languages import Language
+
+from .labels import label, sentence, value
+
+VERDICT = re.compile(r"([a-z]+(?:-[a-z]+)*) (?:with|on) (?=\d)")  # `verified with 2.5.1`, `verified on 2 x NVIDIA H100`
+FIDELITY = re.compile(r"(?<=\()(cpu|hardware|model|stand-in)(?=\))")
+NOTES = (", in an earlier wording", ", with an earlier probe", "GPU arms: ", "; ")
+
+
+def record(line: str, lang: Language) -> str:
+    """A line of `kb.content.gpu_records` or `kb.content.release_records`."""
+    if lang is Language.ENGLISH or sentence(line, lang) != line:
+        return sentence(line, lang)
+    for note in NOTES:
+        line = line.replace(note, label(note, lang))
+    line = FIDELITY.sub(lambda match: value(match[1], lang), line)
+    return VERDICT.sub(lambda match: f"{value(match[1], lang)}{label(': ', lang)}", line)

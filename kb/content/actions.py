@@ -1,0 +1,53 @@
+"""Items of `How to tell` that say what to do: run a command, compare, print, look at something.
+
+Other items state what is seen and what that means: "`SeqNum=1` on all ranks: `nccl-p2p-hang`". Somebody who asks what
+to do next has not looked yet, and is helped by the former alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kb.content.grades import without_marks
+
+EMPHASIS = re.compile(r"(?<![\w*])\*{1,2}(?=\S)|(?<=\S)\*{1,2}(?![\w*])")
+SENTENCE_END = re.compile(r"(?<=[.?!]) +|(?<=[。？！])")
+
+ID = r"`[a-z0-9]+(?:-[a-z0-9]+)+`"
+PROGRAM = (
+    r"c\+\+filt|cat|cuobjdump|df|dmesg|env|find|gdb|grep|head|ib_write_bw|ip|journalctl|ldconfig|ldd|ls|lsof|lspci"
+    r"|nvidia-smi|pip|ps|python3?|sacct|srun|ss|sudo|systemctl|tail|tr|ulimit|watch"
+)
+COMMAND = rf"`(?:[A-Z][A-Z0-9_]*=\S* )*(?:(?:py-spy|kb verify|torchfrtrace|smem)\b|(?:{PROGRAM}) [^`]*[-/|])"
+VERB = (
+    "[Aa]sk|[Bb]isect|[Cc]alculate|[Cc]heck|[Cc]ompare|[Cc]ount|[Dd]o|[Ff]ind|[Hh]alve|[Ll]ist|[Ll]ook|[Mm]easure"
+    "|[Mm]ultiply|[Nn]ame|[Pp]rint|[Pp]ut|[Rr]ead|[Rr]eplay|[Rr]un|[Ss]earch|[Ss]et|[Tt]ake|[Tt]est|[Tt]ry|[Tt]urn"
+    "|[Ww]atch|[Oo]ne run with"
+)
+CHINESE_VERB = (
+    rf"看(?! ?{ID}|不)|查|找(?!不|到)|数(?![字据])|算|问(?!题)|比较|打印|运行|执行|检查|核对|对比|确认|读|试|测"
+    rf"|设(?![置备])|搜|列出|关掉|打开|用 ?\S+ ?跑"
+)
+ENGLISH_ACTION = (
+    rf"(?:[^.?!:]{{0,90}}[?:] )?(?:[^`.?!:]{{0,60}}{COMMAND}|(?:(?:first|then|now) )?(?:{VERB})\b)"
+    rf"|`[A-Z]+_[A-Z_]+="  # a variable to set
+)
+CHINESE_ACTION = (
+    rf"(?:[^。？！：]{{0,60}}(?:[？：，]|？ ))?(?:[^。？！；`]{{0,40}}{COMMAND}"
+    rf"|(?:请|先|再|直接|不用多卡，)?(?:在[^，。：；]{{1,24}}?)?(?:{CHINESE_VERB}))"
+)
+ACTION = re.compile(f"{ENGLISH_ACTION}|{CHINESE_ACTION}")
+CONCLUSION = re.compile(rf"\b[Nn]ot (?:this|here)\b|\bthis entry\b|不是(?:这里|本条|这个)|就是(?:这里|本条)|{ID}")
+
+
+def action(item: str) -> str:
+    """What an item in English or Chinese asks to be done, and what to conclude from it; "" for one that only states.
+
+    A last sentence that ends with a colon announces code or a log, which is not there.
+    """
+    text = without_marks(item).strip()
+    if text.endswith((":", "：")):
+        text = text[: max([0, *(match.end() for match in SENTENCE_END.finditer(text))])].rstrip()
+    plain = EMPHASIS.sub("", text)
+    begin, conclusion = ACTION.match(plain), CONCLUSION.search(plain)
+    return text if begin and (conclusion is None or begin.end() <= conclusion.end()) else ""
