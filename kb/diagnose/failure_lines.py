@@ -35,6 +35,7 @@ REPORTS = re.compile(
 )
 NO_FAILURE = re.compile(
     r"""Warning:\ | \[WARNING\] | ^\[?[IW]\d{4}\ | \[I\d{0,4}\ | \bINFO\b | \bDEBUG\b | ^\s*\|?\s*warnings\.warn
+      | thrown\ while\ requesting | \bRetrying\ in\ \d | \bRetrying\ \(Retry\(
       | Unable\ to\ find\ hostfile | Unable\ to\ register\ cu\w+\ factory
       | ^\s*frame\ \#\d | ^Exception\ raised\ from\ \w""",
     re.VERBOSE,
@@ -62,6 +63,7 @@ RAISED = re.compile(
 )
 INTERRUPTED = re.compile(
     r"KeyboardInterrupt|\bSIGINT\b|^\^C|CANCELLED AT|DUE TO TIME LIMIT|closing signal SIG(?:TERM|INT)|Terminated"
+    r"|Received \d+ death signal"
 )
 
 # Printed by jobs and seldom written by people: dates and times, levels, ranks, warnings with their place, progress.

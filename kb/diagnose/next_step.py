@@ -30,8 +30,8 @@ REASONS = (  # errors that name no reason, and where the reason is found
     ),
     (
         re.compile(r"\b(?:CUDA|HIP|NPU|XPU) out of memory\b"),
-        "This says that a GPU is full, not of what. Diagnose the log with the whole traceback: its last frames are in a "
-        "layer or the backward, the loss, the optimizer, an evaluation, a save or a load, and that decides.",
+        "This says that a GPU is full, not of what. Diagnose the log with the whole traceback: its last frames are in "
+        "a layer or the backward, the loss, the optimizer, an evaluation, a save or a load, and that decides.",
     ),
 )
 

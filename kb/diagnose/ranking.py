@@ -73,7 +73,9 @@ def rank_candidates(
 
 
 def _similar(entry: str, likeness: float, context: Sequence[SignatureMatch]) -> Candidate:
-    return Candidate(entry, "similar", LIKENESS * likeness + FURTHER["context"] * bool(context), likeness, tuple(context))
+    return Candidate(
+        entry, "similar", LIKENESS * likeness + FURTHER["context"] * bool(context), likeness, tuple(context)
+    )
 
 
 def _cap_consequences(candidates: list[Candidate]) -> list[Candidate]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from kb.content.roots import configured_roots
-from kb.diagnose.diagnosis import CONFIDENCE, Diagnosis, diagnose
-from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.diagnosis import CONFIDENCE, Diagnosis
 from kb.diagnose.next_step import CERTAIN, LIKELY
-from kb.diagnose.scan.scan import scan
-from kb.diagnose.scan.signature_matcher import Matcher
-from kb.search.index_cache import open_index
 
 Answer = Callable[..., Diagnosis]
 
@@ -38,24 +32,6 @@ E1121 03:14:10.001 712 torch/distributed/elastic/multiprocessing/api.py:988] fai
   rank      : 2 (local_rank: 2)
   exitcode  : -9 (pid: 71302)
 """
-
-
-@pytest.fixture(scope="module")
-def answer(built_in_index: Path) -> Iterator[Answer]:
-    """Diagnose texts, each a log of its name, with the built-in entries."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(built_in_index))
-        patch.delenv("KB_ROOTS", raising=False)
-        index = open_index(configured_roots(()))
-    with index:
-        matcher = Matcher(index.signatures)
-
-        def diagnose_logs(*anonymous: str, **logs: str) -> Diagnosis:
-            texts = {**{f"{number}.log": text for number, text in enumerate(anonymous)}, **logs}
-            streams = [Stream(name, iter([text.encode()])) for name, text in texts.items()]
-            return diagnose(index, scan(streams, matcher))
-
-        yield diagnose_logs
 
 
 def test_a_cause_in_words_is_certain_and_cited(answer: Answer) -> None:
