@@ -116,6 +116,15 @@ def torch_version() -> str:
         return "torch is not installed in this interpreter"
 
 
+def binds_when_made() -> bool:
+    """Whether nccl is nccl2 here, which makes its communicator, for one GPU, together with the group."""
+    try:
+        release = [int(part) for part in importlib.metadata.version("torch").split(".")[:2]]
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+    return release >= [2, 15] and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Compare the barrier's guess with the launcher's assignment, rank by rank, as torch's source defines both."""
     visible, source = (params["visible"], "as given") if params["visible"] else gpus_seen()
@@ -144,6 +153,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not wrong:
         return clear(
             *evidence, f"rank % {visible} is each rank's own GPU: in this layout the warning is only a warning"
+        )
+    if binds_when_made():
+        return unknown(
+            *evidence,
+            "torch 2.15 and newer takes the GPU when the group is made: LOCAL_RANK, which torchrun sets, or else rank"
+            f" % {visible}, wrong for {len(wrong)} of {nodes * processes} ranks; which it is cannot be seen from here",
+            advice="init_process_group(..., device_id=torch.device('cuda', local_rank)) on every rank",
         )
     first = wrong[0]
     return exposed(
