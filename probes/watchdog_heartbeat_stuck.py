@@ -68,6 +68,12 @@ def check(_: Mapping[str, Any]) -> Finding:
     named = {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
     if torch < (2, 3):
         return unknown("the monitor of torch 2.2 and older has other settings, which were not read")
+    if torch == (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0":
+        return unknown(
+            "the NCCL backend of torch 2.15 has no monitor and reads none of its variables",
+            "a watchdog that stands still would end nothing, and whether a call or the GIL will block cannot be seen",
+            advice="TORCH_DIST_USE_NCCL2=0 brings the old backend back, with its monitor",
+        )
     default = 480 if torch >= (2, 5) else 600
     heartbeat = number(named.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"), default)
     newer = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC") if torch > (2, 11) else None
