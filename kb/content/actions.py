@@ -20,9 +20,8 @@ PROGRAM = (
 )
 COMMAND = rf"`(?:[A-Z][A-Z0-9_]*=\S* )*(?:(?:py-spy|kb verify|torchfrtrace|smem)\b|(?:{PROGRAM}) [^`]*[-/|])"
 VERB = (
-    "[Aa]sk|[Bb]isect|[Cc]alculate|[Cc]heck|[Cc]ompare|[Cc]ount|[Dd]o|[Ff]ind|[Hh]alve|[Ll]ist|[Ll]ook|[Mm]easure"
-    "|[Mm]ultiply|[Nn]ame|[Pp]rint|[Pp]ut|[Rr]ead|[Rr]eplay|[Rr]un|[Ss]earch|[Ss]et|[Tt]ake|[Tt]est|[Tt]ry|[Tt]urn"
-    "|[Ww]atch|[Oo]ne run with"
+    "(?i:ask|bisect|calculate|check|compare|count|do|find|halve|list|look|measure|multiply|name|print|put|read|replay"
+    "|run|search|set|take|test|try|turn|watch|one run with)"
 )
 CHINESE_VERB = (
     rf"看(?! ?{ID}|不)|查|找(?!不|到)|数(?![字据])|算|问(?!题)|比较|打印|运行|执行|检查|核对|对比|确认|读|试|测"
@@ -37,7 +36,7 @@ CHINESE_ACTION = (
     rf"|(?:请|先|再|直接|不用多卡，)?(?:在[^，。：；]{{1,24}}?)?(?:{CHINESE_VERB}))"
 )
 ACTION = re.compile(f"{ENGLISH_ACTION}|{CHINESE_ACTION}")
-CONCLUSION = re.compile(rf"\b[Nn]ot (?:this|here)\b|\bthis entry\b|不是(?:这里|本条|这个)|就是(?:这里|本条)|{ID}")
+CONCLUSION = re.compile(rf"\b(?i:not) (?:this|here)\b|\bthis entry\b|不是(?:这里|本条|这个)|就是(?:这里|本条)|{ID}")
 
 
 def action(item: str) -> str:
