@@ -104,6 +104,52 @@ UNDECIDED = {
         "GiB of which 12.06 MiB is free. Process 4120 has 30.20 GiB memory in use. Process 4188 has 9.31 GiB memory in use. "
         "Of the allocated memory 38.10 GiB is allocated by PyTorch, and 812.04 MiB is reserved by PyTorch but unallocated.\n",
     ),
+    "a library of another compiler, not of CUDA": (
+        "cuda-library-missing",
+        "OSError: /opt/venv/lib/libtorch_cpu.so: undefined symbol: GOMP_parallel, version libgomp.so.1\n",
+    ),
+    "a launcher that ignores a variable, harmless where it names the same GPUs": (
+        "visible-devices-mismatch",
+        "[2026-03-02 10:02:01,512] [WARNING] [runner.py:215:main] Detected VISIBLE_DEVICES=0,1 but ignoring it because one or "
+        "several of --include/--exclude/--num_gpus/--num_nodes cl args were used.\n",
+    ),
+    "the barrier of a group that was made late": (
+        "rendezvous-timeout",
+        "RuntimeError: Timed out initializing process group in store based barrier on rank: 5, for key: "
+        "store_based_barrier_key:4 (world_size=8, worker_count=7, timeout=0:30:00)\n",
+    ),
+    "an object that a checkpoint cannot hold": (
+        "spawn-pickling",
+        '  File "/srv/train.py", line 210, in save\n    torch.save(state, path)\n'
+        "AttributeError: Can't pickle local object 'main.<locals>.schedule'\n",
+    ),
+    "a build that takes long, not one that died": (
+        "stale-cache-lock",
+        'UserWarning: Waited on lock file "/root/.cache/torch_extensions/py311_cu128/ops/lock" for 30 seconds\n',
+    ),
+    "a wheel of another toolkit, or of another GPU": (
+        "no-kernel-image",
+        "RuntimeError: CUDA error: invalid device function\n",
+    ),
+    "a GPU that torch cannot use and nobody asked for": (
+        "no-kernel-image",
+        "UserWarning: NVIDIA T400 4GB with CUDA capability sm_75 is not compatible with the current PyTorch installation.\n",
+    ),
+    "the interpreter's lock at the end of any collective timeout": (
+        "watchdog-heartbeat-stuck",
+        "[rank2]:[E302 10:02:44.310022117 ProcessGroupNCCL.cpp:1316] [PG ID 0 PG GUID 0(default_pg) Rank 2] Could not acquire GIL "
+        "within 300 ms on exit, possible GIL induced hang\n",
+    ),
+    "xFormers, without which the job goes on": (
+        "extension-abi-mismatch",
+        "WARNING[XFORMERS]: xFormers can't load C++/CUDA extensions. xFormers was built for:\n"
+        "    PyTorch 2.8.0+cu128 with CUDA 1208 (you have 2.9.1+cu128)\n",
+    ),
+    "shards that one wants": (
+        "zero3-empty-weights",
+        "[2026-03-02 11:40:12,100] [INFO] [engine.py:3912:save_16bit_model] Did not save the model out/pytorch_model.bin because "
+        "stage3_gather_16bit_weights_on_model_save is False\n",
+    ),
     "a git-lfs pointer, not an empty adapter": (
         "lora-adapter-save-empty",
         "-rw-rw-r-- 1 ubuntu ubuntu   134 Aug  9 04:55 adapter_model.safetensors\n",
