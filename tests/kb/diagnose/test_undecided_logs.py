@@ -127,6 +127,11 @@ UNDECIDED = {
         "stale-cache-lock",
         'UserWarning: Waited on lock file "/root/.cache/torch_extensions/py311_cu128/ops/lock" for 30 seconds\n',
     ),
+    "a rank that waits for the compiler of another one": (
+        "stale-cache-lock",
+        '  File "/opt/venv/lib/python3.11/site-packages/torch/utils/file_baton.py", line 42, in wait\n'
+        "    time.sleep(self.wait_seconds)\nKeyboardInterrupt\n",
+    ),
     "a wheel of another toolkit, or of another GPU": (
         "no-kernel-image",
         "RuntimeError: CUDA error: invalid device function\n",
