@@ -45,6 +45,7 @@ GLOG_HEADER = re.compile(  # without a message
 )
 AFTERMATH = re.compile(
     r"""Watchdog\ caught | detected\ by\ watchdog | collective\ operation\ timeout | Timeout\ at\ NCCL\ work
+      | NCCL\ operation\ timed\ out | \[TC\]\S*\ Operation\ timed\ out | Aborting\ process\ on\ rank\ \d
       | waitForInput | communicator\ was\ aborted
       | Timed\ out\ waiting\ \d+\ ?ms\ for\ (?:recv|send) | [Hh]eartbeat\ ?[Mm]onitor
       | Connection\ (?:closed|reset)\ by | Broken\ pipe | ncclRemoteError | remote\ process\ exited

@@ -25,7 +25,10 @@ TIMEOUT = re.compile(
     r"(?:, NumelIn=(?P<numel_in>\d{1,15}))?(?:, NumelOut=(?P<numel_out>\d{1,15}))?"
     r"(?:, TensorShape=\[(?P<shape>[\d, ]{0,100})\])?"
 )
-ABORT = re.compile(r"Aborting process on rank (?P<rank>\d{1,6}) due to timeout - ")
+GAVE_UP = re.compile(  # nccl2; the rank is that within the group
+    r"(?:\[TC\]\[rank=(?P<member>\d{1,6})\]\[name=(?P<group>[^][]{0,80})\] )?"
+    r"(?:Operation timed out after \d{1,12} ms|Aborting process on rank (?P<rank>\d{1,6}) due to timeout - )"
+)
 GROUP = re.compile(r"\[PG (?:ID \d{1,9} PG GUID |ID )?(?P<group>\w{1,80})[^][]{0,120}?[ ]Rank (?P<member>\d{1,6})\]")
 PROGRESS = re.compile(
     r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,20}), "
@@ -52,9 +55,8 @@ class WatchdogReader:
 
     def read_line(self, line: Line, text: str) -> None:
         member = _group_member(text)
-        if len(self._timeouts) < MOST and (abort := ABORT.search(text)):
-            number = int(abort["rank"]) if line.rank is None else line.rank
-            self._timeouts.setdefault((number, -1, ""), Timeout(number, "", -1, "", -1, -1, line))
+        if len(self._timeouts) < MOST and (match := GAVE_UP.search(text)):
+            self._read_abort(line, match)
         elif line.rank is not None and len(self._timeouts) < MOST and len(self.progress) < MOST:
             self._read_timeout(line, line.rank, text, member)
             self._read_progress(line, line.rank, text, member[0] if member else DEFAULT_GROUP)
@@ -76,6 +78,16 @@ class WatchdogReader:
             for key, timeout in known.items()
             if timeout.group not in shared
         }
+
+    def _read_abort(self, line: Line, match: re.Match[str]) -> None:
+        """The first of several lines counts: the process ends 15 s after it. It names no operation."""
+        within = match["member"] or match["rank"]
+        if within is None:
+            return
+        rank, group = int(within) if line.rank is None else line.rank, _group_name(match["group"] or "")
+        if group:
+            self._members[group, within].add(rank)
+        self._timeouts.setdefault((rank, -1, group), Timeout(rank, group, -1, "", -1, -1, line))
 
     def _read_timeout(self, line: Line, rank: int, text: str, member: tuple[str, str] | None) -> None:
         match = TIMEOUT.search(text)
@@ -101,6 +113,10 @@ def _group_member(text: str) -> tuple[str, str] | None:
     """The name of the process group in a line, and the rank within it."""
     match = GROUP.search(text)
     return (DEFAULT_GROUP if "default_pg" in match[0] else match["group"], match["member"]) if match else None
+
+
+def _group_name(name: str) -> str:
+    return DEFAULT_GROUP if "default_pg" in name else name
 
 
 def _elements(shape: str) -> int:

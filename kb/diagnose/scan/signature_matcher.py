@@ -19,6 +19,7 @@ FAR, NEAR = 64 << 10, 2 << 10  # bytes on either side of a line
 PROGRESS_WORDS = (
     "Watchdog caught collective",
     "Aborting process on rank",
+    "Operation timed out after ",
     "ast enqueued",
     "(local_rank: ",
     "exitcode",

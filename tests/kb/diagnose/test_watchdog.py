@@ -171,6 +171,24 @@ def test_a_line_without_a_prefix_names_its_rank() -> None:
     assert [timeout.rank for timeout in scanned(lines).timeouts] == [0, 1]
 
 
+def test_a_group_of_its_own_is_told_from_the_group_of_all() -> None:
+    gave_up = "[rank{rank}]:[E1121 03:14:05.118 WorkNCCL.cpp:372] [TC][rank={within}][name={group}] Operation timed out after 600412 ms"
+    lines = [gave_up.format(rank=rank, within=rank - 4, group="tp_1") for rank in (4, 5, 7)]
+    assert [(timeout.rank, timeout.group) for timeout in scanned(lines).timeouts] == [
+        (4, "tp_1"),
+        (5, "tp_1"),
+        (7, "tp_1"),
+    ]
+    assert observed(lines, ranks=[6]) == []  # who is in the group, no line says
+    everyone = [gave_up.format(rank=rank, within=rank, group="default_pg") for rank in (0, 1, 3)]
+    aborts = [ABORT.format(rank=rank, why=WHY) for rank in (0, 1, 3)]
+    assert observed([*everyone, *aborts], ranks=[2]) == [("rank 2 reported no timeout while 3 others waited", 2, 1)]
+
+
+def test_another_program_that_timed_out_is_no_rank() -> None:
+    assert scanned(["curl: (28) Operation timed out after 10001 ms with 0 bytes received"]).timeouts == ()
+
+
 def test_a_flood_of_other_lines_changes_nothing() -> None:
     assert observed(["step 1", "Watchdog", "SeqNum=1, OpType=ALLREDUCE", "[Rank 1] last enqueued work: x"] * 100) == []
 
