@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, Callable
 
-from kb.probe import Arm, Context, Experiment, Needs, Probe, Unavailable, completed, raised
+from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, Unavailable, completed, raised, symptom
 
 
 def wrap_and_train(ctx: Context, *, adapters_follow_base: bool = False, own_units: bool = False) -> None:
@@ -108,13 +108,38 @@ def cast(ctx: Context, *, to_weight: bool) -> None:
             self.proj = torch.nn.Linear(8, 2, dtype=torch.bfloat16)
 
         def forward(self, hidden: Any) -> Any:
-            if to_weight:
+            if not to_weight:
+                return self.proj(hidden)
+            if self.proj.weight.is_floating_point():
                 hidden = hidden.to(self.proj.weight.dtype)
             return self.proj(hidden)
 
     head = Head().to(ctx.device)
     ctx.reached()
     assert head(torch.randn(4, 8, device=ctx.device)).dtype == torch.bfloat16
+
+
+def feed_packed(ctx: Context, *, guarded: bool) -> None:
+    """The same cast before a layer that stores bytes and, as those of bitsandbytes do, casts its input itself."""
+    import torch
+
+    class Packed(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, hidden: Any) -> Any:
+            return hidden.to(torch.bfloat16)
+
+    proj = Packed().to(ctx.device)
+    hidden = torch.tensor([0.25, 0.5, 1.75], device=ctx.device)
+    ctx.reached()
+    if not guarded or proj.weight.is_floating_point():
+        arrived = proj(hidden.to(proj.weight.dtype))
+    else:
+        arrived = proj(hidden)
+    if arrived.tolist() != hidden.tolist():
+        raise Symptom("%s arrives as %s" % (hidden.tolist(), arrived.tolist()))
 
 
 def write(ctx: Context, *, converted: bool) -> None:
@@ -135,6 +160,7 @@ def write(ctx: Context, *, converted: bool) -> None:
 
 FLATTEN = r"Must flatten tensors with uniform dtype but got torch\.\w+ and torch\.\w+"
 LAYER = r"(mat1 and mat2 must have the same dtype|expected m\w*1 and m\w*2 to have the same dtype)"
+PACKED = "a 4-bit or 8-bit layer of bitsandbytes"
 TOGETHER = "float32 adapters and a bfloat16 base in one FSDP unit"
 
 
@@ -195,6 +221,26 @@ probe = Probe(
             "autocast", call, "under_autocast", LAYER, "the call is outside autocast", "it is under autocast", ranks=1
         ),
         pair("cast", cast, "to_weight", LAYER, "the input is float32", "it is cast to the weight's dtype", ranks=1),
+        Experiment(
+            name="packed",
+            control=Arm(
+                partial(feed_packed, guarded=False),
+                symptom(r"\[0\.25, 0\.5, 1\.75\] arrives as \[0\.0, 0\.0, 1\.0\]"),
+                because="the input is cast to the dtype of a packed weight, which is uint8",
+                fidelity="stand-in",
+                stands_for=PACKED,
+            ),
+            treatment=Arm(
+                partial(feed_packed, guarded=True),
+                completed(),
+                because="a weight that is no floating-point tensor gives no dtype for the input",
+                fidelity="stand-in",
+                stands_for=PACKED,
+            ),
+            needs=Needs(packages={"torch": ">=2.2"}),
+            world_size=1,
+            expected_s=(0.3, 0.3),
+        ),
         pair(
             "in-place",
             write,
