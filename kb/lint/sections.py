@@ -20,6 +20,9 @@ LONGEST_CAUSE = 240
 LEAST_LOGS = 2
 HALF_WIDTH = re.compile(rf"{CHINESE.pattern}[,;:?!(]|[,;:?!)]{CHINESE.pattern}|{CHINESE.pattern}\.(?=\s|$)")
 ENGLISH = re.compile(r"[A-Za-z]{2}")
+NAME = re.compile(  # of a function, an option, a file, a class, a status
+    r"(?<![\w./-])(?:[A-Za-z]\w*(?:[._]\w*[A-Za-z]\w*)+|_\w{3,}|[A-Z][a-z0-9]+(?:[A-Z]+[a-z0-9]+)+|[A-Z]{3,}\d*)(?![\w-])"
+)
 TRANSPORT_FOLKLORE = ("NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1")
 CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|;|&|$)")
 
@@ -98,6 +101,18 @@ def aliases(file: EntryFile) -> Iterator[Remark]:
     for language, written in ((Language.CHINESE, chinese), (Language.ENGLISH, english)):
         if language in file.languages and not written:
             yield file.line("aliases"), f"no alias is in {language.name.capitalize()}"
+
+
+def hollow_alias(file: EntryFile) -> Iterator[Remark]:
+    """A name in an alias occurs in the title, a signature or the body, lest it promise what the entry does not hold."""
+    signatures = (text for each in file.meta.signatures for text in (each.pattern, each.sample, each.source))
+    held = "\n".join(
+        [file.meta.title, file.meta.title_zh, *signatures, *map(file.entry.section, file.sections)]
+    ).lower()
+    for alias in file.meta.aliases:
+        for name in dict.fromkeys(NAME.findall(alias)):
+            if name.lower() not in held:
+                yield file.line("aliases"), f"the alias {alias!r} names {name}, of which the entry says nothing"
 
 
 def missing_area(file: EntryFile) -> Iterator[Remark]:
@@ -194,6 +209,7 @@ RULES: tuple[EntryRule, ...] = (
     long_cause,
     chinese_text,
     aliases,
+    hollow_alias,
     missing_area,
     missing_facet,
     reviewed_in_future,

@@ -176,6 +176,8 @@ FORM = (
     Example("aliases", {"[made for a test, 测试]": "[made for a test]"}, "aliases:",
             {"[made for a test, 测试]": "[made for a test, test 测试]"}),
     Example("aliases", {"[made for a test, 测试]": "[made for 测试]"}, "aliases:"),
+    Example("hollow-alias", {"[made for a test, 测试]": "[made for collate_fn, 测试]"}, "aliases:",
+            {"[made for a test, 测试]": "[made for collate_fn, 测试]", TELL: f"{TELL} See `collate_fn`."}),
     Example("missing-area", {"area: data\n": ""}, "id: example", {"area: data": "area: launch"}),
     Example("missing-facet", {"phases: [data]\n": ""}, "id: example", {"phases: [data]": "phases: [data, save]"}),
     Example("reviewed-in-future", {"2026-01-01": "2026-01-03"}, "reviewed:", {"2026-01-01": "2026-01-02"}),
