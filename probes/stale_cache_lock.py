@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from functools import partial
@@ -71,20 +72,24 @@ class Builds:
             os.kill(os.getpid(), signal.SIGKILL)
         (self.folder / "fused_adam").touch()
 
-    def kill_one(self, ctx: Context) -> None:
+    def kill_one(self, ctx: Context, *, on_host: str = "") -> None:
         """A first start, which is killed while it builds."""
         import signal
+        import socket
 
         import filelock
 
         killed = os.fork()
         if killed == 0:
+            if on_host:
+                socket.gethostname = lambda: on_host
             self.load()
             os._exit(1)
         assert os.waitpid(killed, 0)[1] == signal.SIGKILL
         begun = time.monotonic()
-        with filelock.FileLock(ctx.path("hub.lock"), timeout=1):
-            ctx.note(flock_of_the_killed_process_free_after_s=round(time.monotonic() - begun, 3))
+        if not on_host:
+            with filelock.FileLock(ctx.path("hub.lock"), timeout=1):
+                ctx.note(flock_of_the_killed_process_free_after_s=round(time.monotonic() - begun, 3))
         ctx.note(left_behind=sorted(path.name for path in self.folder.iterdir()))
 
 
@@ -121,6 +126,29 @@ def start_newer(ctx: Context, *, flock: bool) -> None:
         assert Path(builds.load()).exists()
     else:
         load_as_before(builds)
+
+
+def start_elsewhere(ctx: Context, *, has_flock: bool) -> None:
+    """A build is killed on another host that shares the folder, on a file system with flock or without."""
+    import fcntl
+
+    import filelock
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    if not has_flock:
+        fcntl.flock = refuse
+    builds = Builds(ctx)
+    try:
+        with filelock.FileLock(ctx.path("other.lock")):
+            pass
+    except NotImplementedError as error:
+        raise Unavailable("filelock before 3.24 has no fall-back") from error
+    builds.kill_one(ctx, on_host="gpu-03")
+    ctx.note(lock_says=(builds.folder / "lock").read_text().split()[:2])
+    ctx.reached()
+    assert Path(builds.load()).exists()
 
 
 def share_cache(ctx: Context, *, own_folder: bool) -> None:
@@ -177,10 +205,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         return clear(*message, "every lock has a living owner: a build is under way")
     installed = _torch()
     if installed >= FLOCK_SINCE:
-        since = (
-            "torch %d.%d locks with flock: a left-over file does not stop it, but it stops an older torch" % installed
-        )
-        return clear(*message, since)
+        fails = [reason for lock in stale for reason in [_flock_fails(lock)] if reason]
+        if fails:
+            return unknown(
+                *message, *fails, advice="without flock the file is the lock: remove it when its process is gone"
+            )
+        since = "torch %d.%d, as installed here, locks with flock: a left-over file does not stop it," % installed
+        return clear(*message, since + " but it stops an older torch")
     doubt = [doubt for lock in stale for doubt in _doubts(lock)]
     if doubt:
         return unknown(*message, *sorted(set(doubt)), advice="look for a running build there before removing anything")
@@ -229,6 +260,24 @@ def _holders(files: list[Path]) -> dict[Path, list[int]]:
         for target in targets & file_of.keys():
             result[file_of[target]].append(int(descriptors.parent.name))
     return result
+
+
+def _flock_fails(lock: Path) -> str:
+    """Ask for the lock, shared and without waiting; one that somebody holds is one that works."""
+    import fcntl
+
+    try:
+        with open(lock, "rb") as file:
+            said = file.read(200).decode(errors="replace").split()[:2]
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ""
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            return "%s cannot be examined: %s" % (lock, error.strerror)
+        owner = ", left by process %s of %s" % (said[0], said[1]) if len(said) == 2 else ""
+        return "%s: the file system has no flock%s" % (lock, owner)
+    return ""
 
 
 def _doubts(lock: Path) -> list[str]:
@@ -305,7 +354,7 @@ def experiment(
         world_size=1,
         needs=needs,
         deadline_s=8,
-        expected_s=(5.2 if expect == WAITS else 1.1, 0.3),
+        expected_s=(1.1 if expect.kind == "raised" else 5.2, 0.3),
     )
 
 
@@ -339,6 +388,15 @@ probe = Probe(
             "the lock is an flock, which ended with the process that held it",
             SINCE,
             stands_for=OLDER,
+        ),
+        experiment(
+            "no-flock",
+            partial(start_elsewhere, has_flock=False),
+            partial(start_elsewhere, has_flock=True),
+            "flock fails with ENOSYS; the lock is a file that names a process of another host",
+            "the file system has flock, which ended with its process",
+            SINCE,
+            hung(r"_poll_until_acquired\b[\s\S]*torch/utils/_filelock\.py"),
         ),
         experiment(
             "shared-cache",
