@@ -154,7 +154,12 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
         return unknown(*notes, "ppo also holds a value model and a reward model, whose size is not known here")
     if not (has_adapter or has_copy) and need + weights > COMFORT * memory:
         return unknown(*notes, "a ref_model that you pass stays on the GPU: whether you do is not known here")
-    keeps_fp32 = need + params["params"] * FP32_BESIDE[params["optimizer"].lower()] * 1e9 / GIB * split
+    need_in_fp32 = need
+    if has_copy and _loads_fp32(trainer):
+        need_in_fp32 += params["params"] * 4e9 / GIB * weights / whole - weights
+    if need_in_fp32 > need and need_in_fp32 > COMFORT * memory:
+        return unknown(*notes, "with the reference in fp32, as trl 0.29 to 1.15 may load it, %.1f GiB" % need_in_fp32)
+    keeps_fp32 = need_in_fp32 + params["params"] * FP32_BESIDE[params["optimizer"].lower()] * 1e9 / GIB * split
     if not has_adapter and WEIGHT_BYTES[params["dtype"].lower()] < 4 and keeps_fp32 > COMFORT * memory:
         return unknown(*notes, "an optimizer that keeps fp32 weights, as DeepSpeed's, needs %.1f GiB" % keeps_fp32)
     if need > COMFORT * memory:
@@ -162,11 +167,26 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
     return clear(*notes)
 
 
+SECOND_LOAD_SINCE = {"dpo": (0, 29), "kto": (1, 2), "grpo": (0, 0), "rloo": (0, 0)}  # of trl
+
+
+def _loads_fp32(trainer: str) -> bool:
+    """Before 1.16 trl's second load takes its dtype from model_init_kwargs, fp32 by default, not from the policy."""
+    numbers = _trl()
+    return trainer in SECOND_LOAD_SINCE and (not numbers or SECOND_LOAD_SINCE[trainer] <= numbers < (1, 16))
+
+
+def _trl() -> Tuple[int, ...]:
+    try:
+        return tuple(map(int, re.findall(r"\d+", version("trl"))[:2]))
+    except PackageNotFoundError:
+        return ()
+
+
 def _copy_despite_precompute(trainer: str) -> Tuple[bool, str]:
     """trl 0.29.0 to 1.1.x load the reference of DPO even when its log-probabilities are precomputed."""
-    try:
-        numbers = tuple(map(int, re.findall(r"\d+", version("trl"))[:2]))
-    except PackageNotFoundError:
+    numbers = _trl()
+    if not numbers:
         return False, "precompute drops the copy, except in DPO of trl 0.29 to 1.1 (trl is not installed here)"
     if trainer == "dpo" and (0, 29) <= numbers < (1, 2):
         return True, "trl %s keeps the copy in spite of precompute_ref_log_probs; 1.2.0 does not" % version("trl")
