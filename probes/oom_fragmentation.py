@@ -140,8 +140,8 @@ def asked_for() -> str:
 def sizes(text: str) -> Optional[Dict[str, float]]:
     """MiB of the request, of the card, of what is free on it and of what torch has reserved and not given out."""
     lines: List[Any] = sorted([*OLD.finditer(text), *NEW.finditer(text)], key=lambda match: match.start())
-    if not lines:
-        return None
+    if not lines or lines[-1].start() < text.rfind("out of memory. Allocation was preemptively rejected"):
+        return None  # the last one, as torch 2.14 words it at a memory fraction, has other numbers
     groups = lines[-1].groups()
     mib = [float(number) * UNITS[unit] for number, unit in zip(groups[::2], groups[1::2])]  # noqa: B905  # Python 3.9
     if lines[-1].re is OLD:
