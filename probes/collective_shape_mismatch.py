@@ -112,19 +112,25 @@ class Release(NamedTuple):
     file: str
     code: str
     trainer: str
+    fixed: str
 
 
-# Read tag by tag in the TRL repository; the fix is in the release after `last`.
+# Read tag by tag in the TRL repository; `fixed` is the first release without it.
 KNOWN = (
-    Release((0, 14, 0), (0, 16, 1), "orpo_trainer.py", "gather_for_metrics(policy_rejected_logits)", "ORPOTrainer"),
-    Release((0, 14, 0), (0, 16, 1), "cpo_trainer.py", "gather_for_metrics(policy_rejected_logits)", "CPOTrainer"),
-    Release((0, 15, 0), (0, 15, 0), "sft_trainer.py", "gather_for_metrics(shift_logits)", "SFTTrainer"),
+    Release(
+        (0, 14, 0), (0, 16, 1), "orpo_trainer.py", "gather_for_metrics(policy_rejected_logits)", "ORPOTrainer", "0.17.0"
+    ),
+    Release(
+        (0, 14, 0), (0, 16, 1), "cpo_trainer.py", "gather_for_metrics(policy_rejected_logits)", "CPOTrainer", "0.17.0"
+    ),
+    Release((0, 15, 0), (0, 15, 0), "sft_trainer.py", "gather_for_metrics(shift_logits)", "SFTTrainer", "0.15.1"),
     Release(
         (0, 21, 0),
         (0, 22, 2),
         "grpo_trainer.py",
         "accelerator.gather(non_pad_entropies)",
         "GRPOTrainer with top_entropy_quantile below 1",
+        "0.23.0",
     ),
 )
 
@@ -162,11 +168,11 @@ def check(_: Mapping[str, Any]) -> Finding:
             "none of the known gathers of unequal tensors is in its trainers; your own code was not read",
             advice="one step with TORCH_DISTRIBUTED_DEBUG=DETAIL names the call",
         )
-    fixed = ".".join(map(str, max(suspect.last for suspect in suspects)))
+    fixed = max(suspects, key=lambda suspect: suspect.last).fixed  # newer ones move ORPO and CPO to trl.experimental
     lines = [f"{suspect.trainer}: {suspect.code} in trl/trainer/{suspect.file}" for suspect in suspects]
     if any(suspect.file == "orpo_trainer.py" for suspect in suspects) and _axolotl_overrides():
         lines.append("axolotl 0.8.0 or newer is installed and overrides ORPOTrainer's method: only its ORPO is safe")
-    return exposed(how, *lines, advice=f"pip install 'trl>{fixed}'")
+    return exposed(how, *lines, advice=f"pip install --no-deps trl=={fixed}, and pip check")
 
 
 def _axolotl_overrides() -> bool:
