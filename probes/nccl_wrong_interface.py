@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -35,6 +36,7 @@ from kb.probe import (
 from kb.training_config import spans_nodes
 
 BRIDGE, NIC = "br-kb0", "kb0"  # what a container runtime makes on every node, and the cable between the nodes
+IFF_UP, IFF_RUNNING = 0x1, 0x40  # switched on; and with a link
 BRIDGES_ADDRESS = "172.31.83.1"  # the same on every node, as such bridges have it
 
 
@@ -122,8 +124,8 @@ def choice(named: str, present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
     return []
 
 
-def interfaces() -> List[Tuple[str, str]]:
-    """Name and IPv4 address of every interface that is up and has one, in the kernel's order."""
+def interfaces(flag: int = IFF_UP) -> List[Tuple[str, str]]:
+    """Name and IPv4 address of every interface that has one and this flag, in the kernel's order."""
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -133,20 +135,30 @@ def interfaces() -> List[Tuple[str, str]]:
                 flags = struct.unpack_from("=H", fcntl.ioctl(any_socket, 0x8913, request), 16)[0]  # SIOCGIFFLAGS
             except OSError:
                 continue
-            if flags & 1:
+            if flags & flag:
                 result.append((name, address))
     return result
 
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Which interface would NCCL take on this node? Its variable, its configuration files, then its rules."""
-    named, where = setting()
-    present = interfaces()
+    named, where = setting("NCCL_SOCKET_IFNAME")
+    family, _ = setting("NCCL_SOCKET_FAMILY")
+    if family == "AF_INET6":
+        return unknown("NCCL_SOCKET_FAMILY=AF_INET6, and this check looks at IPv4 addresses only")
+    version = nccl_version()
+    present, linked = interfaces(), interfaces(IFF_RUNNING)
+    if version >= (2, 28):
+        present = linked
     here = ", ".join(f"{name} {address}" for name, address in present)
     chosen = choice(named, present)
+    if not version and chosen != choice(named, linked):
+        since = ", ".join(name for name, _ in choice(named, linked)) or "none"
+        before = ", ".join(name for name, _ in chosen)
+        return unknown(f"NCCL 2.28 and newer would use {since}, as they want a link, older ones {before}")
     advice = "NCCL_SOCKET_IFNAME=<interface in the network that the nodes share>, on each node by its own name"
     if not chosen and named:
-        return exposed(f"NCCL_SOCKET_IFNAME={named} ({where}) matches none of: {here}", advice=advice)
+        return exposed(f"NCCL_SOCKET_IFNAME={named} ({where}) matches none of: {here or 'none'}", advice=advice)
     if not chosen:
         return unknown("no interface with an IPv4 address is up here")
     evidence = [f"NCCL would use {', '.join(name for name, _ in chosen)} of: {here}"]
@@ -174,10 +186,20 @@ def is_of_this_host_only(name: str, address: str) -> bool:
     return address.startswith(("127.", "169.254.")) or bool(made)
 
 
-def setting() -> Tuple[str, str]:
+def nccl_version() -> Tuple[int, ...]:
+    """Of the package that torch brings; () without it."""
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
+        try:
+            return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(package))[:2]))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ()
+
+
+def setting(variable: str) -> Tuple[str, str]:
     """The variable wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf."""
-    if os.environ.get("NCCL_SOCKET_IFNAME"):
-        return os.environ["NCCL_SOCKET_IFNAME"], "environment"
+    if os.environ.get(variable):
+        return os.environ[variable], "environment"
     named = os.environ.get("NCCL_CONF_FILE")
     for path in [named or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]:
         try:
@@ -186,7 +208,7 @@ def setting() -> Tuple[str, str]:
             continue
         for line in lines:
             key, _, value = line.partition("=")
-            if key.strip() == "NCCL_SOCKET_IFNAME":
+            if key.strip() == variable:
                 return value.strip(), path
     return "", ""
 
