@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, List, Mapping, Optional
 
-from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
+from kb.checkpoint import Checkpoint, Tensor, Unreadable, read_checkpoint
 from kb.cpu_arms import import_deepspeed
 from kb.probe import (
     Arm,
@@ -27,6 +27,7 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 SAMPLE = (2, 16)
+LONGEST_VECTOR = 100_000  # elements of a norm's weight: none is near it
 
 
 def build() -> Any:
@@ -56,7 +57,7 @@ def save(ctx: Context, *, how: str, strict: bool = True) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=device.type == "cuda")
         state = get_model_state_dict(model, options=options)
         if dist.get_rank() == 0:
-            assert all(tensor.numel() for tensor in state.values())
+            assert all(tensor.numel() for tensor in state.values() if torch.is_tensor(tensor))
             torch.save(state, file)
     elif how == "summoned":
         with FullyShardedDataParallel.summon_full_params(model):  # a collective: every rank
@@ -130,25 +131,43 @@ def _file(path: Path) -> Finding:
         read: Checkpoint = read_checkpoint(path)
     except Unreadable as error:
         return unknown(str(error))
-    empty: List[str] = [
-        tensor.name for tensor in read.tensors if tensor.shape in ((0,), (1,)) and _is_matrix(tensor.name)
-    ]
-    matrices = sum(_is_matrix(tensor.name) for tensor in read.tensors)
-    message = "%d of %d weights have the shape [0] or [1]" % (len(empty), matrices)
-    if not matrices:
+    weights = [tensor for tensor in read.tensors if _is_weight(tensor.name)]
+    whole = any(len(tensor.shape) > 1 for tensor in read.tensors)
+    empty: List[str] = [tensor.name for tensor in weights if 0 in tensor.shape or _is_lone(tensor, whole)]
+    message = "%d of %d weights have no elements, or one" % (len(empty), len(weights))
+    if not weights:
         return unknown("%d tensors, none of them named like a weight" % len(read.tensors))
-    if not empty and not any(len(tensor.shape) > 1 for tensor in read.tensors):
-        return unknown(message, "but none has two dimensions: these may be one rank's flat pieces")
     if not empty:
-        return clear(message)
+        doubt = _doubt(read, whole)
+        return unknown(message, doubt) if doubt else clear(message)
     if path.name.endswith("_model_states.pt"):
         return unknown(message + ": usual for this file of DeepSpeed, the weights are in *_optim_states.pt beside it")
     advice = "zero_to_fp32.py on the DeepSpeed checkpoint, if there is one; then save gathered"
     return exposed(message, *empty[:5], advice=advice)
 
 
-def _is_matrix(name: str) -> bool:
-    return name.endswith("weight") or ".lora_" in name
+def _is_lone(tensor: Tensor, whole: bool) -> bool:
+    """One element is left, as DeepSpeed of 2021 did it. Beside matrices a weight like this may be a PReLU's."""
+    return tensor.shape == (1,) and (".lora_" in tensor.name or (tensor.name.endswith("weight") and not whole))
+
+
+def _doubt(read: Checkpoint, whole: bool) -> str:
+    """What speaks against a file whose weights all have elements, or nothing."""
+    if not whole:
+        return "but none has two dimensions: these may be one rank's flat pieces"
+    for tensor in read.tensors:
+        name, shape = tensor.name, tensor.shape
+        if 0 in shape:
+            return "but %s is empty: a parameter that is not called weight, or an empty buffer" % name
+        if shape == (1,) and name.endswith("weight"):
+            return "but %s has one element, as a PReLU's or as DeepSpeed of 2021 left it" % name
+        if len(shape) == 1 and shape[0] > LONGEST_VECTOR and name.endswith("weight"):
+            return "but %s is flat and has %d elements: it may be one rank's piece of a matrix" % (name, shape[0])
+    return ""
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(("weight", "bias")) or ".lora_" in name
 
 
 def _config(path: Path) -> Finding:
