@@ -141,6 +141,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     if sum(item["ticks"] for item in seen) > IDLE_TICKS:
         if asleep:
             return unknown(*evidence, "some use the CPU, %d sleep on a lock: look again in a minute" % len(asleep))
+        spinning = [item["pid"] for item in seen if item["ticks"] and item["threads"] == 1 and _may_spin(item["pid"])]
+        if spinning:
+            return unknown(
+                *evidence,
+                "slow, or frozen: OMP_WAIT_POLICY or GOMP_SPINCOUNT lets a stuck worker spin",
+                advice="gdb -p %d -batch -ex bt: gomp_team_barrier_wait_end each time is a freeze" % spinning[0],
+            )
         return clear(*evidence, "some use the CPU: the map is slow, not frozen")
     if any(item["state"] == "D" for item in seen):
         return unknown(*evidence, "some wait for a disk", advice="look at the storage first")
@@ -166,6 +173,15 @@ def _forks_of(pid: int) -> list[int]:
         except (OSError, IndexError):
             continue  # it has just ended
     return sorted(result)
+
+
+def _may_spin(pid: int) -> bool:
+    """Whether its libgomp was told to wait without sleeping."""
+    try:
+        variables = Path("/proc/%d/environ" % pid).read_bytes().upper().split(b"\0")
+    except OSError:
+        return False
+    return any(variable.startswith((b"OMP_WAIT_POLICY=ACTIVE", b"GOMP_SPINCOUNT=")) for variable in variables)
 
 
 def _ticks(pid: int) -> int:
