@@ -75,6 +75,10 @@ ROWS = (
         "CheckpointError: recomputed values have different metadata, shape 0", HF + "trl/pull/6356", SOURCE,
     ),
     Row(
+        "trl", ">=0.27.0,<=1.16.0", "", "ORPO, CPO or online DPO, PEFT with ZeRO-3 and gradient checkpointing",
+        "CheckpointError: recomputed values have different metadata, shape 0", HF + "trl/pull/6356", SOURCE,
+    ),
+    Row(
         "deepspeed", "==0.9.0", "0.9.1", "accelerate with ZeRO-2",
         "the world size is read as 1, so train_batch_size does not add up", DEEPSPEED + "issues/3228", THREAD,
     ),
@@ -88,7 +92,7 @@ ROWS = (
         DEEPSPEED + "pull/3611", THREAD,
     ),
     Row(
-        "deepspeed", ">=0.9.3,<0.9.5", "0.9.5", "ZeRO-3",
+        "deepspeed", ">=0.9.3,<0.9.5", "0.9.5", "ZeRO-3 with zero.Init",
         "the model is not moved to the GPU: weights and inputs on different devices, cuda and cpu",
         DEEPSPEED + "issues/3678", SOURCE,
     ),
@@ -150,7 +154,7 @@ ROWS = (
         HF + "accelerate/pull/3096", SOURCE,
     ),
     Row(
-        "transformers", "==4.51.0", "", "ZeRO-3",
+        "transformers", "==4.51.0", "", "ZeRO-3; 4.51.1 changes it for quantized models only",
         "training fails, axolotl's tests with ZeRO-3 do", HF + "transformers/pull/37315", THREAD,
     ),
     Row(
