@@ -173,7 +173,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "eval_accumulation_steps is set: they go to host memory instead, of every rank")
     if need > memory:
         advice = "preprocess_logits_for_metrics that takes the argmax; see `kb show oom-at-save-or-eval`"
-        return exposed(evidence, advice=advice)
+        return exposed(evidence, "if compute_metrics is set and preprocess_logits_for_metrics is not", advice=advice)
     if 2 * need > 0.1 * memory:  # torch.cat holds the old and the new tensor
         return unknown(evidence, "twice that at each concatenation; what the model leaves free is not known here")
     return unknown(evidence, "twice that at each concatenation, still below a tenth of the card", *rest)
