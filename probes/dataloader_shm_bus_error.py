@@ -86,6 +86,33 @@ def read_mapped(ctx: Context, *, whole: bool) -> None:
     assert [batch.tolist() for batch in DataLoader(Mapped(), num_workers=1)] == [[0]]
 
 
+def share_otherwise(ctx: Context, *, shm_mib: int) -> None:
+    """A worker keeps 12 MiB in `multiprocessing.shared_memory`, which takes its size before it gets memory."""
+    from torch.utils.data import DataLoader, Dataset
+
+    class Cached(Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            from multiprocessing.shared_memory import SharedMemory
+
+            cache = SharedMemory(create=True, size=12 << 20)
+            memory: Any = cache.buf
+            try:
+                memory[:] = bytes(12 << 20)
+                return int(memory[-1])
+            finally:
+                memory.release()
+                cache.close()
+                cache.unlink()
+
+    own_user()
+    tmpfs_over("/dev/shm", shm_mib)
+    ctx.reached()
+    assert [batch.tolist() for batch in DataLoader(Cached(), num_workers=1)] == [[0]]
+
+
 def size_and_free() -> Any:
     """Total and free bytes of /dev/shm."""
     space = os.statvfs("/dev/shm")
@@ -158,6 +185,21 @@ probe = Probe(
         experiment("no-workers", "num_workers=0: the batch does not leave the process", {"workers": 0}),
         experiment("file-system", ROOM, LARGE, SMALL + ", by the strategy file_system", by_file_system=True),
         experiment("one-worker", ROOM, LARGE, ONE, workers=1, prefetch=1, batch_mib=12),
+        Experiment(
+            name="other-user",
+            control=Arm(
+                partial(share_otherwise, shm_mib=SHM_MIB),
+                expect=raised(r"is killed by signal: Bus error|Unexpected bus error encountered in worker"),
+                because=f"a worker writes 12 MiB through multiprocessing.shared_memory into {SHM_MIB}",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(share_otherwise, shm_mib=64), expect=completed(), because="64 MiB are there", fidelity="cpu"
+            ),
+            world_size=1,
+            deadline_s=30,
+            expected_s=(0.6, 0.6),
+        ),
         Experiment(
             name="mapped-file",
             control=Arm(
