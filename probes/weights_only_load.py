@@ -121,6 +121,28 @@ def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
     assert loaded[0] == state[0] and (loaded[1] == state[1]).all()
 
 
+class Annealing:
+    """As the schedulers of torch before 2.4: the state holds a function that is nested in a class."""
+
+    @staticmethod
+    def cosine(start: float) -> float:
+        return start
+
+
+def save_old_schedule(ctx: Context, *, without_function: bool) -> None:
+    """Load the file of an older torch once with everything allowed, and save it again."""
+    import torch
+
+    path = ctx.path("checkpoint.pt")
+    torch.save({"scheduler": {"anneal_func": Annealing.cosine, "last_epoch": 3}}, path)
+    state = torch.load(path, weights_only=False)
+    if without_function:
+        state["scheduler"].pop("anneal_func", None)
+    torch.save(state, path)
+    ctx.reached()
+    assert torch.load(path, weights_only=True)["scheduler"]["last_epoch"] == 3
+
+
 REBUILT = "tensor|tensor_v2|tensor_v3|parameter|parameter_with_state|qtensor|sparse_tensor|nested_tensor"
 ALLOWED = re.compile(
     r"collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.(bytearray|set|complex)|torch\.\w+"
@@ -144,7 +166,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = "import what you trust of it and pass it to torch.serialization.safe_globals([...])"
         if any(CALLS.fullmatch(name) for name in surely):
             advice = "allow no getattr, eval or module of the system: if your own job wrote the file, load it once with"
-            advice += " weights_only=False and save plain data; if not, take it for an attack"
+            advice += " weights_only=False, take the function out and save plain data; if not, take it for an attack"
         return exposed(*["not allowed by default: " + name for name in surely + perhaps], _torch(), advice=advice)
     if perhaps:
         advice = ""
@@ -237,6 +259,15 @@ probe = Probe(
             r"Unsupported operand 149",
             "the file was saved with pickle_protocol=4, and has nothing but a tensor in it",
             "torch chooses the protocol",
+            {"torch": ">=2.1"},
+        ),
+        variant(
+            "one-cycle",
+            partial(save_old_schedule, without_function=False),
+            partial(save_old_schedule, without_function=True),
+            r"getattr",
+            "the state of the scheduler holds a function of a class, and was saved again as it was",
+            "the function is taken out before the file is saved again",
             {"torch": ">=2.1"},
         ),
         variant(
