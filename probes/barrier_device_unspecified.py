@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -99,7 +100,8 @@ def gpus_seen() -> Tuple[int, str]:
         names = [name for name in listed.split(",") if name.strip()]
         if any(name.strip().startswith("MIG") for name in names):
             return 1, "CUDA_VISIBLE_DEVICES names MIG instances, of which a process uses one"
-        return len(names), "by CUDA_VISIBLE_DEVICES of this shell"
+        valid = list(itertools.takewhile(lambda name: not name.strip().startswith("-"), names))  # as CUDA reads it
+        return len(valid), "by CUDA_VISIBLE_DEVICES of this shell"
     try:
         lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=True).stdout
     except (OSError, subprocess.SubprocessError):
