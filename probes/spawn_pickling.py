@@ -96,6 +96,12 @@ def main():
 {call}
 """
 GUARDED = "if __name__ == '__main__': main()"
+INSIDE = """
+if __name__ == '__main__':
+    def inside(batch):
+        return helpers.collate(batch, 0)
+    main()
+"""
 LAMBDA = "lambda batch: helpers.collate(batch, 0)"
 PARTIAL = "functools.partial(helpers.collate, pad=0)"
 # why: what is handed over and how main is called, broken and mended
@@ -105,6 +111,7 @@ WHYS = {
     "lock": (("helpers.Counting()", GUARDED), ("helpers.CountingWithoutItsLock()", GUARDED)),
     "no-main-guard": ((PARTIAL, "main()"), (PARTIAL, GUARDED)),
     "notebook": (("collate_of_script", "main()"), (PARTIAL, "main()")),
+    "inside-guard": (("inside", INSIDE), ("collate_of_script", INSIDE)),
 }
 
 
@@ -232,7 +239,8 @@ def stays_in_process(call: ast.Call) -> bool:
 MESSAGES = (
     r"Can't (pickle|get) local object|Can't pickle <function <lambda> at|cannot pickle '(_io\.)?TextIOWrapper'"
     r"|(cannot|can't) pickle '?_thread\.lock|An attempt has been made to start a new process before the"
-    r"|Can't get attribute 'collate_of_script' on <module '__main__'"
+    r"|Can't get attribute '(collate_of_script' on <module '__main__'|inside' on <module '__mp_main__')"
+    r"|module '(__main__' has no attribute 'collate_of_script'|__mp_main__' has no attribute 'inside')"
 )
 STUCK = "what the worker is to run lives where only its parent can see it"
 CARRIED = "the same function at the top level of a module that the worker imports"
@@ -279,6 +287,12 @@ probe = Probe(
         plain("lock", "lock", "the object holds a lock", "it leaves the lock behind"),
         plain("no-main-guard", "no-main-guard", "the worker runs the script again", "the script has a main guard"),
         plain("notebook", "notebook", "the function is in a cell", CARRIED),
+        plain(
+            "inside-guard",
+            "inside-guard",
+            "the function is defined inside the main guard",
+            "a function of the same script, defined outside it",
+        ),
         pair(
             "open-file",
             partial(hand_over, leaves_file=False),
