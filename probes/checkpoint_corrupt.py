@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -36,6 +37,7 @@ from kb.probe import (
 )
 
 CUT_AT = 800_000  # bytes; a whole checkpoint has some hundred more
+CUT_EARLY = 30_000  # between 4 and 68 KiB torch.load says something else
 Save = Callable[[object, str], None]
 
 
@@ -64,14 +66,14 @@ def state_of(step: int) -> Dict[str, Any]:
     return {"step": step, "weight": torch.ones(4 if step == 1 else 200_000)}
 
 
-def save_and_die(ctx: Context, saves: Save, step: int, path: str, kills: bool = True) -> None:
-    """A save in a process of its own, stopped after `CUT_AT` bytes: by a signal, or by a write that is refused."""
+def save_and_die(ctx: Context, saves: Save, step: int, path: str, kills: bool = True, at: int = CUT_AT) -> None:
+    """A save in a process of its own, stopped after `at` bytes: by a signal, or by a write that is refused."""
     child = os.fork()
     if child == 0:
         # A limit on the size of files stands for both: the kernel kills who exceeds it, or refuses the write
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL if kills else signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (CUT_AT, CUT_AT))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at, at))
         try:
             saves(state_of(step), path)
         except (OSError, RuntimeError) as error:
@@ -85,14 +87,14 @@ def save_and_die(ctx: Context, saves: Save, step: int, path: str, kills: bool = 
     ctx.note(files={name: os.path.getsize(name) for name in sorted(os.listdir(".")) if ".p" in name})
 
 
-def save_twice(ctx: Context, *, saves: Save, kills: bool = True) -> None:
+def save_twice(ctx: Context, *, saves: Save, kills: bool = True, at: int = CUT_AT) -> None:
     """Step 1 is saved well. The save of step 2 over it is interrupted. Then the job resumes."""
     import torch
 
     path = ctx.path("last.pt")
     save_in_place(state_of(1), path)
     ctx.reached()
-    save_and_die(ctx, saves, 2, path, kills)
+    save_and_die(ctx, saves, 2, path, kills, at)
     assert torch.load(path)["step"] == 1  # the last good one is still there
     ctx.note(one_bit_flipped_in_a_tensor=flip_a_bit(path))
 
@@ -170,6 +172,38 @@ def save_folder(ctx: Context, *, renames: bool) -> None:
     ctx.meet("saved", timeout_s=15)
     steps = [torch.load("%s/%d.pt" % (newest(str(ctx.dir)), rank))["step"] for rank in range(2)]
     assert steps == [1, 1], steps
+
+
+def save_from_ranks(ctx: Context, *, one_rank: bool) -> None:
+    """Both ranks save into one path, the second while the first is half through; or only rank 0 does."""
+    import torch
+
+    path = ctx.path("last.pt")
+
+    class Halfway(io.FileIO):
+        """A file whose writer is slow: after the first bytes it waits for the other rank."""
+
+        calls = 0
+
+        def write(self, data: Any) -> int:
+            self.calls += 1
+            if self.calls == 3:
+                ctx.meet("half")
+                ctx.meet("other")
+            return super().write(data)
+
+    ctx.reached()
+    if ctx.rank == 0:
+        with Halfway(path, "wb") as file:
+            torch.save(state_of(1), file)
+            assert file.calls >= 3
+    else:
+        ctx.meet("half")
+        if not one_rank:
+            torch.save({**state_of(2), "random_state": torch.get_rng_state()}, path)
+        ctx.meet("other")
+    ctx.meet("saved")
+    assert torch.load(path)["step"] == 1
 
 
 def flip_a_bit(path: str) -> str:
@@ -266,10 +300,26 @@ def _torn(files: List[Path]) -> Tuple[List[str], List[str], int]:
             break
         try:
             read_checkpoint(file)
+            torn += _holes(file)
             read += 1
         except Unreadable as error:
-            (torn if error.is_torn else unread).append(str(error))
+            no_checksums = "Bad CRC-32" in str(error)  # torch.save can leave them out, and the file is whole
+            (torn if error.is_torn and not no_checksums else unread).append(str(error))
+        except (OSError, zipfile.BadZipFile) as error:
+            unread.append("%s cannot be read: %s" % (file, error))
     return torn, unread, read
+
+
+def _holes(file: Path) -> List[str]:
+    """The first part of an archive whose own header is gone, while the table of contents is whole."""
+    if not zipfile.is_zipfile(file):
+        return []
+    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+        for part in archive.infolist():
+            stream.seek(part.header_offset)
+            if stream.read(4) != b"PK\x03\x04":
+                return ["%s: the header of %s is gone, a piece of the file was lost" % (file, part.filename)]
+    return []
 
 
 def _has_metadata(folder: Path) -> bool:
@@ -329,6 +379,23 @@ room = variant(
     "the old one is deleted once the new one is whole, which it never was",
     symptom(r"no checkpoint is left"),
 )
+early = variant(
+    "early",
+    partial(save_twice, saves=save_in_place, at=CUT_EARLY),
+    partial(save_twice, saves=save, at=CUT_EARLY),
+    BROKEN + ", and died within the first 68 KiB",
+    BESIDE,
+    raised(r"\[Errno 22\] Invalid argument"),
+)
+two_writers = variant(
+    "two-writers",
+    partial(save_from_ranks, one_rank=False),
+    partial(save_from_ranks, one_rank=True),
+    "rank 1 saves into the path that rank 0 is half through",
+    "only rank 0 saves",
+    raised(r"PytorchStreamReader failed reading|failed finding central directory"),
+    2,
+)
 folder = variant(
     "folder",
     partial(save_folder, renames=False),
@@ -352,5 +419,5 @@ probe = Probe(
             expected_s=(0.1, 0.1),
         ),
     ),
-    variants=(disk_full, other_options, moved, room, folder),
+    variants=(disk_full, early, other_options, moved, room, folder, two_writers),
 )

@@ -17,7 +17,7 @@ from kb.content.catalog import Catalog
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.grades import MARK
 from kb.content.parser import text_blocks
-from kb.content.triage import Triage
+from kb.content.triage import Triage, first_observations
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
@@ -89,14 +89,12 @@ def _blocks(markdown: str) -> Iterator[str]:
         yield "".join(lines[start:end])
 
 
-def diagnosis_answer(diagnosis: Diagnosis, catalog: Catalog, limit: int | None) -> Document:
+def diagnosis_answer(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: int | None) -> Document:
     """With `limit` findings, or with as much as fits the budget."""
     if limit is not None:
-        return _diagnosis(diagnosis, catalog, limit, MOST_LINES)
-    documents = (_diagnosis(diagnosis, catalog, findings, lines) for findings, lines in SHORTER)
-    return next((document for document in documents if tokens(encode(document)) <= BUDGET), None) or _diagnosis(
-        diagnosis, catalog, *SHORTER[-1]
-    )
+        return _diagnosis(diagnosis, catalog, triage, limit, MOST_LINES)
+    documents = [_diagnosis(diagnosis, catalog, triage, findings, lines) for findings, lines in SHORTER]
+    return next((document for document in documents if tokens(encode(document)) <= BUDGET), documents[-1])
 
 
 def environment_answer(document: EnvironmentDocument, limit: int | None) -> Document:
@@ -127,9 +125,9 @@ def _hit(hit: Hit) -> Document:
     return {name: document[name] for name in names} | optional
 
 
-def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, limit: int, lines: int) -> Document:
+def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: int, lines: int) -> Document:
     short = shorten(diagnosis, limit, lines)
-    ranks, step = diagnosis.ranks, diagnosis.next_step
+    ranks, step, asked = diagnosis.ranks, diagnosis.next_step, first_observations(triage, diagnosis.facets)
     document = {
         "findings": [_finding(finding, catalog.entries.get(finding.id)) for finding in short.findings],
         "unexplained": diagnosis.unexplained,
@@ -142,6 +140,7 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, limit: int, lines: int) -
         observations=[_line(line) for line in short.observations],
         failure_lines=[_line(failure.line) | {"count": failure.count} for failure in short.failures],
         next_step=step and present(text=step.text, source=step.source, command=step.command),
+        triage=[each.to_json(in_chinese=False) for each in asked[:MOST_OBSERVATIONS]],
         ask=_questions(open_questions(diagnosis, catalog)),
         problems=diagnosis.problems,
         note="" if diagnosis.findings or diagnosis.failures or not diagnosis.lines else HEALTHY,

@@ -131,8 +131,8 @@ class Tools:
 
         Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence and their
         first fix; `next_step` and `ask` are what to look at and what to ask when they cannot be told apart;
-        `unexplained` means that no incident fits, and then say so. The log is not stored. Read the finding with
-        get_incident, and cite its id and section.
+        `unexplained` means that no incident fits: say so and ask `triage`. The log is not stored.
+        Read the finding with get_incident, and cite its id and section.
         """
         data = text.encode(errors="replace")
         if not data:
@@ -144,7 +144,7 @@ class Tools:
         diagnosis = await content.diagnose([Stream("body", iter([data]))])
         if self.recorder:
             self.recorder.record_diagnosis(diagnosis)
-        return diagnosis_answer(diagnosis, content.catalog, limit)
+        return diagnosis_answer(diagnosis, content.catalog, content.triage, limit)
 
     async def check_environment(
         self, packages: Packages = None, gpu: GpuName = "", limit: IncidentLimit = None

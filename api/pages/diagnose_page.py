@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from kb.content.triage import first_observations
 from kb.diagnose.chinese_step import chinese_step
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import DERIVED_PREFIX, Line
@@ -87,6 +88,7 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
         "findings": _items(likely if is_explained else [], neighbours),
         "weaker": _items([finding for finding in findings if not (is_explained and finding in likely)], neighbours),
         "seen": [excerpt for line in others for excerpt in excerpts([line], neighbours)],
+        "triage": first_observations(content.triage, diagnosis.facets),
         "next_step": _step(step.text, frozenset(content.catalog.entries), chosen) if step else None,
     }
 

@@ -74,4 +74,4 @@ async def diagnose(
     if not diagnosis.bytes and not diagnosis.problems:
         raise UsageError("the body is empty", "send the log as it is: curl --data-binary @train.log")
     application(request).gaps.add_diagnosis(diagnosis)
-    return DiagnosisDocument.of(diagnosis, content.catalog, f"{request.base_url}entries", limit, lines)
+    return DiagnosisDocument.of(diagnosis, content.catalog, content.triage, f"{request.base_url}entries", limit, lines)

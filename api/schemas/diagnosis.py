@@ -11,12 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from kb.content.catalog import Catalog
 from kb.content.claims import claims
 from kb.content.entry import Entry
+from kb.content.triage import Triage, first_observations
 from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.finding import Finding
 from kb.diagnose.next_step import CERTAIN
 from kb.diagnose.questions import Question, questions
 
-from .content import HIT, ID, SUMMARY, QuestionDocument
+from .content import HIT, ID, SUMMARY, ObservationDocument, QuestionDocument
 from .times import UtcTime
 
 LIMIT, LINES = 3, 3  # findings, and lines of each list, unless a client asks for more
@@ -55,6 +56,7 @@ EXAMPLE: dict[str, Any] = {
     "next_step": {"text": "Read what rank 0 did.", "source": "", "separates": [ID], "command": ""},
     "read": {"sources": 1, "lines": 4000, "bytes": 480000},
     "problems": [],
+    "triage": [],
     "ask": [],
 }
 
@@ -155,12 +157,15 @@ class DiagnosisDocument(BaseModel):
     next_step: Step | None
     read: Read
     problems: tuple[str, ...]
+    triage: tuple[ObservationDocument, ...] = Field(
+        description="What to look at where no finding explains the log, each with what an outcome points to."
+    )
     ask: tuple[QuestionDocument, ...] = Field(
         description="Each with the lines or observations that tell findings apart."
     )
 
     @classmethod
-    def of(cls, diagnosis: Diagnosis, catalog: Catalog, entries: str, limit: int, lines: int) -> Self:
+    def of(cls, diagnosis: Diagnosis, catalog: Catalog, triage: Triage, entries: str, limit: int, lines: int) -> Self:
         """`entries` is the address below which the pages of entries are."""
         short = shorten(diagnosis, limit, lines)
         document = short.to_json()
@@ -171,7 +176,9 @@ class DiagnosisDocument(BaseModel):
             findings=len(diagnosis.findings) - len(short.findings), lines=_line_count(diagnosis) - _line_count(short)
         )
         ask = tuple(map(QuestionDocument.model_validate, open_questions(diagnosis, catalog)))
-        return cls.model_validate({**document, "omitted": omitted, "ask": ask})
+        asked = first_observations(triage, diagnosis.facets)
+        instead = [observation.to_json(in_chinese=False) for observation in asked]
+        return cls.model_validate({**document, "omitted": omitted, "triage": instead, "ask": ask})
 
 
 def shorten(diagnosis: Diagnosis, limit: int, lines: int) -> Diagnosis:

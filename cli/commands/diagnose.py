@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from ..terminal.output import JsonFlag, RootOption, emit, notice
 from ..terminal.stdin import stdin
 
 if TYPE_CHECKING:
+    from kb.content.triage import Observation
     from kb.diagnose.diagnosis import Diagnosis
 
 
@@ -65,7 +67,9 @@ def diagnose(
         diagnosis = conclude(index, scan(sources.inputs, Matcher(index.signatures), reading.read))
     problems = (*sources.problems, *diagnosis.problems)
     saved = _save(sources.inputs, diagnosis) if save_unexplained and diagnosis.unexplained else None
-    document = {**diagnosis.to_json(), "problems": problems, "saved": saved}
+    triage = _triage(diagnosis, chosen)
+    instead = [observation.to_json(in_chinese=spoken is Language.CHINESE) for observation in triage]
+    document = {**diagnosis.to_json(), "triage": instead, "problems": problems, "saved": saved}
     document["findings"] = document["findings"][:limit]
     if as_json and not verify:
         emit("diagnose", **document)
@@ -73,10 +77,27 @@ def diagnose(
         for problem in problems:
             notice(sentence(problem, spoken))
         _print(diagnosis, spoken, limit, chosen, roots)
+        _print_triage(triage, spoken)
         _print_excerpt(diagnosis, saved, paths, spoken, roots)
     if verify:
         return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None, spoken)
     return 0 if diagnosis.findings and not diagnosis.unexplained else 1
+
+
+def _triage(diagnosis: Diagnosis, chosen: tuple[Root, ...]) -> Sequence[Observation]:
+    """What to look at where no entry explains the logs."""
+    if not diagnosis.unexplained:
+        return ()
+    from kb.content.triage import first_observations, load_triage
+
+    return first_observations(load_triage(chosen), diagnosis.facets)
+
+
+def _print_triage(triage: Sequence[Observation], lang: Language) -> None:
+    if triage:
+        from ..terminal.gap import print_triage
+
+        print_triage(triage, lang)
 
 
 def _print(

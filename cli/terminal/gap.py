@@ -35,7 +35,7 @@ def print_gap(answer: Answer, triage: Triage, print_hit: Callable[[int, Hit], No
             print_hit(number, hit)
     else:
         _print_shared(answer.hits, lang)
-    _print_triage(observations(answer, triage), lang)
+    print_triage(observations(answer, triage), lang)
 
 
 def _print_shared(hits: Sequence[Hit], lang: Language) -> None:
@@ -60,7 +60,8 @@ def difference_in_words(difference: Difference, lang: Language) -> str:
     )
 
 
-def _print_triage(asked: Sequence[Observation], lang: Language) -> None:
+def print_triage(asked: Sequence[Observation], lang: Language) -> None:
+    """What to look at, numbered, each with its command and what each outcome points to."""
     if asked:
         print(f"{label('What to look at, to find out more:', lang)}\n")
     for number, observation in enumerate(asked, 1):

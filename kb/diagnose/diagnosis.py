@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kb.content.triage import COMMONEST, PREFIX
 from kb.diagnose.evidence import Failure, Line, Scan, SignatureMatch
 from kb.diagnose.failure_lines import is_interruption, is_launcher, is_log
 from kb.diagnose.finding import Finding
@@ -13,7 +14,9 @@ from kb.diagnose.first_failure import RankSummary, summarize_ranks
 from kb.diagnose.next_step import LIKELY, Documents, NextStep, ask_more, next_step, read_first_failure
 from kb.diagnose.ranking import Candidate, rank_candidates
 from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
+from kb.search.cues import named
 from kb.search.index import Index
+from kb.search.query import units_of
 from kb.search.ranking import likeness
 
 MOST_LINES = 20  # of each list of an answer
@@ -26,6 +29,7 @@ ENTRY_FIELDS = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origi
 
 MERELY_ALIKE = "no signature of it was printed, only the wording is alike"
 MERELY_CONTEXT = "what was printed says what happened, not why: it is printed whatever the reason"
+FAILED = f"{PREFIX}{COMMONEST}"
 TRACEBACK = "Traceback (most recent call last)"
 
 LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
@@ -37,7 +41,8 @@ class Diagnosis:
     """Findings, best first. `unexplained` when none of them is likely; `failures` are the failure lines in any case.
 
     `is_cause_unknown` when the findings explain only consequences, and no entry knows the first failure. If that is an
-    exception, the inputs are unexplained.
+    exception, the inputs are unexplained. `facets` are those that unexplained inputs name, at least that they failed:
+    they choose what to look at next.
     """
 
     findings: tuple[Finding, ...]
@@ -47,6 +52,7 @@ class Diagnosis:
     observations: tuple[Line, ...]
     failures: tuple[Failure, ...]
     next_step: NextStep | None
+    facets: tuple[str, ...]
     sources: int
     lines: int
     bytes: int
@@ -81,16 +87,17 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     findings = _findings(candidates, documents, ranks)
     cause_unknown = is_cause_unknown(candidates, ranks)
     is_explained = _is_explained(findings) and not (cause_unknown and ranks.has_raised)
-    has_failed = bool(scan.failures or scan.observations or findings)
+    is_unexplained = bool(scan.failures or scan.observations or findings) and not is_explained
     step = read_first_failure(ranks) if cause_unknown else next_step(findings, documents, ranks)
     return Diagnosis(
         findings=findings,
-        unexplained=has_failed and not is_explained,
+        unexplained=is_unexplained,
         is_cause_unknown=cause_unknown,
         ranks=ranks,
         observations=scan.observations[:MOST_LINES],
         failures=scan.failures[:MOST_LINES],
         next_step=step or ask_more([failure.line.text for failure in scan.failures]),
+        facets=_facets(index, scan) if is_unexplained else (),
         sources=scan.sources,
         lines=scan.lines,
         bytes=scan.bytes,
@@ -101,6 +108,12 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
 def _is_explained(findings: Sequence[Finding]) -> bool:
     """Whether the first finding is likely, by a line that was printed: a likeness of words proves nothing."""
     return bool(findings) and findings[0].role != "similar" and findings[0].confidence >= LIKELY
+
+
+def _facets(index: Index, scan: Scan) -> tuple[str, ...]:
+    from kb.content.facets import values_of  # what is explained needs no enumerations
+
+    return tuple(values_of(named(units_of(salient_text(scan)), index.cues))) or (FAILED,)
 
 
 def _ended_silently(scan: Scan) -> bool:

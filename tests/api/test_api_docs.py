@@ -128,7 +128,9 @@ def test_the_chatbot_of_the_page_answers(place: Place, tmp_path: Path) -> None:
         def reply(text: str) -> str:
             return run(f"{sys.executable} bot.py {shlex.quote(text)}", tmp_path, own)
 
-        log = reply("RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following")
+        log = reply(
+            "RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following"
+        )
         assert "[ddp-marked-ready-twice § Fix, " in log
         assert log.endswith(f"{replica.url}/entries/ddp-marked-ready-twice\n")
         question = reply("all-gather times out when I save a checkpoint")

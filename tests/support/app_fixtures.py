@@ -6,6 +6,7 @@ A test file says `pytest_plugins = ["tests.support.app_fixtures"]`: a second con
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 
-from kb.content.roots import root_at
+from kb.content.roots import builtin_root, root_at
 from kb.store import keys
 from kb.store.database import Database
 from kb.store.keys import Scope
@@ -59,7 +60,8 @@ class InProcess(httpx.BaseTransport):
 
 @pytest.fixture
 def entries(content: ContentRoot) -> ContentRoot:
-    """Three entries: one current, one withdrawn, one about something else."""
+    """Three entries: one current, one withdrawn, one about something else. The triage is the built-in one."""
+    shutil.copytree(builtin_root().entries / "triage", content.path / "entries" / "triage")
     content.entry("broken-thing")
     withdrawn = content.entry("old-thing", title="The thing that was never true")
     withdrawn.write_text(withdrawn.read_text().replace("status: confirmed", "status: withdrawn"))

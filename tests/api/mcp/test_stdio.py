@@ -120,6 +120,7 @@ def test_a_vague_question_is_answered_with_questions(model: Model) -> None:
     diagnosis = model.answer("diagnose_log", text="my job hangs")
     assert diagnosis["unexplained"]
     assert diagnosis["ask"]
+    assert len(diagnosis["triage"]) == 1
 
 
 def test_an_unknown_incident_names_the_nearest(model: Model) -> None:

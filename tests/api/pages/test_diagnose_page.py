@@ -135,6 +135,7 @@ def test_an_unexplained_log_shows_what_failed_and_is_counted(client: httpx.Clien
     html = post(client, files={"log": ("train.log", b"epoch 1\nRuntimeError: the flux capacitor is empty\n")})
     assert "No confident match" in html
     assert "flux capacitor" in html
+    assert 'aria-label="What to look at"' in html
     wait_for(lambda: gaps.page(app.state.database), "the gap to be written")
 
 

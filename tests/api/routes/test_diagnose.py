@@ -63,6 +63,7 @@ def test_what_nobody_knows_is_said_to_be_unexplained(client: httpx.Client) -> No
     document = client.post("/v1/diagnose", content=b"zork: Error: the frobnicator is out of quux\n").json()
     assert document["unexplained"]
     assert document["seen"][0]["text"] == "zork: Error: the frobnicator is out of quux"
+    assert document["triage"][0]["outcomes"]
 
 
 def test_an_empty_body_is_refused_with_a_hint(client: httpx.Client) -> None:

@@ -38,6 +38,33 @@ def test_chinese_words_around_the_error_change_nothing(kb: Kb, tmp_path: Path) -
     assert answer["ranks"]["failed_first"] == 3
 
 
+UNKNOWN = "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: the flux capacitor is not calibrated\n"
+
+
+def test_what_nobody_knows_ends_with_what_to_look_at(kb: Kb, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(UNKNOWN)
+    ended = kb("diagnose", "train.log")
+    assert ended.code == 1
+    assert "1. Which rank failed first" in ended.out
+    document = kb("diagnose", "train.log", "--json").json
+    assert document["unexplained"]
+    assert document["triage"][0]["command"].startswith("kb diagnose ")
+    chinese = kb("diagnose", "train.log", "--json", "--lang", "zh").json["triage"]
+    assert [item["command"] for item in chinese] == [item["command"] for item in document["triage"]]
+    assert "哪个 rank" in chinese[0]["ask"]
+
+
+def test_what_a_log_says_chooses_what_to_look_at(kb: Kb, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("ERROR: the job is stuck, no progress for 3600 s, giving up\n")
+    commands = [item["command"] for item in kb("diagnose", "job.log", "--json").json["triage"]]
+    assert any("py-spy" in command for command in commands)
+
+
+def test_an_explained_log_has_no_triage(kb: Kb, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("[rank1]: " + SHM.format(rank=1) + "\n")
+    assert diagnosed(kb, "train.log")["triage"] == []
+
+
 def test_a_failure_in_words_stands_above_the_findings(kb: Kb, tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text("[rank2]: ERROR token refused\n" + "".join(watchdog(rank) for rank in (0, 1, 3)))
     ended = kb("diagnose", "job.log")

@@ -30,7 +30,7 @@ def catalog() -> Catalog:
 def diagnosis(catalog: Catalog, *ids: str, ranks: RankSummary = NOBODY) -> Diagnosis:
     findings = tuple(finding(entry, 0.6) for entry in ids)
     step = next_step(findings, {entry: {"tells": tells(catalog.get(entry))} for entry in ids}, ranks)
-    return Diagnosis(findings, False, False, ranks, (), (), step, 1, 1, 1, ())
+    return Diagnosis(findings, False, False, ranks, (), (), step, (), 1, 1, 1, ())
 
 
 def chinese(catalog: Catalog, given: Diagnosis) -> NextStep:
