@@ -60,10 +60,10 @@ def table(offers: Mapping[str, Sequence[Offer]]) -> Iterator[str]:
             yield f"| {name} | {limit:.2f}, {kind} | {shares.false:.2f} | {shares.right:.2f} | {shares.disowned:.2f} |"
 
 
-def lowest_limit(pairs: Sequence[tuple[Thread, Offer]]) -> float:
+def lowest_limit(pairs: Sequence[tuple[Thread, Offer]], bar: float = BAR) -> float:
     """Of the scores, the lowest that as a limit keeps false answers to the bar; above all of them where none does."""
     scores = sorted({score for _, (_, score) in pairs})
-    return next((score for score in scores if rates(pairs, score).false <= BAR), scores[-1] + 1)
+    return next((score for score in scores if rates(pairs, score).false <= bar), scores[-1] + 1)
 
 
 def rates(pairs: Sequence[tuple[Thread, Offer]], limit: float) -> Rates:
