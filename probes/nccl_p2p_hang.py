@@ -221,7 +221,8 @@ def check(_: Mapping[str, Any]) -> Finding:
     if distances and all(distance.startswith("NV") for distance in distances):
         return unknown(*evidence, f"all pairs are on NVLink, which ACS and IOMMU do not touch; {BLIND}")
     if distances and not any(distance in ("PIX", "PXB") for distance in distances) and not (is_amd() and len(gpus) < 3):
-        return unknown(*evidence, "NCCL 2.23 and newer use no P2P over PCIe at these distances; other libraries may")
+        jobs = "in jobs of more than two GPUs" if is_amd() else "over PCIe"
+        return unknown(*evidence, f"NCCL 2.23 and newer use no P2P {jobs} at these distances; other libraries may")
     if (redirecting or translating) and not virtual:
         return exposed(
             *evidence,
