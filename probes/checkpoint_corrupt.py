@@ -95,7 +95,11 @@ def save_twice(ctx: Context, *, saves: Save, kills: bool = True, at: int = CUT_A
     save_in_place(state_of(1), path)
     ctx.reached()
     save_and_die(ctx, saves, 2, path, kills, at)
-    assert torch.load(path)["step"] == 1  # the last good one is still there
+    try:
+        step = torch.load(path)["step"]
+    except OSError as error:
+        raise Symptom("torch.load of %d bytes: %s" % (os.path.getsize(path), error)) from error
+    assert step == 1  # the last good one is still there
     ctx.note(one_bit_flipped_in_a_tensor=flip_a_bit(path))
 
 
@@ -385,7 +389,7 @@ early = variant(
     partial(save_twice, saves=save, at=CUT_EARLY),
     BROKEN + ", and died within the first 68 KiB",
     BESIDE,
-    raised(r"\[Errno 22\] Invalid argument"),
+    symptom(r"torch\.load of 30000 bytes: \[Errno 22\] Invalid argument"),
 )
 two_writers = variant(
     "two-writers",
