@@ -172,6 +172,26 @@ def tie_on_load(ctx: Context, *, ties: bool) -> None:
     assert second is first, "equal, and two parameters"
 
 
+def save_for_transformers(ctx: Context, *, own_way: bool) -> None:
+    """A tied Llama is read by from_pretrained; save_model has written the name that sorts first."""
+    from safetensors.torch import save_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    config = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, **sizes)
+    model, folder = LlamaForCausalLM(config), ctx.path("out")
+    ctx.reached()
+    if own_way:
+        model.save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+        save_model(model, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    loaded = LlamaForCausalLM.from_pretrained(folder).model.embed_tokens.weight
+    if loaded.is_meta:
+        raise Symptom("from_pretrained raised nothing, and the embedding is on the meta device")
+    assert loaded.equal(model.model.embed_tokens.weight)
+
+
 def save_accelerate(ctx: Context, *, own_storage: bool) -> None:
     """Two parameters that are halves of one buffer, as ZeRO, FSDP and fused layers leave them. They share nothing."""
     import torch
@@ -300,6 +320,15 @@ listed = variant(
     "the class ties it again in _tie_weights, which transformers 4 calls after loading",
     {"transformers": ">=4.41,<5"},
 )
+read_back = variant(
+    "from-pretrained",
+    save_for_transformers,
+    "own_way",
+    symptom(r"from_pretrained raised nothing, and the embedding is on the meta device"),
+    "save_model has kept lm_head.weight, and from_pretrained looks for embed_tokens.weight",
+    "save_pretrained keeps the name that from_pretrained looks for",
+    {"transformers": ">=4.56,<5"},
+)
 views = variant(
     "accelerate",
     save_accelerate,
@@ -335,5 +364,5 @@ probe = Probe(
             expected_s=(0.1, 0.1),
         ),
     ),
-    variants=(tied, loaded, wrapped, declared, listed, views),
+    variants=(tied, loaded, wrapped, declared, listed, read_back, views),
 )
