@@ -34,9 +34,10 @@ XIDS = {  # NVIDIA's catalogue: what the driver reports, and the first action
 XIDS.update(dict.fromkeys(range(144, 151), ("NVLink error", "drain; Xid 154 says what the driver wants")))
 OF_PROGRAMS = {13, 31, 43, 69}  # a kernel of the program's own in most cases: see illegal-memory-access
 
-XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)\b(?!, \w+ Nonfatal\b)")
+MIG = r"(?: GPU-C?I:\d+)*"  # the instance, where the GPU is divided
+XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)" + MIG + r"\): (\d+)\b(?!, \w+ Nonfatal\b)")
 LOST = re.compile(r"fallen off the bus|GPU is lost|Unable to determine the device handle")
-RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
+RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)" + MIG + r"\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
 FROM_BOOT = re.compile(r"Linux version \d")  # the first words of a kernel
 SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
 
@@ -102,6 +103,8 @@ def health(report: str) -> Tuple[List[str], List[str], int]:
             faults.append(f"{gpu}: {value} x {name} since the last reset")
         elif name == "Remapping Failure Occurred" and value == "Yes":
             faults.append(f"{gpu}: row remapping has failed, the GPU is to be replaced")
+        elif name == "SRAM Threshold Exceeded" and value == "Yes":
+            faults.append(f"{gpu}: SRAM errors above the threshold of NVIDIA's field diagnosis, ask for a replacement")
         elif name == "GPU Recovery Action" and value not in ("None", "N/A", ""):
             faults.append(f"{gpu}: the driver asks for: {value}")
         elif "Remapped Rows" in where and name == "Pending" and value == "Yes":
