@@ -189,6 +189,7 @@ def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None
 # --- the check: ZeRO-3, a model with experts, and nothing that gathers them together? ----------------------------
 
 LEAVES_BY_DEFAULT = ("mixtral", "qwen2_moe", "qwen3_moe")  # DeepSpeed 0.18 and later, the classes of transformers
+PACKED = re.compile("gpt_oss|granitemoe|jetmoe|llama4|qwen3_vl_moe")  # one module has all experts, before 5 too
 ALL_EXPERTS = (4, 40), (4, 53)  # transformers, from and before: every expert of these models runs
 
 
@@ -223,8 +224,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, installed, "transformers releases differ in it", advice="run this in the job's Python")
     if not own_code and kind in LEAVES_BY_DEFAULT and ALL_EXPERTS[0] <= transformers < ALL_EXPERTS[1]:
         return unknown(evidence, installed, "this release runs every expert of it; copies in other code may not")
-    if not own_code and transformers >= (5, 0):
-        return unknown(evidence, installed, "transformers 5 packs the experts of many models: look for `experts.0`")
+    if not own_code and (transformers >= (5, 0) or PACKED.match(kind)):
+        return unknown(evidence, installed, "transformers may pack the experts of this model: look for `experts.0`")
     return exposed(
         evidence, installed, "no leaf module is named there", advice="make the MoE block one, if the code does not"
     )
