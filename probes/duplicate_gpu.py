@@ -97,7 +97,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         ranks = sorted((job, rank) for (job, rank), (pid, _) in result.items() if pid in pids)
         if len(ranks) > len({job for job, _ in ranks}):
             why = f"ranks {', '.join(rank for _, rank in ranks)} have a context on {uuid}"
-            return exposed(why, *evidence, advice="torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA")
+            elsewhere = {pid for other, pids in used.items() if other != uuid for pid in pids}
+            only_here = [(job, rank) for job, rank in ranks if result[job, rank][0] not in elsewhere]
+            if len(only_here) > len({job for job, _ in only_here}):
+                return exposed(why, *evidence, advice="torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA")
+            return unknown(why, "and on another GPU too: which one is current cannot be seen from here", *evidence)
     if result:
         if all(any(pid in pids for pids in used.values()) for pid, _ in result.values()):
             return clear("each rank that runs here is alone on its GPU, as the driver sees it", *evidence)
