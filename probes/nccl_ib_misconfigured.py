@@ -124,8 +124,9 @@ def check(params: Mapping[str, object]) -> Finding:
     if not chosen:
         return exposed(*evidence, "NCCL_IB_HCA matches none of them, so NCCL goes over TCP", advice="ibstat -l")
     used = [port for port in chosen if port.active]
-    named_devices = re.split(r"[=:,]", rule) if not rule.startswith("^") else []
-    dead = [port.name for port in chosen if not port.active and port.device in named_devices]
+    named_devices = set(re.split(r"[=:,]", rule)) if not rule.startswith("^") else set()
+    alive = {port.device for port in used}  # one port of two may have no cable
+    dead = [port.name for port in chosen if port.device in named_devices - alive]
     if dead:
         what = f"named in NCCL_IB_HCA and not active: {', '.join(dead)}; NCCL leaves them out here, other nodes may not"
         return exposed(*evidence, what, advice="ibstat: cable, switch port, subnet manager (State: Initializing)")
