@@ -228,7 +228,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if model is None:
         return unknown("no model was named", advice="--set model=folder, and --set tokenizer=folder if it is another")
     config = read_json(model / "config.json")
-    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    config = config if isinstance(config, dict) else {}
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     declared = config.get("vocab_size")
     embedding = saved_rows(model)
     rows = embedding[1] if embedding else declared
