@@ -13,6 +13,7 @@ from kb.content.release_records import ReleaseVerdict
 from kb.lint.rule import EntryFile, EntryRule, Remark
 
 NOT_SHOWN = re.compile(r"Not shown with torch `([^`]+)`: ")
+OWN = re.compile(r"kb diagnose|the (?:probe|check) of ")
 BROKEN = ("fix-ineffective", "not-reproduced", "inconclusive", "inverted", "other-failure")
 
 
@@ -38,7 +39,7 @@ def _lacks_release(release: ReleaseVerdict) -> bool:
 
 
 def untraced_wording(file: EntryFile) -> Iterator[Remark]:
-    """The releases in printed_by of a signature contain its text; a text that was found in a package has printed_by."""
+    """The releases in printed_by contain the text of the signature; a package in its source that contains it is there."""
     searched, found = file.wordings
     for number, signature in enumerate(file.meta.signatures):
         line = file.line("signatures", number, "pattern")
@@ -49,9 +50,16 @@ def untraced_wording(file: EntryFile) -> Iterator[Remark]:
             without = [release for release in stated if release not in by_package.get(package, ())]
             if without or (known and not stated):
                 yield line, f"{package} {', '.join(without) or specifier} was searched and does not contain this text"
-        if by_package and not signature.printed_by and signature.role is not Role.CONTEXT:
-            places = "; ".join(f"{package} {', '.join(releases)}" for package, releases in by_package.items())
+        # Any package may contain a few common words: only those that the source names have to be there.
+        named = {package: by_package[package] for package in by_package if _names(signature.source, package)}
+        if named and not signature.printed_by and signature.role is not Role.CONTEXT:
+            places = "; ".join(f"{package} {', '.join(releases)}" for package, releases in named.items())
             yield line, f"say in printed_by which of these print it: {places}"
+
+
+def _names(source: str, package: str) -> bool:
+    """Whether a source such as `torch FSDP1, on rank 0` names the package; what kb itself prints is nobody's."""
+    return not OWN.match(source) and re.search(rf"\b{re.escape(package)}\b", source, re.IGNORECASE) is not None
 
 
 RULES: tuple[EntryRule, ...] = (release_verdict, untraced_wording)

@@ -330,7 +330,7 @@ def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
     ],
 )
 def test_the_releases_that_print_a_signature_contain_its_text(printed_by: str, remark: str) -> None:
-    text = edited({SAMPLE: SAMPLE + printed_by})
+    text = edited({"    source: a test\n": "    source: torch, in a test\n", SAMPLE: SAMPLE + printed_by})
     entry = parse_entry(text.encode(), ENTRY_FILE, "test")
     searched = {"torch": ["2.4.1", "2.5.1", "2.6.0"]}
     texts = (searched, {entry.meta.signatures[0].pattern: {"torch": ["2.5.1", "2.6.0"]}})
