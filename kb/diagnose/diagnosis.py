@@ -29,7 +29,7 @@ ENTRY_FIELDS = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origi
 
 MERELY_ALIKE = "no signature of it was printed, only the wording is alike"
 MERELY_CONTEXT = "what was printed says what happened, not why: it is printed whatever the reason"
-FAILED = f"{PREFIX}{COMMONEST}"
+FAILED, COMPONENTS = f"{PREFIX}{COMMONEST}", "components:"  # as in `kb.content.facets.VALUES`
 TRACEBACK = "Traceback (most recent call last)"
 
 LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
@@ -42,7 +42,7 @@ class Diagnosis:
 
     `is_cause_unknown` when the findings explain only consequences, and no entry knows the first failure. If that is an
     exception, the inputs are unexplained. `facets` are those that unexplained inputs name, at least that they failed:
-    they choose what to look at next.
+    they choose what to look at next. The log of another trade has none.
     """
 
     findings: tuple[Finding, ...]
@@ -97,7 +97,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         observations=scan.observations[:MOST_LINES],
         failures=scan.failures[:MOST_LINES],
         next_step=step or ask_more([failure.line.text for failure in scan.failures]),
-        facets=_facets(index, scan) if is_unexplained else (),
+        facets=_facets(index, scan, ranks) if is_unexplained else (),
         sources=scan.sources,
         lines=scan.lines,
         bytes=scan.bytes,
@@ -110,10 +110,14 @@ def _is_explained(findings: Sequence[Finding]) -> bool:
     return bool(findings) and findings[0].role != "similar" and findings[0].confidence >= LIKELY
 
 
-def _facets(index: Index, scan: Scan) -> tuple[str, ...]:
+def _facets(index: Index, scan: Scan, ranks: RankSummary) -> tuple[str, ...]:
+    """None for the log of another trade: it has no rank, and names no component."""
     from kb.content.facets import values_of  # what is explained needs no enumerations
 
-    return tuple(values_of(named(units_of(salient_text(scan)), index.cues))) or (FAILED,)
+    values = tuple(values_of(named(units_of(salient_text(scan)), index.cues)))
+    if not ranks.known and not any(value.startswith(COMPONENTS) for value in values):
+        return ()
+    return values or (FAILED,)
 
 
 def _ended_silently(scan: Scan) -> bool:

@@ -39,7 +39,7 @@ def _lacks_release(release: ReleaseVerdict) -> bool:
 
 
 def untraced_wording(file: EntryFile) -> Iterator[Remark]:
-    """The releases in printed_by contain the text of the signature; a package in its source that contains it is there."""
+    """The releases in printed_by have the text; a package that a source names is there if its files have the text."""
     searched, found = file.wordings
     for number, signature in enumerate(file.meta.signatures):
         line = file.line("signatures", number, "pattern")

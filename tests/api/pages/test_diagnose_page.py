@@ -132,7 +132,7 @@ def test_a_healthy_log_is_not_called_unexplained(client: httpx.Client) -> None:
 
 
 def test_an_unexplained_log_shows_what_failed_and_is_counted(client: httpx.Client, app: FastAPI) -> None:
-    html = post(client, files={"log": ("train.log", b"epoch 1\nRuntimeError: the flux capacitor is empty\n")})
+    html = post(client, files={"log": ("train.log", b"epoch 1\n[rank0]: RuntimeError: the flux capacitor is empty\n")})
     assert "No confident match" in html
     assert "flux capacitor" in html
     assert 'aria-label="What to look at"' in html

@@ -60,7 +60,7 @@ def test_a_body_that_arrives_in_pieces_is_one_log(client: httpx.Client) -> None:
 
 
 def test_what_nobody_knows_is_said_to_be_unexplained(client: httpx.Client) -> None:
-    document = client.post("/v1/diagnose", content=b"zork: Error: the frobnicator is out of quux\n").json()
+    document = client.post("/v1/diagnose", content=b"[rank0]: zork: Error: the frobnicator is out of quux\n").json()
     assert document["unexplained"]
     assert document["seen"][0]["text"] == "zork: Error: the frobnicator is out of quux"
     assert document["triage"][0]["outcomes"]

@@ -55,7 +55,7 @@ def test_what_nobody_knows_ends_with_what_to_look_at(kb: Kb, tmp_path: Path) -> 
 
 
 def test_what_a_log_says_chooses_what_to_look_at(kb: Kb, tmp_path: Path) -> None:
-    (tmp_path / "job.log").write_text("ERROR: the job is stuck, no progress for 3600 s, giving up\n")
+    (tmp_path / "job.log").write_text("[rank0]: ERROR: the job is stuck, no progress for 3600 s, giving up\n")
     commands = [item["command"] for item in kb("diagnose", "job.log", "--json").json["triage"]]
     assert any("py-spy" in command for command in commands)
 

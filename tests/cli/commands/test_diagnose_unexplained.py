@@ -53,7 +53,12 @@ def test_the_log_of_another_trade_is_explained_by_nothing(kb: Kb, tmp_path: Path
     ended = kb("diagnose", "other.log")
     assert ended.code == 1
     assert not ended.out.startswith("1. ")
-    assert "rank failed" not in ended.out
+    assert "failed first: " not in ended.out
+
+
+def test_the_log_of_another_program_asks_nobody_about_ranks(kb: Kb, tmp_path: Path) -> None:
+    (tmp_path / "other.log").write_text(FOREIGN["web"])
+    assert kb("diagnose", "other.log", "--json").json["triage"] == []
 
 
 def test_what_nothing_explains_is_shown_as_it_was_seen(kb: Kb, tmp_path: Path) -> None:
@@ -81,7 +86,7 @@ def test_what_failed_first_stands_above_what_followed_and_is_to_be_read(kb: Kb, 
     assert ended.out.count("failed first: ") == 1
     assert "   then     what followed fits: " in ended.out
     assert "next     Read what rank 2 printed at `job.log:1`" in ended.out
-    assert "   run      " not in ended.out
+    assert "kb verify" not in ended.out
     assert "nothing to verify" in ended.err
 
 
