@@ -29,7 +29,7 @@ ENTRY_FIELDS = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origi
 
 MERELY_ALIKE = "no signature of it was printed, only the wording is alike"
 MERELY_CONTEXT = "what was printed says what happened, not why: it is printed whatever the reason"
-FAILED, COMPONENTS = f"{PREFIX}{COMMONEST}", "components:"  # as in `kb.content.facets.VALUES`
+FAILED = f"{PREFIX}{COMMONEST}"
 TRACEBACK = "Traceback (most recent call last)"
 
 LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
@@ -111,11 +111,11 @@ def _is_explained(findings: Sequence[Finding]) -> bool:
 
 
 def _facets(index: Index, scan: Scan, ranks: RankSummary) -> tuple[str, ...]:
-    """None for the log of another trade: it has no rank, and names no component."""
+    """None for the log of another trade: it has no rank, and says no more than that something failed."""
     from kb.content.facets import values_of  # what is explained needs no enumerations
 
     values = tuple(values_of(named(units_of(salient_text(scan)), index.cues)))
-    if not ranks.known and not any(value.startswith(COMPONENTS) for value in values):
+    if not ranks.known and {FAILED}.issuperset(values):
         return ()
     return values or (FAILED,)
 

@@ -32,6 +32,7 @@ MOST_HITS = 50
 MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
 PER_FACET = 0.05  # what a facet that both name adds to the score, and one that the entry does not declare takes off
 RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
+ALL, RARE = 0.999, 0.75  # an entry with all words of a question is related if one is as rare as this, of the rarest
 MOST_UNKNOWN = 0.1  # probability of an answer where nothing is near: one word of a question may be far ahead alone
 MOST_LACKING = 4  # words that are shown
 NUMBER = re.compile(r"[\d.:,-]+")
@@ -143,7 +144,8 @@ def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Coll
     probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
     share = covered / everything if everything else 0.0
     if ranked[0] not in scoring.lifts and not is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share):
-        return Kind.UNKNOWN, min(probability, MOST_UNKNOWN)
+        has_rare = any(concept.idf >= RARE * rarest for concept in scoring.concepts)
+        return (Kind.RELATED if share >= ALL and has_rare else Kind.UNKNOWN), min(probability, MOST_UNKNOWN)
     return (Kind.ANSWER if probability >= LIKELY else Kind.RELATED), probability
 
 

@@ -136,9 +136,10 @@ def test_a_document_that_has_begun_is_followed_by_no_other() -> None:
 
 
 def test_an_argument_that_is_no_text_is_asked_as_standard_input_is(kb: Kb, kb_process: Kb) -> None:
-    answer = kb("search", "-", "--json", stdin=b"\xff hang").json
+    text = b"\xff ALLGATHER timeout save"
+    answer = kb("search", "-", "--json", stdin=text).json
     for form in ("utf-8:strict", "utf-8:surrogateescape"):
-        typed = kb_process("search", os.fsdecode(b"\xff hang"), "--json", PYTHONIOENCODING=form)
+        typed = kb_process("search", os.fsdecode(text), "--json", PYTHONIOENCODING=form)
         assert typed.code == 0, typed.out
         assert typed.json == answer
 
@@ -183,7 +184,7 @@ def test_closed_standard_output_changes_no_exit_code(command: str, code: int) ->
 
 def test_closed_standard_error_sends_nothing_to_stdout(content: ContentRoot) -> None:
     (content.path / "entries" / "unreadable.md").write_text("no entry\n")
-    assert "unreadable.md" in shell("search timeout --json").stderr
-    ended = shell("search timeout --json 2>&-")
+    assert "unreadable.md" in shell("search nccl timeout save --json").stderr
+    ended = shell("search nccl timeout save --json 2>&-")
     assert ended.returncode == 0
     assert json.loads(ended.stdout)["hits"]
