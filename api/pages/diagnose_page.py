@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from kb.content.languages import CHINESE
 from kb.content.triage import first_observations
 from kb.diagnose.chinese_step import chinese_step
 from kb.diagnose.diagnosis import Diagnosis
@@ -34,8 +34,6 @@ ROLES = {
     "last": ("ends here", "no error was printed; the log stops where this incident stops"),
     "similar": ("similar words", "no signature of it matched, only the wording is similar"),
 }
-
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 router = APIRouter()
 
@@ -77,9 +75,9 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
     first = diagnosis.ranks.first_failure or next(iter(failures), None)
     is_explained = bool(likely) and not diagnosis.unexplained
     others = failures if is_explained else [line for line in failures if line != first]
-    step = chinese_step(diagnosis, content.catalog.get) if lang == "zh" else diagnosis.next_step
-    if diagnosis.is_cause_unknown:
-        step = None  # the page says it beside the first failure
+    step = None  # the page says it beside the first failure, if the cause is unknown
+    if not diagnosis.is_cause_unknown:
+        step = chinese_step(diagnosis, content.catalog.get) if lang == "zh" else diagnosis.next_step
     return {
         "nothing_read": bool(diagnosis.problems) and not (diagnosis.lines or diagnosis.observations or findings),
         "is_explained": is_explained,

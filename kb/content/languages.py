@@ -5,6 +5,7 @@ Without that file a root is written in English. Only `kb lint` and `kb new` ask:
 
 from __future__ import annotations
 
+import re
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from kb.errors import ContentError
 
 FILE = "root.toml"
+CHINESE = re.compile(r"[\u4e00-\u9fff]")  # a character of a text that is written in Chinese
 
 
 class Language(StrEnum):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kb.lint.rule import CHINESE, Remark
+from kb.content.languages import CHINESE
+from kb.lint.rule import Remark
 from kb.search.synonyms import Key, key_of
 
 MOST_IN_GROUP = 16

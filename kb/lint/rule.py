@@ -9,7 +9,6 @@ that is read before, so that rules are pure.
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from kb.content.release_records import ReleaseVerdict
 from kb.content.wordings import Releases
 from kb.lint.body import Block, Kind
 from kb.probe import Probe
-
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 Remark = tuple[int, str]
 

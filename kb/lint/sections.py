@@ -11,9 +11,9 @@ from packaging.utils import canonicalize_name
 from kb.content.area import Area
 from kb.content.entry import CHINESE_PARTS, SECTIONS, TRANSLATION
 from kb.content.facets import FACETS
-from kb.content.languages import Language
+from kb.content.languages import CHINESE, Language
 from kb.lint.body import Block, Kind
-from kb.lint.rule import CHINESE, EntryFile, EntryRule, EntryText, Remark, TextRule
+from kb.lint.rule import EntryFile, EntryRule, EntryText, Remark, TextRule
 from kb.printable import printable
 
 LONGEST_CAUSE = 240

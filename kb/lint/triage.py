@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from kb.content.facets import Symptom
+from kb.content.languages import CHINESE
 from kb.content.roots import Root
 from kb.content.triage import Observation, read_triage, triage_files
 from kb.errors import ContentError
-from kb.lint.rule import CHINESE, Violation
+from kb.lint.rule import Violation
 
 TRIAGE = "triage"
 REQUIREMENTS = {

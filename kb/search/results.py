@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kb.content.applicability import Applicability
+from kb.content.languages import CHINESE
 from kb.search.decision import Kind
 from kb.search.explanation import Explanation
 
@@ -103,7 +104,7 @@ class Answer:
     @property
     def in_chinese(self) -> bool:
         """Whether the question is."""
-        return any("\u4e00" <= character <= "\u9fff" for character in self.query)
+        return CHINESE.search(self.query) is not None
 
     @property
     def best(self) -> str:
