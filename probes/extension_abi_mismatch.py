@@ -11,7 +11,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Iterator, List, Mapping, Set, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
@@ -85,7 +85,10 @@ def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
     ctypes.CDLL(ctx.path("extension.so"), mode=os.RTLD_NOW)
 
 
-OF_TORCH = re.compile(r"_Z(T[ISV])?N[VK]*[RO]?(3c10|2at|5torch)")
+STABLE = re.compile(  # names in C that torch alone defines; a newer torch has more of them
+    r"(aoti_)?torch_(abi_version|call_dispatcher|dtype_|from_blob|get_\w+_data_ptr|library_|list_|string_)"
+)
+OF_TORCH = re.compile(rf"_Z(T[ISV])?N[VK]*[RO]?(3c10|2at|5torch)|aoti_torch_|{STABLE.pattern}")
 ABI_SYMBOLS = re.compile(r"_ZN[VK]*[RO]?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
 
 
@@ -109,7 +112,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             late = True
             break
         looked_at += 1
-        if not NAMES.search(strings(file)):
+        if not NAMES.search(tables(file)[1]):
             continue
         wants = {symbol for symbol, defined in symbols(file) if not defined and OF_TORCH.match(symbol)}
         if not wants:
@@ -127,11 +130,17 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice="--set extension=path/to/some.so",
         )
     told = f"{', '.join(read[:8])}: what they want of c10::Error and c10::cuda is there"
-    named: Set[bytes] = set()
+    wanted, looked_in = {symbol for _, symbol in others}, 0
     for name in REST:
-        if others and time.monotonic() < end:
-            named.update(strings(root / "lib" / name).split(b"\0"))
-    unnamed = [f"{file} wants {symbol}" for file, symbol in others if symbol.encode() not in named]
+        if wanted and time.monotonic() < end:
+            wanted = missing_from(root / "lib" / name, wanted)
+            looked_in += 1
+    absent = [(file, symbol) for file, symbol in others if symbol in wanted]
+    newer = {file: symbol for file, symbol in absent if STABLE.match(symbol)}
+    if newer and looked_in == len(REST) and (root / "lib" / REST[0]).exists():
+        lacking = [f"{file} wants {symbol}: it was built for a newer torch" for file, symbol in newer.items()]
+        return exposed(*lacking[:8], advice="install its release for this torch")
+    unnamed = [f"{file} wants {symbol}" for file, symbol in absent]
     if late or unnamed:
         left = ["there are more, which were not read in time"] if late else []
         return unknown(told, *left, *unnamed[:4], advice="import it: the linker has the last word")
@@ -152,7 +161,7 @@ def why(missing: List[str], has: Set[str]) -> str:
     return ""
 
 
-NAMES = re.compile(rb"\0" + OF_TORCH.pattern.encode())
+NAMES = re.compile(rb"\0(?:" + OF_TORCH.pattern.encode() + rb")")
 OWN = ("torch", "functorch", "torchgen", "nvidia", "triton")  # torch itself and what it loads
 
 
@@ -169,38 +178,45 @@ def extensions(site: Path) -> Iterator[Path]:
             yield from sorted(folder.glob("*/*.so"))
 
 
-def strings(path: Path) -> bytes:
-    """All names of the dynamic symbols of a 64-bit ELF file, defined or not, each between zeros."""
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start, size, count = struct.unpack_from("<Q10xHH", data, 0x28)
-            sections = [struct.unpack_from("<4xI16xQQI12xQ", data, start + size * index) for index in range(count)]
-            at = next((section[3] for section in sections if section[0] == 11), 0)  # SHT_DYNSYM
-            return data[sections[at][1] : sections[at][1] + sections[at][2]]
-    except (OSError, ValueError, IndexError, struct.error):
-        return b""
-
-
-def symbols(path: Path) -> Iterator[Tuple[str, bool]]:
-    """The dynamic symbols of a 64-bit ELF file, and whether they need no other library; none for anything else."""
+def tables(path: Path) -> Tuple[bytes, bytes]:
+    """The dynamic symbols of a 64-bit ELF file and their names, each between zeros; nothing for anything else."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if data[:6] != b"\x7fELF\x02\x01":
-                return
+                return b"", b""
             start, size, count = struct.unpack_from("<Q10xHH", data, 0x28)
             sections = [struct.unpack_from("<4xI16xQQI12xQ", data, start + size * index) for index in range(count)]
-            table: Optional[Tuple[int, ...]] = next(
-                (section for section in sections if section[0] == 11), None
-            )  # SHT_DYNSYM
-            if table is None:
-                return
-            names = sections[table[3]][1]
-            for at in range(table[1], table[1] + table[2], 24):
-                name, kind, section = struct.unpack_from("<IBxH", data, at)
-                found = section != 0 or kind >> 4 == 2  # a weak symbol may stay undefined
-                yield data[names + name : data.find(b"\0", names + name)].decode(errors="replace"), found
+            for kind, at, length, names, _ in sections:
+                if kind == 11:  # SHT_DYNSYM
+                    table = data[at : at + length // 24 * 24]
+                    return table, data[sections[names][1] : sections[names][1] + sections[names][2]]
     except (OSError, ValueError, IndexError, struct.error):
-        return
+        pass
+    return b"", b""
+
+
+def symbols(path: Path) -> Iterator[Tuple[str, bool]]:
+    """The dynamic symbols of a file, and whether they need no other library."""
+    table, names = tables(path)
+    for name, kind, section in struct.iter_unpack("<IBxH16x", table):
+        found = section != 0 or kind >> 4 == 2  # a weak symbol may stay undefined
+        yield names[name : names.find(b"\0", name)].decode(errors="replace"), found
+
+
+def missing_from(path: Path, wanted: Set[str]) -> Set[str]:
+    """Those of these symbols that a large library does not name; a name may be the end of a longer one."""
+    table, names = tables(path)
+    whole = set(names.split(b"\0"))
+    left = {symbol for symbol in wanted if symbol.encode() not in whole}
+    starts = {name for name, section in struct.iter_unpack("<I2xH16x", table) if section} if left else set()
+
+    def is_end(symbol: str) -> bool:
+        at = names.find(symbol.encode() + b"\0")
+        while at >= 0 and at not in starts:
+            at = names.find(symbol.encode() + b"\0", at + 1)
+        return at >= 0
+
+    return {symbol for symbol in left if not is_end(symbol)}
 
 
 UNDEFINED = raised(r"undefined symbol: _ZN[VK]*[RO]?3c10")
