@@ -152,8 +152,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if gpus < 2:
         return unknown(*evidence, f"{gpus} NVIDIA GPUs are visible here, so NCCL has nobody to share memory with")
     evidence.append(f"{gpus} GPUs: about {needed} MiB where they talk through shared memory (2 segments each)")
-    if free >= max(ENOUGH_MIB, 4 * needed):
-        return clear(*evidence, "enough for several communicators; what data loader workers take is not counted")
+    pairs = (gpus - 1) * needed + gpus * QUEUE_MIB  # all-to-all connects every GPU with every other
+    if free >= max(ENOUGH_MIB, 4 * pairs):
+        several = f"enough for several communicators, also for all-to-all ({pairs} MiB each)"
+        return clear(*evidence, f"{several}; what data loader workers take is not counted")
     distances = gpu_distances()
     if distances and all(distance.startswith("NV") for distance in distances) and free > SEGMENT >> 20:
         alone = "all pairs are on NVLink, where NCCL needs little of it in a job on one node"
@@ -161,7 +163,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, alone, across, advice=advice)
     if free < needed:
         return exposed(*evidence, advice=advice)
-    return unknown(*evidence, "enough for one communicator; every further process group needs its own", advice=advice)
+    enough = f"enough for the rings of one communicator; all-to-all takes {pairs} MiB, every further group its own"
+    return unknown(*evidence, enough, advice=advice)
 
 
 def gpu_distances() -> Optional[List[str]]:
