@@ -121,15 +121,16 @@ def launch(ctx: Context, *, options: List[str]) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Count what CUDA would show of CUDA_VISIBLE_DEVICES, and compare it with the processes of this host."""
-    uuids, has_instances = listed()
+    uuids, divided = listed()
     variable = params["visible"] if params["visible"] is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None and not uuids:
         return unknown("CUDA_VISIBLE_DEVICES is not set, and nvidia-smi is missing or lists no GPU")
-    entries, seen = visible(variable, uuids)
+    entries, taken = visible(variable, uuids)
+    seen = len(taken)
     setting = f"CUDA_VISIBLE_DEVICES={variable}" if variable is not None else "CUDA_VISIBLE_DEVICES is not set"
     evidence = [f"{setting}; nvidia-smi lists {len(uuids) or 'no'} GPUs", f"a process sees {seen} of {entries} entries"]
     is_mig = variable is not None and "MIG-" in variable
-    if (is_mig and seen < entries) or (has_instances and not is_mig):
+    if (is_mig and seen < entries) or (seen > 1 and any(uuid in divided for uuid in taken)):
         mig = "CUDA gives a process one MIG instance" if is_mig else "MIG is on, and the variable names no instance"
         return exposed(*evidence, mig, advice="CUDA_VISIBLE_DEVICES=MIG-..., one instance for each process")
     if seen < entries:
@@ -145,35 +146,41 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice=advice)
     if processes > seen:
         return exposed(*evidence, advice=f"start {seen} processes, or make {processes} GPUs visible to each")
+    if why == "SLURM_NTASKS_PER_NODE":  # a task may start torchrun, or see one card where this shell sees all
+        inside = "run this as a rank does (srun, torchrun), or --set nproc_per_node=8"
+        return unknown(*evidence, "how many ranks a task starts, and what it sees, cannot be seen here", advice=inside)
     if not uuids:
         where = "run this on the node of the job, where nvidia-smi lists its GPUs"
         return unknown(*evidence, "whether these GPUs exist cannot be seen here", advice=where)
+    if divided and not is_mig and len(uuids) > 1:
+        return unknown(*evidence, "MIG is on for some GPUs, and how CUDA numbers the others was not read")
     return clear(*evidence, "the numbers fit; which of them the program takes for its device cannot be seen")
 
 
-def listed() -> Tuple[List[str], bool]:
-    """The UUIDs of the GPUs, and whether any is divided into MIG instances."""
+def listed() -> Tuple[List[str], List[str]]:
+    """The UUIDs of the GPUs, and those that are divided into MIG instances."""
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return [], False
+        return [], []
     uuids = re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", ran.stdout, re.MULTILINE)
-    return uuids, re.search(r"^ +MIG .*\(UUID: MIG-", ran.stdout, re.MULTILINE) is not None
+    divided = re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)\n +MIG .*\(UUID: MIG-", ran.stdout, re.MULTILINE)
+    return uuids, divided
 
 
-def visible(variable: Any, uuids: List[str]) -> Tuple[int, int]:
-    """Entries of the variable, and how many of them CUDA takes: up to the first invalid one, none if one repeats.
+def visible(variable: Any, uuids: List[str]) -> Tuple[int, List[str]]:
+    """How many entries the variable has, and those that CUDA takes: up to the first invalid one, none if one repeats.
 
     Of MIG instances it takes the first alone (MIG user guide, "CUDA_VISIBLE_DEVICES").
     """
     if variable is None:
-        return len(uuids), len(uuids)
+        return len(uuids), uuids
     hides_all = variable.strip() in ("", "-1")  # on purpose
     entries = [] if hides_all else [entry.strip() for entry in variable.split(",")]
     taken: List[str] = []
     for entry in entries:
         if entry.startswith("MIG-"):
-            return len(entries), 1 if not taken else len(taken)
+            return len(entries), taken or [entry]
         if not uuids and re.match(r"GPU-|\d+$", entry):
             device = entry  # cannot be looked up here
         elif entry.startswith("GPU-"):
@@ -183,7 +190,7 @@ def visible(variable: Any, uuids: List[str]) -> Tuple[int, int]:
         if not device:
             break
         taken.append(device)
-    return len(entries), 0 if len(set(taken)) < len(taken) else len(taken)
+    return len(entries), [] if len(set(taken)) < len(taken) else taken
 
 
 def processes_here(given: Any) -> Tuple[int, str]:
