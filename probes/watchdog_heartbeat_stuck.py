@@ -76,10 +76,10 @@ def check(_: Mapping[str, Any]) -> Finding:
         )
     default = 480 if torch >= (2, 5) else 600
     heartbeat = number(named.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"), default)
-    newer = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC") if torch > (2, 11) else None
+    newer = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC") if torch >= (2, 15) else None
     wait = newer or named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
-    dump = number(wait, 15000 if torch >= (2, 7) else 60000)
-    times = 4 if torch >= (2, 7) else 1  # how often the watchdog waits for it; what 2.3 to 2.6 do was not read
+    dump = number(wait, 15000 if torch >= (2, 8) else 60000)
+    times = 4 if torch >= (2, 8) else 1  # how often the watchdog waits for it; before 2.8 it waits for the dump
     if heartbeat is None or dump is None:
         return unknown("a TORCH_NCCL_ variable is not a number", str(named))
     evidence = (
@@ -164,7 +164,7 @@ probe = Probe(
                 env=QUICK,
             ),
             backend="nccl",
-            needs=Needs(gpus=2, packages={"torch": ">=2.5"}),
+            needs=Needs(gpus=2, packages={"torch": ">=2.8"}),  # before, the watchdog waits only if dumps are on
             deadline_s=90,
             settle_s=3,
             expected_s=(20, 30),
