@@ -209,7 +209,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if strange:
         evidence.append(f"libcuda of another version than the kernel module: {', '.join(strange)}")
         return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803)")
-    return clear(*evidence, "a kernel that is compiled at run time (PTX) may still want the newer minor release")
+    return clear(*evidence, "PTX (error 222) and newer functions (36) may still want the newer minor release")
 
 
 def compat_in_front() -> str:
