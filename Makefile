@@ -77,8 +77,9 @@ confusion: setup ## run every control arm and diagnose what it left; draws docs/
 healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with the training libraries
 	$(BIN)/python tests/healthy/record.py
 
-matrix: setup ## verify every entry with one release of torch after the other (5 GB each, removed); RELEASES="2.5.1 2.6.0"
+matrix: setup ## verify with releases of torch and of libraries, each in an environment (5 GB, removed); RELEASES="2.5.1" MONTHS="2024-12"
 	$(BIN)/python -m tests.bench.releases
+	$(BIN)/python -m tests.bench.libraries
 
 wordings: setup ## look up the text of each signature in the releases that may print it; PACKAGES="torch peft"
 	$(BIN)/python -m tests.bench.wordings

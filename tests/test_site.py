@@ -12,10 +12,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from kb.content import gpu_records
 from kb.content.area import Area
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
+from kb.records import hardware
 from tests.support.console import CHECKOUT
 
 pytestmark = pytest.mark.slow
@@ -63,9 +63,8 @@ def test_every_entry_has_a_page_with_its_verdicts(site: Path) -> None:
     for entry in catalog.current():
         text = (site / "entries" / entry.id / "index.html").read_text(encoding="utf-8")
         assert f"kb verify {entry.id}" in text
-        assert (gpu_records.NEVER in text) == (
-            gpu_records.has_gpu_arms(catalog.probe_file(entry))
-            and entry.id not in gpu_records.proofs((builtin_root(),))
+        assert (hardware.NEVER in text) == (
+            hardware.has_gpu_arms(catalog.probe_file(entry)) and entry.id not in hardware.proofs((builtin_root(),))
         )
 
 

@@ -80,7 +80,7 @@ class EnvironmentDocument(BaseModel):
 def judge(
     entries: Iterable[Entry], packages: Versions, gpu: str = "", hardware: Mapping[str, str] | None = None
 ) -> EnvironmentDocument:
-    """Judge every entry. `hardware` maps an entry to a summary of its GPU arms (`kb.content.gpu_records`)."""
+    """Judge every entry. `hardware` maps an entry to a summary of its GPU arms (`kb.records.hardware`)."""
     entries = tuple(entries)
     named = [entry for entry in entries if entry.meta.applies_to or entry.meta.fixed_in]
     incidents = [_incident(entry, packages, gpu, (hardware or {}).get(entry.id, "")) for entry in named]

@@ -12,7 +12,8 @@ from kb.content import causes_svg
 from kb.content.causes import Graph
 from kb.content.entry import Entry
 from kb.content.html import section_html
-from kb.content.release_records import release_summary
+from kb.records.libraries import library_summaries
+from kb.records.releases import release_summary
 from kb.search.document import chinese_cause
 
 from ..state.application import application
@@ -53,6 +54,7 @@ def render_entry(request: Request, content: Content, entry: Entry, lang: str) ->
         cause_zh=chinese_cause(entry) if lang == "zh" else "",
         hardware=content.hardware[entry.id],
         releases=release_summary(content.releases.get(entry.id, ()), content.probe_digests[entry.id]),
+        libraries=library_summaries(content.libraries.get(entry.id, ())),
         above=above,
         below=below,
         verdicts=verdicts,

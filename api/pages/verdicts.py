@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kb.content.gpu_records import Proof
+from kb.records.hardware import Proof
 from kb.store.reports import VerdictCount
 
 MARKS = {"verified": "good", "fix-ineffective": "bad", "inverted": "bad", "other-failure": "bad"}

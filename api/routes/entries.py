@@ -96,4 +96,5 @@ def _representation(request: Request, content: Content, entry: Entry, kind: str)
         return content.texts[entry.id].encode()
     if kind == HTML:
         return bytes(render_entry(request, content, entry, language(request)).body)
-    return bytes(JSONResponse({**entry.to_json(), **content.on_record(entry)}).body)
+    libraries = [verdict.to_json() for verdict in content.libraries.get(entry.id, ())]
+    return bytes(JSONResponse({**entry.to_json(), **content.on_record(entry), "libraries": libraries}).body)

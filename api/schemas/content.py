@@ -29,6 +29,14 @@ SUMMARY: dict[str, Any] = {
 }
 ENTRY: dict[str, Any] = {
     **{key: value for key, value in SUMMARY.items() if key != "frameworks"},
+    "libraries": [
+        {
+            "experiment": "deepspeed",
+            "verdict": "verified",
+            "packages": {"torch": "2.7.1", "deepspeed": "0.17.1"},
+            "day": "2026-11-22",
+        }
+    ],
     "symptoms": ["hang"],
     "phases": ["save"],
     "components": ["checkpoint", "nccl"],
@@ -191,11 +199,20 @@ class EntryList(BaseModel):
     next: str | None
 
 
+class LibraryRecord(BaseModel):
+    """How one experiment in real libraries ended, with the releases of torch and of what it needs."""
+
+    experiment: str
+    verdict: str
+    packages: dict[str, str]
+    day: str
+
+
 class EntryDocument(FrontMatter):
     """An entry: its front matter, its sections as Markdown by heading, and the sha256 of its file.
 
     `hardware` says what is known about its GPU arms; null when it has none. `releases` maps each verdict of its probe
-    to the releases of torch that had it, on CPU.
+    to the releases of torch that had it, on CPU; `libraries` are its experiments in real libraries, with releases.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [ENTRY]})
@@ -205,3 +222,4 @@ class EntryDocument(FrontMatter):
     digest: str
     hardware: str | None
     releases: dict[str, list[str]]
+    libraries: list[LibraryRecord]

@@ -15,14 +15,15 @@ from kb.content.catalog import Catalog, file_digest, load_catalog
 from kb.content.causes import Graph, graph
 from kb.content.entry import Entry
 from kb.content.filters import Filter
-from kb.content.gpu_records import Proof, add_gpu_summaries, gpu_summary, proofs
-from kb.content.release_records import ReleaseVerdict, add_releases, release_verdicts, releases_by_verdict
 from kb.content.roots import Root
 from kb.content.triage import Triage, load_triage
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.questions import Question, questions
 from kb.errors import IndexUnavailable
+from kb.records.hardware import Proof, add_gpu_summaries, gpu_summary, proofs
+from kb.records.libraries import LibraryVerdict, library_verdicts
+from kb.records.releases import ReleaseVerdict, add_releases, release_verdicts, releases_by_verdict
 from kb.search.gap import gap
 from kb.search.index import Index
 from kb.search.index_cache import open_index
@@ -73,6 +74,7 @@ class Content:
     hardware: Mapping[str, str]
     proofs: Mapping[str, tuple[Proof, ...]]
     releases: Mapping[str, tuple[ReleaseVerdict, ...]]
+    libraries: Mapping[str, tuple[LibraryVerdict, ...]]
     triage: Triage
     links: Graph
     searching: ThreadPoolExecutor
@@ -102,6 +104,7 @@ class Content:
             hardware=hardware,
             proofs=proofs_by_entry,
             releases=release_verdicts(roots),
+            libraries=library_verdicts(roots),
             triage=load_triage(roots),
             links=links,
             searching=searching,

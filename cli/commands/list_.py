@@ -9,9 +9,9 @@ from typing import Any
 
 from kb.content.area import Area
 from kb.content.filters import Filter
-from kb.content.gpu_records import add_gpu_summaries
-from kb.content.release_records import add_releases, not_verified
 from kb.content.roots import configured_roots
+from kb.records.hardware import add_gpu_summaries
+from kb.records.releases import add_releases, not_verified
 from kb.search.index_cache import open_index
 
 from ..terminal.fields import wrapped_on_terminal

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from kb.content.catalog import file_digest
-from kb.content.gpu_records import gpu_summary, proofs
-from kb.content.release_records import experiment_summaries, release_summary, release_verdicts, releases_by_verdict
 from kb.content.roots import configured_roots
+from kb.records.hardware import gpu_summary, proofs
+from kb.records.libraries import library_summaries, library_verdicts
+from kb.records.releases import experiment_summaries, release_summary, release_verdicts, releases_by_verdict
 
 from ..terminal.completion import complete_ids, complete_sections
 from ..terminal.hints import with_roots
@@ -53,6 +54,7 @@ def show(
     probe = catalog.probe_file(entry)
     hardware = gpu_summary(probe, proofs(chosen).get(entry.id, ()), entry.digest)
     releases = release_verdicts(chosen).get(entry.id, ())
+    libraries = library_verdicts(chosen).get(entry.id, ())
     if as_json:
         emit(
             "show",
@@ -60,6 +62,7 @@ def show(
             probe_file=str(probe) if probe else None,
             hardware=hardware or None,
             releases=releases_by_verdict(releases),
+            libraries=[verdict.to_json() for verdict in libraries],
         )
         return 0
     if markdown:
@@ -71,7 +74,7 @@ def show(
     else:
         on_record = [hardware, release_summary(releases, file_digest(probe))]
         page = (
-            whole_page(entry, spoken, [*on_record, *experiment_summaries(releases)])
+            whole_page(entry, spoken, [*on_record, *experiment_summaries(releases), *library_summaries(libraries)])
             if is_whole
             else short_page(entry, spoken, on_record, catalog.entries)
         )

@@ -8,13 +8,15 @@ from kb.content.languages import Language
 
 from .labels import label, sentence, value
 
-VERDICT = re.compile(r"([a-z]+(?:-[a-z]+)*) (?:with|on) (?=\d)")  # `verified with 2.5.1`, `verified on 2 x NVIDIA H100`
+VERDICT = re.compile(
+    r"([a-z]+(?:-[a-z]+)*) (?:with|on) (?=(?:[a-z-]+ )?\d)"
+)  # `verified with 2.5.1`, `verified on 2 x NVIDIA H100`
 FIDELITY = re.compile(r"(?<=\()(cpu|hardware|model|stand-in)(?=\))")
 NOTES = (", in an earlier wording", ", with an earlier probe", "GPU arms: ", "; ")
 
 
 def record(line: str, lang: Language) -> str:
-    """A line of `kb.content.gpu_records` or `kb.content.release_records`."""
+    """A line of a summary in `kb.records`."""
     if lang is Language.ENGLISH or sentence(line, lang) != line:
         return sentence(line, lang)
     for note in NOTES:

@@ -13,7 +13,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from kb.content import causes_svg, gpu_records, release_records
+from kb.content import causes_svg
 from kb.content.area import Area
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.causes import Edge, Graph, graph
@@ -21,10 +21,11 @@ from kb.content.causes_map import causes_map, without_implied
 from kb.content.entry import SECTIONS, TRANSLATION, Entry
 from kb.content.html import section_html
 from kb.content.roots import builtin_root
+from kb.records import hardware, libraries, releases
 
 WIDE = "---\nhide: [navigation, toc]\n---\n"
 GRAPH_SCRIPT = Path(__file__).resolve().parents[2] / "api" / "pages" / "static" / "graph.js"
-Proofs = Mapping[str, tuple[gpu_records.Proof, ...]]  # by entry
+Proofs = Mapping[str, tuple[hardware.Proof, ...]]  # by entry
 
 STYLE = """\
 .graph { overflow-x: auto; }
@@ -53,9 +54,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     catalog = load_catalog(roots)
     if catalog.problems:
         raise catalog.problems[0]
-    proofs, releases, links = (
-        gpu_records.proofs(roots),
-        release_records.release_verdicts(roots),
+    proofs, shown, with_libraries, links = (
+        hardware.proofs(roots),
+        releases.release_verdicts(roots),
+        libraries.library_verdicts(roots),
         graph(catalog.current()),
     )
     pages = {
@@ -63,7 +65,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             entry,
             catalog,
             links,
-            [*release_lines(releases.get(entry.id, ())), verdicts(entry, catalog, proofs.get(entry.id, ()))],
+            [
+                *release_lines(shown.get(entry.id, ()), with_libraries.get(entry.id, ())),
+                verdicts(entry, catalog, proofs.get(entry.id, ())),
+            ],
         )
         for entry in catalog.current()
     }
@@ -104,21 +109,24 @@ def entry_page(entry: Entry, catalog: Catalog, links: Graph, on_record: Sequence
     return "\n".join(parts)
 
 
-def verdicts(entry: Entry, catalog: Catalog, proofs: tuple[gpu_records.Proof, ...]) -> str:
+def verdicts(entry: Entry, catalog: Catalog, proofs: tuple[hardware.Proof, ...]) -> str:
     """The verdicts in the hardware records, and the command for a verdict on the reader's machine."""
     command = f"On your machine: `kb verify {entry.id}`.\n"
     if not proofs:
-        summary = gpu_records.gpu_summary(catalog.probe_file(entry), proofs, entry.digest)
+        summary = hardware.gpu_summary(catalog.probe_file(entry), proofs, entry.digest)
         return f"{command}\n{summary}\n" if summary else command
     rows = [f"| {proof.machine} | {proof.verdict} | {proof.day} |" for proof in proofs]
     return f"{command}\n| machine | verdict | day |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
-def release_lines(releases: Sequence[release_records.ReleaseVerdict]) -> Iterator[str]:
-    """The verdicts with releases of torch: of the entry, then of each experiment."""
-    if releases:
-        yield f"{release_records.release_summary(releases)}\n"
-        yield "\n".join(f"- {line}" for line in release_records.experiment_summaries(releases)) + "\n"
+def release_lines(
+    shown: Sequence[releases.ReleaseVerdict], with_libraries: Sequence[libraries.LibraryVerdict]
+) -> Iterator[str]:
+    """The verdicts with releases of torch, of the entry, then of each experiment, and with releases of libraries."""
+    if shown:
+        yield f"{releases.release_summary(shown)}\n"
+        lines = [*releases.experiment_summaries(shown), *libraries.library_summaries(with_libraries)]
+        yield "\n".join(f"- {line}" for line in lines) + "\n"
 
 
 def references(entry: Entry) -> str:
@@ -143,7 +151,7 @@ def _area_section(area: Area, entries: list[Entry], catalog: Catalog, proofs: Pr
     for entry in entries:
         meta = entry.meta
         if meta.area is area:
-            summary = gpu_records.gpu_summary(catalog.probe_file(entry), proofs.get(entry.id, ()))
+            summary = hardware.gpu_summary(catalog.probe_file(entry), proofs.get(entry.id, ()))
             title = meta.title.replace("|", "\\|")
             yield f"| [{title}]({entry.id}.md) | {meta.status} | {meta.severity} | {summary.partition(': ')[2]} |"
     yield ""

@@ -105,7 +105,7 @@ class _Strict(BaseModel):
 class Signature(_Strict):
     """A pattern that points to this entry when a log matches it: see `kb.patterns.literals.find`.
 
-    `printed_by` are the packages whose files contain the text, with the releases that do: see `kb.content.wordings`.
+    `printed_by` are the packages whose files contain the text, with the releases that do: see `kb.records.wordings`.
     """
 
     pattern: Regex

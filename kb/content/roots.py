@@ -43,7 +43,7 @@ class Root:
         return sorted((self.entries / "healthy").glob("*.log"))
 
     def verified_files(self) -> list[Path]:
-        """Records of machines and of releases: see `kb.content.gpu_records` and `kb.content.release_records`."""
+        """Records of machines and of releases: see `kb.records.hardware` and `kb.records.releases`."""
         return sorted(self.verified.glob("*.json"))
 
     def probe_file(self, stem: str) -> Path:

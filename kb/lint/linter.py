@@ -19,18 +19,31 @@ from kb.content.catalog import Catalog, load_catalog
 from kb.content.entry import Entry
 from kb.content.languages import Language
 from kb.content.parser import LARGEST, front_matter_problems
-from kb.content.release_records import release_verdicts
 from kb.content.roots import BUILT_IN, Root
-from kb.content.wordings import wordings
 from kb.errors import ContentError, UsageError
 from kb.harness.launcher import Launcher, Task
 from kb.lint import claims, fixes, glossary, links, probes, records, sections, signatures, triage
 from kb.lint.body import blocks
 from kb.lint.glossary import GlossaryRule
 from kb.lint.healthy_lines import HEALTHY_LINES
-from kb.lint.rule import EntryFile, EntryRule, EntryText, ProbeFile, ProbeRule, Remark, TextRule, Violation, name_of
+from kb.lint.rule import (
+    EntryFile,
+    EntryRule,
+    EntryText,
+    OnRecord,
+    ProbeFile,
+    ProbeRule,
+    Remark,
+    TextRule,
+    Violation,
+    name_of,
+)
 from kb.patterns import redos_timing
 from kb.patterns.redos import backtracking_risk
+from kb.records.libraries import library_verdicts
+from kb.records.names import name_record
+from kb.records.releases import release_verdicts
+from kb.records.wordings import wordings
 from kb.runtime.declaration import from_description
 from kb.search.synonyms import FILE
 from kb.verify.checks import failure_reason
@@ -168,7 +181,8 @@ def _entry_files(
     probes: Iterable[ProbeFile],
     roots: Iterable[Root],
 ) -> Iterator[EntryFile]:
-    releases, texts = release_verdicts(roots), wordings(roots)
+    releases, libraries = release_verdicts(roots), library_verdicts(roots)
+    texts, names = wordings(roots), name_record(roots)
     by_path = {file.path: file for file in probes}
     ids = frozenset(catalog.entries) | {problem.path.stem for problem in catalog.problems}
     slow = slow_patterns(entries)
@@ -181,8 +195,8 @@ def _entry_files(
             continue
         written = declared[entry.path.parent]
         probe_file = by_path.get(probe) if probe else None
-        on_record = releases.get(entry.id, ())
-        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today, on_record, texts)
+        on_record = OnRecord(releases.get(entry.id, ()), libraries.get(entry.id, ()), texts, names)
+        yield EntryFile(entry.path, text, blocks(text), written, entry, ids, probe_file, slow, today, on_record)
 
 
 def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentError]]:

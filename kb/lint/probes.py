@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Iterator
 
-from kb.content.gpu_records import GPU_ARMS
 from kb.lint.rule import ProbeFile, ProbeRule, Remark
+from kb.records.hardware import GPU_ARMS
 
 ALLOWED = frozenset(sys.stdlib_module_names)
 PROBE_API = (  # they run in the training interpreter

@@ -6,13 +6,21 @@ import re
 from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from kb.content.applicability import State, applicability
 from kb.content.entry import Role
-from kb.content.release_records import ReleaseVerdict
+from kb.lint.body import Kind
 from kb.lint.rule import EntryFile, EntryRule, Remark
+from kb.lint.snippets import names
+from kb.records.names import gaps, package_of
+from kb.records.releases import ReleaseVerdict
 
-NOT_SHOWN = re.compile(r"Not shown with torch `([^`]+)`: ")
+NOT_SHNOT_SHOWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
+VERSION = re.compile(r"(?<![\d.])\d+\.\d+(?:\.\d+)?(?![\d.]*\d)")
+OWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
+NOT_SHOWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
+VERSION = re.compile(r"(?<![\d.])\d+\.\d+(?:\.\d+)?(?![\d.]*\d)")
 OWN = re.compile(r"kb diagnose|the (?:probe|check) of ")
 BROKEN = ("fix-ineffective", "not-reproduced", "inconclusive", "inverted", "other-failure")
 
@@ -20,8 +28,8 @@ BROKEN = ("fix-ineffective", "not-reproduced", "inconclusive", "inverted", "othe
 def release_verdict(file: EntryFile) -> Iterator[Remark]:
     """No record within applies_to has a verdict against the entry, or needs a release that the entry does not name."""
     # Named as "Not shown with torch `<2.3`: " and why. What also needs GPUs is not missing for its release.
-    unshown = [SpecifierSet(specifier) for specifier in NOT_SHOWN.findall(file.source)]
-    for release in file.releases:
+    unshown = _unshown(file, "torch")
+    for release in file.on_record.releases:
         judgement = applicability(file.meta.applies_to, file.meta.fixed_in, {"torch": release.torch})
         if judgement.state is State.DOES_NOT_APPLY:
             continue
@@ -29,6 +37,39 @@ def release_verdict(file: EntryFile) -> Iterator[Remark]:
         if release.verdict in BROKEN or (_lacks_release(release) and not is_named):
             line = file.line("applies_to") if file.meta.applies_to else file.line("probe")
             yield line, f"{release.verdict} with torch {release.torch}: {release.reason}"
+
+
+def library_verdict(file: EntryFile) -> Iterator[Remark]:
+    """No experiment ended against the entry with releases of libraries that it needs and does not name as not shown."""
+    # Named as "Not shown with deepspeed `<0.16`: " and why.
+    for verdict in file.on_record.libraries:
+        packages = {"torch": verdict.torch, **verdict.libraries}
+        is_named = any(
+            specifier.contains(release) for name, release in packages.items() for specifier in _unshown(file, name)
+        )
+        if verdict.verdict in BROKEN and not is_named:
+            place = f"{verdict.experiment} with {verdict.releases} and torch {verdict.torch}"
+            yield file.line("probe"), f"{verdict.verdict}: {place}: {verdict.reason}"
+
+
+def _unshown(file: EntryFile, package: str) -> list[SpecifierSet]:
+    return [SpecifierSet(specifier) for name, specifier in NOT_SHOWN.findall(file.source) if name == package]
+
+
+def unstated_release(file: EntryFile) -> Iterator[Remark]:
+    """Code names what some releases have not; then the entry says since which release, or until which."""
+    stated = {Version(version) for version in VERSION.findall(file.source)}
+    for block in file.blocks(Kind.CODE):
+        for name in sorted(names(block)):
+            for before, after in gaps(name, file.on_record.names):
+                # Releases in between were not searched: any of them may be the one that the entry states.
+                if not before:
+                    yield block.line, f"no release of {package_of(name)} has `{name}`: {after} is the newest searched"
+                elif not any(Version(before) < version <= Version(after) for version in stated):
+                    yield (
+                        block.line,
+                        f"{package_of(name)} {before} and {after}: one of them alone has `{name}`; say since when",
+                    )
 
 
 def _lacks_release(release: ReleaseVerdict) -> bool:
@@ -40,7 +81,7 @@ def _lacks_release(release: ReleaseVerdict) -> bool:
 
 def untraced_wording(file: EntryFile) -> Iterator[Remark]:
     """The releases in printed_by have the text; a package that a source names is there if its files have the text."""
-    searched, found = file.wordings
+    searched, found = file.on_record.wordings.searched, file.on_record.wordings.found
     for number, signature in enumerate(file.meta.signatures):
         line = file.line("signatures", number, "pattern")
         by_package = found.get(signature.pattern, {})
@@ -62,4 +103,4 @@ def _names(source: str, package: str) -> bool:
     return not OWN.match(source) and re.search(rf"\b{re.escape(package)}\b", source, re.IGNORECASE) is not None
 
 
-RULES: tuple[EntryRule, ...] = (release_verdict, untraced_wording)
+RULES: tuple[EntryRule, ...] = (release_verdict, library_verdict, unstated_release, untraced_wording)

@@ -9,17 +9,18 @@ that is read before, so that rules are pure.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kb.content.entry import Entry, FrontMatter
 from kb.content.languages import Language
-from kb.content.release_records import ReleaseVerdict
-from kb.content.wordings import Releases
 from kb.lint.body import Block, Kind
 from kb.probe import Probe
+from kb.records.libraries import LibraryVerdict
+from kb.records.occurrences import Occurrences
+from kb.records.releases import ReleaseVerdict
 
 Remark = tuple[int, str]
 
@@ -65,11 +66,20 @@ class EntryText:
 
 
 @dataclass(frozen=True, slots=True)
+class OnRecord:
+    """Verdicts on the entry in `docs/verified/`, and which releases have its texts and the names in its code."""
+
+    releases: tuple[ReleaseVerdict, ...] = ()
+    libraries: tuple[LibraryVerdict, ...] = ()
+    wordings: Occurrences = field(default_factory=Occurrences)
+    names: Occurrences = field(default_factory=Occurrences)
+
+
+@dataclass(frozen=True, slots=True)
 class EntryFile(EntryText):
     """An entry to check, and the data that rules compare it with.
 
-    `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end,
-    `releases` the verdicts on record, `wordings` the releases that were searched for texts and those that have them.
+    `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end.
     """
 
     entry: Entry
@@ -77,8 +87,7 @@ class EntryFile(EntryText):
     probe: ProbeFile | None
     slow: frozenset[str]
     today: datetime.date
-    releases: tuple[ReleaseVerdict, ...] = ()
-    wordings: tuple[Mapping[str, Sequence[str]], Releases] = ({}, {})
+    on_record: OnRecord = field(default_factory=OnRecord)
 
     @property
     def meta(self) -> FrontMatter:

@@ -1,6 +1,6 @@
 """`make gpu-check`: verify everything on this machine and keep what its GPUs proved as docs/verified/<machine>.json.
 
-The kept record names the kind of machine, never the machine: see `kb.content.gpu_records`. Without a GPU it says so and
+The kept record names the kind of machine, never the machine: see `kb.records.hardware`. Without a GPU it says so and
 ends with 4. `PYTHON_OF=/path/to/python` runs the arms in another environment.
 """
 
@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kb.content.gpu_records import file_name, record
 from kb.errors import UsageError
+from kb.records.hardware import file_name, record
 
 KB = str(Path(sys.executable).with_name("kb"))
 VERIFIED = Path(__file__).resolve().parents[2] / "docs" / "verified"

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
-from kb.content.wordings import FILE, pieces, record, wordings
+from kb.records.wordings import FILE, SCHEMA, pieces, record, wordings
 
 RELEASES = {
     "torch": "2.1.2 2.2.2 2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0",
@@ -46,12 +46,12 @@ def main() -> int:
     root = builtin_root()
     patterns = {signature.pattern for entry in load_catalog((root,)) for signature in entry.meta.signatures}
     wanted = {piece for pattern in patterns for each in pieces(pattern) for piece in each}
-    searched, found = wordings((root,))
+    known = wordings((root,))
     present = {
         (package, release): {
-            piece for pattern, by in found.items() if release in by.get(package, ()) for piece in _all(pattern)
+            piece for pattern, by in known.found.items() if release in by.get(package, ()) for piece in _all(pattern)
         }
-        for package, releases in searched.items()
+        for package, releases in known.searched.items()
         if package not in chosen
         for release in releases
     }
@@ -67,7 +67,7 @@ def main() -> int:
                 failed += 1
                 continue
             print(f"{package} {release}: {len(present[package, release])} of {len(wanted)} pieces", flush=True)
-    document = record(present, patterns, datetime.datetime.now(datetime.UTC).date().isoformat())
+    document = record(present, patterns).to_json(SCHEMA, datetime.datetime.now(datetime.UTC).date().isoformat())
     (root.verified / FILE).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     return 1 if failed else 0
 

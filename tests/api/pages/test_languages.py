@@ -16,11 +16,11 @@ from fastapi import FastAPI
 
 from kb.content.area import Area
 from kb.content.entry import Severity, Status
-from kb.content.gpu_records import NEVER
 from kb.content.grades import Grade
 from kb.content.html import section_html
 from kb.errors import EVERY_ID
 from kb.probe import FIDELITIES
+from kb.records.hardware import NEVER
 from kb.store import gaps
 from kb.verify.verdict import Verdict
 from tests.support.console import CHECKOUT

@@ -12,15 +12,15 @@ import pytest
 from kb.content.entry import FrontMatter
 from kb.content.languages import Language
 from kb.content.parser import parse_entry
-from kb.content.release_records import ReleaseVerdict
 from kb.content.roots import root_at
 from kb.errors import ContentError, UsageError
+from kb.lint import records
 from kb.lint.body import blocks
 from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, check_probe, lint, rules, slow_patterns
 from kb.lint.rule import EntryFile, ProbeFile, Violation
 from kb.probe import Arm, Experiment, Probe, completed, unknown
 from tests.support.console import CHECKOUT, ContentRoot
-from tests.support.lint_examples import EXAMPLES, GLOSSARIES, PROBE, SAMPLE, SOUND, TELL, Edits, Example, edited
+from tests.support.lint_examples import EXAMPLES, GLOSSARIES, SOUND, TELL, Edits, Example, edited
 
 ENTRY_FILE = Path("/content/entries/example.md")
 IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
@@ -268,8 +268,7 @@ def test_an_entry_that_another_replaces_cannot_be_checked_alone(tmp_path: Path) 
 
 def test_every_rule_has_a_failing_example_and_every_example_a_rule() -> None:
     assert {example.rule for example in EXAMPLES} | set(FILES) | set(GLOSSARIES) | {
-        "release-verdict",
-        "untraced-wording",
+        *(rule.__name__.replace("_", "-") for rule in records.RULES),
     } == set(rules())
 
 
@@ -289,53 +288,3 @@ def test_the_schema_allows_the_fields_of_the_sound_entry_only() -> None:
     schema = FrontMatter.model_json_schema()
     assert schema["additionalProperties"] is False
     assert set(parse_entry(SOUND.encode(), ENTRY_FILE, "").meta.model_fields_set) <= set(schema["properties"])
-
-
-NAMED = "Not shown with torch `<2.5`: its scaler is for GPUs. [inferred]"
-
-
-@pytest.mark.parametrize(
-    ("torch", "verdict", "reason", "is_broken"),
-    [
-        ("2.5.1", "verified", "", False),
-        ("2.5.1", "fix-ineffective", "the treatment failed the same way", True),
-        ("2.5.1", "not-applicable", "gloo: torch 2.5.1 in python is not >=2.6", True),
-        ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: nvidia-smi is not installed", False),
-        ("2.5.1", "not-applicable", "nccl: torch 2.5.1 in python is not >=2.6; needs 2 GPUs: none here", False),
-        ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: none; gloo: torch 2.5.1 in python is not >=2.6", True),
-        ("2.4.1", "not-applicable", "gloo: torch 2.4.1 in python is not >=2.6", False),
-        ("2.3.1", "inconclusive", "outside applies_to", False),
-    ],
-)
-def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
-    torch: str, verdict: str, reason: str, is_broken: bool
-) -> None:
-    text = edited({PROBE: PROBE + 'applies_to:\n  torch: ">=2.4"\n', TELL: f"{TELL} {NAMED}"})
-    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
-    release = ReleaseVerdict(torch, "2026-01-01", verdict, reason, {}, "")
-    file = EntryFile(
-        ENTRY_FILE, text, blocks(text), frozenset(Language), entry, IDS, PROBE_FILE, frozenset(), TODAY, (release,)
-    )
-    assert [violation.rule for violation in check_entry(file)] == ["release-verdict"] * is_broken
-
-
-@pytest.mark.parametrize(
-    ("printed_by", "remark"),
-    [
-        ("", "say in printed_by which of these print it: torch 2.5.1, 2.6.0"),
-        ("    printed_by: {torch: '>=2.5'}\n", ""),
-        ("    printed_by: {torch: '>=2.4'}\n", "torch 2.4.1 was searched and does not contain this text"),
-        ("    printed_by: {torch: '>=3'}\n", "torch >=3 was searched and does not contain this text"),
-        ("    printed_by: {python: ''}\n", ""),
-    ],
-)
-def test_the_releases_that_print_a_signature_contain_its_text(printed_by: str, remark: str) -> None:
-    text = edited({"    source: a test\n": "    source: torch, in a test\n", SAMPLE: SAMPLE + printed_by})
-    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
-    searched = {"torch": ["2.4.1", "2.5.1", "2.6.0"]}
-    texts = (searched, {entry.meta.signatures[0].pattern: {"torch": ["2.5.1", "2.6.0"]}})
-    body = blocks(text)
-    file = EntryFile(ENTRY_FILE, text, body, frozenset(Language), entry, IDS, PROBE_FILE, frozenset(), TODAY, (), texts)
-    assert [(violation.rule, violation.message) for violation in check_entry(file)] == (
-        [("untraced-wording", remark)] if remark else []
-    )

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kb.content import gpu_records
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
 from kb.errors import UsageError
+from kb.records import hardware
 from tests.support.console import ContentRoot, Kb
 
 pytestmark = pytest.mark.usefixtures("few_entries")
@@ -37,19 +37,19 @@ def report(entry_id: str, fidelity: str = "hardware", digest: str = "0" * 64) ->
 
 
 def keep(content: ContentRoot, *reports: dict[str, Any]) -> None:
-    document = gpu_records.record(reports)
+    document = hardware.record(reports)
     folder = content.path / "verified"
     folder.mkdir(exist_ok=True)
-    (folder / gpu_records.file_name(document["machine"])).write_text(json.dumps(document))
+    (folder / hardware.file_name(document["machine"])).write_text(json.dumps(document))
 
 
 def test_gpu_arms_that_never_ran_say_so_everywhere(kb: Kb, content: ContentRoot) -> None:
     content.incident("on-gpus", probe=GPU_PROBE)
     content.incident("on-cpu")
     listed = {item["id"]: item["hardware"] for item in kb("list", "--json").json["entries"]}
-    assert (listed["on-gpus"], listed["on-cpu"]) == (gpu_records.NEVER, None)
-    assert gpu_records.NEVER in kb("list").out
-    assert gpu_records.NEVER in kb("show", "on-gpus").out
+    assert (listed["on-gpus"], listed["on-cpu"]) == (hardware.NEVER, None)
+    assert hardware.NEVER in kb("list").out
+    assert hardware.NEVER in kb("show", "on-gpus").out
     assert "GPU arms" not in kb("show", "on-cpu").out
 
 
@@ -65,12 +65,12 @@ def test_a_hardware_record_changes_the_summary(kb: Kb, content: ContentRoot) -> 
 
 
 def test_a_record_holds_hardware_only_and_names_no_host(content: ContentRoot) -> None:
-    document = gpu_records.record([report("a"), report("b", fidelity="cpu")])
+    document = hardware.record([report("a"), report("b", fidelity="cpu")])
     assert [item["id"] for item in document["reports"]] == ["a"]
     assert document["machine"]["nccl"] == "2.29.3"
     assert "abcdef" not in json.dumps(document)
     with pytest.raises(UsageError, match="no GPU arm ran here"):
-        gpu_records.record([report("b", fidelity="cpu")])
+        hardware.record([report("b", fidelity="cpu")])
 
 
 def test_a_broken_record_is_one_clear_error(kb: Kb, content: ContentRoot) -> None:
@@ -82,4 +82,4 @@ def test_a_broken_record_is_one_clear_error(kb: Kb, content: ContentRoot) -> Non
 
 def test_records_of_the_built_in_entries_are_sound() -> None:
     roots = (builtin_root(),)
-    assert gpu_records.proofs(roots).keys() <= load_catalog(roots).entries.keys()
+    assert hardware.proofs(roots).keys() <= load_catalog(roots).entries.keys()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kb.content.roots import Root
-from kb.content.wordings import FILE, is_worded, pieces, record, wordings
 from kb.errors import UsageError
+from kb.records.wordings import FILE, SCHEMA, is_worded, pieces, record, wordings
 
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=\d+"
 EITHER = r"Timed out waiting \d+ms|Application timeout caused pair closure"
@@ -35,11 +35,11 @@ def test_a_record_names_the_releases_that_were_searched_and_those_that_have_a_te
         ("torch", "2.9.1"): set(),
         ("peft", "0.20.0"): set(),
     }
-    (tmp_path / FILE).write_text(json.dumps(record(present, [WATCHDOG, EITHER], "2026-11-22")))
+    (tmp_path / FILE).write_text(json.dumps(record(present, [WATCHDOG, EITHER]).to_json(SCHEMA, "2026-11-22")))
     roots = [Root("a root", tmp_path, tmp_path, tmp_path), Root("another", tmp_path, tmp_path, tmp_path / "none")]
-    searched, found = wordings(roots)
-    assert searched == {"peft": ["0.20.0"], "torch": ["2.9.1", "2.10.0"]}
-    assert found == {EITHER: {"torch": ["2.10.0"]}}
+    known = wordings(roots)
+    assert known.searched == {"peft": ["0.20.0"], "torch": ["2.9.1", "2.10.0"]}
+    assert known.found == {EITHER: {"torch": ["2.10.0"]}}
 
 
 def test_an_invalid_record_is_named(tmp_path: Path) -> None:

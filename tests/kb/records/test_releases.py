@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from kb.content.gpu_records import proofs
-from kb.content.release_records import (
+from kb.content.roots import Root
+from kb.errors import UsageError
+from kb.records.hardware import proofs
+from kb.records.releases import (
     add_releases,
     experiment_summaries,
     file_name,
@@ -19,8 +21,6 @@ from kb.content.release_records import (
     release_verdicts,
     releases_by_verdict,
 )
-from kb.content.roots import Root
-from kb.errors import UsageError
 
 DAY = "2026-11-22"
 

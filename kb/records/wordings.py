@@ -7,22 +7,19 @@ is `WorkNCCL` and `SeqNum`. A release has the wording when its files contain eve
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from packaging.version import Version
 
 from kb.content.roots import Root
-from kb.errors import UsageError
 from kb.patterns.literals import literals
+from kb.records.occurrences import Occurrences, occurrences
 
 SCHEMA = "kb.wordings.v1"
 FILE = "wordings.json"
 SHORTEST = 5  # characters of a piece; a shorter one is in every library
 JOINT = re.compile(r"[^A-Za-z_ ./'-]+|(?<![A-Za-z])'|'(?![A-Za-z])")
-
-Releases = Mapping[str, Mapping[str, Sequence[str]]]  # pattern to package to releases, the oldest first
 
 
 def pieces(pattern: str) -> tuple[tuple[str, ...], ...]:
@@ -36,7 +33,7 @@ def is_worded(pattern: str, present: Collection[str]) -> bool:
     return any(all(piece in present for piece in each) for each in pieces(pattern))
 
 
-def record(present: Mapping[tuple[str, str], Collection[str]], patterns: Iterable[str], day: str) -> dict[str, object]:
+def record(present: Mapping[tuple[str, str], Collection[str]], patterns: Iterable[str]) -> Occurrences:
     """The record, from the pieces that are present in each package and release."""
     releases: dict[str, list[str]] = {}
     for package, release in sorted(present, key=lambda key: (key[0], Version(key[1]))):
@@ -49,21 +46,9 @@ def record(present: Mapping[tuple[str, str], Collection[str]], patterns: Iterabl
         }
         for pattern in sorted(set(patterns))
     }
-    return {"schema": SCHEMA, "day": day, "releases": releases, "found": {key: by for key, by in found.items() if by}}
+    return Occurrences(releases, {key: by for key, by in found.items() if by})
 
 
-def wordings(roots: Iterable[Root]) -> tuple[Mapping[str, Sequence[str]], Releases]:
-    """The releases that were searched, by package, and those that have each wording. Raises `UsageError`."""
-    searched: dict[str, Sequence[str]] = {}
-    found: dict[str, Mapping[str, Sequence[str]]] = {}
-    for path in (root.verified / FILE for root in roots):
-        if path.is_file():
-            try:
-                document = json.loads(path.read_text(encoding="utf-8"))
-                searched.update(document["releases"])
-                found.update(document["found"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise UsageError(
-                    f"{path} is not a valid record of wordings: {error}", "`make wordings` writes it"
-                ) from None
-    return searched, found
+def wordings(roots: Iterable[Root]) -> Occurrences:
+    """The releases that were searched for texts, and those that have each pattern's. Raises `UsageError`."""
+    return occurrences(roots, FILE, "make wordings")

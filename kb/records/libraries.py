@@ -1,0 +1,121 @@
+"""Library records: how the experiments in real libraries ended, one file in `docs/verified/` per set of releases.
+
+`make matrix` writes them: `libraries-2024-12.json` is about the releases of DeepSpeed, transformers and others that
+were current in December 2024, with the torch of that time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from kb.content.roots import Root, records
+from kb.errors import UsageError
+
+SCHEMA = "kb.libraries.v1"
+NO_LIBRARY = re.compile(
+    r"torch|numpy|setuptools|nvidia-.*"
+)  # these come with torch, whose releases have records of their own
+ROW_KEYS = ("experiment", "fidelity", "verdict", "reason")
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryVerdict:
+    """The verdict of one experiment, and the releases of torch and of the libraries that it needs."""
+
+    experiment: str
+    fidelity: str
+    verdict: str
+    reason: str
+    libraries: Mapping[str, str]
+    torch: str
+    day: str
+
+    @property
+    def releases(self) -> str:
+        """`safetensors 0.8.0 + transformers 5.23.0`."""
+        return " + ".join(f"{name} {release}" for name, release in self.libraries.items())
+
+    def to_json(self) -> dict[str, Any]:
+        packages = {"torch": self.torch, **self.libraries}
+        return {"experiment": self.experiment, "verdict": self.verdict, "packages": packages, "day": self.day}
+
+
+def library_verdicts(roots: Iterable[Root]) -> dict[str, tuple[LibraryVerdict, ...]]:
+    """By entry, those with the oldest torch first. Raises `UsageError` for an invalid record."""
+    by_entry: dict[str, list[LibraryVerdict]] = {}
+    for path, document in records(roots):
+        try:
+            if document["schema"] == SCHEMA:
+                for entry_id, rows in document["verdicts"].items():
+                    by_entry.setdefault(entry_id, []).extend(_verdict(document, row) for row in rows)
+        except (ValueError, KeyError, TypeError) as error:
+            hint = "`make matrix` writes such files"
+            raise UsageError(f"{path} is not a valid record of libraries: {error}", hint) from None
+    return {
+        entry_id: tuple(sorted(verdicts, key=lambda verdict: Version(verdict.torch)))
+        for entry_id, verdicts in by_entry.items()
+    }
+
+
+def library_summaries(verdicts: Iterable[LibraryVerdict]) -> list[str]:
+    """A line for each experiment: its fidelity, and the releases by verdict."""
+    releases: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for verdict in verdicts:
+        by_verdict = releases.setdefault((verdict.experiment, verdict.fidelity), {})
+        by_verdict.setdefault(verdict.verdict, []).append(verdict.releases)
+    return [
+        f"{name} ({fidelity}): " + "; ".join(f"{verdict} with {', '.join(tried)}" for verdict, tried in by.items())
+        for (name, fidelity), by in releases.items()
+    ]
+
+
+def libraries_needed(plans: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Entry to experiment to the libraries that it needs, from plans as JSON; without what needs no library."""
+    needed: dict[str, dict[str, tuple[str, ...]]] = {}
+    for plan in plans:
+        for experiment in plan["experiments"]:
+            libraries = tuple(name for name in experiment["needs"]["packages"] if not NO_LIBRARY.fullmatch(name))
+            if libraries:
+                needed.setdefault(plan["id"], {})[experiment["name"]] = libraries
+    return needed
+
+
+def record(
+    reports: Iterable[Mapping[str, Any]], needed: Mapping[str, Mapping[str, tuple[str, ...]]], day: str
+) -> dict[str, Any]:
+    """The record of one environment, from its reports as JSON and what `libraries_needed` says of their experiments."""
+    reports = sorted(reports, key=lambda report: str(report["id"]))
+    python = reports[0]["environment"]["python"]
+    return {
+        "schema": SCHEMA,
+        "kb_version": reports[0]["kb_version"],
+        "torch": Version(python["torch"]["version"]).public,
+        "python": python["version"],
+        "day": day,
+        "verdicts": {
+            report["id"]: [
+                {
+                    **{key: row[key] for key in ROW_KEYS},
+                    "libraries": {name: python["packages"][name] for name in needed[report["id"]][row["experiment"]]},
+                }
+                for row in (report, *report["variants"])
+                if row["experiment"] in needed[report["id"]]
+            ]
+            for report in reports
+        },
+    }
+
+
+def _verdict(document: Mapping[str, Any], row: Mapping[str, Any]) -> LibraryVerdict:
+    experiment, fidelity, verdict, reason = (row[key] for key in ROW_KEYS)
+    return LibraryVerdict(experiment, fidelity, verdict, reason, row["libraries"], document["torch"], document["day"])
+
+
+def file_name(month: str) -> str:
+    """`month`, such as `2024-12`, is when the releases were current; a later run replaces the file."""
+    return f"libraries-{month}.json"

@@ -1,0 +1,54 @@
+"""`make matrix`, second part: verify what runs in real libraries with the releases of one month after the other.
+
+`MONTHS="2024-12 2025-06"` chooses some and leaves out the first part, unless `RELEASES` is given as well. A record is `docs/verified/libraries-<month>.json`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+
+from kb.records.libraries import file_name, libraries_needed, record
+from tests.bench.environments import answer, counts, environment, keep, record_names
+
+MONTHS = {  # what was current then, and is pinned since
+    "2024-08": ("2.4.1", "transformers==4.44.2 accelerate==0.34.2 deepspeed==0.14.5 peft==0.12.0"),
+    "2024-12": ("2.5.1", "transformers==4.47.1 accelerate==1.2.1 deepspeed==0.16.2 peft==0.14.0"),
+    "2025-06": ("2.7.1", "transformers==4.52.4 accelerate==1.8.1 deepspeed==0.17.1 peft==0.15.2"),
+    "2025-11": ("2.9.1", "transformers==4.57.3 accelerate==1.12.0 deepspeed==0.18.2 peft==0.18.0"),
+    "2026-05": ("2.11.0", "transformers==5.10.4 accelerate==1.13.0 deepspeed==0.19.1 peft==0.19.1"),
+    "2026-11": ("2.15.0", "transformers==5.23.0 accelerate==1.15.0 deepspeed==0.19.8 peft==0.21.2"),
+}
+
+
+def main() -> int:
+    chosen = os.environ.get("MONTHS", "").split() or (() if os.environ.get("RELEASES") else MONTHS)
+    failed = [month for month in chosen if not _is_recorded(month)]
+    if failed:
+        print(f"no record of {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _is_recorded(month: str) -> bool:
+    """Verify what needs a library with the releases of a month; False when that was not possible."""
+    torch, requirements = MONTHS[month]
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    try:
+        with environment(torch, *requirements.split()) as python:
+            needed = libraries_needed(answer(python, "--all", "--plan")["plans"])
+            kept = record(answer(python, *needed)["reports"], needed, day)
+            record_names(python, day)
+    except (subprocess.CalledProcessError, json.JSONDecodeError, KeyError) as error:
+        print(f"libraries of {month}: {error}", file=sys.stderr)
+        return False
+    path = keep(file_name(month), kept)
+    verdicts = [row["verdict"] for rows in kept["verdicts"].values() for row in rows]
+    print(f"libraries of {month}: {counts(verdicts)}  {path}", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Which names exist in the interpreter that runs this: `names on stdin as JSON -> {"packages": ..., "present": ...}`.
+
+It stands on the standard library and Python 3.9; the libraries are those of the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import json
+import pkgutil
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+def main(answers: TextIO) -> None:
+    warnings.simplefilter("ignore")
+    names = json.load(sys.stdin)
+    packages = {}
+    for package in sorted({re.split(r"[.(:]", name)[0] for name in names}):
+        try:
+            packages[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    present = [name for name in names if re.split(r"[.(:]", name)[0] in packages and is_present(name)]
+    print(json.dumps({"packages": packages, "present": present}), file=answers)
+
+
+def is_present(name: str) -> bool:
+    reader, _, key = name.partition(": ")
+    if key:
+        return key.rpartition(".")[2] in KEYS[reader]()
+    path, _, keyword = name.partition("(")
+    try:
+        found = resolve(path)
+    except AttributeError:
+        return False
+    return not keyword or takes(found, keyword)
+
+
+def resolve(path: str) -> Any:
+    """What a dotted path names. Raises `AttributeError`."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(path)
+
+
+def takes(function: Any, keyword: str) -> bool:
+    """Whether it takes the keyword; True for a builtin without a signature and for one that takes any."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def deepspeed_keys() -> set[str]:
+    """Fields of the models and constants of the modules that read the configuration. Older releases use pydantic 1."""
+    runtime = "deepspeed.runtime"
+    modules = [importlib.import_module(f"{runtime}.config"), importlib.import_module(f"{runtime}.constants")]
+    for folder in (importlib.import_module(runtime), importlib.import_module(f"{runtime}.zero")):
+        for module in pkgutil.iter_modules(folder.__path__, folder.__name__ + "."):
+            if module.name.endswith("config"):
+                modules.append(importlib.import_module(module.name))
+    return {key for module in modules for value in vars(module).values() for key in keys_of(value)}
+
+
+def keys_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, type):
+        for key, field in (getattr(value, "model_fields", None) or getattr(value, "__fields__", None) or {}).items():
+            yield key
+            yield getattr(field, "alias", None) or key
+
+
+def accelerate_keys() -> set[str]:
+    """Keys of the configuration file, and those below `fsdp_config`, each of which sets an option of the launcher."""
+    written = importlib.import_module("accelerate.commands.config.config_args").ClusterConfig
+    parser = importlib.import_module("accelerate.commands.launch").launch_command_parser()
+    return {action.dest for action in parser._actions} | set(written.__dataclass_fields__)
+
+
+KEYS = {"deepspeed": deepspeed_keys, "accelerate": accelerate_keys}
+
+if __name__ == "__main__":
+    stdout, sys.stdout = sys.stdout, sys.stderr  # libraries print while they are imported
+    main(stdout)

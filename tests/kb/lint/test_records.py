@@ -1,0 +1,125 @@
+"""Rules that compare an entry with the records in `docs/verified/`."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from kb.content.languages import Language
+from kb.content.parser import parse_entry
+from kb.lint.body import blocks
+from kb.lint.linter import check_entry
+from kb.lint.rule import EntryFile, OnRecord, ProbeFile
+from kb.probe import Arm, Experiment, Probe, completed, unknown
+from kb.records.libraries import LibraryVerdict
+from kb.records.occurrences import Occurrences
+from kb.records.releases import ReleaseVerdict
+from tests.support.lint_examples import PROBE, SAMPLE, TELL, edited
+
+ENTRY_FILE = Path("/content/entries/example.md")
+IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
+ARM = Arm(print, completed(), "it is a test", "cpu")
+PROBE_FILE = ProbeFile(
+    Path("/content/probes/example.py"),
+    "def job(ctx):\n    dist.barrier()\n",
+    "example",
+    (),
+    Probe((Experiment("plain", ARM, ARM),), check=lambda _: unknown()),
+)
+TODAY = datetime.date(2026, 1, 1)
+NAMED = "Not shown with torch `<2.5`: its scaler is for GPUs. [inferred]"
+
+
+def violations(text: str, on_record: OnRecord) -> list[tuple[str, str]]:
+    """The rules that are broken, each with its message."""
+    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+    languages = frozenset(Language)
+    file = EntryFile(ENTRY_FILE, text, blocks(text), languages, entry, IDS, PROBE_FILE, frozenset(), TODAY, on_record)
+    return [(violation.rule, violation.message) for violation in check_entry(file)]
+
+
+@pytest.mark.parametrize(
+    ("torch", "verdict", "reason", "is_broken"),
+    [
+        ("2.5.1", "verified", "", False),
+        ("2.5.1", "fix-ineffective", "the treatment failed the same way", True),
+        ("2.5.1", "not-applicable", "gloo: torch 2.5.1 in python is not >=2.6", True),
+        ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: nvidia-smi is not installed", False),
+        ("2.5.1", "not-applicable", "nccl: torch 2.5.1 in python is not >=2.6; needs 2 GPUs: none here", False),
+        ("2.5.1", "not-applicable", "nccl: needs 2 GPUs: none; gloo: torch 2.5.1 in python is not >=2.6", True),
+        ("2.4.1", "not-applicable", "gloo: torch 2.4.1 in python is not >=2.6", False),
+        ("2.3.1", "inconclusive", "outside applies_to", False),
+    ],
+)
+def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
+    torch: str, verdict: str, reason: str, is_broken: bool
+) -> None:
+    text = edited({PROBE: PROBE + 'applies_to:\n  torch: ">=2.4"\n', TELL: f"{TELL} {NAMED}"})
+    release = ReleaseVerdict(torch, "2026-01-01", verdict, reason, {}, "")
+    broken = [rule for rule, _ in violations(text, OnRecord(releases=(release,)))]
+    assert broken == ["release-verdict"] * is_broken
+
+
+@pytest.mark.parametrize(
+    ("printed_by", "remark"),
+    [
+        ("", "say in printed_by which of these print it: torch 2.5.1, 2.6.0"),
+        ("    printed_by: {torch: '>=2.5'}\n", ""),
+        ("    printed_by: {torch: '>=2.4'}\n", "torch 2.4.1 was searched and does not contain this text"),
+        ("    printed_by: {torch: '>=3'}\n", "torch >=3 was searched and does not contain this text"),
+        ("    printed_by: {python: ''}\n", ""),
+    ],
+)
+def test_the_releases_that_print_a_signature_contain_its_text(printed_by: str, remark: str) -> None:
+    text = edited({"    source: a test\n": "    source: torch, in a test\n", SAMPLE: SAMPLE + printed_by})
+    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+    searched = {"torch": ["2.4.1", "2.5.1", "2.6.0"]}
+    texts = Occurrences(searched, {entry.meta.signatures[0].pattern: {"torch": ["2.5.1", "2.6.0"]}})
+    assert violations(text, OnRecord(wordings=texts)) == ([("untraced-wording", remark)] if remark else [])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "note", "is_broken"),
+    [
+        ("verified", "", False),
+        ("not-applicable", "", False),
+        ("not-reproduced", "", True),
+        ("not-reproduced", "Not shown with deepspeed `<0.15`: it gathers otherwise. [inferred]", False),
+        ("not-reproduced", "Not shown with deepspeed `<0.14`: it gathers otherwise. [inferred]", True),
+        ("fix-ineffective", "Not shown with torch `<2.5`: DeepSpeed of then breaks. [inferred]", False),
+    ],
+)
+def test_no_experiment_in_libraries_ended_against_the_entry(verdict: str, note: str, is_broken: bool) -> None:
+    row = LibraryVerdict("deepspeed", "cpu", verdict, "why", {"deepspeed": "0.14.5"}, "2.4.1", "2026-01-01")
+    found = violations(edited({TELL: f"{TELL} {note}"}), OnRecord(libraries=(row,)))
+    message = f"{verdict}: deepspeed with deepspeed 0.14.5 and torch 2.4.1: why"
+    assert found == ([("library-verdict", message)] if is_broken else [])
+
+
+CODE = """
+
+```python
+with torch.serialization.safe_globals([Config]):
+    torch.nn.Linear(4, 4, bias=False)
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("present", "note", "remark"),
+    [
+        (["2.4.1", "2.5.1", "2.6.0"], "", ""),
+        (["2.5.1", "2.6.0"], "", "torch 2.4.1 and 2.5.1: one of them alone has `{name}`; say since when"),
+        (["2.5.1", "2.6.0"], "Needs torch 2.5. [inferred]", ""),
+        (["2.5.1", "2.6.0"], "Needs torch 2.6. [inferred]", "torch 2.4.1 and 2.5.1: one of them alone has `{name}`; say since when"),
+        (["2.4.1", "2.5.1"], "Gone in torch 2.6. [inferred]", ""),
+        ([], "Needs torch 2.5. [inferred]", "no release of torch has `{name}`: 2.6.0 is the newest searched"),
+    ],
+)  # fmt: skip
+def test_an_entry_says_since_when_there_is_what_its_code_names(present: list[str], note: str, remark: str) -> None:
+    name = "torch.serialization.safe_globals"
+    record = Occurrences({"torch": ["2.4.1", "2.5.1", "2.6.0"]}, {name: {"torch": present} if present else {}})
+    found = violations(edited({TELL: f"{TELL} {note}{CODE}"}), OnRecord(names=record))
+    assert found == ([("unstated-release", remark.format(name=name))] if remark else [])
