@@ -39,7 +39,7 @@ def fabric_of(report: str) -> Tuple[Dict[str, str], str]:
         match = re.match(r"\s{8}(State|Status)\s*:\s*(.+)", line) if inside else None
         if match:
             states[gpu] = f"{states[gpu]}/{match[2].strip()}" if match[1] == "Status" else match[2].strip()
-    driver = re.search(r"Driver Version\s*:\s*(\S+)", report)
+    driver = re.search(r"(?:Driver|KMD) Version\s*:\s*(\S+)", report)
     return states, driver[1] if driver else ""
 
 
@@ -110,7 +110,8 @@ def on_this_machine(evidence: List[str], driver: str, completed: bool, names: st
         *evidence,
         f"{seen} NVSwitches on the PCI bus, nv-fabricmanager {'runs' if running else 'does not run'}",
     ]
-    if match and match[0] != driver:
+    no_fabric = not (seen or completed) and bool(WITHOUT_SWITCH.search(names))
+    if match and match[0] != driver and not no_fabric:
         evidence.append(f"the installed fabric manager is {match[0]}: it refuses driver {driver} at its next start")
         return exposed(*evidence, advice="install the fabric manager of the driver's exact version, and hold both back")
     if completed:
@@ -122,7 +123,7 @@ def on_this_machine(evidence: List[str], driver: str, completed: bool, names: st
         return unknown(*evidence, "the manager runs; this driver does not report the fabric state of these GPUs")
     if is_virtual():
         return unknown(*evidence, "a virtual machine: the switches and their manager may belong to the host")
-    if not WITHOUT_SWITCH.search(names):
+    if not no_fabric:
         return unknown(*evidence, f"{names or 'no product name'}: B200 and newer boards show no switch on the PCI bus")
     return clear(*evidence, "no NVSwitch, and cards that have none: there is no fabric to manage")
 
