@@ -227,16 +227,25 @@ def lopsided(tree: ast.AST) -> Iterator[Call]:
 
 
 def asks_for_rank(test: ast.AST) -> bool:
+    """Not `rank != -1`, `rank >= 0` or `rank is not None`, which ask whether the job is distributed at all."""
+    if isinstance(test, ast.BoolOp):
+        return any(asks_for_rank(value) for value in test.values)
+    if isinstance(test, ast.Compare) and is_the_same_everywhere(test):
+        return False
     return any(RANK.search(str(getattr(node, "id", getattr(node, "attr", "")))) for node in ast.walk(test))
 
 
+def is_the_same_everywhere(test: ast.Compare) -> bool:
+    what = ast.unparse(test)[len(ast.unparse(test.left)) :].strip()
+    return what in ("!= -1", "== -1", "> -1", ">= 0", "< 0", "is None", "is not None")
+
+
 def collectives(block: Sequence[ast.AST]) -> List[Call]:
-    """Calls by name, without those in a group of their own, which do not concern the other ranks."""
+    """Calls by name, without those in a group of their own (a keyword, or third), which do not concern the others."""
     calls = [node for item in block for node in ast.walk(item) if isinstance(node, ast.Call)]
-    named = [
-        (call.lineno, ast.unparse(call.func).split(".")[-1], {word.arg for word in call.keywords}) for call in calls
-    ]
-    return [(line, name) for line, name, words in named if COLLECTIVE.fullmatch(name) and "group" not in words]
+    calls = [call for call in calls if len(call.args) < 3 and "group" not in {word.arg for word in call.keywords}]
+    named = [(call.lineno, ast.unparse(call.func).split(".")[-1]) for call in calls]
+    return [(line, name) for line, name in named if COLLECTIVE.fullmatch(name)]
 
 
 SOME = "rank 0 alone reduces a metric, so each later call of its meets another one of the other rank"
