@@ -29,6 +29,7 @@ from kb.training_config import spans_nodes
 
 TIMEOUT_S = 3  # not less: the start of a store on loopback stalled for seconds on a loaded machine
 MASTER = "trainer-head-0"
+PATIENCE_S = 0.3  # less than the second after which a lost packet is sent again
 
 
 def meet_at_the_store(ctx: Context, *, same_endpoint: bool) -> None:
@@ -180,9 +181,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if "accepted" in answers.values():
         return unknown(*evidence, "the way there is open; that it is the store of your job cannot be seen from here")
     if "timed out" in answers.values():
-        return exposed(
-            *evidence, advice="a packet filter, a wrong route or a wrong address: try from rank 0's own host"
-        )
+        late = f"no answer within {PATIENCE_S} s: a packet filter, a wrong route or address, or one lost packet"
+        longer = f'timeout 5 bash -c "</dev/tcp/{address}/{port}" && echo reached, here and on rank 0\'s own host'
+        return unknown(*evidence, late, advice=longer)
     return unknown(*evidence, advice="refused means that nothing listens there now: is rank 0 running, on that port?")
 
 
@@ -200,7 +201,7 @@ def judge_loopback(evidence: List[str], address: str, several: Optional[bool]) -
 
 def answer(ip: str, port: int) -> str:
     try:
-        socket.create_connection((ip, port), timeout=0.3).close()
+        socket.create_connection((ip, port), timeout=PATIENCE_S).close()
         return "accepted"
     except socket.timeout:
         return "timed out"
