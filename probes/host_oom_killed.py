@@ -79,12 +79,14 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
     import torch
 
     def build() -> Any:
-        model = torch.nn.Module()
-        model.register_buffer("weights", torch.empty(MIB << 17, dtype=torch.int64))
+        model: Any = torch.nn.Module()
+        model.embed, model.head = torch.nn.Module(), torch.nn.Module()
+        model.embed.weight = model.head.weight = torch.nn.Parameter(torch.empty(MIB << 17, dtype=torch.float64))
         return model
 
     path = ctx.path("model.pt")
-    torch.save({"weights": torch.ones(MIB << 17, dtype=torch.int64)}, path)
+    weight = torch.ones(MIB << 17, dtype=torch.float64)
+    torch.save({"embed.weight": weight, "head.weight": weight}, path)
     models: List[Any] = []
 
     def read() -> int:
@@ -95,8 +97,10 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
         else:
             state = torch.load(path, weights_only=True)
         model.load_state_dict(state, assign=True)
+        assert model.head.weight is not model.embed.weight, "build() tied them, and each name was assigned by itself"
+        model.head.weight = model.embed.weight
         models.append(model)
-        return int(model.weights.sum())
+        return int(model.embed.weight.sum())
 
     return read
 
@@ -241,7 +245,8 @@ def offloaded(zero: Dict[str, Any], what: str) -> bool:
 
 def limits() -> Tuple[float, float, int]:
     """GiB of the tightest limit of this process, GiB free under it, and how many processes it has killed."""
-    limit, free, kills = meminfo("MemTotal"), meminfo("MemAvailable"), 0
+    host, free, kills = meminfo("MemTotal"), meminfo("MemAvailable"), 0
+    limit = host
     for path in re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", read_text("/proc/self/cgroup"), re.M):
         for root, most, now in (
             ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -249,11 +254,12 @@ def limits() -> Tuple[float, float, int]:
         ):
             for group in [Path(root + path), *Path(root + path).parents]:
                 at_most, used = number(group / most), number(group / now)
-                if at_most is None or used is None or at_most >= limit:
+                if at_most is None or used is None or at_most >= host:
                     continue
                 cache = re.search(r"^(?:total_)?inactive_file (\d+)", read_text(str(group / "memory.stat")), re.M)
                 used -= int(cache.group(1)) / (1 << 30) if cache else 0
-                limit, free = at_most, min(free, at_most - used)
+                # a wider group may be the fuller one: other jobs are in it too
+                limit, free = min(limit, at_most), min(free, at_most - used)
             # in a container /sys/fs/cgroup is the container's own group, and the path may be that of the host
             folder = root + path if Path(root + path).is_dir() else root
             events = read_text(folder + "/memory.events") + read_text(folder + "/memory.oom_control")
