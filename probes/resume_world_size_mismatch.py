@@ -200,7 +200,9 @@ PER_RANK = (  # who names files so, and where the rank, the model-parallel rank 
     ("verl", re.compile(r"(?:model|optim)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")),
     ("accelerate, one file per rank", re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(?P<rank>\d+)\.bin")),
 )
+LOADERS = re.compile(rb"dataloader\.dp_rank_(\d{1,6})")
 MOST = 20_000  # names that are looked at
+MOST_METADATA = 32 << 20  # bytes
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -234,8 +236,23 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(
                 "files of torch.distributed.checkpoint without .metadata: unfinished, or on another node's disk"
             )
-        return clear("written by torch.distributed.checkpoint, which reshards; state of data loaders may not")
+        return _resharded(next(folder for folder in folders if (folder / ".metadata").is_file()))
     return unknown("no file in %s has a rank in its name" % ", ".join(folder.name for folder in folders[:5]))
+
+
+def _resharded(folder: Path) -> Finding:
+    """Weights and optimizer are cut anew, but torchtitan keeps a data loader for each data-parallel rank in there."""
+    message = "written by torch.distributed.checkpoint, which reshards weights and optimizer"
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            loaders = {int(rank) for rank in LOADERS.findall(file.read(MOST_METADATA))}
+    except OSError as error:
+        return unknown(message, ".metadata cannot be read: %s" % error)
+    if loaders:
+        message = "%s; the data loaders of %d data-parallel ranks in it do not" % (message, 1 + max(loaders))
+        advice = "with another data-parallel size, torchtitan: --checkpoint.exclude_from_loading dataloader"
+        return unknown(message, advice=advice)
+    return clear("%s; state of data loaders beside it may not" % message)
 
 
 def _folders(folder: Path) -> List[Path]:
@@ -322,7 +339,7 @@ zero3 = Experiment(
 probe = Probe(
     check=check,
     params={
-        "checkpoint": Param("path", "folder of the checkpoint; only names in it are read"),
+        "checkpoint": Param("path", "folder of the checkpoint; names in it are read, and the file .metadata"),
         "gpus": Param("int", "processes of the job that shall read it; WORLD_SIZE where that is set"),
     },
     experiments=(gloo.on_gpus(), gloo),
