@@ -11,7 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
@@ -133,6 +133,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     first = shadowing()
     if first and not loads_its_own():
         return exposed(*first[:8], *others[:4], advice="start the job without LD_LIBRARY_PATH")
+    apart = elsewhere(pinned)
+    if apart:
+        return unknown(
+            *apart[:4],
+            *others[:4],
+            "torch before 2.11 fails like this where the linker finds another libcudart; that shows when it runs",
+            advice="make the environment anew with python -m venv",
+        )
     if first or others:
         return unknown(
             *first[:8],
@@ -202,6 +210,22 @@ def absent(package: str) -> List[str]:
     except importlib.metadata.PackageNotFoundError:
         return []
     return [str(file) for file in files if not Path(str(file.locate())).exists()]
+
+
+def elsewhere(packages: Iterable[str]) -> List[str]:
+    """Packages that do not lie beside torch, so that its RPATH does not lead to them: `lib` and `lib64`."""
+    beside = folder_of("torch")
+    folders = {name: folder_of(name) for name in packages}
+    return [
+        f"{name} lies in {folder}, torch in {beside}" for name, folder in folders.items() if folder and folder != beside
+    ]
+
+
+def folder_of(package: str) -> str:
+    try:
+        return os.path.realpath(str(importlib.metadata.distribution(package).locate_file("")))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def shadowing() -> List[str]:
