@@ -149,6 +149,51 @@ def save_parameters(ctx: Context, *, own_state_dict: bool) -> None:
     load_as_it_is(build(), model.state_dict() if own_state_dict else dict(model.named_parameters()))
 
 
+def load_averaged(ctx: Context, *, drops_counter: bool) -> None:
+    """AveragedModel is a wrapper with a buffer of its own."""
+    from torch.optim.swa_utils import AveragedModel
+
+    state = dict(AveragedModel(build()).state_dict())
+    ctx.reached()
+    if drops_counter:
+        state.pop("n_averaged")
+    load(build(), state)
+
+
+def shard(ctx: Context) -> Any:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    torch.manual_seed(0)  # the same numbers on both ranks
+    return FullyShardedDataParallel(build(), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def load_into_shards(ctx: Context, *, plain_names: bool) -> None:
+    """FSDP1 puts its prefix before every name itself, whatever the name is."""
+    import torch
+
+    model = shard(ctx)
+    full = {name: torch.full_like(tensor, 2.0) for name, tensor in build().state_dict().items()}
+    ctx.reached()
+    model.load_state_dict(full if plain_names else {"_fsdp_wrapped_module." + name: full[name] for name in full})
+    assert all(torch.equal(tensor, full[name]) for name, tensor in model.state_dict().items())
+
+
+def save_shards(ctx: Context, *, own_state_dict: bool) -> None:
+    """What rank 0 of an FSDP1 job writes is loaded into a bare model. cpu_offload=True ends in SIGSEGV on a CPU."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = shard(ctx)
+    ctx.reached()
+    if own_state_dict:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    else:
+        state = dict(model.named_parameters())
+    if ctx.rank == 0:
+        load_as_it_is(build(), state)
+
+
 def save_unwrapped(ctx: Context, *, drops_compile: bool) -> None:
     """What accelerate unwraps, it puts under torch.compile again unless it is told not to."""
     import torch
@@ -204,13 +249,14 @@ def variant(
     because: str,
     fix: str,
     packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
+    world_size: int = 1,
 ) -> Experiment:
-    """One rank is enough: names do not depend on the number of ranks."""
+    """One rank is enough where nothing is sharded: names do not depend on the number of ranks."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
-        world_size=1,
+        world_size=world_size,
         needs=Needs(packages=packages),
         deadline_s=40,
         expected_s=(1.5, 1.5),
@@ -266,6 +312,33 @@ parameters = variant(
     "a dict of named_parameters() is saved",
     "the state dict is saved, in which the wrapper leaves no name",
 )
+averaged = variant(
+    "averaged",
+    partial(load_averaged, drops_counter=False),
+    partial(load_averaged, drops_counter=True),
+    raised(r'Unexpected key\(s\) in state_dict: "n_averaged"'),
+    "the file of an AveragedModel is loaded under the names that the model has",
+    "n_averaged is taken out first",
+)
+into_shards = variant(
+    "fsdp-load",
+    partial(load_into_shards, plain_names=False),
+    partial(load_into_shards, plain_names=True),
+    raised(r"Error\(s\) in loading state_dict for FullyShardedDataParallel"),
+    "names with FSDP1's prefix are loaded into an FSDP1 model, which adds it once more",
+    "plain names and full tensors are loaded into it, on every rank",
+    world_size=2,
+)
+from_shards = variant(
+    "fsdp-save",
+    partial(save_shards, own_state_dict=False),
+    partial(save_shards, own_state_dict=True),
+    raised(r'Unexpected key\(s\) in state_dict: "_fsdp_wrapped_module\.'),
+    "a dict of named_parameters() of an FSDP1 model is saved",
+    "get_model_state_dict is called on every rank",
+    {"torch": ">=2.2"},
+    world_size=2,
+)
 unwrapped = variant(
     "accelerate",
     partial(save_unwrapped, drops_compile=False),
@@ -288,5 +361,16 @@ probe = Probe(
             expected_s=(1.7, 2.0),
         ),
     ),
-    variants=(not_strict, consumed, replaced, bare_saved, in_place, parameters, unwrapped),
+    variants=(
+        not_strict,
+        consumed,
+        replaced,
+        bare_saved,
+        in_place,
+        parameters,
+        averaged,
+        into_shards,
+        from_shards,
+        unwrapped,
+    ),
 )
