@@ -7,11 +7,14 @@ import gc
 import os
 import re
 import resource
+import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from kb.cpu_arms import share_by_file_system
 from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, completed, exposed, raised, unknown
@@ -19,19 +22,23 @@ from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, completed,
 KEEPS = ("batch", "numpy", "clone")
 
 
-class Rows:
-    def __init__(self, number: int) -> None:
-        self.number = number
+SHARE = """
+import torch
 
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, row: int) -> Any:
-        return {"labels": float(row)}
+def share_by_name(_):
+    torch.multiprocessing.set_sharing_strategy("file_system")
+"""
 
 
 def evaluate(
-    ctx: Context, *, keep: str, by_file_system: bool = False, raise_limit: bool = False, gc_too: bool = False
+    ctx: Context,
+    *,
+    keep: str,
+    by_file_system: bool = False,
+    in_workers: bool = False,
+    start: str = "fork",
+    raise_limit: bool = False,
+    gc_too: bool = False,
 ) -> None:
     """Collect what the loader gives, as an evaluation loop does with predictions, labels or ids."""
     from torch.utils.data import DataLoader
@@ -46,8 +53,14 @@ def evaluate(
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     opened_before = len(os.listdir("/proc/self/fd"))
     ctx.reached()
+    options: Dict[str, Any] = {"multiprocessing_context": start}
+    if in_workers:
+        (ctx.dir / "share.py").write_text(SHARE)
+        sys.path.insert(0, str(ctx.dir))  # a worker that is not forked imports it from there
+        options["worker_init_fn"] = import_module("share").share_by_name
+    rows: Any = [{"labels": float(row)} for row in range(2 * limit)]
     labels: List[Any] = []
-    for number, batch in enumerate(DataLoader(Rows(2 * limit), num_workers=1), 1):
+    for number, batch in enumerate(DataLoader(rows, num_workers=1, **options), 1):
         if keep == "clone":
             labels.append(batch["labels"].clone())
         else:
@@ -117,7 +130,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence += [f"{number} are {kind}" for kind, number in kinds.most_common(4)]
     if used > soft * 0.7:
         kind = kinds.most_common(1)[0][0]
-        advice = "clone what the loop keeps of a batch" if "tensors" in kind else "close them, or raise ulimit -n"
+        advice = "close them, or raise ulimit -n"
+        if "tensors" in kind:
+            advice = "if they grow: clone what the loop keeps; if not: stack tensors in collate_fn, or fewer workers"
         return exposed(*evidence, advice=advice)
     advice = "look again in a minute: it is the growth that matters; workers are processes of their own"
     return unknown(*evidence, "it is below 70 % of its limit now", advice=advice)
@@ -168,6 +183,18 @@ keep = partial(evaluate, keep="batch")
 clone = partial(evaluate, keep="clone")
 stack = partial(load, stacked=True)
 
+FORK_SERVER = replace(
+    experiment(
+        "fork-server",
+        partial(evaluate, keep="batch", by_file_system=True, start="forkserver"),
+        "the parent alone has the strategy file_system; a worker of a fork server does not inherit it",
+        partial(evaluate, keep="batch", by_file_system=True, in_workers=True, start="forkserver"),
+        "worker_init_fn sets it in the worker too",
+    ),
+    deadline_s=150,  # its worker imports torch afresh
+    expected_s=(8.0, 9.0),
+)
+
 probe = Probe(
     check=check,
     params={
@@ -196,6 +223,7 @@ probe = Probe(
             partial(evaluate, keep="batch", by_file_system=True),
             "the strategy file_system: names instead of descriptors",
         ),
+        FORK_SERVER,
         experiment("in-flight", load, WAITING, stack, STACKED),
         experiment("clone-in-flight", partial(load, cloned=True), WAITING + "; each is cloned", stack, STACKED),
         experiment(
