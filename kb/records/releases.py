@@ -118,6 +118,15 @@ def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
     }
 
 
+def unchanged(document: Mapping[str, Any], probe_digests: Mapping[str, str]) -> dict[str, Any]:
+    """The rows of an earlier record whose entries still have the probe that was judged."""
+    return {
+        entry_id: row
+        for entry_id, row in document["verdicts"].items()
+        if probe_digests.get(entry_id) == row["probe_digest"]
+    }
+
+
 def _release_verdict(document: Mapping[str, Any], row: Mapping[str, Any]) -> ReleaseVerdict:
     rows = [row, *row["variants"]] if row["experiment"] else row["variants"]
     experiments = {each["experiment"]: (each.get("fidelity") or "", each["verdict"]) for each in rows}

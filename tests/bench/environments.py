@@ -38,6 +38,12 @@ def environment(torch: str, *requirements: str) -> Iterator[Path]:
         yield python
 
 
+def reports(python: Path, *entries: str) -> list[dict[str, Any]]:
+    """The reports about these entries; `kb verify` of a single one prints that alone."""
+    document = answer(python, *entries)
+    return document["reports"] if len(entries) > 1 else [document]
+
+
 def answer(python: Path, *arguments: str) -> Any:
     """The document that `kb verify --json` prints about this interpreter, whose path it does not contain."""
     command = [KB, "verify", *arguments, "--json", "--python", str(python)]

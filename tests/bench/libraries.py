@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from kb.records.libraries import file_name, libraries_needed, record
-from tests.bench.environments import answer, counts, environment, keep, record_names
+from tests.bench.environments import answer, counts, environment, keep, record_names, reports
 
 MONTHS = {  # what was current then, and is pinned since
     "2024-08": ("2.4.1", "transformers==4.44.2 accelerate==0.34.2 deepspeed==0.14.5 peft==0.12.0"),
@@ -39,7 +39,7 @@ def _is_recorded(month: str) -> bool:
     try:
         with environment(torch, *requirements.split()) as python:
             needed = libraries_needed(answer(python, "--all", "--plan")["plans"])
-            kept = record(answer(python, *needed)["reports"], needed, day)
+            kept = record(reports(python, *needed), needed, day)
             record_names(python, day)
     except (subprocess.CalledProcessError, json.JSONDecodeError, KeyError) as error:
         print(f"libraries of {month}: {error}", file=sys.stderr)

@@ -1,7 +1,8 @@
 """`make matrix`, first part: verify every entry with one release of torch after the other, and keep the verdicts.
 
 PyPI's builds for CUDA take 4 to 6 GB each and run without a GPU. `RELEASES="2.5.1 2.6.0"` chooses some and
-leaves out the second part, unless `MONTHS` is given as well. A record is `docs/verified/torch-<release>.json`.
+leaves out the second part, unless `MONTHS` is given as well. A record is `docs/verified/torch-<release>.json`; what it says
+of a probe that has not changed since stays, so remove the file to run everything again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import subprocess
 import sys
 
+from kb.content.catalog import file_digest, load_catalog
+from kb.content.roots import builtin_root
 from kb.errors import UsageError
-from kb.records.releases import file_name, record
-from tests.bench.environments import answer, counts, environment, keep, record_names
+from kb.records.releases import file_name, record, unchanged
+from tests.bench.environments import VERIFIED, counts, environment, keep, record_names, reports
 
 RELEASES = (
     "2.2.2", "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2.15.0",
@@ -32,17 +35,29 @@ def main() -> int:
 def _is_recorded(release: str) -> bool:
     """Verify everything with a release; False when it could not be installed or verified."""
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    digests = _probe_digests()
+    path = VERIFIED / file_name(release)
+    known = unchanged(json.loads(path.read_text()), digests) if path.exists() else {}
+    changed = sorted(digests.keys() - known.keys())
     try:
         with environment(release) as python:
-            kept = record(answer(python, "--all")["reports"], day)
             record_names(python, day)
+            if not changed:
+                return True
+            kept = record(reports(python, *changed), day)
     except (subprocess.CalledProcessError, json.JSONDecodeError, KeyError, UsageError) as error:
         print(f"torch {release}: {error}", file=sys.stderr)
         return False
-    path = keep(file_name(kept["torch"]), kept)
+    kept["verdicts"] = dict(sorted({**known, **kept["verdicts"]}.items()))
+    keep(path.name, kept)
     verdicts = [row["verdict"] for row in kept["verdicts"].values()]
     print(f"torch {kept['build']}: {counts(verdicts)}  {path}", flush=True)
     return True
+
+
+def _probe_digests() -> dict[str, str]:
+    catalog = load_catalog((builtin_root(),))
+    return {entry.id: file_digest(probe) for entry in catalog if (probe := catalog.probe_file(entry))}
 
 
 if __name__ == "__main__":

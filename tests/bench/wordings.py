@@ -23,7 +23,7 @@ from kb.content.roots import builtin_root
 from kb.records.wordings import FILE, SCHEMA, pieces, record, wordings
 
 RELEASES = {
-    "torch": "2.1.2 2.2.2 2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0",
+    "torch": "2.1.2 2.2.2 2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0",
     "nccl": "2.14.3 2.18.1 2.19.3 2.20.5 2.21.5 2.22.3 2.23.4 2.25.1 2.26.2 2.27.5 2.28.9 2.29.7 2.30.7 2.32.3",
     "transformers": "4.41.2 4.46.3 4.51.3 4.57.1 5.5.4 5.23.0",
     "accelerate": "0.30.1 0.34.2 1.2.1 1.7.0 1.10.1 1.15.0",
@@ -38,6 +38,7 @@ RELEASES = {
     "datasets": "2.21.0 3.6.0 5.2.0",
     "filelock": "3.16.1 4.2.11",
 }
+LONG = 40
 JOINED = re.compile(r"""["']\s*\\?\n\s*[rfbu]{0,2}["']""")  # a text that is written on two lines of Python
 
 
@@ -89,15 +90,22 @@ def _unpack(package: str, release: str, folder: str) -> None:
     subprocess.run([*pip, *source, "--target", folder, _requirement(package, release)], check=True)
 
 
+def _ends(piece: str) -> tuple[str, ...]:
+    """First half and last word of a long text: a compiler may build it from blocks that overlap."""
+    return (piece[: len(piece) // 2], piece[-12:]) if len(piece) >= LONG else ()
+
+
 def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
     """Those of the pieces that the files contain: anywhere, or in Python in a text that goes on in the next line."""
+    ends = {end for piece in wanted for end in _ends(piece)}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-        file.write("\n".join(wanted) + "\n")
+        file.write("\n".join(wanted | ends) + "\n")
         file.flush()
         grep = ["grep", "--recursive", "--text", "--only-matching", "--no-filename", "--fixed-strings", "-f", file.name]
         ended = subprocess.run([*grep, str(folder)], stdout=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"})
     found = set(ended.stdout.decode(errors="replace").splitlines())
-    missing = [piece for piece in wanted - found if not any(piece in longer for longer in found)]
+    whole = {text for text in wanted | ends if any(text in longer for longer in found)}
+    missing = [piece for piece in wanted - whole if not _ends(piece) or not whole.issuperset(_ends(piece))]
     python = "\n".join(
         JOINED.sub("", path.read_text(encoding="utf-8", errors="replace")) for path in sorted(folder.rglob("*.py"))
     )

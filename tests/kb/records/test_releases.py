@@ -20,6 +20,7 @@ from kb.records.releases import (
     release_summary,
     release_verdicts,
     releases_by_verdict,
+    unchanged,
 )
 
 DAY = "2026-11-22"
@@ -98,3 +99,8 @@ def test_an_invalid_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch-1.json").write_text(json.dumps({"schema": "kb.releases.v1"}))
     with pytest.raises(UsageError, match=r"torch-1\.json is not a valid record of a release"):
         release_verdicts([Root("a root", tmp_path / "entries", tmp_path / "probes", tmp_path)])
+
+
+def test_a_verdict_about_an_earlier_probe_is_given_anew() -> None:
+    document = record([report("a", "verified", "2.5.1"), report("b", "verified", "2.5.1")], DAY)
+    assert list(unchanged(document, {"a": "1" * 64, "b": "2" * 64})) == ["a"]
