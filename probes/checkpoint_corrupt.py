@@ -247,6 +247,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         for folder in folders
         if not _has_metadata(folder)
     ]
+    torn += _unfinished(files) if path.is_dir() else []
     if torn:
         return exposed(*torn[:8], advice="resume from the checkpoint before this one, and keep this one for the report")
     room = disk.f_bavail * disk.f_frsize
@@ -265,14 +266,33 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             message, "the .distcp shards were not read; .metadata may be of an earlier save into this folder"
         )
-    if any("rank" in file.name for file in files):
+    if any(re.search(r"rank|rng_state_\d", file.name) for file in files):
         return unknown(message, "whether every rank's file is there cannot be seen: count them")
+    if path.is_dir() and not any(file.name == "trainer_state.json" for file in files):
+        return unknown(message, "whether every file of it is there cannot be seen: compare with an older checkpoint")
     return clear(message, "values were not compared: a changed bit is only found by a checksum")
 
 
 def _inside(folder: Path) -> List[Path]:
-    first = list(folder.iterdir())[:MOST]
-    return first + [two for item in first if item.is_dir() for two in list(item.iterdir())[:MOST]]
+    def stop(error: OSError) -> None:
+        raise error
+
+    result: List[Path] = []
+    for place, _, names in os.walk(folder, onerror=stop):
+        result += [Path(place, name) for name in names]
+        if len(result) >= MOST:
+            break
+    return result
+
+
+def _unfinished(files: List[Path]) -> List[str]:
+    """Folders in which the Trainer began a checkpoint and did not come to the file that it writes last."""
+    begun = {file.parent for file in files if file.name == "training_args.bin"}
+    return [
+        "%s: no trainer_state.json, which the Trainer writes last" % folder
+        for folder in sorted(begun)
+        if re.fullmatch(r"checkpoint-\d+", folder.resolve().name) and not (folder / "trainer_state.json").exists()
+    ]
 
 
 def _missing(files: List[Path]) -> List[str]:
