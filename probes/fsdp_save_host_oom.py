@@ -80,7 +80,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if "SHARDED" in kind:
         return unknown(
             "the configuration saves %s, every rank its own shard" % kind,
-            "as TrainingArguments, transformers 4 ignores the key",
+            "whether the Trainer heeds it depends: TrainingArguments read this key since transformers 5.10 only",
             "whether your script asks for a full state dict at the end cannot be seen",
         )
     if billions is None or billions <= 0 or params["ranks"] < 1 or params["copies"] not in ("rank0", "all"):
