@@ -97,7 +97,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     try:
         free = free_mib_per_gpu()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return unknown(f"nvidia-smi gives no memory figures here: {' '.join(str(error).split())[:200]}")
+        return unknown(f"no memory figures to compare here: {' '.join(str(error).split())[:200]}")
     if len(free) < 2:
         return unknown(f"{len(free)} GPU is visible; there is nothing to compare it with")
     evidence = [f"GPU {name}: {mib} MiB free of {total} MiB" for name, mib, total in free]
@@ -121,6 +121,8 @@ def free_mib_per_gpu() -> List[Tuple[str, int, int]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
     if all(name.isdigit() for name in visible):  # GPUs of other jobs are nobody's business here
         rows = [row for row in rows if row[0] in visible]
+    elif visible != [""]:
+        raise ValueError("CUDA_VISIBLE_DEVICES does not number the GPUs, so it is not known which are this job's")
     return [(index, int(free), int(total)) for index, free, total in rows]
 
 
