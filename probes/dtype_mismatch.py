@@ -55,6 +55,48 @@ def wrap_quantized(ctx: Context, *, one_storage_dtype: bool) -> None:
         assert torch.equal(wrapped.module.packed.view(torch.uint8), packed), "other bytes"
 
 
+def upcast(ctx: Context, *, own_units: bool) -> None:
+    """Packed weights beside a trainable adapter, and what accelerate does after the wrapping, with mixed precision."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    ctx.init_process_group(timeout_s=10)
+    packed = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)  # each pattern of 16 bits, 254 of them a NaN of bfloat16
+    seen = []
+
+    class Layer(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(packed.clone().view(torch.bfloat16), requires_grad=False)
+            self.adapter = nn.Linear(8, 2, dtype=torch.bfloat16)
+
+        def forward(self, hidden: Any) -> Any:
+            seen.append(self.weight.detach().view(torch.int16).cpu())
+            return self.adapter(hidden)
+
+    shard = partial(
+        FullyShardedDataParallel,
+        device_id=ctx.device,
+        use_orig_params=True,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    )
+    layer = Layer()
+    if own_units:
+        layer.adapter = shard(layer.adapter)
+    wrapped = shard(layer)
+    ctx.reached()
+    for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
+        flat = unit._flat_param
+        if flat.requires_grad:
+            flat.data = flat.data.to(torch.float32)
+            unit._handle._orig_param_dtype = torch.float32
+    wrapped(torch.randn(4, 8))
+    changed = int((seen[0] != packed).sum())
+    if changed:
+        raise Symptom("%d of 65536 packed values are others" % changed)
+
+
 def shard_fsdp2(ctx: Context, *, own_units: bool) -> None:
     """FSDP2 compares the trainable parameters of one unit, here with MixedPrecisionPolicy on."""
     import torch
@@ -161,6 +203,7 @@ def write(ctx: Context, *, converted: bool) -> None:
 FLATTEN = r"Must flatten tensors with uniform dtype but got torch\.\w+ and torch\.\w+"
 LAYER = r"(mat1 and mat2 must have the same dtype|expected m\w*1 and m\w*2 to have the same dtype)"
 PACKED = "a 4-bit or 8-bit layer of bitsandbytes"
+PREPARED = "4-bit weights of bitsandbytes stored as bfloat16, and the casting loop of accelerate's prepare"
 TOGETHER = "float32 adapters and a bfloat16 base in one FSDP unit"
 
 
@@ -208,6 +251,26 @@ probe = Probe(
             "packed weights are stored as uint8",
             "the same bytes are stored as bfloat16",
             stands_for="the 4-bit weights of bitsandbytes with bnb_4bit_quant_storage",
+        ),
+        Experiment(
+            name="upcast",
+            control=Arm(
+                partial(upcast, own_units=False),
+                symptom(r"25\d of 65536 packed values are others"),
+                because="packed weights and the adapter in one unit, which is cast to float32 and back",
+                fidelity="stand-in",
+                stands_for=PREPARED,
+            ),
+            treatment=Arm(
+                partial(upcast, own_units=True),
+                completed(),
+                because="the adapter is a unit of its own, and only that is cast",
+                fidelity="stand-in",
+                stands_for=PREPARED,
+            ),
+            needs=Needs(packages={"torch": ">=2.2"}),
+            world_size=2,
+            expected_s=(0.5, 0.5),
         ),
         pair(
             "fsdp2",
