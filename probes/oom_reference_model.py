@@ -142,9 +142,11 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
         source,
     )
     notes = [message, *([why] if why else [])]
+    without = need - weights if has_copy else need
     if trainer in ("grpo", "rloo") and has_copy:
         notes.append("%s makes the copy only when beta is not 0" % trainer)
-    without = need - weights if has_copy else need
+        if need > memory >= without:
+            return unknown(*notes, "without it %.1f GiB would do, and beta is not known here" % without, advice=ADVICE)
     if need > memory and without > memory:
         return exposed(*notes, "it does not fit without the reference either: shard the weights first", advice=ADVICE)
     if need > memory:
