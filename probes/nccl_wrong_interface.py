@@ -108,9 +108,12 @@ def no_interface(by: str) -> NoReturn:
 # --- NCCL's rules --------------------------------------------------------------------------------------------------
 
 
-def choice(named: str, present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
+def choice(named: str, present: List[Tuple[str, str]], version: Tuple[int, ...] = ()) -> List[Tuple[str, str]]:
     """Those of the present interfaces that NCCL uses, best first: the first is for its bootstrap."""
-    for rule in [named] if len(named) > 1 else ["ib", "^docker,lo", "docker", "lo"]:
+    rules = ["ib", "^docker,lo", "docker", "lo"]
+    if version >= (2, 28):
+        rules = ["ib", "^docker,lo,virbr", "docker", "lo", "virbr"]
+    for rule in [named] if len(named) > 1 else rules:
         but = rule.startswith("^")
         exact = rule[but:].startswith("=")
         words = [word.split(":")[0] for word in rule[but + exact :].split(",") if word]
@@ -140,6 +143,17 @@ def interfaces(flag: int = IFF_UP) -> List[Tuple[str, str]]:
     return result
 
 
+def with_ipv6_only(present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
+    """And those that have an IPv6 address alone, link-local or not: NCCL takes these too, behind the others."""
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:  # IPv6 is switched off
+        return present
+    with_ipv4 = dict(interfaces())
+    others = {row[5]: "with an IPv6 address only" for row in rows if row[5] not in with_ipv4 and row[5] != "lo"}
+    return present + list(others.items())
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Which interface would NCCL take on this node? Its variable, its configuration files, then its rules."""
     named, where = setting("NCCL_SOCKET_IFNAME")
@@ -151,7 +165,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     if version >= (2, 28):
         present = linked
     here = ", ".join(f"{name} {address}" for name, address in present)
-    chosen = choice(named, present)
+    chosen = choice(named, present, version)
+    with_others = choice(named, with_ipv6_only(present), version) if family != "AF_INET" else chosen
+    if chosen[:1] != with_others[:1]:
+        first = " ".join(with_others[0])
+        return unknown(f"NCCL may use {first}, and this check knows the reach of IPv4 addresses only")
     if not version and chosen != choice(named, linked):
         since = ", ".join(name for name, _ in choice(named, linked)) or "none"
         before = ", ".join(name for name, _ in chosen)
@@ -173,7 +191,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             what = f"{', '.join(virtual)} leads nowhere, and NCCL sends data over all that it uses, without InfiniBand"
             return unknown(*evidence, what, advice=advice)
         return unknown(*evidence, f"whether the other nodes reach {first[1]} cannot be seen from here")
-    if first[0].startswith("virbr") and not named:
+    if first[0].startswith("virbr") and not named and not version:
         return unknown(*evidence, "NCCL 2.28 and newer leave out virbr*, older ones would take it", advice=advice)
     if several:
         return exposed(*evidence, f"{first[0]} belongs to this host alone, and the job spans nodes", advice=advice)
