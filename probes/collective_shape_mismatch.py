@@ -79,7 +79,8 @@ def reduce_lengths(ctx: Context, *, counts: bool) -> None:
     values = torch.full((SEQUENCE[ctx.rank],), float(ctx.rank), device=ctx.device)
     ctx.reached()
     if counts:
-        both = torch.stack([values.sum(), torch.tensor(float(values.numel()), device=values.device)])
+        count = torch.tensor(float(values.numel()), device=values.device)
+        both = torch.stack([values.sum(dtype=torch.float32), count])
         dist.all_reduce(both)
         mean = both[0] / both[1]
     else:
