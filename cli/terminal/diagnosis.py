@@ -88,7 +88,8 @@ class Printer:
         reason = self._say(": no entry explains the first failure") if diagnosis.is_cause_unknown else ""
         print(style(f"{self._say('no confident match')}{reason}", bold=True))
         self._print_first_failure()
-        failures = [failure for failure in diagnosis.failures if failure.line not in diagnosis.observations]
+        shown = (*diagnosis.observations, diagnosis.ranks.first_failure)
+        failures = [failure for failure in diagnosis.failures if failure.line not in shown]
         for failure in failures[:MOST_FAILURES]:
             times = self._say(" ({:,} times)").format(failure.count) if failure.count > 1 else ""
             print(field("seen", f"{_cited(failure.line)}{times}", self.lang))
@@ -100,7 +101,6 @@ class Printer:
             print(labelled("then", self._say("what followed fits: {}").format(matched), self.lang))
         elif best:
             print(labelled("similar", self._say("at best: {}").format(self._listed(best)), self.lang))
-            print_commands(best[0].id, self.roots, self.lang, has_probe=False)
         print()
 
     def _print_first_failure(self) -> None:

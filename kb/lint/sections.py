@@ -104,7 +104,7 @@ def aliases(file: EntryFile) -> Iterator[Remark]:
 
 
 def hollow_alias(file: EntryFile) -> Iterator[Remark]:
-    """A name in an alias occurs in the title, a signature or the body, lest it promise what the entry does not hold."""
+    """A name in an alias occurs in the title, a signature or the body, which hold what it promises."""
     signatures = (text for each in file.meta.signatures for text in (each.pattern, each.sample, each.source))
     held = "\n".join(
         [file.meta.title, file.meta.title_zh, *signatures, *map(file.entry.section, file.sections)]

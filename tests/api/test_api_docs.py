@@ -27,6 +27,7 @@ from tests.support.replicas import Place, started
 
 PAGE = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
 THREADS = CHECKOUT / "tests" / "bench" / "threads.jsonl"
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```\n(?:\n```(json|text)\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -120,7 +121,7 @@ def test_a_wrong_example_would_be_noticed() -> None:
 
 
 def test_the_chatbot_of_the_page_answers(place: Place, tmp_path: Path) -> None:
-    [bot] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    [bot] = PYTHON.findall(PAGE)
     (tmp_path / "bot.py").write_text(bot, encoding="utf-8")
     with started(place) as replica:
         own = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": place.key("read"), "NO_PROXY": "*"}
@@ -140,7 +141,7 @@ def test_the_chatbot_of_the_page_answers(place: Place, tmp_path: Path) -> None:
 
 
 def test_the_chatbot_of_the_page_cites_nothing_where_kb_has_no_answer(place: Place, tmp_path: Path) -> None:
-    [bot] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    [bot] = PYTHON.findall(PAGE)
     asking = "for line in sys.stdin:\n    print(json.dumps(answer(json.loads(line))))"
     (tmp_path / "bot.py").write_text(
         "import json\n" + bot.replace("print(answer(sys.argv[1]))", asking), encoding="utf-8"

@@ -66,7 +66,7 @@ def test_what_nothing_explains_is_shown_as_it_was_seen(kb: Kb, tmp_path: Path) -
     ended = kb("diagnose", "train.log")
     assert ended.code == 1
     assert ended.out.startswith("no confident match\n")
-    assert "   seen     train.log:2 rank 2  acme.sharding.ShardError: shard 17 of 32" in ended.out
+    assert "train.log:2 rank 2  acme.sharding.ShardError: shard 17 of 32" in ended.out
     assert "   first    rank 2 failed first: train.log:2" in ended.out
     assert "--save-unexplained" in ended.out
     answer = diagnosed(kb, "train.log")
