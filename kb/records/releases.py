@@ -118,12 +118,12 @@ def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
     }
 
 
-def unchanged(document: Mapping[str, Any], probe_digests: Mapping[str, str]) -> dict[str, Any]:
-    """The rows of an earlier record whose entries still have the probe that was judged."""
+def unchanged(document: Mapping[str, Any], digests: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """The rows of an earlier record whose entry and probe, by their digests, are still those that were judged."""
     return {
         entry_id: row
         for entry_id, row in document["verdicts"].items()
-        if probe_digests.get(entry_id) == row["probe_digest"]
+        if digests.get(entry_id) == (row["entry_digest"], row["probe_digest"])
     }
 
 

@@ -2,7 +2,7 @@
 
 PyPI's builds for CUDA take 4 to 6 GB each and run without a GPU. `RELEASES="2.5.1 2.6.0"` chooses some and
 leaves out the second part, unless `MONTHS` is given as well. A record is `docs/verified/torch-<release>.json`; what it says
-of a probe that has not changed since stays, so remove the file to run everything again.
+of an entry and a probe that have not changed since stays, so remove the file to run everything again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
 def _is_recorded(release: str) -> bool:
     """Verify everything with a release; False when it could not be installed or verified."""
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    digests = _probe_digests()
+    digests = _digests()
     path = VERIFIED / file_name(release)
     known = unchanged(json.loads(path.read_text()), digests) if path.exists() else {}
     changed = sorted(digests.keys() - known.keys())
@@ -55,9 +55,10 @@ def _is_recorded(release: str) -> bool:
     return True
 
 
-def _probe_digests() -> dict[str, str]:
+def _digests() -> dict[str, tuple[str, str]]:
+    """Of each entry and its probe."""
     catalog = load_catalog((builtin_root(),))
-    return {entry.id: file_digest(probe) for entry in catalog if (probe := catalog.probe_file(entry))}
+    return {entry.id: (entry.digest, file_digest(probe)) for entry in catalog if (probe := catalog.probe_file(entry))}
 
 
 if __name__ == "__main__":

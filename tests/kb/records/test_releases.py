@@ -101,6 +101,7 @@ def test_an_invalid_record_is_named(tmp_path: Path) -> None:
         release_verdicts([Root("a root", tmp_path / "entries", tmp_path / "probes", tmp_path)])
 
 
-def test_a_verdict_about_an_earlier_probe_is_given_anew() -> None:
-    document = record([report("a", "verified", "2.5.1"), report("b", "verified", "2.5.1")], DAY)
-    assert list(unchanged(document, {"a": "1" * 64, "b": "2" * 64})) == ["a"]
+def test_a_verdict_about_an_earlier_entry_or_probe_is_given_anew() -> None:
+    document = record([report(entry_id, "verified", "2.5.1") for entry_id in ("a", "b", "c")], DAY)
+    digests = {"a": ("0" * 64, "1" * 64), "b": ("0" * 64, "2" * 64), "c": ("2" * 64, "1" * 64), "new": ("", "")}
+    assert list(unchanged(document, digests)) == ["a"]
