@@ -111,6 +111,21 @@ def load(ctx: Context, *, stacked: bool = False, workers: int = 4, prefetch: int
     assert total == TENSORS * sum(range(len(Slow()))), total
 
 
+def synchronise(ctx: Context, *, destroyed: bool) -> None:
+    """A gloo group for each epoch, as a loader over a data pipe makes one to agree on a seed."""
+    dist = ctx.init_process_group(timeout_s=10)
+    limit = ctx.params["limit"]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    ctx.reached()
+    for _ in range(limit // 2):
+        group = dist.new_group(backend="gloo")
+        dist.barrier(group)
+        if destroyed:
+            dist.destroy_process_group(group)
+        del group
+        gc.collect()
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """How close is a process to its limit, and what does it hold open? Without a process: the limit of a new job."""
     pid = params["pid"]
@@ -158,7 +173,7 @@ def open_files(process: Path) -> Tuple[int, "Counter[str]"]:
 
 MESSAGES = (
     r"Too many open files\. Communication with the workers is no longer possible"
-    r"|received 0 items of ancdata|Errno 24\] Too many open files"
+    r"|received 0 items of ancdata|Errno 24\] Too many open files|enforce fail at .{1,200}Too many open files"
 )
 RETAINED = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
 WAITING = "six batches of 40 tensors from three workers wait for the first of the fourth; the limit is 256 files"
@@ -234,5 +249,12 @@ probe = Probe(
             "one worker: batches come in order, and none waits in the receiving process",
         ),
         experiment("prefetch", load, WAITING, partial(load, prefetch=1), "each worker is one batch ahead, not two"),
+        experiment(
+            "groups",
+            partial(synchronise, destroyed=False),
+            "a gloo group is made each epoch and only dropped; its pipes and sockets stay open",
+            partial(synchronise, destroyed=True),
+            "each group is destroyed before the next is made",
+        ),
     ),
 )
