@@ -8,7 +8,21 @@ from functools import partial
 from typing import Any, Callable, Dict, Mapping
 
 from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
@@ -101,6 +115,34 @@ def attend(ctx: Context, *, fused: bool) -> None:
     except Exception:
         traceback.print_exc()
         raise
+
+
+def accumulate(ctx: Context, *, between_samples: bool) -> None:
+    """A batch whole and in four parts, for a loss between its samples (in-batch negatives), or of each alone."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    torch.manual_seed(0)
+    batch, targets, weight = torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 8, requires_grad=True)
+
+    def gradient(parts: int) -> Any:
+        weight.grad = None
+        for number in range(parts):
+            part, target = batch.chunk(parts)[number], targets.chunk(parts)[number]
+            output = part @ weight
+            if between_samples:
+                loss = F.cross_entropy(output @ target.T, torch.arange(len(part)))
+            else:
+                loss = F.mse_loss(output, target)
+            (loss / parts).backward()
+        return weight.grad
+
+    ctx.reached()
+    whole, split = gradient(1), gradient(4)
+    away = float((whole - split).norm() / whole.norm())
+    ctx.note(away_from_whole=round(away, 6))
+    if away > 1e-4:
+        raise Symptom(f"the gradient of four micro batches is {away:.0%} away from that of the whole batch")
 
 
 def count(saved: Dict[int, int], tensor: Any) -> Any:
@@ -204,6 +246,24 @@ probe = Probe(
     variants=(
         experiment("split", partial(train, way="split"), "the same batch in eight parts, each with its own backward"),
         experiment("truncate", partial(train, way="truncate"), "the long batch cut to the length of the others"),
+        Experiment(
+            name="in-batch",
+            control=Arm(
+                partial(accumulate, between_samples=True),
+                symptom(r"the gradient of four micro batches is \d+% away from that of the whole batch"),
+                because="a loss that compares the samples of a batch, which four micro batches do not hold together",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(accumulate, between_samples=False),
+                completed(),
+                because="a loss of each sample by itself, averaged over the step",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
+            expected_s=(0.5, 0.5),
+        ),
         experiment(
             "attention",
             partial(attend, fused=True),
