@@ -84,15 +84,21 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("no GPU: there is no /dev/nvidia0, and nvidia-smi is missing or lists none")
     tasks, launcher = tasks_of_the_step(), os.environ.get("TORCHELASTIC_RUN_ID")
     if launcher and tasks > 1:
-        why = f"torchrun runs inside one of {tasks} Slurm tasks per node, and each task starts ranks for all GPUs"
+        why = f"torchrun runs inside one of {tasks} Slurm tasks per node"
+        if os.environ.get("LOCAL_WORLD_SIZE") in (None, "1"):
+            return unknown(why, "and starts one rank in each; right only if each task has a GPU of its own")
+        why += ", and each task starts ranks for several GPUs"
         return exposed(why, advice="--ntasks-per-node=1 with torchrun, or srun python without torchrun")
     result = ranks_here()
     evidence = [f"rank {rank}: pid {pid}, {gpu}" for (_, rank), (pid, gpu) in sorted(result.items())][:16]
+    doubt = "the launcher gave each rank another GPU, the code may still choose otherwise"
     for (job, rank), (_, gpu) in result.items():
         for (other_job, other), (_, taken) in result.items():
             if job == other_job and int(rank) < int(other) and gpu == taken:
                 why = f"rank {rank} and rank {other} of one job are both given {gpu}"
-                return exposed(why, *evidence, advice="one launcher per host; one GPU per LOCAL_RANK")
+                if is_one_device(gpu, result[job, rank][0], result[job, other][0], used):
+                    return exposed(why, *evidence, advice="one launcher per host; one GPU per LOCAL_RANK")
+                doubt = f"{why}, but a Slurm task or container may count its own from 0; look at the UUIDs"
     for uuid, pids in used.items():
         ranks = sorted((job, rank) for (job, rank), (pid, _) in result.items() if pid in pids)
         if len(ranks) > len({job for job, _ in ranks}):
@@ -105,7 +111,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if result:
         if all(any(pid in pids for pids in used.values()) for pid, _ in result.values()):
             return clear("each rank that runs here is alone on its GPU, as the driver sees it", *evidence)
-        return unknown("the launcher gave each rank another GPU, the code may still choose otherwise", *evidence)
+        return unknown(doubt, *evidence)
     count, visible = params["nproc_per_node"], visible_entries() or gpus
     if count and visible and count > visible:
         why = f"{count} processes and {visible} GPUs: LOCAL_RANK {visible} and above have none of their own"
@@ -116,6 +122,19 @@ def check(params: Mapping[str, Any]) -> Finding:
         "no process with RANK, LOCAL_RANK and MASTER_PORT runs here as this user",
         advice="ask on the host while the job starts or hangs, or --set nproc_per_node=8",
     )
+
+
+def is_one_device(gpu: str, pid: int, other: int, used: Dict[str, List[int]]) -> bool:
+    """Whether one number or UUID must be one GPU: not across cgroups, and not where the driver sees two."""
+    if gpu.startswith("GPU GPU-"):
+        return True
+    ours, theirs = ({uuid for uuid, pids in used.items() if at in pids} for at in (pid, other))
+    if ours and theirs and not ours & theirs:
+        return False
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_bytes() == Path(f"/proc/{other}/cgroup").read_bytes()
+    except OSError:
+        return False
 
 
 def tasks_of_the_step() -> int:
