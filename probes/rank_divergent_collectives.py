@@ -19,6 +19,7 @@ from kb.probe import (
     Expect,
     Experiment,
     Finding,
+    Needs,
     Param,
     Probe,
     Symptom,
@@ -170,7 +171,23 @@ def stop(ctx: Context, *, own_count: bool) -> None:
     assert done == 2, f"{done} steps"
 
 
-RANK = re.compile(r"(^|_)rank$|main_process|global_zero|is_master|process_index")
+def coalesce(ctx: Context) -> None:
+    """Two all-gathers in one coalesced call, on every rank: nothing is wrong with it."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    ctx.reached()
+    wholes = [torch.zeros(2 * ctx.world_size, device=ctx.device) for _ in range(2)]
+    try:
+        with dist.distributed_c10d._coalescing_manager():
+            for whole in wholes:
+                dist.all_gather_into_tensor(whole, torch.ones(2, device=ctx.device))
+    except RuntimeError as error:
+        raise Symptom(f"a call that every rank makes ended with: {error}") from error
+    assert all(whole.tolist() == [1.0] * 2 * ctx.world_size for whole in wholes), wholes
+
+
+RANK = re.compile(r"(^|(?<!lora)_)rank$|main_process|global_zero|is_master|process_index")
 COLLECTIVE = re.compile(
     r"all_reduce|all_gather\w*|all_to_all\w*|broadcast|broadcast_object_list|reduce_scatter\w*|(monitored_)?barrier"
     r"|gather_object|gather_for_metrics|wait_for_everyone"
@@ -337,6 +354,25 @@ in_detail = variant(
     raised(r"Ranks 1 failed to pass monitoredBarrier in \d+ ms"),
     {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
 )
+coalesced = Experiment(
+    name="coalesced",
+    control=Arm(
+        coalesce,
+        expect=symptom(r"ended with: Backend \w+ does not support allgather_into_tensor_coalesced"),
+        because="torch checks each call, and every rank gathers two tensors in one coalesced call",
+        fidelity="cpu",
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    ),
+    treatment=Arm(
+        coalesce,
+        expect=completed(),
+        because="the same call unchecked",
+        fidelity="cpu",
+        env={"TORCH_DISTRIBUTED_DEBUG": "OFF"},
+    ),
+    needs=Needs(packages={"torch": ">=2.5,<2.12"}),  # gloo coalesces all-gathers from 2.5 on
+    expected_s=(0.5, 0.5),
+)
 
 probe = Probe(
     check=check,
@@ -349,5 +385,5 @@ probe = Probe(
         ),
         gloo,
     ),
-    variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail),
+    variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail, coalesced),
 )
