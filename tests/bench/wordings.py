@@ -38,7 +38,7 @@ RELEASES = {
     "datasets": "2.21.0 3.6.0 5.2.0",
     "filelock": "3.16.1 4.2.11",
 }
-LONG = 40
+LONG = 20
 JOINED = re.compile(r"""["']\s*\\?\n\s*[rfbu]{0,2}["']""")  # a text that is written on two lines of Python
 
 
@@ -91,8 +91,9 @@ def _unpack(package: str, release: str, folder: str) -> None:
 
 
 def _ends(piece: str) -> tuple[str, ...]:
-    """First half and last word of a long text: a compiler may build it from blocks that overlap."""
-    return (piece[: len(piece) // 2], piece[-12:]) if len(piece) >= LONG else ()
+    """The halves of a long text: a compiler may build it from blocks of 16 or 32 bytes that overlap."""
+    half = len(piece) // 2
+    return (piece[:half], piece[-half:]) if len(piece) >= LONG else ()
 
 
 def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
