@@ -168,8 +168,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     chosen = choice(named, present, version)
     with_others = choice(named, with_ipv6_only(present), version) if family != "AF_INET" else chosen
     if chosen[:1] != with_others[:1]:
-        first = " ".join(with_others[0])
-        return unknown(f"NCCL may use {first}, and this check knows the reach of IPv4 addresses only")
+        other = " ".join(with_others[0])
+        return unknown(f"NCCL may use {other}, and this check knows the reach of IPv4 addresses only")
     if not version and chosen != choice(named, linked):
         since = ", ".join(name for name, _ in choice(named, linked)) or "none"
         before = ", ".join(name for name, _ in chosen)
