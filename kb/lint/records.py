@@ -1,4 +1,4 @@
-"""Rules for records: an entry holds with every release of torch that it is about."""
+"""Rules for records: an entry agrees with what releases of torch and of libraries have shown and contain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from kb.lint.snippets import names
 from kb.records.names import gaps, package_of
 from kb.records.releases import ReleaseVerdict
 
-NOT_SHNOT_SHOWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
-VERSION = re.compile(r"(?<![\d.])\d+\.\d+(?:\.\d+)?(?![\d.]*\d)")
-OWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
 NOT_SHOWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
 VERSION = re.compile(r"(?<![\d.])\d+\.\d+(?:\.\d+)?(?![\d.]*\d)")
 OWN = re.compile(r"kb diagnose|the (?:probe|check) of ")
