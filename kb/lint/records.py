@@ -13,7 +13,7 @@ from kb.content.entry import Role
 from kb.lint.body import Kind
 from kb.lint.rule import EntryFile, EntryRule, Remark
 from kb.lint.snippets import names
-from kb.records.names import gaps, package_of
+from kb.records.names import gaps, is_missing, package_of
 from kb.records.releases import ReleaseVerdict
 
 NOT_SHOWN = re.compile(r"Not shown with ([\w-]+) `([^`]+)`: ")
@@ -58,15 +58,13 @@ def unstated_release(file: EntryFile) -> Iterator[Remark]:
     stated = {Version(version) for version in VERSION.findall(file.source)}
     for block in file.blocks(Kind.CODE):
         for name in sorted(names(block)):
-            for before, after in gaps(name, file.on_record.names):
-                # Releases in between were not searched: any of them may be the one that the entry states.
-                if not before:
-                    yield block.line, f"no release of {package_of(name)} has `{name}`: {after} is the newest searched"
-                elif not any(Version(before) < version <= Version(after) for version in stated):
-                    yield (
-                        block.line,
-                        f"{package_of(name)} {before} and {after}: one of them alone has `{name}`; say since when",
-                    )
+            package = package_of(name)
+            if is_missing(name, file.on_record.names):
+                newest = file.on_record.names.searched[package][-1]
+                yield block.line, f"`{name}` is in no release of {package} up to {newest}"
+            for gap in gaps(name, file.on_record.names):
+                if not any(gap.spans(release) for release in stated):
+                    yield block.line, f"`{name}` of {package} {gap}: say with which release that changed"
 
 
 def _lacks_release(release: ReleaseVerdict) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from kb.lint.body import Block, Kind
+from kb.records.names import package_of
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets", "safetensors", "tokenizers")
 USUAL = {  # what a snippet may use without its import
@@ -55,7 +56,7 @@ def names(block: Block) -> frozenset[str]:
 
 
 def _of_libraries(found: Iterator[str]) -> Iterator[str]:
-    return (name for name in found if re.split(r"[.(]", name)[0] in LIBRARIES)
+    return (name for name in found if package_of(name) in LIBRARIES)
 
 
 def _python(code: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from packaging.version import Version
 
@@ -28,19 +29,33 @@ def package_of(name: str) -> str:
     return re.split(r"[.(:]", name)[0]
 
 
-def gaps(name: str, record: Occurrences) -> list[tuple[str, str]]:
-    """Pairs of successive releases of which one alone has the name; `("", newest)` for a name that none has.
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Two successive releases that were searched, of which the `newer` alone has a name, or the `older` alone."""
 
-    Nothing for a name that nobody has looked for yet.
-    """
-    searched = record.searched.get(package_of(name), ())
-    if name not in record.found or not searched:
-        return []
-    present = record.found[name].get(package_of(name), ())
-    if not present:
-        return [("", searched[-1])]
-    pairs = itertools.pairwise(searched)
-    return [pair for pair in pairs if (pair[0] in present) != (pair[1] in present)]
+    older: str
+    newer: str
+    is_in_newer: bool
+
+    def __str__(self) -> str:
+        there, gone = (self.newer, self.older) if self.is_in_newer else (self.older, self.newer)
+        return f"is in {there}, not in {gone}"
+
+    def spans(self, release: Version) -> bool:
+        """Whether the name may have come or gone with this release: those in between were not searched."""
+        return Version(self.older) < release <= Version(self.newer)
+
+
+def is_missing(name: str, record: Occurrences) -> bool:
+    """Whether somebody looked for the name, and no release has it."""
+    return name in record.found and not record.found[name] and package_of(name) in record.searched
+
+
+def gaps(name: str, record: Occurrences) -> list[Gap]:
+    """Where the name comes or goes; nothing for one that all releases have, or none, or that nobody has looked for."""
+    present = record.found.get(name, {}).get(package_of(name), ())
+    pairs = itertools.pairwise(record.searched.get(package_of(name), ()) if present else ())
+    return [Gap(older, newer, newer in present) for older, newer in pairs if (older in present) != (newer in present)]
 
 
 def extended(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
 from kb.lint.body import blocks
 from kb.lint.snippets import names
-from kb.records.names import FILE, SCHEMA, extended, name_record
+from kb.records.names import FILE, SCHEMA, extended, name_record, package_of
 
 KB = str(Path(sys.executable).with_name("kb"))
 VERIFIED = Path(__file__).resolve().parents[2] / "docs" / "verified"
@@ -57,8 +58,9 @@ def record_names(python: Path, day: str) -> None:
     wanted = sorted(
         {name for entry in load_catalog(roots) for block in blocks(entry.path.read_text()) for name in names(block)}
     )
+    by_package = {package: list(group) for package, group in itertools.groupby(wanted, package_of)}
     command = [str(python), str(PRESENT_NAMES)]
-    ended = subprocess.run(command, input=json.dumps(wanted), stdout=subprocess.PIPE, text=True, check=True)
+    ended = subprocess.run(command, input=json.dumps(by_package), stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(ended.stdout)
     keep(FILE, extended(name_record(roots), found["packages"], wanted, found["present"]).to_json(SCHEMA, day))
 

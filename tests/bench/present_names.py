@@ -1,16 +1,16 @@
-"""Which names exist in the interpreter that runs this: `names on stdin as JSON -> {"packages": ..., "present": ...}`.
+"""Which names exist in the interpreter that runs this: names by package in, the releases and what they have out, as JSON.
 
 It stands on the standard library and Python 3.9; the libraries are those of the environment.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
 import json
 import pkgutil
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ from typing import Any, TextIO
 
 def main(answers: TextIO) -> None:
     warnings.simplefilter("ignore")
-    names = json.load(sys.stdin)
-    packages = {}
-    for package in sorted({re.split(r"[.(:]", name)[0] for name in names}):
+    packages, present = {}, []
+    for package, names in json.load(sys.stdin).items():
         try:
             packages[package] = importlib.metadata.version(package).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             continue
-    present = [name for name in names if re.split(r"[.(:]", name)[0] in packages and is_present(name)]
+        present += [name for name in names if is_present(name)]
     print(json.dumps({"packages": packages, "present": present}), file=answers)
 
 
 def is_present(name: str) -> bool:
+    """Whether it can be imported, or is a key that the reader of a configuration knows at some depth."""
     reader, _, key = name.partition(": ")
     if key:
         return key.rpartition(".")[2] in KEYS[reader]()
@@ -65,6 +65,7 @@ def takes(function: Any, keyword: str) -> bool:
     return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+@functools.cache
 def deepspeed_keys() -> set[str]:
     """Fields of the models and constants of the modules that read the configuration. Older releases use pydantic 1."""
     runtime = "deepspeed.runtime"
@@ -85,6 +86,7 @@ def keys_of(value: Any) -> Iterator[str]:
             yield getattr(field, "alias", None) or key
 
 
+@functools.cache
 def accelerate_keys() -> set[str]:
     """Keys of the configuration file, and those below `fsdp_config`, each of which sets an option of the launcher."""
     written = importlib.import_module("accelerate.commands.config.config_args").ClusterConfig

@@ -111,11 +111,12 @@ with torch.serialization.safe_globals([Config]):
     ("present", "note", "remark"),
     [
         (["2.4.1", "2.5.1", "2.6.0"], "", ""),
-        (["2.5.1", "2.6.0"], "", "torch 2.4.1 and 2.5.1: one of them alone has `{name}`; say since when"),
+        (["2.5.1", "2.6.0"], "", "`{name}` of torch is in 2.5.1, not in 2.4.1: say with which release that changed"),
         (["2.5.1", "2.6.0"], "Needs torch 2.5. [inferred]", ""),
-        (["2.5.1", "2.6.0"], "Needs torch 2.6. [inferred]", "torch 2.4.1 and 2.5.1: one of them alone has `{name}`; say since when"),
+        (["2.5.1", "2.6.0"], "Needs torch 2.6. [inferred]", "`{name}` of torch is in 2.5.1, not in 2.4.1: say with which release that changed"),
         (["2.4.1", "2.5.1"], "Gone in torch 2.6. [inferred]", ""),
-        ([], "Needs torch 2.5. [inferred]", "no release of torch has `{name}`: 2.6.0 is the newest searched"),
+        (["2.4.1", "2.5.1"], "", "`{name}` of torch is in 2.5.1, not in 2.6.0: say with which release that changed"),
+        ([], "Needs torch 2.5. [inferred]", "`{name}` is in no release of torch up to 2.6.0"),
     ],
 )  # fmt: skip
 def test_an_entry_says_since_when_there_is_what_its_code_names(present: list[str], note: str, remark: str) -> None:

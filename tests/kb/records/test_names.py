@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kb.records.names import extended, gaps, package_of
+from kb.records.names import Gap, extended, gaps, is_missing, package_of
 from kb.records.occurrences import Occurrences
 
 BARRIER, SAFE = "torch.distributed.barrier", "torch.serialization.safe_globals"
@@ -28,7 +28,7 @@ def test_each_environment_adds_its_releases_and_what_they_have() -> None:
         SAFE: {"torch": ["2.5.1", "2.10.0"]},
         "peft.LoraConfig": {},
     }
-    assert gaps(SAFE, record) == [("2.4.1", "2.5.1")]
+    assert gaps(SAFE, record) == [Gap("2.4.1", "2.5.1", is_in_newer=True)]
     assert gaps(BARRIER, record) == gaps("peft.LoraConfig", record) == gaps("torch.cuda.nobody_asked", record) == []
 
 
@@ -36,4 +36,5 @@ def test_a_second_run_with_a_release_replaces_what_was_known_of_it() -> None:
     first = extended(Occurrences(), {"torch": "2.5.1"}, [BARRIER, SAFE], [BARRIER, SAFE])
     again = extended(first, {"torch": "2.5.1"}, [SAFE], [])
     assert again.found == {SAFE: {}}, "what no entry uses any more is left out"
-    assert gaps(SAFE, again) == [("", "2.5.1")]
+    assert is_missing(SAFE, again) and not is_missing(BARRIER, again), "nobody looked for the other"
+    assert gaps(SAFE, again) == []
