@@ -8,9 +8,8 @@ from kb.content.languages import Language
 
 from .labels import label, sentence, value
 
-VERDICT = re.compile(
-    r"([a-z]+(?:-[a-z]+)*) (?:with|on) (?=(?:[a-z-]+ )?\d)"
-)  # `verified with 2.5.1`, `verified on 2 x NVIDIA H100`
+# `verified with 2.5.1`, `verified with peft 0.14.0`, `verified on 2 x NVIDIA H100`
+VERDICT = re.compile(r"([a-z]+(?:-[a-z]+)*) (?:with|on) (?=(?:[a-z-]+ )?\d)")
 FIDELITY = re.compile(r"(?<=\()(cpu|hardware|model|stand-in)(?=\))")
 NOTES = (", in an earlier wording", ", with an earlier probe", "GPU arms: ", "; ")
 

@@ -21,7 +21,9 @@ from kb.content.causes_map import causes_map, without_implied
 from kb.content.entry import SECTIONS, TRANSLATION, Entry
 from kb.content.html import section_html
 from kb.content.roots import builtin_root
-from kb.records import hardware, libraries, releases
+from kb.records import hardware
+from kb.records.libraries import LibraryVerdict, library_summaries, library_verdicts
+from kb.records.releases import ReleaseVerdict, experiment_summaries, release_summary, release_verdicts
 
 WIDE = "---\nhide: [navigation, toc]\n---\n"
 GRAPH_SCRIPT = Path(__file__).resolve().parents[2] / "api" / "pages" / "static" / "graph.js"
@@ -54,10 +56,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     catalog = load_catalog(roots)
     if catalog.problems:
         raise catalog.problems[0]
-    proofs, shown, with_libraries, links = (
+    proofs, releases, libraries, links = (
         hardware.proofs(roots),
-        releases.release_verdicts(roots),
-        libraries.library_verdicts(roots),
+        release_verdicts(roots),
+        library_verdicts(roots),
         graph(catalog.current()),
     )
     pages = {
@@ -66,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             catalog,
             links,
             [
-                *release_lines(shown.get(entry.id, ()), with_libraries.get(entry.id, ())),
+                *release_lines(releases.get(entry.id, ()), libraries.get(entry.id, ())),
                 verdicts(entry, catalog, proofs.get(entry.id, ())),
             ],
         )
@@ -119,13 +121,11 @@ def verdicts(entry: Entry, catalog: Catalog, proofs: tuple[hardware.Proof, ...])
     return f"{command}\n| machine | verdict | day |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
-def release_lines(
-    shown: Sequence[releases.ReleaseVerdict], with_libraries: Sequence[libraries.LibraryVerdict]
-) -> Iterator[str]:
+def release_lines(releases: Sequence[ReleaseVerdict], libraries: Sequence[LibraryVerdict]) -> Iterator[str]:
     """The verdicts with releases of torch, of the entry, then of each experiment, and with releases of libraries."""
-    if shown:
-        yield f"{releases.release_summary(shown)}\n"
-        lines = [*releases.experiment_summaries(shown), *libraries.library_summaries(with_libraries)]
+    if releases:
+        yield f"{release_summary(releases)}\n"
+        lines = [*experiment_summaries(releases), *library_summaries(libraries)]
         yield "\n".join(f"- {line}" for line in lines) + "\n"
 
 

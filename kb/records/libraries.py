@@ -15,11 +15,10 @@ from packaging.version import Version
 
 from kb.content.roots import Root, records
 from kb.errors import UsageError
+from kb.records.releases import experiment_lines
 
 SCHEMA = "kb.libraries.v1"
-NO_LIBRARY = re.compile(
-    r"torch|numpy|setuptools|nvidia-.*"
-)  # these come with torch, whose releases have records of their own
+NO_LIBRARY = re.compile(r"torch|numpy|setuptools|nvidia-.*")  # torch, which has its own records, and what comes with it
 ROW_KEYS = ("experiment", "fidelity", "verdict", "reason")
 
 
@@ -64,14 +63,7 @@ def library_verdicts(roots: Iterable[Root]) -> dict[str, tuple[LibraryVerdict, .
 
 def library_summaries(verdicts: Iterable[LibraryVerdict]) -> list[str]:
     """A line for each experiment: its fidelity, and the releases by verdict."""
-    releases: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for verdict in verdicts:
-        by_verdict = releases.setdefault((verdict.experiment, verdict.fidelity), {})
-        by_verdict.setdefault(verdict.verdict, []).append(verdict.releases)
-    return [
-        f"{name} ({fidelity}): " + "; ".join(f"{verdict} with {', '.join(tried)}" for verdict, tried in by.items())
-        for (name, fidelity), by in releases.items()
-    ]
+    return experiment_lines((each.experiment, each.fidelity, each.verdict, each.releases) for each in verdicts)
 
 
 def libraries_needed(plans: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[str, ...]]]:

@@ -74,11 +74,19 @@ def release_summary(verdicts: Sequence[ReleaseVerdict], probe_digest: str = "") 
 
 def experiment_summaries(verdicts: Iterable[ReleaseVerdict]) -> list[str]:
     """A line for each experiment that a release could run: its fidelity, and the releases by verdict."""
+    return experiment_lines(
+        (name, fidelity, outcome, verdict.torch)
+        for verdict in verdicts
+        for name, (fidelity, outcome) in verdict.experiments.items()
+        if fidelity
+    )
+
+
+def experiment_lines(rows: Iterable[tuple[str, str, str, str]]) -> list[str]:
+    """A line for each experiment, from rows of its name, its fidelity, a verdict and a release."""
     releases: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for verdict in verdicts:
-        for name, (fidelity, outcome) in verdict.experiments.items():
-            if fidelity:
-                releases.setdefault((name, fidelity), {}).setdefault(outcome, []).append(verdict.torch)
+    for name, fidelity, verdict, release in rows:
+        releases.setdefault((name, fidelity), {}).setdefault(verdict, []).append(release)
     return [f"{name} ({fidelity}): {_listed(by_verdict)}" for (name, fidelity), by_verdict in releases.items()]
 
 

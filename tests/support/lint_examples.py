@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from kb.content.languages import Language
+from kb.content.parser import parse_entry
+from kb.lint.body import blocks
+from kb.lint.rule import EntryFile, OnRecord, ProbeFile
+from kb.probe import Arm, Experiment, Probe, completed, unknown
 from tests.support.console import ENTRY
 
 SOUND = ENTRY.format(id="example", title="The thing", extra="probe: example\n", symptom="The thing broke.")
+
+ENTRY_FILE = Path("/content/entries/example.md")
+IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
+ARM = Arm(print, completed(), "it is a test", "cpu")
+PROBE_FILE = ProbeFile(
+    Path("/content/probes/example.py"),
+    "def job(ctx):\n    dist.barrier()\n",
+    "example",
+    (),
+    Probe((Experiment("plain", ARM, ARM),), check=lambda _: unknown()),
+)
+TODAY = datetime.date(2026, 1, 1)
 
 Edits = Mapping[str, str]
 
@@ -20,6 +39,17 @@ class Example:
     bad: Edits
     at: str
     good: Edits = field(default_factory=dict)
+
+
+def entry_file(
+    text: str,
+    languages: frozenset[Language] = frozenset(Language),
+    on_record: OnRecord | None = None,
+) -> EntryFile:
+    """The text of an entry beside a sound probe. Raises `ContentError`."""
+    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+    given = blocks(text), languages, entry, IDS, PROBE_FILE, frozenset[str](), TODAY, on_record or OnRecord()
+    return EntryFile(ENTRY_FILE, text, *given)
 
 
 def edited(edits: Edits) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import datetime
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,35 +15,32 @@ from kb.content.parser import parse_entry
 from kb.content.roots import root_at
 from kb.errors import ContentError, UsageError
 from kb.lint import records
-from kb.lint.body import blocks
 from kb.lint.linter import READING_RULES, Result, check_entry, check_glossary, check_probe, lint, rules, slow_patterns
-from kb.lint.rule import EntryFile, ProbeFile, Violation
-from kb.probe import Arm, Experiment, Probe, completed, unknown
+from kb.lint.rule import ProbeFile, Violation
 from tests.support.console import CHECKOUT, ContentRoot
-from tests.support.lint_examples import EXAMPLES, GLOSSARIES, SOUND, TELL, Edits, Example, edited
-
-ENTRY_FILE = Path("/content/entries/example.md")
-IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
-ARM = Arm(print, completed(), "it is a test", "cpu")
-PROBE_FILE = ProbeFile(
-    Path("/content/probes/example.py"),
-    "def job(ctx):\n    dist.barrier()\n",
-    "example",
-    (),
-    Probe((Experiment("plain", ARM, ARM),), check=lambda _: unknown()),
+from tests.support.lint_examples import (
+    ENTRY_FILE,
+    EXAMPLES,
+    GLOSSARIES,
+    SOUND,
+    TELL,
+    Edits,
+    Example,
+    edited,
+    entry_file,
 )
-TODAY = datetime.date(2026, 1, 1)
+
 NAMES = [f"{number}-{example.rule}" for number, example in enumerate(EXAMPLES)]
 
 
 def violations_in(text: str, languages: frozenset[Language] = frozenset(Language)) -> list[Violation]:
     """The violations in the text of an entry, without any file."""
     try:
-        entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+        file = entry_file(text, languages)
     except ContentError as error:
         return [Violation(error.path, error.line, error.rule, error.detail)]
-    slow = slow_patterns([entry], limit_s=0.2) if len(entry.meta.signatures) > 1 else frozenset()
-    return list(check_entry(EntryFile(ENTRY_FILE, text, blocks(text), languages, entry, IDS, PROBE_FILE, slow, TODAY)))
+    slow = slow_patterns([file.entry], limit_s=0.2) if len(file.meta.signatures) > 1 else frozenset()
+    return list(check_entry(replace(file, slow=slow)))
 
 
 def test_the_sound_entry_is_clean() -> None:

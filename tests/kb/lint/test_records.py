@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-from pathlib import Path
-
 import pytest
 
-from kb.content.languages import Language
-from kb.content.parser import parse_entry
-from kb.lint.body import blocks
 from kb.lint.linter import check_entry
-from kb.lint.rule import EntryFile, OnRecord, ProbeFile
-from kb.probe import Arm, Experiment, Probe, completed, unknown
+from kb.lint.rule import OnRecord
 from kb.records.libraries import LibraryVerdict
 from kb.records.occurrences import Occurrences
 from kb.records.releases import ReleaseVerdict
-from tests.support.lint_examples import PROBE, SAMPLE, TELL, edited
+from tests.support.lint_examples import PROBE, SAMPLE, TELL, edited, entry_file
 
-ENTRY_FILE = Path("/content/entries/example.md")
-IDS = frozenset({"example", "sound-one", "rank-divergent-collectives"})
-ARM = Arm(print, completed(), "it is a test", "cpu")
-PROBE_FILE = ProbeFile(
-    Path("/content/probes/example.py"),
-    "def job(ctx):\n    dist.barrier()\n",
-    "example",
-    (),
-    Probe((Experiment("plain", ARM, ARM),), check=lambda _: unknown()),
-)
-TODAY = datetime.date(2026, 1, 1)
 NAMED = "Not shown with torch `<2.5`: its scaler is for GPUs. [inferred]"
 
 
 def violations(text: str, on_record: OnRecord) -> list[tuple[str, str]]:
     """The rules that are broken, each with its message."""
-    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
-    languages = frozenset(Language)
-    file = EntryFile(ENTRY_FILE, text, blocks(text), languages, entry, IDS, PROBE_FILE, frozenset(), TODAY, on_record)
-    return [(violation.rule, violation.message) for violation in check_entry(file)]
+    return [(violation.rule, violation.message) for violation in check_entry(entry_file(text, on_record=on_record))]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +53,9 @@ def test_no_release_that_an_entry_is_about_has_a_verdict_against_it(
 )
 def test_the_releases_that_print_a_signature_contain_its_text(printed_by: str, remark: str) -> None:
     text = edited({"    source: a test\n": "    source: torch, in a test\n", SAMPLE: SAMPLE + printed_by})
-    entry = parse_entry(text.encode(), ENTRY_FILE, "test")
+    pattern = entry_file(text).meta.signatures[0].pattern
     searched = {"torch": ["2.4.1", "2.5.1", "2.6.0"]}
-    texts = Occurrences(searched, {entry.meta.signatures[0].pattern: {"torch": ["2.5.1", "2.6.0"]}})
+    texts = Occurrences(searched, {pattern: {"torch": ["2.5.1", "2.6.0"]}})
     assert violations(text, OnRecord(wordings=texts)) == ([("untraced-wording", remark)] if remark else [])
 
 
