@@ -11,6 +11,8 @@ import json
 import re
 from enum import Enum
 
+from kb.diagnose.inputs.bundle import is_bundle, is_own, is_record
+
 
 class Kind(Enum):
     """Decides how an input is read: line by line, by one of the readers, or not at all."""
@@ -20,7 +22,9 @@ class Kind(Enum):
     FLIGHT_JSON = "flight recorder dump (JSON)"
     ERROR_FILE = "torchrun error file"
     RAS_JSON = "NCCL RAS report (JSON)"
-    OWN = "a record of kb verify"
+    CAPTURE = "bundle of kb capture"
+    CAPTURE_RECORD = "record of kb capture"
+    OWN = "a record of kb verify or kb capture"
     BINARY = "binary"
 
 
@@ -78,7 +82,15 @@ def detect_kind(head: bytes, name: str = "") -> Kind:
         return Kind.FLIGHT_PICKLE if FLIGHT_KEYS.search(head) else Kind.BINARY
     if head.startswith(FOREIGN) or _is_safetensors(head):
         return Kind.BINARY
-    if name.endswith(".facts.json") or any(head.startswith(begin) and key in head for begin, key in OWN):
+    if is_bundle(head):
+        return Kind.CAPTURE
+    if is_record(head):
+        return Kind.CAPTURE_RECORD
+    if (
+        is_own(head)
+        or name.endswith(".facts.json")
+        or any(head.startswith(begin) and key in head for begin, key in OWN)
+    ):
         return Kind.OWN
     text = head.strip(b"\0")
     if (head and not text) or (b"\0" in text and not _is_text(text)):

@@ -8,12 +8,12 @@ and launchers are not ranks and get no sentence.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
+from kb.diagnose.frames import Frame, Place, function, place_of
 from kb.diagnose.readers.structured import Unreadable, as_integer, as_text, load_json
 from kb.diagnose.scan.log_prefix import parse_prefix
 
@@ -31,58 +31,11 @@ FAULT_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[[^\]]*\])
 FRAME = re.compile(r" {3,4}([^ (][^(]*) \(([^():]+):(\d{1,9})\)$")
 FAULT_FRAME = re.compile(r' {1,2}File "([^"]+)", line (\d{1,9}) in (.+)$')
 
-C10D = re.compile(r"(^|/)torch/distributed/(distributed_c10d|c10d_logger|_functional_collectives)\.py$")
 MODULE_CODE = ("<module>", "_run_module_as_main", "_run_code")  # outermost frames of a main thread
-NO_COLLECTIVE = ("wrapper", "init_process_group", "destroy_process_group", "new_group", "_store_based_barrier")
 NOT_A_RANK = re.compile(
     r"/data/_utils/worker\.py$|torch/distributed/(elastic/agent/|run\.py|launch)|accelerate/commands/launch"
     r"|deepspeed/launcher/|multiprocessing/(resource_tracker|forkserver)\.py$|_inductor/compile_worker/"
 )
-LIBRARY = re.compile(
-    r"(^|/)(site-packages|dist-packages|lib/python3\.\d+)/|^<|(^|/)(torch|transformers|accelerate|deepspeed|datasets|trl)/"
-    r"|(^|/)(lightning|pytorch_lightning|lightning_fabric|tokenizers|huggingface_hub|filelock|ray|tqdm)/"
-    r"|(^|/)kb/(context|worker|guard|forkserver)\.py$"  # under the arms of a probe
-)
-
-
-class Activity(NamedTuple):
-    """What a thread does, by a file and function of its stack. Some may hide a collective in C++ or on the GPU."""
-
-    name: str
-    pattern: re.Pattern[str]  # searched in `file:function`
-    may_hide_collective: bool = False
-
-
-ACTIVITIES = (
-    Activity("the debugger", re.compile(r"(^|/)(pdb|bdb)\.py:")),
-    Activity("torch.compile", re.compile(r"(^|/)torch/(_inductor|_dynamo)/.*:(?!_?(fn|wrapper|inner|_fn)$)"), True),
-    Activity("tokenization", re.compile(r"(^|/)tokenization_\w+\.py:|:\w*tokeniz(e|ing|ation)(_\w*)?$", re.IGNORECASE)),
-    Activity("datasets.map", re.compile(r"(^|/)datasets/(arrow_dataset|dataset_dict)\.py:_?map")),
-    Activity("the DataLoader", re.compile(r"(^|/)torch/utils/data/")),
-    Activity("torch.distributed.checkpoint", re.compile(r"(^|/)torch/distributed/checkpoint/")),
-    Activity("torch.save", re.compile(r"(^|/)torch/serialization\.py:_?save$")),
-    Activity("torch.load", re.compile(r"(^|/)torch/serialization\.py:_?load$")),
-    Activity("a download", re.compile(r"(^|/)huggingface_hub/")),
-    Activity("a multiprocessing pool", re.compile(r"(^|/)multiprocess(ing)?/pool\.py:(wait|get|next)$")),
-    Activity("a file lock", re.compile(r"(^|/)filelock/|(^|/)torch/utils/file_baton\.py:wait$")),
-    Activity("torch.cuda.synchronize", re.compile(r"(^|/)torch/(cuda|accelerator)/.*:synchronize$"), True),
-    Activity("backward", re.compile(r"(^|/)torch/autograd/"), True),
-    Activity("init_process_group", re.compile(r"/distributed_c10d\.py:init_process_group$")),
-    Activity("new_group", re.compile(r"/distributed_c10d\.py:new_group$")),
-    Activity("destroy_process_group", re.compile(r"/distributed_c10d\.py:destroy_process_group$")),
-)
-
-
-class Frame(NamedTuple):
-    """A level of a stack; `name` is the function without its class, which only py-spy prints."""
-
-    name: str
-    file: str
-    line: int
-
-    @property
-    def place(self) -> str:
-        return f"{self.file.split('/')[-1]}:{self.line} {self.name}"
 
 
 @dataclass(slots=True)
@@ -132,7 +85,7 @@ def _from_json(text: str, rank: int | None) -> list[Process]:
 
 def _json_frame(frame: dict[Any, Any]) -> Frame:
     file = as_text(frame.get("filename")) or as_text(frame.get("short_filename"))
-    return Frame(_function(as_text(frame.get("name"))), file, as_integer(frame.get("line")) or 0)
+    return Frame(function(as_text(frame.get("name"))), file, as_integer(frame.get("line")) or 0)
 
 
 def _from_text(text: str, rank: int | None) -> list[Process]:
@@ -168,32 +121,21 @@ def _add(process: Process, line: str) -> None:
             process.threads.append(Thread((thread[1] or "") if thread else ""))
     elif process.threads and len(process.threads[-1].frames) < MOST_FRAMES:
         if frame := FRAME.match(line):
-            process.threads[-1].frames.append(Frame(_function(frame[1]), frame[2], int(frame[3])))
+            process.threads[-1].frames.append(Frame(function(frame[1]), frame[2], int(frame[3])))
         elif frame := FAULT_FRAME.match(line):
-            process.threads[-1].frames.append(Frame(_function(frame[3]), frame[1], int(frame[2])))
-
-
-def _function(name: str) -> str:
-    return name.rsplit(".", 1)[-1][:100]
+            process.threads[-1].frames.append(Frame(function(frame[3]), frame[1], int(frame[2])))
 
 
 def _sentence(process: Process) -> str:
     frames = _main_frames(process)
-    if not frames or any(NOT_A_RANK.search(frame.file) for frame in frames):
+    place = place_of(frames)
+    if place is None or any(NOT_A_RANK.search(frame.file) for frame in frames):
         return ""
     rank = f"rank {process.rank}" if process.rank is not None else "rank ?"
     if process.rank is None and process.pid is not None:
         rank = f"rank ? (pid {process.pid})"
-    if (call := _collective(frames)) is not None:
-        return f"{rank} is in {frames[call].name}{_called_from(frames[call + 1 :])}"
-    for activity in ACTIVITIES:
-        functions = enumerate(f"{frame.file}:{frame.name}" for frame in frames)
-        level = next((level for level, function in functions if activity.pattern.search(function)), None)
-        if level is not None:
-            end = "" if activity.may_hide_collective else ", not in a collective"
-            return f"{rank} is in {activity.name}{_called_from(frames[level:])}{end}"
-    own = next((frame for frame in frames if not _is_library(frame)), frames[0])
-    return f"{rank} is in {own.place}"
+    is_outside = place.is_activity and not place.may_hide_collective
+    return f"{rank} is in {place}{', not in a collective' if is_outside else ''}"
 
 
 def _main_frames(process: Process) -> list[Frame]:
@@ -205,21 +147,7 @@ def _main_frames(process: Process) -> list[Frame]:
     return main[-1].frames if main else []
 
 
-def _collective(frames: list[Frame]) -> int | None:
-    """Index of the frame of torch.distributed that the user called: the outermost of the innermost run of them."""
-    inside = [index for index, frame in enumerate(frames) if C10D.search(frame.file)]
-    run = [index for index in inside if index - inside[0] == inside.index(index)]
-    calls = [index for index in run if frames[index].name not in NO_COLLECTIVE]
-    is_set_up = any(frames[index].name in NO_COLLECTIVE[1:] for index in run)
-    return calls[-1] if calls and not is_set_up else None
-
-
-def _called_from(frames: list[Frame]) -> str:
-    own = next((frame for frame in frames if not _is_library(frame)), None)
-    return f" called from {own.place}" if own else ""
-
-
-def _is_library(frame: Frame) -> bool:
-    """py-spy prints paths relative to sys.path: `threading.py`, `torch/...`, but also the user's `train.py`."""
-    module = frame.file.split("/")[0].removesuffix(".py")
-    return module in sys.stdlib_module_names or LIBRARY.search(frame.file) is not None
+def main_place(text: str) -> Place | None:
+    """The place of the first process of a dump in text form; None if it has no stack."""
+    process = next((process for process in _from_text(text[:LARGEST], None) if process.threads), Process())
+    return place_of(_main_frames(process))

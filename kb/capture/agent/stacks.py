@@ -1,0 +1,158 @@
+"""Python stacks by py-spy, which reads the memory of a process without pausing it, and why they cannot be read.
+
+`--nonblocking` is the default: it stops nothing, so it can harm nothing, and it works on a stopped process and on one
+in uninterruptible sleep, of which a pausing py-spy never returns. `--native` pauses, and is for a few processes only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+from .processes import read, stat
+from .steps import Outcome, Step, run
+
+LIMIT_S, NATIVE_S = 3.0, 12.0
+TRIES = 3  # the process runs on while its memory is read, so that a read may fail
+SYS_PTRACE = 1 << 19
+LEAST_FREE_KIB = 1 << 20  # of memory for `--native`, which takes up to 330 MB
+MOST_NATIVE = 3
+FRAME = re.compile(r"^ {4,}\S.* \(.+:\d+\)$", re.MULTILINE)
+VOLATILE = re.compile(
+    r"^(Process|Python|Parent Process) .*$|0x[0-9a-f]+|\(idle\)|\(active[^)]*\)|Thread \d+", re.MULTILINE
+)
+
+
+class Target(NamedTuple):
+    """A process of the capture: `where` is its folder in the bundle."""
+
+    where: str
+    pid: int
+    start: int
+
+
+def take(tool: str, targets: Sequence[Target], name: str, deadline: float) -> List[Outcome]:
+    """One stack per process, in order; what fails without a reason that lasts is tried again."""
+    steps = [
+        Step(name, target.where, LIMIT_S, (tool, "dump", "--nonblocking", "--pid", str(target.pid)))
+        for target in targets
+    ]
+    outcomes = run(steps, deadline)
+    for _ in range(TRIES - 1):
+        failed = [number for number, outcome in enumerate(outcomes) if _may_succeed(outcome)]
+        for number, outcome in zip(failed, run([steps[number] for number in failed], deadline)):
+            outcomes[number] = outcome
+    return [_checked(outcome) for outcome in outcomes]
+
+
+def _may_succeed(outcome: Outcome) -> bool:
+    lasting = ("ermission", "not permitted", "left out", "did not return", "No such", "not a python")
+    return bool(_checked(outcome).error) and not any(reason in outcome.error for reason in lasting)
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    if outcome.error or FRAME.search(outcome.output.decode("utf-8", "replace")):
+        return outcome
+    return outcome._replace(error="py-spy printed no frame")
+
+
+def native(tool: str, groups: Sequence[Target], deadline: float) -> List[Outcome]:
+    """C++ frames, one process after the other. None of a stopped or sleeping one, none without memory.
+
+    py-spy attaches with PTRACE_SEIZE, and the kernel lets a process go on when its tracer ends, also if it is killed.
+    A process that is stopped afterwards and was not before is continued all the same, and the outcome says so.
+    """
+    outcomes = []
+    for target in groups[:MOST_NATIVE]:
+        step = Step("native", target.where, NATIVE_S, (tool, "dump", "--native", "--pid", str(target.pid)))
+        before = stat(target.pid)
+        reason = _reason_against(target, before.state if before else "X", before.start if before else 0)
+        if reason:
+            outcomes.append(Outcome(step, b"", 0.0, "left out: " + reason))
+            continue
+        outcome = run([step], deadline)[0]
+        after = stat(target.pid)
+        if after and after.start == target.start and after.state in "Tt":
+            os.kill(target.pid, signal.SIGCONT)
+            outcome = outcome._replace(
+                error=(outcome.error + "; it was stopped afterwards and was continued").strip("; ")
+            )
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _reason_against(target: Target, state: str, start: int) -> str:
+    if start != target.start or state in "ZX":
+        return "the process has ended"
+    if state in "TtD":
+        return "the process is in state %s, where a pausing tool waits for ever" % state
+    free = re.search(r"MemAvailable:\s+(\d+)", read("/proc/meminfo"))
+    if free and int(free[1]) < LEAST_FREE_KIB:
+        return "less than 1 GiB of memory is free"
+    return ""
+
+
+def distinct(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> List[Target]:
+    """One process of each group of equal stacks, the smallest group first: the odd one is what matters."""
+    groups: Dict[str, List[Target]] = {}
+    for target, outcome in zip(targets, outcomes):
+        if not outcome.error:
+            groups.setdefault(VOLATILE.sub("", outcome.output.decode("utf-8", "replace")), []).append(target)
+    return [members[0] for members in sorted(groups.values(), key=len)]
+
+
+def remedy(pid: int, named: int) -> str:
+    """Why this user may not read the process, and the way to be allowed: a command for the pid that is `named`."""
+    owner = _owner(pid)
+    own = os.geteuid()
+    yama = _yama()
+    has_ptrace = bool(int(_status_field("self", "CapEff") or "0", 16) & SYS_PTRACE)
+    if own != 0 and owner is not None and owner != own:
+        return "it belongs to user %d: run as that user, or `sudo kb capture --pid %d`" % (owner, named)
+    if yama == 3:
+        return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is started again"
+    if yama == 2 and not has_ptrace:
+        return "kernel.yama.ptrace_scope is 2: `sudo kb capture --pid %d`" % named
+    if yama == 1 and not has_ptrace:
+        return (
+            "kernel.yama.ptrace_scope is 1: `sudo kb capture --pid %d`, or `sudo sysctl kernel.yama.ptrace_scope=0` "
+            "for the time of the capture" % named
+        )
+    if not has_ptrace and os.stat("/proc/%d" % pid).st_uid != own:
+        return "the process is not dumpable (PR_SET_DUMPABLE, or a changed user): `sudo kb capture --pid %d`" % named
+    if not has_ptrace:
+        return (
+            "this container lacks CAP_SYS_PTRACE: `docker run --cap-add SYS_PTRACE`, "
+            "`kubectl debug --profile=general --target=CONTAINER`, or run kb on the host"
+        )
+    return "a security module of this machine forbids it (see `dmesg`): run kb on the host as root"
+
+
+def _owner(pid: int) -> Optional[int]:
+    uid = _status_field(str(pid), "Uid").split()
+    return int(uid[0]) if uid else None
+
+
+def _status_field(pid: str, name: str) -> str:
+    try:
+        found = re.search(r"^%s:\s*(.*)$" % name, read("/proc/%s/status" % pid), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _yama() -> int:
+    try:
+        return int(read("/proc/sys/kernel/yama/ptrace_scope"))
+    except (OSError, ValueError):
+        return 0
+
+
+def explain(outcome: Outcome, pid: int, named: int) -> Dict[str, Any]:
+    """The error of a stack for the report; a refusal with its remedy."""
+    error = outcome.error
+    if "ermission" in error or "not permitted" in error:
+        return {"error": "ptrace is refused: " + remedy(pid, named)}
+    return {"error": error}

@@ -1,0 +1,220 @@
+"""From what the agent returned to the files of a bundle, redacted: one record per process, one for the node, logs.
+
+What comes from /proc, the environment and tools is JSON with a schema, so that a diagnosis does not take a limit or a
+variable for a line of a log. Only logs of the job, the kernel's lines and dumps are files of their own.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kb.capture.gather import Collected
+from kb.diagnose.inputs.bundle import NODE_SCHEMA, PROCESS_SCHEMA
+from kb.diagnose.readers.safe_unpickler import load_pickle
+from kb.diagnose.readers.structured import Unreadable, load_json
+from kb.redaction.redactor import Redactor
+
+STACK_HEADING = "kb capture: stacks of {}; kb reads those of process.json\n"
+MOST_DUMP_VALUES = 2_000_000
+TOOLS = ("sockets", "gpus", "gpu-report")
+SERVER_DUMPS = ("fr_trace_json", "dump_nccl_trace_json")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the bundle. `rank` is None for what belongs to no rank."""
+
+    name: str
+    kind: str
+    content: bytes
+    rank: int | None = None
+
+
+@dataclass
+class Node:
+    """The parts of one node, read. `job` is as the agent lists it; `name` is the folder in the bundle."""
+
+    job: Mapping[str, Any]
+    collected: Collected
+    name: str = "node-0"
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.steps = (self.json("steps.json") or {}).get("steps", [])
+
+    def json(self, name: str) -> Any:
+        try:
+            return json.loads(self.collected.parts[name])
+        except (KeyError, ValueError):
+            return None
+
+    def text(self, name: str) -> str:
+        return self.collected.parts.get(name, b"").decode("utf-8", "replace")
+
+    def errors(self, where: str) -> dict[str, str]:
+        return {step["step"]: step["error"] for step in self.steps if step["where"] == where and step.get("error")}
+
+
+def folder_of(rank: Mapping[str, Any]) -> str:
+    """As the agent calls it."""
+    return f"rank-{rank['rank']}" if rank["rank"] is not None else f"pid-{rank['pid']}"
+
+
+def files_of(node: Node) -> list[File]:
+    """All files of a node but the manifest, redacted. Logs are first: they reveal most of the names to hide."""
+    redactor = _redactor(node)
+    logs = [_redacted(file, redactor) for file in _logs(node)]
+    documents = [*_records(node), *_dumps(node)]
+    for _, _, document in documents:  # once for what they reveal to each other
+        _redact_value(document, redactor)
+    records = [_document(name, kind, _redact_value(document, redactor)) for name, kind, document in documents]
+    stacks = [_redacted(file, redactor) for file in _stack_files(node)]
+    return [*records, *stacks, *logs]
+
+
+def _redactor(node: Node) -> Redactor:
+    host = node.json("node/host.json") or {}
+    users = set()
+    with suppress(KeyError, OSError):
+        users.add(getpass.getuser())
+    hosts = {socket.gethostname(), host.get("host", "")}
+    for rank in node.job["ranks"]:
+        address = rank["environment"].get("MASTER_ADDR", "")
+        hosts.add(address if any(letter.isalpha() for letter in address) else "")
+    return Redactor(users=users, hosts=hosts - {""})
+
+
+def _redact_value(value: Any, redactor: Redactor) -> Any:
+    """A JSON value with its strings redacted, and the keys that are paths."""
+    if isinstance(value, str):
+        return redactor.text(value) if len(value) > 1 else value
+    if isinstance(value, Mapping):
+        return {
+            redactor.text(key) if "/" in key else key: _redact_value(member, redactor) for key, member in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_redact_value(member, redactor) for member in value]
+    return value
+
+
+def _redacted(file: File, redactor: Redactor) -> File:
+    text = redactor.text(file.content.decode("utf-8", "replace"))
+    return File(file.name, file.kind, text.encode("utf-8", "replace"), file.rank)
+
+
+def _document(name: str, kind: str, document: Mapping[str, Any]) -> File:
+    rank = document.get("rank")
+    return File(name, kind, json.dumps(document).encode(), rank if isinstance(rank, int) else None)
+
+
+def _records(node: Node) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for rank in node.job["ranks"]:
+        where = folder_of(rank)
+        yield f"{node.name}/{where}/process.json", "process", _process(node, rank, where)
+    yield f"{node.name}/node.json", "node", _node(node)
+
+
+def _process(node: Node, rank: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The record of a rank, with the processes below it."""
+    parts = node.json(f"{where}/memory-map.json") or {}
+    return {
+        "schema": PROCESS_SCHEMA,
+        "rank": rank["rank"],
+        "rank_from": rank["rank_from"],
+        "pid": rank["pid"],
+        "start": rank["start"],
+        "node": node.name,
+        "world_size": node.job["world_size"],
+        "ranks_here": [other["rank"] for other in node.job["ranks"]],
+        "environment": rank["environment"],
+        "arguments": parts.get("arguments", []),
+        "libraries": parts.get("libraries", []),
+        "facts": node.json(f"{where}/facts.json") or {},
+        **_observed(node, where),
+        "windows": (node.json("node/windows.json") or {}).get(where),
+        "children": [
+            {"pid": child["pid"], "command": child["command"], **_observed(node, f"{where}/child-{child['pid']}")}
+            for child in rank["children"]
+        ],
+    }
+
+
+def _observed(node: Node, where: str) -> dict[str, Any]:
+    """Both samples and stacks of a process; null where there is none, and `errors` says why."""
+    traceback = (node.json(f"{where}/trigger-server.json") or {}).get("dump_traceback", "")
+    stacks = [node.text(f"{where}/stack-{number}.txt") for number in (1, 2)]
+    return {
+        "samples": [node.json(f"{where}/sample-{number}.json") for number in (1, 2)],
+        "stacks": stacks if any(stacks) or not traceback else ["", traceback],
+        "native": node.text(f"{where}/native.txt"),
+        "errors": node.errors(where),
+    }
+
+
+def _node(node: Node) -> dict[str, Any]:
+    """What is about no single rank. The report of each tool is a string: no line of it is a line of a log."""
+    systems = [node.json(name) for name in sorted(node.collected.parts) if name.startswith("node/file-system")]
+    return {
+        "schema": NODE_SCHEMA,
+        "node": node.name,
+        **(node.json("node/host.json") or {}),
+        "seconds": round(node.collected.seconds, 2),
+        "job": {key: value for key, value in node.job.items() if key not in ("ranks", "command")},
+        "ranks": [{key: rank[key] for key in ("rank", "rank_from", "pid")} for rank in node.job["ranks"]],
+        "launcher": {"pid": node.job["launcher"], **_observed(node, "launcher")},
+        "memory": node.json("node/memory.json"),
+        "locks": node.json("node/locks.json") or [],
+        "file_systems": [system for system in systems if system],
+        "network": [node.json(f"node/network-{number}.json") for number in (1, 2)],
+        "tools": {name: node.text(f"node/{name}.txt") for name in TOOLS},
+        "steps": node.steps,
+        "problems": list(node.collected.problems),
+    }
+
+
+def _dumps(node: Node) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Flight-recorder dumps as JSON: a pickle cannot be redacted as text. A damaged one is left out."""
+    for rank in node.job["ranks"]:
+        where = folder_of(rank)
+        data = node.collected.parts.get(f"{where}/flight.bin", b"")
+        answers = node.json(f"{where}/trigger-server.json") or {}
+        texts = [answers[name].encode() for name in SERVER_DUMPS if '"entries"' in answers.get(name, "")]
+        for dump in filter(None, [data, *texts]):
+            with suppress(Unreadable):
+                is_pickle = dump[:1] == b"\x80"
+                document = load_pickle(dump, MOST_DUMP_VALUES) if is_pickle else load_json(dump, MOST_DUMP_VALUES)
+                if isinstance(document, dict) and "entries" in document:
+                    yield f"{node.name}/{where}/flight.json", "flight recorder", {**document, "rank": rank["rank"]}
+                    break
+
+
+def _logs(node: Node) -> Iterator[File]:
+    for rank in node.job["ranks"]:
+        for name in ("stdout", "stderr"):
+            data = node.collected.parts.get(f"{folder_of(rank)}/{name}.log", b"")
+            if data:
+                yield File(f"{node.name}/{folder_of(rank)}/{name}.log", "log", data, rank["rank"])
+    kernel = node.collected.parts.get("node/kernel.txt") or node.collected.parts.get("node/journal.txt", b"")
+    if kernel:
+        yield File(f"{node.name}/kernel.log", "kernel log", kernel)
+    report = node.collected.parts.get("node/ras.txt", b"")
+    if report:
+        yield File(f"{node.name}/ras.txt", "NCCL RAS", report)
+
+
+def _stack_files(node: Node) -> Iterator[File]:
+    """The stacks once more, for people."""
+    for rank in node.job["ranks"]:
+        where = folder_of(rank)
+        names = [f"{where}/{name}.txt" for name in ("stack-1", "stack-2", "native")]
+        names += [f"{where}/child-{child['pid']}/stack-2.txt" for child in rank["children"]]
+        parts: Iterable[str] = filter(None, map(node.text, names))
+        if text := "\n".join(parts):
+            heading = STACK_HEADING.format(where)
+            yield File(f"{node.name}/{where}/stacks.txt", "stacks", (heading + text).encode(), rank["rank"])

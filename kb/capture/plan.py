@@ -1,0 +1,45 @@
+"""From the jobs of a node to the one that is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kb.errors import UsageError
+from kb.harness.collective import name_ranks
+
+MOST_LISTED = 8
+
+
+def choose_job(listed: Mapping[str, Any], pid: int | None) -> Mapping[str, Any] | None:
+    """The only job, or that of the process `pid`; None where no job runs. UsageError where it takes a choice."""
+    jobs: Sequence[Mapping[str, Any]] = listed["jobs"]
+    if not listed["has_pid"]:
+        raise UsageError(f"there is no process {pid}", "`kb capture` without --pid looks for training jobs")
+    if len(jobs) > 1:
+        lines = "; ".join(f"`--pid {job['id']}`: {describe(job)}" for job in jobs[:MOST_LISTED])
+        raise UsageError(f"{len(jobs)} training jobs run on this node", f"name one: {lines}")
+    return jobs[0] if jobs else None
+
+
+def describe(job: Mapping[str, Any]) -> str:
+    """`ranks 0-7 of 8, python train.py`."""
+    ranks = [rank["rank"] for rank in job["ranks"] if rank["rank"] is not None]
+    named = name_ranks(ranks) if ranks else f"process {job['ranks'][0]['pid']}"
+    size = f" of {job['world_size']}" if job["world_size"] and ranks else ""
+    slurm = f", Slurm job {job['slurm_job']}" if job["slurm_job"] else ""
+    return f"{named}{size}{slurm}, {job['command'][:80]}"
+
+
+def guessed_ranks(job: Mapping[str, Any]) -> str:
+    """How ranks are known that no variable names; empty when all of them are named."""
+    sources = {rank["rank_from"] for rank in job["ranks"] if rank["rank"] is not None and " " in rank["rank_from"]}
+    return f"ranks are known only by the {sorted(sources)[0]}" if sources else ""
+
+
+def offered_windows(windows: Mapping[str, Any]) -> list[str]:
+    """What `--trigger` could ask: the dump pipes and debug servers that torch opened."""
+    pipes = sorted(name for name, window in windows.items() if window and window.get("pipe"))
+    servers = sorted(name for name, window in windows.items() if window and window.get("has_debug_server"))
+    named = [("the dump pipe of NCCL", pipes), ("torch's debug server", servers)]
+    return [f"{what} of {', '.join(ranks[:MOST_LISTED])}" for what, ranks in named if ranks]
