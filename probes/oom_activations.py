@@ -29,6 +29,7 @@ GIB = 1 << 30
 HIDDEN, WIDE, LAYERS = 128, 1024, 8
 CPU_TOKENS, GPU_TOKENS = 2048, 24576  # of the long batch: 136 MiB and 1.6 GiB of activations
 CPU_ROOM, GPU_MIB = 100 << 20, 1024
+LLAMA_ROOM = 200 << 20  # the buffers of attention count as well: without checkpointing a Llama takes 400 to 500 MiB
 PER_HIDDEN = {"all": 49, "adapter": 34}  # bytes per token and layer, times hidden: bf16 Llama, fused attention
 
 
@@ -165,7 +166,7 @@ def train_llama(ctx: Context, *, checkpointed: bool) -> None:
     model = LlamaModel(config).train()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    limit_address_space(CPU_ROOM)
+    limit_address_space(LLAMA_ROOM)
     ctx.reached()
     model(input_ids=torch.ones(1, CPU_TOKENS, dtype=torch.long), use_cache=False).last_hidden_state.sum().backward()
 

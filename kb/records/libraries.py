@@ -33,6 +33,7 @@ class LibraryVerdict:
     libraries: Mapping[str, str]
     torch: str
     day: str
+    probe_digest: str = ""
 
     @property
     def releases(self) -> str:
@@ -61,9 +62,16 @@ def library_verdicts(roots: Iterable[Root]) -> dict[str, tuple[LibraryVerdict, .
     }
 
 
-def library_summaries(verdicts: Iterable[LibraryVerdict]) -> list[str]:
-    """A line for each experiment: its fidelity, and the releases by verdict."""
-    return experiment_lines((each.experiment, each.fidelity, each.verdict, each.releases) for each in verdicts)
+def library_summaries(verdicts: Iterable[LibraryVerdict], probe_digest: str = "") -> list[str]:
+    """A line for each experiment: its fidelity, and the releases by verdict, with a note if the probe has changed."""
+    return experiment_lines(
+        (each.experiment, each.fidelity, each.verdict, f"{each.releases}{_note(each, probe_digest)}")
+        for each in verdicts
+    )
+
+
+def _note(verdict: LibraryVerdict, probe_digest: str) -> str:
+    return " (with an earlier probe)" if probe_digest and verdict.probe_digest != probe_digest else ""
 
 
 def libraries_needed(plans: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -93,6 +101,7 @@ def record(
             report["id"]: [
                 {
                     **{key: row[key] for key in ROW_KEYS},
+                    "probe_digest": report["probe_digest"],
                     "libraries": {name: python["packages"][name] for name in needed[report["id"]][row["experiment"]]},
                 }
                 for row in (report, *report["variants"])
@@ -105,7 +114,8 @@ def record(
 
 def _verdict(document: Mapping[str, Any], row: Mapping[str, Any]) -> LibraryVerdict:
     experiment, fidelity, verdict, reason = (row[key] for key in ROW_KEYS)
-    return LibraryVerdict(experiment, fidelity, verdict, reason, row["libraries"], document["torch"], document["day"])
+    judged = row["libraries"], document["torch"], document["day"], row["probe_digest"]
+    return LibraryVerdict(experiment, fidelity, verdict, reason, *judged)
 
 
 def file_name(month: str) -> str:

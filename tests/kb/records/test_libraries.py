@@ -28,7 +28,8 @@ def report(entry_id: str, torch: str, packages: dict[str, str], **verdicts: str)
     )
     python = {"version": "3.11.7", "torch": {"version": torch}, "packages": packages}
     environment = {"python": python, "host": {"name_hash": "abcdef"}}
-    return {**first, "id": entry_id, "variants": variants, "environment": environment, "kb_version": "1"}
+    digest = {"probe_digest": "1" * 64}
+    return {**first, **digest, "id": entry_id, "variants": variants, "environment": environment, "kb_version": "1"}
 
 
 PLANS = [
@@ -56,6 +57,10 @@ def test_only_what_needs_a_library_is_run_and_kept(tmp_path: Path) -> None:
         "deepspeed (cpu): verified with deepspeed 0.9.5; not-reproduced with deepspeed 0.10.0"
     ]
     assert library_summaries(known["b"]) == ["peft (cpu): verified with peft 0.9.0 + accelerate 1.2"]
+    assert library_summaries(known["b"], "1" * 64) == library_summaries(known["b"])
+    assert library_summaries(known["b"], "2" * 64) == [
+        "peft (cpu): verified with peft 0.9.0 + accelerate 1.2 (with an earlier probe)"
+    ]
     assert known["a"][1].to_json()["packages"] == {"torch": "2.10.0", "deepspeed": "0.10.0"}
 
 
