@@ -7,7 +7,7 @@ IN_PARALLEL := -n auto --dist worksteal
 PYTHONS := tests/cli/test_other_pythons.py
 ALL_TESTS := $(IN_PARALLEL) --ignore $(PYTHONS)
 
-.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service decision confusion healthy matrix wordings gpu-check clean
+.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service bench-capture decision confusion healthy stories matrix wordings gpu-check clean
 
 setup: $(STAMP)
 
@@ -62,11 +62,15 @@ bench: setup ## ratios within one run, printed as the tables of docs/benchmarks.
 bench-search: setup ## search beside FTS5, tantivy and bm25s, also with 10,000 entries; ARGS=--small without those
 	$(BIN)/python -m tests.bench.search_engines $(ARGS)
 
-bench-diagnose: setup ## diagnoses of real logs, MB/s beside ripgrep, hostile texts; ARGS="--cases FILE" adds cases
+bench-diagnose: setup ## diagnoses of real logs and recorded jobs, MB/s beside ripgrep, hostile texts; ARGS="--cases FILE" adds cases
 	$(BIN)/python -m tests.bench.diagnose_logs $(ARGS)
+	$(BIN)/python -m tests.bench.stories
 
 bench-service: setup ## the service under load, beside an endpoint that does nothing; takes some minutes
 	$(BIN)/python -m tests.bench.service $(ARGS)
+
+bench-capture: setup ## seconds to capture a hanging job, the culprit named, what it costs a running job; ARGS="--ranks 8 --times 10"
+	$(BIN)/python -m tests.bench.capture $(ARGS)
 
 decision: setup ## fit what makes a hit an answer; prints weights, curves and reliability; ARGS="--cases FILE" adds threads
 	$(BIN)/python -m tests.bench.decision $(ARGS)
@@ -76,6 +80,9 @@ confusion: setup ## run every control arm and diagnose what it left; draws docs/
 
 healthy: setup ## record what healthy jobs print; PYTHON_OF=an environment with the training libraries
 	$(BIN)/python tests/healthy/record.py
+
+stories: setup ## record jobs that fail in chosen ways; JOBS="name ..." for some, STORY_PYTHONS="2.13=/x/bin/python,..." their environments
+	$(BIN)/python -m tests.stories.record $(JOBS)
 
 matrix: setup ## verify with releases of torch and of libraries, each in an environment (5 GB, removed); RELEASES="2.5.1" MONTHS="2024-12"
 	$(BIN)/python -m tests.bench.releases

@@ -36,6 +36,7 @@ COMMANDS = {
     "search": ("search", "Find the entry for a failure."),
     "show": ("show", "Read an entry."),
     "diagnose": ("diagnose", "Find what made a job fail, from its logs."),
+    "capture": ("capture", "Take evidence of a hanging job, and diagnose it."),
     "verify": ("verify", "Verify an entry on this machine."),
     "check": ("check", "Show what this machine is exposed to."),
     "list": ("list_", "List the entries."),

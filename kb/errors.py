@@ -15,6 +15,7 @@
     ├── IndexUnavailable        5   the search index can neither be read nor built
     │   └── ServiceBusy         5   too many requests wait for the same threads of a service
     ├── StoreUnavailable        5   the store of reports can neither be read nor written
+    ├── CaptureFailed           5   a capture returned nothing, or its bundle cannot be written
     ├── KeyNeeded               2   the request has no API key, or one that the service does not accept
     ├── NotAllowed              2   the service knows the caller, who may not do this
     └── TooManyRequests         5   the caller exceeded the rate limit; carries the seconds to wait
@@ -127,6 +128,10 @@ class ServiceBusy(IndexUnavailable):
 
 class StoreUnavailable(KbError):
     """The store of reports can neither be read nor written."""
+
+
+class CaptureFailed(KbError):
+    """A capture returned nothing, or its bundle cannot be written. The job was not touched."""
 
 
 class KeyNeeded(KbError):

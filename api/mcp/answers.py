@@ -19,7 +19,7 @@ from kb.content.grades import MARK
 from kb.content.parser import text_blocks
 from kb.content.triage import Triage, first_observations
 from kb.diagnose.diagnosis import Diagnosis
-from kb.diagnose.evidence import Line
+from kb.diagnose.evidence import Failure, Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.questions import Question
 from kb.search.gap import gap
@@ -33,7 +33,8 @@ Document = dict[str, Any]
 BUDGET = 1500  # tokens of an answer, unless the model asks for more
 # Pieces that tokenizers make one token of: up to 7 letters, 3 digits or 3 marks; a character of any other script.
 PIECE = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|[^\x00-\x7f]|[^\w\s]{1,3}|_|\n+")
-LONGEST_LINE = 200  # characters of a line of evidence
+LONGEST_LINE, SHORT_LINE = 200, 120  # characters of a line of evidence, where there is room and where not
+QUOTED = 80  # characters of a failure line by which an observation is known to quote it
 MOST_LINES = 2  # of each list of a diagnosis
 MOST_OBSERVATIONS = 1  # of a triage
 HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
@@ -137,13 +138,21 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: in
         findings_omitted=(len(diagnosis.findings) - len(short.findings)) or None,
         first_failure=ranks.first_failure and _line(ranks.first_failure),
         absent_ranks=ranks.absent,
-        observations=[_line(line) for line in short.observations],
-        failure_lines=[_line(failure.line) | {"count": failure.count} for failure in short.failures],
+        observations=[_line(line, SHORT_LINE if lines == 1 else LONGEST_LINE) for line in short.observations],
+        failure_lines=[_line(failure.line) | {"count": failure.count} for failure in _unobserved(short)],
         next_step=step and present(text=step.text, source=step.source, command=step.command),
         triage=[each.to_json(in_chinese=False) for each in asked[:MOST_OBSERVATIONS]],
         ask=_questions(open_questions(diagnosis, catalog)),
         problems=diagnosis.problems,
         note="" if diagnosis.findings or diagnosis.failures or not diagnosis.lines else HEALTHY,
+    )
+
+
+def _unobserved(diagnosis: Diagnosis) -> Iterator[Failure]:
+    """The failures that no observation quotes."""
+    observed = [line.text for line in diagnosis.observations]
+    return (
+        failure for failure in diagnosis.failures if not any(failure.line.text[:QUOTED] in text for text in observed)
     )
 
 
@@ -188,9 +197,9 @@ def _finding(finding: Finding, entry: Entry | None) -> Document:
     )
 
 
-def _line(line: Line) -> Document:
+def _line(line: Line, most: int = LONGEST_LINE) -> Document:
     cited = line.to_json()
-    return present(line=cited["line"], rank=line.rank, time=cited["time"]) | {"text": cut(line.text)}
+    return present(line=cited["line"], rank=line.rank, time=cited["time"]) | {"text": cut(line.text, most)}
 
 
 def cut(text: str, most: int = LONGEST_LINE) -> str:

@@ -15,6 +15,7 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import DERIVED_PREFIX, Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.next_step import LIKELY
+from kb.diagnose.story.picture import extent, row_text, svg_picture
 from kb.errors import UsageError
 
 from ..requests.upload import MOST_LOG_BYTES, upload
@@ -87,8 +88,18 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
         "weaker": _items([finding for finding in findings if not (is_explained and finding in likely)], neighbours),
         "seen": [excerpt for line in others for excerpt in excerpts([line], neighbours)],
         "triage": first_observations(content.triage, diagnosis.facets),
+        "attempts": _attempts(diagnosis),
         "next_step": _step(step.text, frozenset(content.catalog.entries), chosen) if step else None,
     }
+
+
+def _attempts(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """The pictures of a job that ran on several ranks, or that failed."""
+    attempts = [attempt for attempt in diagnosis.story.attempts if len(attempt.rows) > 1 or diagnosis.story.facts]
+    return [
+        {"svg": svg_picture(attempt), "extent": extent(attempt), "rows": [(row, row_text(row)) for row in attempt.rows]}
+        for attempt in attempts
+    ]
 
 
 def _items(findings: list[Finding], neighbours: Texts) -> list[dict[str, Any]]:

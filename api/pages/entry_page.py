@@ -54,7 +54,7 @@ def render_entry(request: Request, content: Content, entry: Entry, lang: str) ->
         cause_zh=chinese_cause(entry) if lang == "zh" else "",
         hardware=content.hardware[entry.id],
         releases=release_summary(content.releases.get(entry.id, ()), content.probe_digests[entry.id]),
-        libraries=library_summaries(content.libraries.get(entry.id, ())),
+        libraries=library_summaries(content.libraries.get(entry.id, ()), content.probe_digests[entry.id]),
         above=above,
         below=below,
         verdicts=verdicts,

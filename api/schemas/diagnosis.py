@@ -16,6 +16,7 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.finding import Finding
 from kb.diagnose.next_step import CERTAIN
 from kb.diagnose.questions import Question, questions
+from kb.diagnose.story.summary import AttemptSummary
 
 from .content import HIT, ID, SUMMARY, ObservationDocument, QuestionDocument
 from .times import UtcTime
@@ -32,7 +33,43 @@ FIX = {
     "text": "1. **Call `state_dict()` on every rank**, and write the file on rank 0 alone.",
     "citation": f"[{ID} § Fix, seen in the probe]",
 }
+BRIEF = {
+    "entry": ID,
+    "title": SUMMARY["title"],
+    "title_zh": SUMMARY["title_zh"],
+    "decisive": {**CITATION, "rank": 0, "text": "kb: rank 0 reported no timeout while 3 others waited"},
+    "fix": "Call state_dict() on every rank, and write the file on rank 0 alone.",
+    "fix_zh": "",
+}
+FACT = {
+    "kind": "busy",
+    "text": "kb: rank 0 went on with save part 16/30 while ranks 1-3 waited in barrier called from train.py:203 save",
+    "ranks": [0],
+    "lines": [{"source": "body", "line": 790}, {"source": "body", "line": 812}],
+}
+ROW = {
+    "rank": 0,
+    "spans": [{"phase": "train", "start": 0.1, "end": 0.5, "last": "train step 24"}],
+    "mark": "",
+    "marked_at": 1.0,
+    "place": "",
+    "error": "",
+    "ending": "SIGTERM",
+}
+LOSS = {
+    "name": "loss",
+    "rank": 0,
+    "count": 24,
+    "first": 2.31,
+    "last": 1.22,
+    "lowest": 1.22,
+    "highest": 2.31,
+    "not_finite": 0,
+    "not_finite_at": "",
+}
 EXAMPLE: dict[str, Any] = {
+    "brief": BRIEF,
+    "story": {"attempts": [{"rows": [ROW], "metrics": [LOSS], "seconds": 83.0, "lines": 4000}], "facts": [FACT]},
     "findings": [
         {
             **{key: SUMMARY[key] for key in ("id", "title", "title_zh", "cause", "status", "origin", "probe")},
@@ -134,6 +171,40 @@ class Read(BaseModel):
     bytes: int
 
 
+class Place(BaseModel):
+    """A line of an input; `line` is null for what stands on no line."""
+
+    source: str
+    line: int | None
+
+
+class FactDocument(BaseModel):
+    """What follows from comparing ranks, in a sentence. `ranks` are those that it accuses, if any."""
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    lines: tuple[Place, ...]
+
+
+class StoryDocument(BaseModel):
+    """What each rank did. An attempt has metrics, and a row per rank with its phases as fractions of the attempt."""
+
+    attempts: tuple[AttemptSummary, ...]
+    facts: tuple[FactDocument, ...]
+
+
+class BriefDocument(BaseModel):
+    """The answer at a glance: `entry` is null where the cause is unknown, `fix` is the first of the entry."""
+
+    entry: str | None
+    title: str
+    title_zh: str
+    decisive: Citation | None
+    fix: str
+    fix_zh: str
+
+
 class Omitted(BaseModel):
     """What `limit` and `lines` left out."""
 
@@ -149,9 +220,11 @@ class DiagnosisDocument(BaseModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
     findings: tuple[FindingDocument, ...]
+    brief: BriefDocument
     omitted: Omitted
     unexplained: bool
     ranks: Ranks
+    story: StoryDocument
     observations: tuple[Citation, ...]
     seen: tuple[Seen, ...]
     next_step: Step | None

@@ -10,11 +10,11 @@ from functools import partial
 from threading import Event, local
 from typing import Any
 
-from kb.diagnose.evidence import Scan
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.isolation.client import ScanServer
 from kb.diagnose.isolation.job import Excess
 from kb.diagnose.scan.scan import Limits
+from kb.diagnose.scan_result import Scan
 from kb.errors import IndexUnavailable, ServiceBusy, UsageError
 
 from .fair_queue import FairQueue

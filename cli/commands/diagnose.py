@@ -41,6 +41,12 @@ def diagnose(
     save_unexplained: Annotated[
         bool, typer.Option("--save-unexplained", help="Save a redacted excerpt if no entry explains the logs.")
     ] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw what each rank did, as far as the logs show it.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the answer and the timeline to one HTML file.")
+    ] = None,
     lang: LangOption = "en",
     as_json: JsonFlag = False,
     roots: RootOption = None,
@@ -57,6 +63,8 @@ def diagnose(
     from ..terminal.progress import ReadingLine
 
     spoken = language(lang)
+    if timeline and as_json:
+        raise UsageError("--timeline and --json exclude each other", "the timeline is in the JSON, under `story`")
     if python and not verify:
         raise UsageError("--python requires --verify", "it is the interpreter that runs the probes")
     if "-" in paths:
@@ -77,8 +85,12 @@ def diagnose(
         for problem in problems:
             notice(sentence(problem, spoken))
         _print(diagnosis, spoken, limit, chosen, roots)
+        if timeline:
+            _print_timeline(diagnosis, spoken)
         _print_triage(triage, spoken)
         _print_excerpt(diagnosis, saved, paths, spoken, roots)
+    if html:
+        _write_html(diagnosis, html)
     if verify:
         return _verify(diagnosis, python, tuple(roots or ()), document if as_json else None, spoken)
     return 0 if diagnosis.findings and not diagnosis.unexplained else 1
@@ -112,6 +124,27 @@ def _print(
 
         diagnosis = replace(diagnosis, next_step=chinese_step(diagnosis, load_catalog(chosen).get))
     Printer(diagnosis, lang, limit or MOST_FINDINGS, roots).print()
+
+
+def _print_timeline(diagnosis: Diagnosis, lang: Language) -> None:
+    """A picture of each attempt, below the answer."""
+    from kb.diagnose.story.picture import text_picture
+
+    attempts = diagnosis.story.attempts
+    for number, attempt in enumerate(attempts, 1):
+        if picture := text_picture(attempt):
+            print(label("attempt {} of {}", lang).format(number, len(attempts)) if len(attempts) > 1 else "")
+            print(picture)
+
+
+def _write_html(diagnosis: Diagnosis, path: Path) -> None:
+    from kb.diagnose.html_report import html_report
+
+    try:
+        path.write_text(html_report(diagnosis), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", "name another file with --html") from None
+    notice(f"written: {path}")
 
 
 def _print_excerpt(

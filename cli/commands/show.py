@@ -72,9 +72,12 @@ def show(
         heading = entry.heading(section)
         page = f"## {heading}\n\n{entry.section(heading)}\n"
     else:
-        on_record = [hardware, release_summary(releases, file_digest(probe))]
+        digest = file_digest(probe)
+        on_record = [hardware, release_summary(releases, digest)]
         page = (
-            whole_page(entry, spoken, [*on_record, *experiment_summaries(releases), *library_summaries(libraries)])
+            whole_page(
+                entry, spoken, [*on_record, *experiment_summaries(releases), *library_summaries(libraries, digest)]
+            )
             if is_whole
             else short_page(entry, spoken, on_record, catalog.entries)
         )

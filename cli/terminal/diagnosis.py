@@ -18,11 +18,13 @@ from .fields import INDENT, field, headline, labelled, origin_facts, print_comma
 from .hints import with_roots
 from .labels import label, sentence, value
 from .output import style
+from .wrapping import shortened
 
 MOST_FINDINGS = 3
 MOST_LINES = 3
 MOST_FAILURES = 8
 WIDEST_LINE = 160
+BRIEF_WIDTH, BRIEF_LINES = 64, 3  # columns and lines of each field of the brief
 HEALTHY = "no line reports a failure in English or Chinese: {} of {} read"
 
 
@@ -37,21 +39,56 @@ class Printer:
 
     def print(self) -> None:
         diagnosis = self.diagnosis
-        if diagnosis.unexplained:
-            self._print_unexplained()
-        elif diagnosis.findings:
-            if diagnosis.is_cause_unknown:
-                self._print_first_failure()
-                print()
-            self._print_findings()
+        if diagnosis.unexplained or diagnosis.findings:
+            self._print_brief()
+            print()
+            self._print_details()
         elif diagnosis.bytes:
             print(self._say(HEALTHY).format(self._counted(diagnosis.lines, "{:,} line", "{:,} lines"), self._files()))
+            self._print_observations()
         else:
             print(self._say("there is nothing to read: {} of 0 bytes").format(self._files()))
-        if not diagnosis.unexplained and not diagnosis.is_cause_unknown:
-            self._print_first_failure()
+
+    def _print_brief(self) -> None:
+        """At most twelve lines of 80 columns: cause, decisive line, first fix, next step. Details follow."""
+        brief, step, in_chinese = self.diagnosis.brief, self.diagnosis.next_step, self.lang is Language.CHINESE
+        if brief.entry:
+            title = (in_chinese and brief.title_zh) or brief.title
+            facts = f" ({brief.entry}, {self.diagnosis.findings[0].confidence:.2f})"
+            cause = shortened(title, 2 * BRIEF_WIDTH - len(facts)) + facts
+        elif self.diagnosis.is_cause_unknown:
+            cause = self._say("unknown: no entry explains the first failure")
+        else:
+            cause = self._say("unknown: no confident match")
+        print(labelled("cause", style(cause, bold=True), self.lang))
+        if brief.decisive:
+            self._print_brief_field("line", self._decisive(brief.decisive))
+        if fix := (in_chinese and brief.fix_zh) or brief.fix:
+            self._print_brief_field("fix", fix)
+        if step and step.text:
+            self._print_brief_field("next", with_roots(step.text.replace("**", ""), self.roots))
+            if step.command:
+                print(field("run", style(with_roots(step.command, self.roots), "green"), self.lang))
+
+    def _print_brief_field(self, name: str, text: str) -> None:
+        print(labelled(name, shortened(text, BRIEF_LINES * BRIEF_WIDTH), self.lang))
+
+    def _decisive(self, line: Line) -> str:
+        rank, is_derived = self.diagnosis.ranks.failed_first, line.text.startswith(DERIVED_PREFIX)
+        is_unnamed = rank is None or is_derived or self.diagnosis.brief.entry is not None
+        first = "" if is_unnamed else f"{self._say('rank {} failed first').format(rank)}: "
+        return f"{first}{_time(line)}{line.text.removeprefix(DERIVED_PREFIX)} ({line.place})"
+
+    def _print_details(self) -> None:
+        diagnosis = self.diagnosis
+        if diagnosis.unexplained:
+            self._print_unexplained()
+        else:
+            self._print_findings()
+            if diagnosis.brief.entry:
+                self._print_first_failure()
         self._print_observations()
-        self._print_next_step()
+        self._print_long_step()
 
     def _print_findings(self) -> None:
         findings = self.diagnosis.findings
@@ -70,7 +107,8 @@ class Printer:
         print(headline(number, title, finding.id, facts + origin_facts(finding.origin, self.lang)))
         print(labelled("cause", (in_chinese and finding.cause_zh) or finding.cause, self.lang))
         for line in finding.evidence[:MOST_LINES]:
-            self._print_line("line", line)
+            if line != self.diagnosis.brief.decisive or not line.text.startswith(DERIVED_PREFIX):
+                self._print_line("line", line)
         if finding.count > min(len(finding.evidence), MOST_LINES):
             self._print_count(finding)
         for objection in finding.against:
@@ -85,9 +123,6 @@ class Printer:
 
     def _print_unexplained(self) -> None:
         diagnosis = self.diagnosis
-        reason = self._say(": no entry explains the first failure") if diagnosis.is_cause_unknown else ""
-        print(style(f"{self._say('no confident match')}{reason}", bold=True))
-        self._print_first_failure()
         shown = (*diagnosis.observations, diagnosis.ranks.first_failure)
         failures = [failure for failure in diagnosis.failures if failure.line not in shown]
         for failure in failures[:MOST_FAILURES]:
@@ -116,8 +151,13 @@ class Printer:
         if absent := self.diagnosis.ranks.absent:
             text = self._say("{}: did not wait where the others waited").format(self._named(absent))
             print(field("absent", text, self.lang))
+        cited = {
+            line.text for finding in self.diagnosis.findings[: self.limit] for line in finding.evidence[:MOST_LINES]
+        }
+        cited.add(self.diagnosis.brief.decisive.text if self.diagnosis.brief.decisive else "")
         for line in self.diagnosis.observations[:MOST_LINES]:
-            self._print_line("seen", line)
+            if line.text not in cited:
+                self._print_line("seen", line)
 
     def _print_line(self, name: str, line: Line) -> None:
         """A sentence that kb derived from several lines is not cited at one of them."""
@@ -126,12 +166,12 @@ class Printer:
         else:
             print(field(name, _cited(line), self.lang))
 
-    def _print_next_step(self) -> None:
+    def _print_long_step(self) -> None:
+        """The whole step, where the first lines had no room for it."""
         step = self.diagnosis.next_step
-        if step and step.text:
-            print(labelled("next", with_roots(step.text.replace("**", ""), self.roots), self.lang))
-            if step.command:
-                print(field("run", style(with_roots(step.command, self.roots), "green"), self.lang))
+        text = with_roots(step.text.replace("**", ""), self.roots) if step else ""
+        if shortened(text, BRIEF_LINES * BRIEF_WIDTH) != text:
+            print(labelled("next", text, self.lang))
 
     def _say(self, text: str) -> str:
         return label(text, self.lang)

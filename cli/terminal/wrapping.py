@@ -26,6 +26,16 @@ def cells(text: str) -> int:
     return len(text) if text.isascii() else sum(1 + _is_wide(character) for character in text)
 
 
+def shortened(text: str, width: int) -> str:
+    """At most `width` columns of a text, cut between words where it has some."""
+    if cells(text) <= width:
+        return text
+    kept = text[:width]
+    while cells(kept) >= width:
+        kept = kept[:-1]
+    return f"{kept.rsplit(' ', 1)[0] if ' ' in kept else kept}…"
+
+
 def padded(text: str, width: int) -> str:
     """A text that ends at this column, or later if it is wider."""
     return text + " " * (width - cells(text))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kb.content.triage import COMMONEST, PREFIX
-from kb.diagnose.evidence import Failure, Line, Scan, SignatureMatch
+from kb.diagnose.brief import Brief, brief
+from kb.diagnose.evidence import Failure, Line, SignatureMatch
 from kb.diagnose.failure_lines import is_interruption, is_launcher, is_log
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary, summarize_ranks
 from kb.diagnose.next_step import LIKELY, Documents, NextStep, ask_more, next_step, read_first_failure
 from kb.diagnose.ranking import Candidate, rank_candidates
+from kb.diagnose.scan_result import Scan
+from kb.diagnose.story.summary import Story
 from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
 from kb.search.cues import named
 from kb.search.index import Index
@@ -41,8 +44,9 @@ class Diagnosis:
     """Findings, best first. `unexplained` when none of them is likely; `failures` are the failure lines in any case.
 
     `is_cause_unknown` when the findings explain only consequences, and no entry knows the first failure. If that is an
-    exception, the inputs are unexplained. `facets` are those that unexplained inputs name, at least that they failed:
-    they choose what to look at next. The log of another trade has none.
+    exception, or the end of a rank by itself, the inputs are unexplained. `facets` are those that unexplained inputs
+    name, at least that they failed: they choose what to look at next. The log of another trade has none. `brief` is the
+    answer at a glance, `story` what each rank did.
     """
 
     findings: tuple[Finding, ...]
@@ -57,6 +61,8 @@ class Diagnosis:
     lines: int
     bytes: int
     problems: tuple[str, ...]
+    brief: Brief = field(default_factory=Brief)
+    story: Story = field(default_factory=Story)
 
     def to_json(self) -> dict[str, Any]:
         """As `kb diagnose --json` prints it."""
@@ -65,8 +71,10 @@ class Diagnosis:
         ]
         return {
             "findings": [finding.to_json() for finding in self.findings],
+            "brief": self.brief.to_json(),
             "unexplained": self.unexplained,
             "ranks": self.ranks.to_json(),
+            "story": self.story.to_json(),
             "observations": [line.to_json() for line in self.observations],
             "seen": failures,
             "next_step": asdict(self.next_step) if self.next_step else None,
@@ -81,14 +89,21 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     most = max([LEAST_ALIKE, *by_entry.values()])
     relative = {entry: value / most for entry, value in by_entry.items()}
     matches = scan.matches if _ended_silently(scan) else [_without_last(match) for match in scan.matches]
-    candidates = rank_candidates(matches, relative, index.causes, index.masks)
+    facts = {fact.evidence.text for fact in scan.story.facts}
+    candidates = rank_candidates(matches, relative, index.causes, index.masks, facts)
+    if scan.story.completion and all(scan.story.has_survived(failure.line) for failure in scan.failures):
+        # What it survived did not end it. A root, such as a loss that is nan, counts all the same.
+        scan = replace(scan, failures=())
+        candidates = tuple(candidate for candidate in candidates if candidate.role == "root")
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     ranks = summarize_ranks(scan, candidates)
     findings = _findings(candidates, documents, ranks)
     cause_unknown = is_cause_unknown(candidates, ranks)
-    is_explained = _is_explained(findings) and not (cause_unknown and ranks.has_raised)
+    has_culprit = ranks.has_raised or ranks.culprit is not None
+    is_explained = _is_explained(findings) and not (cause_unknown and has_culprit)
     is_unexplained = bool(scan.failures or scan.observations or findings) and not is_explained
     step = read_first_failure(ranks) if cause_unknown else next_step(findings, documents, ranks)
+    answer = brief(findings, documents, ranks, is_explained=is_explained and not cause_unknown)
     return Diagnosis(
         findings=findings,
         unexplained=is_unexplained,
@@ -102,6 +117,8 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         lines=scan.lines,
         bytes=scan.bytes,
         problems=scan.problems,
+        brief=answer,
+        story=scan.story,
     )
 
 

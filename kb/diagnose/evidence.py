@@ -107,28 +107,6 @@ class Exit:
     line: Line
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """Everything that one pass over the inputs found, in the order of reading.
-
-    `observations` are sentences that kb derived; `ranks` are the ranks that any line names; `problems` say what could
-    not be read; `text` is the whole text of the inputs if it is no longer than a page or two, else empty.
-    """
-
-    matches: tuple[SignatureMatch, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    timeouts: tuple[Timeout, ...] = ()
-    progress: tuple[GroupProgress, ...] = ()
-    exits: tuple[Exit, ...] = ()
-    observations: tuple[Line, ...] = ()
-    ranks: tuple[int, ...] = ()
-    sources: int = 0
-    lines: int = 0
-    bytes: int = 0
-    problems: tuple[str, ...] = ()
-    text: str = ""
-
-
 def utc_time(seconds: float | None) -> str | None:
     """`2026-03-01T08:30:00Z`; None for anything else, such as seconds since a machine started."""
     if seconds is None or seconds < SINCE_EPOCH:

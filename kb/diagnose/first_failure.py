@@ -7,13 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Exit, Line, Scan
+from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Exit, Line
 from kb.diagnose.failure_lines import is_aftermath, is_failure, is_raised
 from kb.diagnose.ranking import Candidate
+from kb.diagnose.scan_result import Scan
+from kb.diagnose.story.summary import Fact
 
 MOST_RANKS = 64
 ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that something else ended: SIGTERM
-ABSENT = re.compile(r"ranks? ([\d, and-]{1,400}) (?:never issued|reported no timeout)")
+ABSENT = re.compile(
+    r"ranks? ([\d, and-]{1,400}) (?:never issued|reported no timeout"
+    r"|(?:is|are) (?:stopped|traced|in uninterruptible|in .{1,250}?, (?:in no collective|not with the others), while))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +27,14 @@ class RankSummary:
 
     `failed_first` is the rank that printed it, or the rank that the launcher names if no line does; None as well where
     several ranks failed in unknown order. `absent` are ranks that did not come to a collective in which others wait;
-    `known` are all ranks that are named.
+    `known` are all ranks that are named; `culprit` is the fact of the story that says which rank failed, and how.
     """
 
     first_failure: Line | None
     failed_first: int | None
     absent: tuple[int, ...]
     known: tuple[int, ...]
+    culprit: Fact | None = None
 
     @property
     def has_raised(self) -> bool:
@@ -50,7 +56,8 @@ class _OwnFailure:
 
 def summarize_ranks(scan: Scan, candidates: Sequence[Candidate]) -> RankSummary:
     exit_ = _unprovoked_exit(scan)
-    failures = _roots(candidates) or _unknown_failures(scan, candidates)
+    culprit = scan.story.culprit
+    failures = _roots(candidates) or _culprits(culprit) or _unknown_failures(scan, candidates)
     if exit_ and not failures:
         failures = [_OwnFailure((exit_.line,), frozenset())]
     first = earliest(line for failure in failures for line in failure.lines)
@@ -58,8 +65,8 @@ def summarize_ranks(scan: Scan, candidates: Sequence[Candidate]) -> RankSummary:
     failed_first = first.rank if first and (len(ranks) < 2 or _is_ordered(failures, scan)) else None
     if exit_ and first and first.rank is None:
         failed_first = exit_.rank
-    absent = sorted({rank for line in scan.observations for rank in _absent_ranks(line)})
-    return RankSummary(first, failed_first, tuple(absent)[:MOST_RANKS], scan.ranks[:MOST_RANKS])
+    absent = sorted({rank for line in scan.observations for rank in _absent_ranks(line)} | set(scan.story.absent))
+    return RankSummary(first, failed_first, tuple(absent)[:MOST_RANKS], scan.ranks[:MOST_RANKS], culprit)
 
 
 def earliest(lines: Iterable[Line]) -> Line | None:
@@ -80,6 +87,11 @@ def _roots(candidates: Sequence[Candidate]) -> list[_OwnFailure]:
     ]
 
 
+def _culprits(culprit: Fact | None) -> list[_OwnFailure]:
+    """The failure of the rank that failed by itself, by the story of the job."""
+    return [_OwnFailure(culprit.lines[-1:], frozenset(culprit.ranks))] if culprit else []
+
+
 def _unknown_failures(scan: Scan, candidates: Sequence[Candidate]) -> list[_OwnFailure]:
     """Failures that are no consequence. Exceptions come before other lines: what was retried is logged as well."""
     cascades = (match for candidate in candidates for match in candidate.matches if match.role == "cascade")
@@ -90,7 +102,7 @@ def _unknown_failures(scan: Scan, candidates: Sequence[Candidate]) -> list[_OwnF
         if is_from_log(failure.line)
         and not is_aftermath(failure.line.text)
         and (failure.line.source, failure.line.number) not in waiting
-        and not failure.line.text.startswith("Traceback")
+        and "Traceback (most recent" not in failure.line.text
     ]
     raised = [failure for failure in own if is_raised(failure.line.text)]
     return [_OwnFailure((failure.line,), frozenset(failure.ranks)) for failure in raised or own]
@@ -98,7 +110,7 @@ def _unknown_failures(scan: Scan, candidates: Sequence[Candidate]) -> list[_OwnF
 
 def _unprovoked_exit(scan: Scan) -> Exit | None:
     """The exit of a rank that neither waited nor was terminated. The launcher's summary lists the first one last."""
-    waiting = {timeout.rank for timeout in scan.timeouts}
+    waiting = {timeout.rank for timeout in scan.timeouts} | scan.story.waiting
     exits = [end for end in scan.exits if end.code not in ENDED_BY_OTHERS and end.rank not in waiting]
     return exits[-1] if exits else None
 

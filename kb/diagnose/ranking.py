@@ -12,7 +12,7 @@ An entry that matches, and is caused by another that matches as a root, is a cas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from kb.diagnose.evidence import Line, SignatureMatch
@@ -24,6 +24,7 @@ MOST_FURTHER = 3
 SHARING = 0.5
 UNDER_ROOT, UNDER_CASCADE = 0.5, 0.8
 AT_MOST = 0.95  # of its cause's score
+FACT = 1.8  # weight of a fact as a consequence: it compares ranks, and any waiting rank prints the others
 LAUNCHED = 0.4  # weight of what a launcher prints of any rank that ended
 LIKENESS = 0.5
 MOST_FINDINGS = 10
@@ -52,14 +53,21 @@ class Candidate:
 
 
 def rank_candidates(
-    matches: Iterable[SignatureMatch], likeness: Mapping[str, float], causes: Sequence[Edge], masks: Sequence[Edge]
+    matches: Iterable[SignatureMatch],
+    likeness: Mapping[str, float],
+    causes: Sequence[Edge],
+    masks: Sequence[Edge],
+    facts: Set[str] = frozenset(),
 ) -> tuple[Candidate, ...]:
-    """Candidates, best first. `likeness` is 0 to 1 per entry; `causes` (cause, effect) and `masks` (seen, hidden)."""
+    """Candidates, best first. `likeness` is 0 to 1 per entry; `causes` (cause, effect) and `masks` (seen, hidden).
+
+    `facts` are the sentences of the story of the job.
+    """
     by_entry: dict[str, list[SignatureMatch]] = defaultdict(list)
     for match in matches:
         by_entry[match.id].append(match)
     claims = _claims(by_entry)
-    scored = (_candidate(entry, own, likeness.get(entry, 0.0), claims) for entry, own in by_entry.items())
+    scored = (_candidate(entry, own, likeness.get(entry, 0.0), claims, facts) for entry, own in by_entry.items())
     matched = [candidate for candidate in scored if candidate is not None]
     roles = {candidate.id: candidate.role for candidate in matched}
     matched = _cap_consequences([_demote(candidate, roles, causes, masks) for candidate in matched])
@@ -103,9 +111,11 @@ def _place(match: SignatureMatch) -> Place:
     return line.source, line.number or line.text, match.role
 
 
-def _candidate(entry: str, matches: list[SignatureMatch], likeness: float, claims: Claims) -> Candidate | None:
+def _candidate(
+    entry: str, matches: list[SignatureMatch], likeness: float, claims: Claims, facts: Set[str]
+) -> Candidate | None:
     strengths = [
-        (_strength(match) / len(claims[_place(match)]) ** SHARING, match.role, _place(match))
+        (_strength(match, facts) / len(claims[_place(match)]) ** SHARING, match.role, _place(match))
         for match in matches
         if match.role in STRENGTH
     ]
@@ -119,9 +129,12 @@ def _candidate(entry: str, matches: list[SignatureMatch], likeness: float, claim
     return Candidate(entry, role, score, likeness, tuple(matches), shared_with=shared_with)
 
 
-def _strength(match: SignatureMatch) -> float:
-    weight = LAUNCHED if match.role == "cascade" and is_launcher(match.lines[0].text) else 1.0
-    return STRENGTH[match.role] * weight
+def _strength(match: SignatureMatch, facts: Set[str]) -> float:
+    if match.role != "cascade":
+        return STRENGTH[match.role]
+    if match.lines[0].text in facts:
+        return STRENGTH["cascade"] * FACT
+    return STRENGTH["cascade"] * (LAUNCHED if is_launcher(match.lines[0].text) else 1.0)
 
 
 def _demote(candidate: Candidate, roles: Mapping[str, str], causes: Sequence[Edge], masks: Sequence[Edge]) -> Candidate:

@@ -13,6 +13,7 @@ from kb.diagnose.evidence import Line, SignatureMatch
 from kb.diagnose.failure_lines import is_aftermath, is_launcher
 from kb.diagnose.first_failure import RankSummary, is_from_log
 from kb.diagnose.ranking import Candidate
+from kb.diagnose.story.summary import ALL_LOST, Fact
 
 TRACEBACK_LINES = 40  # the exception is below the first line of its traceback, perhaps by as much
 
@@ -22,6 +23,10 @@ ONLY_CONSEQUENCES = "what was printed is what waiting or surviving ranks print"
 def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> bool:
     """Whether the best candidate explains only consequences, and no candidate has a line of the first failure."""
     first = ranks.first_failure
+    if candidates and candidates[0].role == "root":
+        return False
+    if candidates and ranks.culprit:
+        return not any(_explains(candidate, ranks.culprit) for candidate in candidates)
     if not candidates or first is None or any(first in _printed_lines(candidate) for candidate in candidates):
         return False
     best = candidates[0]
@@ -30,6 +35,16 @@ def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> boo
     if ranks.has_raised and _is_launcher_only(best):
         return True
     return best.role == "cascade" and not best.caused_by and _is_attributed(ranks) and _is_preceded(best, ranks)
+
+
+def _explains(candidate: Candidate, culprit: Fact) -> bool:
+    """Whether an entry knows a signature of the failure itself, and not only what a launcher prints of it."""
+    places = {(line.source, line.number) for line in culprit.lines} if culprit.kind != ALL_LOST else set()
+    return any(
+        line.text == culprit.text or ((line.source, line.number) in places and not is_launcher(line.text))
+        for match in _evident(candidate)
+        for line in match.lines
+    )
 
 
 def objection(candidate: Candidate, ranks: RankSummary) -> str:

@@ -38,6 +38,8 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
         "fixed_in": meta.fixed_in,
         "lines": _lines(entry, sections),
         "tells": tells(entry),
+        "fix": first_fix(entry.section("Fix")),
+        "fix_zh": first_fix(entry.translation().get("修复", "")),
     }
     parts = [
         (HEADLINE, f"{entry.id.replace('-', ' ')} {meta.title}"),
@@ -62,6 +64,12 @@ def tells(entry: Entry) -> list[str]:
     """The list items of `How to tell`: each an observation that separates this incident from others."""
     prose = FENCED.sub("", entry.section(LOOK_ALIKES))
     return [" ".join(item.split()) for item in ITEM.split(prose)[1:]]
+
+
+def first_fix(section: str) -> str:
+    """What the first item of a section of fixes asks to be done: its first sentence, as plain text."""
+    items = ITEM.split(FENCED.sub("", section))
+    return first_sentence(items[1] if len(items) > 1 else items[0])
 
 
 def chinese_cause(entry: Entry) -> str:

@@ -31,6 +31,7 @@ EXACT = {  # errors, and answers about nothing
     "diagnose-absent": ["diagnose", "absent.log"],
     "verify-unknown": ["verify", "no-such-entry"],
     "verify-nothing": ["verify"],
+    "capture-unknown": ["capture", "--pid", "4194304"],
     "usage": ["search", "nan", "--limit", "0"],
 }
 SHAPE = {  # what follows from the entries, this machine or this moment

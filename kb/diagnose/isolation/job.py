@@ -14,10 +14,10 @@ from enum import Enum
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kb.diagnose.evidence import Scan
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.scan.scan import Limits, scan
 from kb.diagnose.scan.signature_matcher import Matcher
+from kb.diagnose.scan_result import Scan
 
 GRACE_S = 5  # of processor time beyond the limit, after which the kernel ends a process that does not notice
 
@@ -73,7 +73,9 @@ def run(connection: Connection, matcher: Matcher) -> None:
     job: Job = connection.recv()
     try:
         _limit(job)
-        result: Scan | Excess | str = scan(_streams(connection, job.headers), matcher, limits=job.limits)
+        result: Scan | Excess | str = scan(
+            _streams(connection, job.headers), matcher, limits=job.limits, count=len(job.headers)
+        )
     except _TooLong:
         result = Excess.TIME
     except MemoryError:

@@ -22,6 +22,7 @@ from kb.diagnose.scan.match_budget import SLOW_S, MatchBudget
 from kb.diagnose.scan.nccl_processes import NcclProcesses
 from kb.diagnose.scan.rich_traceback import unboxed
 from kb.diagnose.scan.signature_matcher import FAR, Matcher
+from kb.diagnose.story.excerpt import ExcerptBuilder
 
 CONTEXT = FAR  # bytes that are buffered on either side of the searched part
 BLOCK = 1 << 20  # bytes that are searched at a time
@@ -30,20 +31,27 @@ TAIL = 4096  # bytes that are searched for the last line
 REPORTS = re.compile(
     rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":|^Communicators\.\.\.", re.MULTILINE
 )
+MARKED = frozenset({Matcher.STORY, Matcher.FAILURE, Matcher.BOX, Matcher.PROGRESS})  # kinds of lines in the excerpt
 MAX_REPORT_BYTES = 8 << 20  # of a log, that are stored for the readers of stacks and RAS reports
 
 
 class Scanner:
     """`feed` it a log in pieces, cut anywhere, then `close` it.
 
-    `reports` are then the parts of the log with stacks or RAS reports.
+    `reports` are then the parts of the log with stacks or RAS reports; `excerpt` has those that its story is read from.
     """
 
     def __init__(
-        self, matcher: Matcher, evidence: Accumulator, source: str, rank: int | None, written: float | None
+        self,
+        matcher: Matcher,
+        evidence: Accumulator,
+        source: str,
+        rank: int | None,
+        written: float | None,
+        excerpt: ExcerptBuilder,
     ) -> None:
         self._matcher, self._evidence, self._source = matcher, evidence, source
-        self._rank, self._written = rank, written
+        self._rank, self._written, self._excerpt = rank, written, excerpt
         self._processes = NcclProcesses()
         self._budget = MatchBudget(matcher)
         self._pending = bytearray()  # less than a block
@@ -55,6 +63,7 @@ class Scanner:
         self._line_start = self._examined_to = -1  # of the line that was examined last, in the log
         self._matched = set[int]()  # patterns and kinds of that line
         self._has_report = False
+        self._marks: list[tuple[int, int]] = []  # of the excerpt, in the buffer
         self.reports = b""
 
     def feed(self, piece: bytes) -> None:
@@ -99,6 +108,7 @@ class Scanner:
             self._examine(CandidateLine(data, span, self._rank, self._written), matcher.owners_of(span.literals))
         for span in islice(spans_of_lines(data, at, limit), 0, None, stride) if matcher.without_literal else ():
             self._examine(CandidateLine(data, span, self._rank, self._written), frozenset(matcher.without_literal))
+        self._add_to_excerpt(data, at, limit)
         for pattern, count in self._budget.take_skipped():
             self._evidence.add_match_count(pattern, count)
         self._add_report(data, at, limit)
@@ -125,6 +135,8 @@ class Scanner:
             self._line_start = line_start
             self._matched.clear()
         self._examined_to = self._offset + last
+        if not owners.isdisjoint(MARKED):
+            self._marks.append((first, last))
         for number in owners:
             if number in self._matched:
                 continue
@@ -138,7 +150,7 @@ class Scanner:
             elif number == Matcher.BOX:
                 if self._budget.may_examine_box():
                     self._examine_box(candidate)
-            else:
+            elif number == Matcher.REPORT:
                 self._has_report = True
 
     def _try(self, number: int, candidate: CandidateLine) -> None:
@@ -185,6 +197,11 @@ class Scanner:
             if match and not any(map(pattern.compiled.search, parts)):
                 self._budget.count_match(number)
                 self._evidence.add_match(pattern, match.group(), line)
+
+    def _add_to_excerpt(self, data: bytes, start: int, end: int) -> None:
+        marks = [(max(0, first - start), last - start) for first, last in self._marks if last > start]
+        self._marks.clear()
+        self._excerpt.add(data[start:end], self._line_number, marks)
 
     def _line(self, candidate: CandidateLine) -> Line:
         return self._line_of(candidate.log_line, self._line_number_at(candidate.span.first))

@@ -27,6 +27,8 @@ PROGRESS_WORDS = (
     " Init COMPLETE",
 )
 BOX_CHARACTERS = ("│", "╰")  # of rich's tracebacks
+# Of the story of a job (`kb.diagnose.story`): frames of tracebacks, values that are not finite.
+STORY_WORDS = ('  File "', " nan", "=nan", ":nan", "NaN", " inf ", " inf,", "=inf", ":inf", " -inf")
 REPORT_WORDS = ("most recent call first)", '"thread_id":', " (idle", " (active", "Communicators...")  # stacks, RAS
 
 
@@ -57,12 +59,13 @@ class Matcher:
     A pattern without a literal (one that ignores case) is tried on every line.
     """
 
-    FAILURE, PROGRESS, BOX, REPORT = -1, -2, -3, -4
+    FAILURE, PROGRESS, BOX, REPORT, STORY = -1, -2, -3, -4, -5
     KINDS: ClassVar = {
         FAILURE: failure_lines.WORDS,
         PROGRESS: PROGRESS_WORDS,
         BOX: BOX_CHARACTERS,
         REPORT: REPORT_WORDS,
+        STORY: STORY_WORDS,
     }
 
     def __init__(self, signatures: Iterable[dict[str, Any]]) -> None:

@@ -14,7 +14,11 @@ def test_the_answer_names_the_entry_the_line_the_rank_and_the_next_step(kb: Kb, 
     (tmp_path / "train.log").write_text(HEALTHY + "[rank1]: " + SHM.format(rank=1) + "\n")
     ended = kb("diagnose", "train.log")
     assert ended.code == 0
-    assert ended.out.startswith("1. NCCL: Error while creating shared memory segment")
+    brief, details = ended.out.split("\n\n", 1)
+    assert brief.startswith("   cause    NCCL: Error while creating shared memory segment")
+    assert "\n   line     NCCL WARN Error while creating shared memory segment" in brief
+    assert "\n   fix      " in brief
+    assert details.startswith("1. NCCL: Error while creating shared memory segment")
     assert "shm-too-small root · confidence 0.9" in ended.out
     assert "   line     train.log:101 rank 1  NCCL WARN Error while creating" in ended.out
     assert "   first    rank 1 failed first: train.log:101" in ended.out
@@ -69,8 +73,9 @@ def test_a_failure_in_words_stands_above_the_findings(kb: Kb, tmp_path: Path) ->
     (tmp_path / "job.log").write_text("[rank2]: ERROR token refused\n" + "".join(watchdog(rank) for rank in (0, 1, 3)))
     ended = kb("diagnose", "job.log")
     assert ended.code == 0
-    assert ended.out.startswith("   first    rank 2 failed first: job.log:1 rank 2  ERROR token refused\n\n1. ")
-    assert ended.out.count("failed first: job.log:1 rank 2  ") == 1
+    assert ended.out.startswith("   cause    unknown: no entry explains the first failure\n")
+    assert "   line     rank 2 failed first: ERROR token refused (job.log:1)\n" in ended.out
+    assert ended.out.count("failed first: ERROR") == 1
 
 
 def test_a_kernels_time_counts_from_its_start(kb: Kb, tmp_path: Path) -> None:

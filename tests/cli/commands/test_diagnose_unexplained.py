@@ -65,9 +65,9 @@ def test_what_nothing_explains_is_shown_as_it_was_seen(kb: Kb, tmp_path: Path) -
     (tmp_path / "train.log").write_text(UNKNOWN)
     ended = kb("diagnose", "train.log")
     assert ended.code == 1
-    assert ended.out.startswith("no confident match\n")
-    assert "train.log:2 rank 2  acme.sharding.ShardError: shard 17 of 32" in ended.out
-    assert "   first    rank 2 failed first: train.log:2" in ended.out
+    assert ended.out.startswith("   cause    unknown: no confident match\n")
+    assert "   line     rank 2 failed first: acme.sharding.ShardError: shard 17 of 32" in ended.out
+    assert "(train.log:2)" in ended.out
     assert "--save-unexplained" in ended.out
     answer = diagnosed(kb, "train.log")
     assert (answer["unexplained"], answer["saved"]) == (True, None)
@@ -79,10 +79,8 @@ def test_what_failed_first_stands_above_what_followed_and_is_to_be_read(kb: Kb, 
     ended = kb("diagnose", "job.log", "--verify")
     assert ended.code == 1
     lines = ended.out.splitlines()
-    assert lines[0] == "no confident match: no entry explains the first failure"
-    assert lines[1].startswith(
-        "   first    rank 2 failed first: 2026-11-21 03:04:05  job.log:1 rank 2  acme.ShardError"
-    )
+    assert lines[0] == "   cause    unknown: no entry explains the first failure"
+    assert lines[1].startswith("   line     rank 2 failed first: 2026-11-21 03:04:05  acme.ShardError")
     assert ended.out.count("failed first: ") == 1
     assert "   then     what followed fits: " in ended.out
     assert "next     Read what rank 2 printed at `job.log:1`" in ended.out

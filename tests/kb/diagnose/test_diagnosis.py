@@ -201,3 +201,19 @@ def test_the_order_of_the_files_does_not_change_the_first_answer(answer: Answer)
     forward, backward = answer(**logs), answer(**dict(reversed(logs.items())))
     assert forward.findings[0].id == backward.findings[0].id
     assert forward.ranks.failed_first == backward.ranks.failed_first == 3
+
+
+STEPS_TO_THE_END = "".join(
+    f"[rank{rank}]: step {step}/20 loss 1.{step:02}\n" for step in range(1, 21) for rank in (0, 1)
+)
+
+
+def test_a_timeout_behind_the_last_step_ended_the_job(answer: Answer) -> None:
+    result = answer(STEPS_TO_THE_END + "".join(f"{WAITED.format(rank)}\n" for rank in (0, 1)))
+    assert result.findings
+    assert result.brief.decisive
+
+
+def test_what_was_survived_before_the_last_step_is_no_finding(answer: Answer) -> None:
+    result = answer(RAISED.format("[rank1]: ") + STEPS_TO_THE_END)
+    assert (result.findings, result.unexplained, result.next_step) == ((), False, None)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from kb.content.catalog import load_catalog
 from kb.content.entry import Entry
 from kb.content.roots import builtin_root
-from kb.diagnose.evidence import Scan
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.scan import log_scanner, match_budget
 from kb.diagnose.scan.match_budget import ENOUGH, MatchBudget
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
+from kb.diagnose.scan_result import Scan
 from kb.patterns.literals import literals
 
 Matches = set[tuple[str, str]]

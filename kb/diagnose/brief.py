@@ -1,0 +1,46 @@
+"""A diagnosis in four lines: the entry, the decisive line, the first fix; what to do next is `NextStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kb.diagnose.evidence import DERIVED_PREFIX, Line
+from kb.diagnose.finding import Finding
+from kb.diagnose.first_failure import RankSummary
+from kb.diagnose.next_step import Documents
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """`entry` is the first finding, None where the cause is unknown; `fix` is the first of that entry, as plain text.
+
+    `decisive` is the sentence or the line that decides, None where nothing failed.
+    """
+
+    entry: str | None = None
+    title: str = ""
+    title_zh: str = ""
+    decisive: Line | None = None
+    fix: str = ""
+    fix_zh: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kb diagnose --json` prints it."""
+        return {**asdict(self), "decisive": self.decisive.to_json() if self.decisive else None}
+
+
+def brief(findings: Sequence[Finding], documents: Documents, ranks: RankSummary, *, is_explained: bool) -> Brief:
+    """Of the first finding if it explains the inputs, else of the first failure."""
+    if not is_explained or not findings:
+        return Brief(decisive=ranks.culprit.evidence if ranks.culprit else ranks.first_failure)
+    first = findings[0]
+    document = documents[first.id]
+    return Brief(first.id, first.title, first.title_zh, _decisive(first), document["fix"], document["fix_zh"])
+
+
+def _decisive(finding: Finding) -> Line | None:
+    """A comparison of ranks before a line that one of them printed."""
+    derived = (line for line in finding.evidence if line.text.startswith(DERIVED_PREFIX))
+    return next(derived, finding.evidence[0] if finding.evidence else None)

@@ -1,0 +1,169 @@
+"""How ranks ended, in the words of launchers, schedulers, the kernel and the C++ runtime."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kb.diagnose.failure_lines import is_failure, is_launcher
+from kb.diagnose.story.lines import StoryLine
+
+RANK = re.compile(r"^\s{0,8}rank\s{0,12}: (\d{1,6}) \(local_rank: ")
+CODE = re.compile(r"^\s{0,8}exitcode\s{0,12}: (-?\d{1,5}) +\(pid: (\d+)\)")
+FIRST = re.compile(r"Root Cause \(first observed failure\)")
+FAILED = re.compile(r"failed \(exitcode: (-?\d{1,5})\) local_rank: (\d{1,6}) \(pid: (\d+)\)")
+TASK = re.compile(
+    r"srun: error: \S+ tasks? (\d[\d,-]{0,200}): "
+    r"(Killed|Segmentation fault|Aborted|Bus error|Terminated|Out Of Memory|Exited with exit code (\d{1,3}))"
+)
+TASK_CODES = {
+    "Killed": -9,
+    "Out Of Memory": -9,
+    "Segmentation fault": -11,
+    "Aborted": -6,
+    "Bus error": -7,
+    "Terminated": -15,
+}
+SPAWNED = re.compile(r"[Pp]rocess (\d{1,6}) terminated with (?:signal SIG(\w{2,6})|exit code (\d{1,3}))")
+NAMED = re.compile(r"\b[Rr]ank[ =:]{0,2}(\d{1,5})\b")
+TERMINATED = re.compile(r"^\s*what\(\):\s+(.*)")
+OOM_KILL = re.compile(r"oom[-_]kill|Out of memory: Killed process|OOM Killed|Detected \d+ oom", re.IGNORECASE)
+RESTART = re.compile(
+    r"attempts left; will restart worker group|Restarting worker group|Detected .{0,40}, will restart|Job requeued"
+    r"|requeue|restarting (?:job|training|from checkpoint)",
+    re.IGNORECASE,
+)
+# At its default level torchrun prints that workers failed, and not that it starts them again.
+AGENT = re.compile(
+    r"^\[?[EW]\d{4} [\d:.]+ (\d+) torch/distributed/elastic/multiprocessing/api\.py\S*\] failed \(exitcode"
+)
+GAVE_UP = re.compile(r"Watchdog caught|Aborting process on rank|[Hh]eartbeat ?[Mm]onitor|Operation timed out after")
+# DeepSpeed: the ranks of the job, all in this log unless several nodes were named before.
+STARTED = re.compile(r"\bdist_world_size=(\d{1,6})$")
+NODES = re.compile(r"\bnnodes=(?!1\b)\d")
+MOST_STARTED = 1024
+RESTARTING = re.compile(r"[Rr]estart|[Rr]equeue|REQUEUE")
+WATCHDOG = ("Watchdog", "Aborting", "eartbeat", "timed out after")
+WORDS = re.compile(  # of the lines that may say how a rank ended
+    r"Watchdog|Aborting|eartbeat|timed out|[Rr]ank|Process|exitcode|srun|terminated|what\(\):|dist_world_size|nnodes=|oom|OOM"
+    r"|memory|Root Cause"
+)
+SIGNALS = {
+    -1: "SIGHUP",
+    -2: "SIGINT",
+    -4: "SIGILL",
+    -6: "SIGABRT",
+    -7: "SIGBUS",
+    -8: "SIGFPE",
+    -9: "SIGKILL",
+    -11: "SIGSEGV",
+    -15: "SIGTERM",
+}
+TERMINATION = -15
+ABORT = -6
+FATAL = (-4, -7, -8, -9, -11)  # signals that no launcher sends as a request
+
+
+def is_restart(text: str) -> bool:
+    """Whether a launcher or a scheduler starts the job again."""
+    return bool(RESTARTING.search(text) and RESTART.search(text))
+
+
+def has_given_up(text: str) -> bool:
+    """Whether a watchdog of NCCL reports that its rank waited in vain."""
+    return any(word in text for word in WATCHDOG) and bool(GAVE_UP.search(text))
+
+
+def _tasks(text: str) -> Iterator[int]:
+    """`0,2-4` as srun lists tasks."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            yield from range(
+                int(first),
+                min(int(last or first) if last.isdigit() or not last else int(first), int(first) + MOST_STARTED) + 1,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The exit code of a rank, negative for a signal. `is_first` where the launcher names it the first failure."""
+
+    rank: int
+    code: int
+    line: StoryLine
+    is_first: bool = False
+
+    @property
+    def text(self) -> str:
+        return SIGNALS.get(self.code, f"exit code {self.code}")
+
+
+@dataclass(slots=True)
+class Endings:
+    """`read` all lines in order, then `close`.
+
+    `errors` has the last failure line that names a rank; `aborts` are messages of C++ exceptions that nobody caught,
+    which leave no traceback; `gave_up` whether
+    a watchdog of NCCL ended its process, in C++ as well. `started` is the number
+    of ranks, where the launcher of a single node prints it.
+    """
+
+    by_rank: dict[int, Ending] = field(default_factory=dict)
+    errors: dict[int, StoryLine] = field(default_factory=dict)
+    aborts: list[StoryLine] = field(default_factory=list)
+    oom_kills: list[StoryLine] = field(default_factory=list)
+    gave_up: bool = False
+    started: int = 0
+    _has_nodes: bool = False
+    _rank: int | None = None
+    _is_first: bool = False
+    _local: dict[int, Ending] = field(default_factory=dict)
+
+    def read(self, line: StoryLine) -> None:
+        text = line.text
+        if not WORDS.search(text):
+            return
+        if NODES.search(text):
+            self._has_nodes = True
+        elif match := STARTED.search(text):
+            self.started = 0 if self._has_nodes else min(int(match[1]), MOST_STARTED)
+        elif FIRST.search(text):
+            self._is_first = True
+        elif match := RANK.search(text):
+            self._rank = int(match[1])
+        elif (match := CODE.search(text)) and self._rank is not None:
+            self.by_rank[self._rank] = Ending(self._rank, int(match[1]), line, self._is_first)
+            self._rank = None
+        elif match := FAILED.search(text):
+            self._local.setdefault(int(match[2]), Ending(int(match[2]), int(match[1]), line))
+        elif match := TASK.search(text):
+            for task in _tasks(match[1]):
+                self._add(task, TASK_CODES.get(match[2], int(match[3] or 1)), line)
+        elif match := SPAWNED.search(text):
+            names = {name: code for code, name in SIGNALS.items()}
+            self._add(int(match[1]), names.get(f"SIG{match[2]}", int(match[3] or 1)), line)
+        self._read_failure(line)
+
+    def close(self) -> None:
+        """A line of the agent counts ranks on its node, and counts only without a summary, which names the ranks."""
+        self.by_rank = self.by_rank or dict(self._local)
+
+    @property
+    def has_aborted_waiting(self) -> bool:
+        """Whether C++ ended processes because they waited: without a traceback, like those that fail themselves."""
+        return self.gave_up or bool(self.aborts)
+
+    def _add(self, rank: int, code: int, line: StoryLine) -> None:
+        self.by_rank.setdefault(rank, Ending(rank, code, line))
+
+    def _read_failure(self, line: StoryLine) -> None:
+        text = line.text
+        if (named := NAMED.search(text)) and is_failure(text) and not is_launcher(text):
+            self.errors[int(named[1])] = line
+        self.gave_up = self.gave_up or has_given_up(text)
+        if "what():" in text and TERMINATED.search(text):
+            self.aborts.append(line)
+        if OOM_KILL.search(text):
+            self.oom_kills.append(line)

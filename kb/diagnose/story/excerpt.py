@@ -1,0 +1,133 @@
+"""The parts of a log that the story of a job is read from, within a bound: a log may have a gigabyte.
+
+The head and the tail are stored whole. From between, lines with marks (tracebacks, failures, numbers that are not
+finite) are stored, and a sample of each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+HEAD, TAIL = 64 << 10, 256 << 10  # bytes of a log
+MARKED = 256 << 10
+SAMPLED = 64 << 10
+SAMPLE = 4 << 10  # bytes of a block
+TOTAL = 8 << 20  # bytes of all logs
+LEAST = 8 << 10  # bytes of the tail of a log, however many there are
+LONGEST_LINE = 8 << 10  # bytes of a marked line
+
+
+class Part(NamedTuple):
+    """Consecutive lines; `number` is that of the first, counted from 1."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Parts of the log `source` in their order; they may overlap. `rank` is that of its file, `written` when the log
+    was last written (seconds since the epoch)."""
+
+    source: str
+    rank: int | None
+    written: float | None
+    parts: tuple[Part, ...]
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Each line once, with its number."""
+        last = 0
+        for part in self.parts:
+            for number, line in enumerate(part.data.decode("utf-8", "replace").split("\n"), part.number):
+                if number > last and line:
+                    last = number
+                    yield number, line
+
+
+def share(sources: int) -> float:
+    """The fraction of the bounds that each of so many logs may use."""
+    return min(1.0, TOTAL / (HEAD + TAIL) / max(1, sources))
+
+
+@dataclass
+class ExcerptBuilder:
+    """`add` the blocks of a log in order. `fraction` scales the bounds when there are many logs."""
+
+    source: str
+    rank: int | None
+    written: float | None
+    fraction: float = 1.0
+    _parts: list[Part] = field(default_factory=list)
+    _recent: list[Part] = field(default_factory=list)
+    _head_size: int = 0
+    _marked_size: int = 0
+    _sampled_size: int = 0
+
+    def add(self, block: bytes, number: int, marks: Iterable[tuple[int, int]]) -> None:
+        """`block` begins at line `number`; `marks` are positions in it, sorted by their start."""
+        head = self._add_head(block, number)
+        self._add_marked(block, number, (mark for mark in marks if mark[1] > head))
+        if not head:
+            self._add_sample(block, number)
+        self._add_tail(block, number)
+
+    def build(self) -> Excerpt:
+        parts = sorted([*self._parts, *self._tail()], key=lambda part: part.number)
+        return Excerpt(self.source, self.rank, self.written, tuple(parts))
+
+    def _add_head(self, block: bytes, number: int) -> int:
+        """How many bytes of the block belong to the head: whole lines."""
+        limit = int(HEAD * self.fraction)
+        room = limit - self._head_size
+        if room <= 0:
+            return 0
+        head = block if len(block) <= room else block[: block.rfind(b"\n", 0, room) + 1]
+        if not head and not self._parts:
+            head = block[:room]  # a log without a line end
+        self._head_size = limit if len(head) < len(block) else self._head_size + len(head)
+        if head:
+            self._parts.append(Part(number, head))
+        return len(head)
+
+    def _add_marked(self, block: bytes, number: int, marks: Iterable[tuple[int, int]]) -> None:
+        """Whole lines, and the one behind each: the source line of a frame, or the exception below it."""
+        counted = end = 0
+        for first, last in marks:
+            if last <= end:
+                continue
+            if self._marked_size >= MARKED * self.fraction:
+                return
+            start = max(end, block.rfind(b"\n", 0, max(0, first)) + 1)
+            line_end = block.find(b"\n", min(len(block), last), last + LONGEST_LINE) + 1 or min(len(block), last)
+            end = block.find(b"\n", line_end, line_end + LONGEST_LINE) + 1 or line_end
+            number, counted = number + block.count(b"\n", counted, start), start
+            self._parts.append(Part(number, block[start:end]))
+            self._marked_size += end - start
+
+    def _add_sample(self, block: bytes, number: int) -> None:
+        if self._sampled_size < SAMPLED * self.fraction:
+            sample = block[:SAMPLE]
+            self._parts.append(Part(number, sample[: sample.rfind(b"\n") + 1]))
+            self._sampled_size += len(sample)
+
+    def _add_tail(self, block: bytes, number: int) -> None:
+        """The last blocks, of which `build` takes the end: most blocks are never copied."""
+        self._recent.append(Part(number, block))
+        while len(self._recent) > 1 and sum(len(part.data) for part in self._recent[1:]) >= self._tail_size:
+            del self._recent[0]
+
+    @property
+    def _tail_size(self) -> int:
+        return max(LEAST, int(TAIL * self.fraction))
+
+    def _tail(self) -> list[Part]:
+        if not self._recent:
+            return []
+        number, data = self._recent[0].number, b"".join(part.data for part in self._recent)
+        size = self._tail_size
+        if len(data) > size:
+            cut = data.find(b"\n", len(data) - size) + 1 or len(data) - size
+            number, data = number + data.count(b"\n", 0, cut), data[cut:]
+        return [Part(number, data)]

@@ -1,0 +1,73 @@
+"""The story of a job: its attempts, and what comparing the ranks of the attempt that failed first shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kb.diagnose.story.deaths import endings_of, exited_ranks, first_ending, killed_ranks
+from kb.diagnose.story.excerpt import Excerpt
+from kb.diagnose.story.lines import read_lines
+from kb.diagnose.story.places import own_failures, size_mismatches, waiting_places
+from kb.diagnose.story.rows import summarize
+from kb.diagnose.story.summary import ALL_LOST, EXIT, KILLED, OWN_FAILURE, Fact, Story
+from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.trends import trends
+from kb.diagnose.story.waiting import late_ranks, missing_ranks, steps_behind
+
+# What explains why others wait; a rank without a traceback is then one of many that the launcher ended.
+EXPLAINED = {"own-failure", "killed", "drifted", "sizes-differ", "sizes-differ-in-call", "exit"}
+MOST_FACTS = 12
+
+
+def read_story(excerpts: Iterable[Excerpt]) -> Story:
+    """Pure; no log is too damaged for it."""
+    attempts = tuple(read_attempts(read_lines(excerpts)))
+    rows = tuple(map(summarize, attempts))
+    if not attempts:
+        return Story()
+    if not attempts[-1].has_failed:
+        completion = attempts[-1].completion
+        return Story(rows, tuple(trends(attempts[-1]))[:MOST_FACTS], completion and completion.evidence)
+    facts = (*_facts(attempts[0]), *_restarts(attempts))[:MOST_FACTS]
+    waiting = frozenset(rank for rank, failure in attempts[0].failures.items() if failure.has_waited)
+    return Story(rows, facts, _culprit(attempts[0], facts), waiting)
+
+
+def _culprit(attempt: Attempt, facts: Iterable[Fact]) -> Fact | None:
+    """The first failure of a rank by itself.
+
+    An end that only the launcher reports says so where other ranks waited for that one, or lost it.
+    """
+    failures = [*attempt.failures.values(), *attempt.anonymous_failures]
+    has_waited = any(failure.has_waited for failure in failures)
+    kinds = {OWN_FAILURE, KILLED, EXIT, ALL_LOST} if has_waited else {OWN_FAILURE}
+    return next((fact for fact in facts if fact.kind in kinds and (fact.ranks or fact.kind != ALL_LOST)), None)
+
+
+def _facts(attempt: Attempt) -> Iterator[Fact]:
+    """Causes before what follows from them."""
+    late = list(late_ranks(attempt))
+    accused = {rank for fact in late for rank in fact.ranks}
+    facts = [
+        *own_failures(attempt),
+        *late,
+        *waiting_places(attempt, accused),
+        *size_mismatches(attempt),
+        *killed_ranks(attempt),
+        *exited_ranks(attempt),
+    ]
+    if not late and not any(fact.kind in EXPLAINED for fact in facts):
+        facts += missing_ranks(attempt)
+    yield from facts
+    yield from steps_behind(attempt)
+    yield from trends(attempt)
+    yield from first_ending(attempt)
+
+
+def _restarts(attempts: tuple[Attempt, ...]) -> Iterator[Fact]:
+    if len(attempts) < 2:
+        return
+    first, *others = [endings_of(attempt) for attempt in attempts]
+    later = "the same" if set(others) == {first} else ", ".join(others)
+    line = attempts[0].lines[-1].evidence
+    yield Fact.of("restarts", f"attempt 1 of {len(attempts)} ended with {first}; later ones with {later}", (), line)

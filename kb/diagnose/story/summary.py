@@ -1,0 +1,138 @@
+"""The story of a job, as answers show it: facts, and for each attempt a row per rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kb.diagnose.evidence import DERIVED_PREFIX, LONGEST_EVIDENCE, Line
+from kb.printable import printable
+
+OWN_FAILURE, KILLED, EXIT = "own-failure", "killed", "exit"
+WAITED, FAILED, DIED = "T", "X", "K"  # marks of a row: gave up waiting, failed by itself, was killed
+ALL_LOST = "all-lost"
+SILENT = "silent"
+ABSENT = ("busy", SILENT, "done")  # a rank did not come to the call in which the others wait
+CONTEXT = ("recovered", "jump", "slower", "launcher", "steps-behind", "restarts", "one-place", "same-place")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A conclusion about the ranks of a job, in a fixed sentence that signatures of entries match.
+
+    `kind` is stable, `text` is one line that begins with `kb: `. `ranks` are those that the sentence accuses, empty
+    where it accuses none; `lines` are its evidence, the decisive one last.
+    """
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    lines: tuple[Line, ...]
+
+    @classmethod
+    def of(cls, kind: str, text: str, ranks: tuple[int, ...], *lines: Line) -> Fact:
+        return cls(kind, printable(f"{DERIVED_PREFIX}{text}"[:LONGEST_EVIDENCE]), ranks, lines)
+
+    @property
+    def is_context(self) -> bool:
+        """Whether a job that went well may have it, or the reason lies elsewhere."""
+        return self.kind in CONTEXT
+
+    @property
+    def evidence(self) -> Line:
+        """The sentence, at the place of its decisive line."""
+        line = self.lines[-1]
+        rank = self.ranks[0] if len(self.ranks) == 1 else None
+        return Line(line.source, line.number, self.text, rank, line.time)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kb diagnose --json` prints it."""
+        lines = [{"source": line.source, "line": line.number} for line in self.lines]
+        return {"kind": self.kind, "text": self.text, "ranks": self.ranks, "lines": lines}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of one phase. `start` and `end` are fractions of the attempt; `last` is its last counter, or empty."""
+
+    phase: str
+    start: float
+    end: float
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """What a rank did. `mark` is `WAITED`, `FAILED`, `DIED` or empty, at the fraction `marked_at`.
+
+    `rank` is None for lines that name no rank; `ending` is the exit code or signal, or the last progress.
+    """
+
+    rank: int | None
+    spans: tuple[Span, ...]
+    mark: str
+    marked_at: float
+    place: str
+    error: str
+    ending: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """A series of a metric, as `rank` printed it (None: lines that name no rank). Values are finite, or None.
+
+    `not_finite` counts nan and inf; `not_finite_at` is the first of them, such as `step 11`, or empty.
+    """
+
+    name: str
+    rank: int | None
+    count: int
+    first: float | None
+    last: float | None
+    lowest: float | None
+    highest: float | None
+    not_finite: int
+    not_finite_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSummary:
+    """`seconds` is how long the attempt lasted by the clock of its lines; None where they have none."""
+
+    rows: tuple[RankRow, ...]
+    metrics: tuple[MetricSummary, ...]
+    seconds: float | None
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """`facts` are about the first attempt, whose end is the cause of the later ones.
+
+    `culprit` is the one that says which rank failed by itself, `waiting` are the ranks whose traceback says that they
+    waited for others, or lost them. A job whose last attempt went well has no facts but those on metrics. `completion` is its line that says as well
+    that it came to its end: what failed before was survived.
+    """
+
+    attempts: tuple[AttemptSummary, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    culprit: Fact | None = None
+    waiting: frozenset[int] = frozenset()
+    completion: Line | None = None
+
+    def has_survived(self, line: Line) -> bool:
+        """Whether a failure was printed before the job came to its end, as far as that is known."""
+        end = self.completion
+        return end is not None and line.source == end.source and line.number < end.number
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Ranks that did not come to the call in which the others wait."""
+        return tuple(sorted({rank for fact in self.facts if fact.kind in ABSENT for rank in fact.ranks}))
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kb diagnose --json` prints it."""
+        return {
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "facts": [fact.to_json() for fact in self.facts],
+        }

@@ -1,0 +1,149 @@
+"""Series of metrics: values that are not finite, that stay at zero or stand still, jumps, and falling throughput."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from kb.diagnose.story.progress import Progress
+from kb.diagnose.story.summary import Fact, MetricSummary
+from kb.diagnose.story.timeline import Attempt
+from kb.harness.collective import name_ranks
+
+LEAST_POINTS = 5
+MOST_TRENDS = 12
+LEAST_ZEROS = 3
+FADED = 0.05
+LEAST_EQUAL = 10  # reports with the same loss
+WINDOW = 20  # reports before a jump
+JUMP, ABOVE_MAXIMUM, LEAST_JUMP = 5.0, 3.0, 1.0  # times the median and the maximum of the window; loss
+POLICY = ("reward", "kl")  # metrics of reinforcement learning, whose loss may be 0 while it learns
+ROUND = 4  # digits that reports of a loss have at least
+LEAST_RATES = 20  # reports of throughput
+FALLEN = 0.6  # of the throughput before
+RATES = ("samples_s", "samples_sec", "tokens_s", "tokens_sec", "tok_s", "it_s", "it_sec", "examples_s", "throughput")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value of a metric, and the line that reports it."""
+
+    value: float
+    progress: Progress
+
+    @property
+    def step(self) -> str:
+        if self.progress.count is not None:
+            return f"{self.progress.label or 'step'} {self.progress.count}"
+        return f"epoch {self.progress.epoch}" if self.progress.epoch else f"line {self.progress.line.number}"
+
+
+Series = Sequence[Point]
+
+
+def trends(attempt: Attempt) -> Iterator[Fact]:
+    """One sentence for ranks with the same trend."""
+    merged: dict[tuple[str, str], list[tuple[int | None, Point]]] = defaultdict(list)
+    for (metric, rank), points in _series(attempt).items():
+        for kind, text, point in _trends(metric, points):
+            merged[kind, text].append((rank, point))
+    printing = {rank for rank, timeline in attempt.timelines.items() if any(item.metrics for item in timeline.progress)}
+    for (kind, text), cases in list(merged.items())[:MOST_TRENDS]:
+        ranks = tuple(sorted({rank for rank, _ in cases if rank is not None}))
+        subject = f"{name_ranks(ranks)}: " if ranks else ""
+        odd = ranks if set(ranks) < printing else ()
+        yield Fact.of(kind, f"{subject}{text}", odd, cases[0][1].progress.line.evidence)
+
+
+def summarize_metrics(attempt: Attempt) -> tuple[MetricSummary, ...]:
+    """Each metric of each rank, in the order of their first lines."""
+    return tuple(_summary(metric, rank, points) for (metric, rank), points in _series(attempt).items())
+
+
+def _summary(metric: str, rank: int | None, points: Series) -> MetricSummary:
+    values = [point.value for point in points if math.isfinite(point.value)]
+    bad = [point for point in points if not math.isfinite(point.value)]
+    first, last, lowest, highest = (values[0], values[-1], min(values), max(values)) if values else (None,) * 4
+    at = bad[0].step if bad else ""
+    return MetricSummary(metric, rank, len(points), first, last, lowest, highest, len(bad), at)
+
+
+def _series(attempt: Attempt) -> dict[tuple[str, int | None], list[Point]]:
+    series: dict[tuple[str, int | None], list[Point]] = defaultdict(list)
+    for rank, timeline in attempt.timelines.items():
+        for progress in timeline.progress:
+            for metric, value in progress.metrics:
+                series[metric, rank].append(Point(value, progress))
+    return series
+
+
+def _trends(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
+    if metric.endswith("loss") or "norm" in metric:
+        yield from _not_finite(metric, points)
+    finite = [point for point in points if math.isfinite(point.value)]
+    if metric == "loss" and len(finite) >= LEAST_POINTS:
+        yield from _zero_or_constant(finite)
+        yield from _jump(finite)
+    if metric in RATES and len(finite) >= LEAST_RATES:
+        yield from _fall(metric, finite)
+
+
+def _not_finite(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
+    bad = [point for point in points if not math.isfinite(point.value)]
+    if not bad:
+        return
+    start = points.index(bad[0])
+    before = next((point for point in reversed(points[:start]) if math.isfinite(point.value)), None)
+    last = f", last finite value {before.value:g}" if before else ", from the first report on"
+    name = "nan" if math.isnan(bad[0].value) else "inf"
+    if all(not math.isfinite(point.value) for point in points[start:]):
+        yield "not-finite", f"{metric} is {name} from {bad[0].step} to the end{last}", bad[0]
+    else:
+        yield "recovered", f"{metric} is {name} in {len(bad)} of {len(points)} reports, finite again later", bad[0]
+
+
+def _zero_or_constant(points: Series) -> Iterator[tuple[str, str, Point]]:
+    values = [point.value for point in points]
+    zeros = next((index for index, value in enumerate(values) if value == 0.0), len(values))
+    is_policy = any(name in POLICY for point in points for name, _ in point.progress.metrics)
+    has_faded = zeros > 0 and values[zeros - 1] < FADED  # a model that learns its data by heart
+    if len(values) - zeros >= LEAST_ZEROS and not any(values[zeros:]) and not is_policy and not has_faded:
+        yield "zero", f"loss is exactly 0 from {points[zeros].step} to the end", points[zeros]
+    elif (
+        len(values) >= LEAST_EQUAL
+        and len({round(value, ROUND) for value in values[-LEAST_EQUAL:]}) == 1
+        and _is_precise(values[-1])
+    ):
+        equal = next(
+            (index for index, value in enumerate(reversed(values)) if round(value, ROUND) != round(values[-1], ROUND)),
+            len(values),
+        )
+        yield "constant", f"loss is {values[-1]:g} in the last {equal} reports", points[-1]
+
+
+def _is_precise(value: float) -> bool:
+    """Whether it was printed with more than two decimals: with fewer, reports of a falling loss are equal as well."""
+    return round(value, 2) != value
+
+
+def _jump(points: Series) -> Iterator[tuple[str, str, Point]]:
+    for index in range(LEAST_POINTS, len(points)):
+        window = [point.value for point in points[max(0, index - WINDOW) : index]]
+        value, usual = points[index].value, median(window)
+        if usual > 0 and value > JUMP * usual and value > ABOVE_MAXIMUM * max(window) and value > LEAST_JUMP:
+            times = f"{value / usual:.0f} times the median before"
+            yield "jump", f"loss jumps to {value:.3g} at {points[index].step}, {times}", points[index]
+            return
+
+
+def _fall(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
+    """The throughput of the last quarter against that of the half before it, if it fell and stayed there."""
+    quarter = len(points) // 4
+    before, after = points[quarter : 3 * quarter], points[3 * quarter :]
+    usual = median(point.value for point in before)
+    if usual > 0 and max(point.value for point in after) < FALLEN * usual:
+        share = median(point.value for point in after) / usual
+        yield "slower", f"{metric} falls to {share:.0%} at {after[0].step} and stays there", after[0]
