@@ -27,7 +27,8 @@ def read_story(excerpts: Iterable[Excerpt]) -> Story:
         return Story()
     if not attempts[-1].has_failed:
         completion = attempts[-1].completion
-        return Story(rows, tuple(trends(attempts[-1]))[:MOST_FACTS], completion and completion.evidence)
+        facts = tuple(trends(attempts[-1]))[:MOST_FACTS]
+        return Story(rows, facts, completion=completion and completion.evidence)
     facts = (*_facts(attempts[0]), *_restarts(attempts))[:MOST_FACTS]
     waiting = frozenset(rank for rank, failure in attempts[0].failures.items() if failure.has_waited)
     return Story(rows, facts, _culprit(attempts[0], facts), waiting)
