@@ -171,7 +171,7 @@ class Read(BaseModel):
     bytes: int
 
 
-class Place(BaseModel):
+class Position(BaseModel):
     """A line of an input; `line` is null for what stands on no line."""
 
     source: str
@@ -184,7 +184,7 @@ class FactDocument(BaseModel):
     kind: str
     text: str
     ranks: tuple[int, ...]
-    lines: tuple[Place, ...]
+    lines: tuple[Position, ...]
 
 
 class StoryDocument(BaseModel):

@@ -13,8 +13,8 @@ from typing import Any
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.isolation.client import ScanServer
 from kb.diagnose.isolation.job import Excess
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import Limits
-from kb.diagnose.scan_result import Scan
 from kb.errors import IndexUnavailable, ServiceBusy, UsageError
 
 from .fair_queue import FairQueue

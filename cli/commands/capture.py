@@ -121,11 +121,13 @@ def _print(
     for problem in problems:
         notice(problem)
     if diagnosis is not None:
+        from kb.diagnose.evidence import DERIVED_PREFIX
+
         from ..terminal.diagnosis import MOST_LINES, Printer
 
         Printer(diagnosis, roots=roots).print()
         for line in diagnosis.observations[MOST_LINES:]:
-            print(labelled("inferred", line.text.removeprefix("kb: ")))
+            print(labelled("inferred", line.text.removeprefix(DERIVED_PREFIX)))
     if bundle:
         print(
             field(

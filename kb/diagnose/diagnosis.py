@@ -14,7 +14,7 @@ from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary, summarize_ranks
 from kb.diagnose.next_step import LIKELY, Documents, NextStep, ask_more, next_step, read_first_failure
 from kb.diagnose.ranking import Candidate, rank_candidates
-from kb.diagnose.scan_result import Scan
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.story.summary import Story
 from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
 from kb.search.cues import named

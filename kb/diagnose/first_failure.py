@@ -10,8 +10,8 @@ from typing import Any
 from kb.diagnose.evidence import DERIVED_PREFIX, SINCE_EPOCH, Exit, Line
 from kb.diagnose.failure_lines import is_aftermath, is_failure, is_raised
 from kb.diagnose.ranking import Candidate
-from kb.diagnose.scan_result import Scan
-from kb.diagnose.story.summary import Fact
+from kb.diagnose.scan.result import Scan
+from kb.diagnose.story.fact import Fact
 
 MOST_RANKS = 64
 ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that something else ended: SIGTERM

@@ -13,7 +13,7 @@ from kb.diagnose.evidence import Line, SignatureMatch
 from kb.diagnose.failure_lines import is_aftermath, is_launcher
 from kb.diagnose.first_failure import RankSummary, is_from_log
 from kb.diagnose.ranking import Candidate
-from kb.diagnose.story.summary import ALL_LOST, Fact
+from kb.diagnose.story.fact import Fact, FactKind
 
 TRACEBACK_LINES = 40  # the exception is below the first line of its traceback, perhaps by as much
 
@@ -39,7 +39,7 @@ def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> boo
 
 def _explains(candidate: Candidate, culprit: Fact) -> bool:
     """Whether an entry knows a signature of the failure itself, and not only what a launcher prints of it."""
-    places = {(line.source, line.number) for line in culprit.lines} if culprit.kind != ALL_LOST else set()
+    places = {(line.source, line.number) for line in culprit.lines} if culprit.kind != FactKind.ALL_LOST else set()
     return any(
         line.text == culprit.text or ((line.source, line.number) in places and not is_launcher(line.text))
         for match in _evident(candidate)

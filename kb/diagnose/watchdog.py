@@ -15,7 +15,7 @@ from math import prod
 from typing import TypeVar
 
 from kb.diagnose.evidence import DERIVED_PREFIX, Exit, GroupProgress, Line, Timeout
-from kb.diagnose.scan_result import Scan
+from kb.diagnose.scan.result import Scan
 from kb.harness.collective import name_ranks
 
 MOST = 10_000  # stored messages of each kind

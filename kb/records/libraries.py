@@ -33,7 +33,7 @@ class LibraryVerdict:
     libraries: Mapping[str, str]
     torch: str
     day: str
-    probe_digest: str = ""
+    probe_digest: str
 
     @property
     def releases(self) -> str:

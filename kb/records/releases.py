@@ -83,9 +83,9 @@ def experiment_summaries(verdicts: Iterable[ReleaseVerdict]) -> list[str]:
 
 
 def experiment_lines(rows: Iterable[tuple[str, str, str, str]]) -> list[str]:
-    """A line for each experiment, from rows of its name, its fidelity, a verdict and a release."""
+    """A line for each experiment, from rows of its name, its fidelity, a verdict and a release; no row twice."""
     releases: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for name, fidelity, verdict, release in rows:
+    for name, fidelity, verdict, release in dict.fromkeys(rows):
         releases.setdefault((name, fidelity), {}).setdefault(verdict, []).append(release)
     return [f"{name} ({fidelity}): {_listed(by_verdict)}" for (name, fidelity), by_verdict in releases.items()]
 

@@ -27,9 +27,9 @@ from kb.content.entry import Entry
 from kb.content.roots import configured_roots
 from kb.diagnose.diagnosis import Diagnosis, diagnose
 from kb.diagnose.inputs.sources import find_sources
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 from kb.harness.launcher import Launcher
 from kb.machine import snapshot
 from kb.search.index import Index

@@ -18,8 +18,8 @@ import pytest
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.isolation.client import ScanServer
 from kb.diagnose.isolation.job import Answer, Excess
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import Limits
-from kb.diagnose.scan_result import Scan
 from kb.runtime.processes import Process, descendants, read_process, resident_bytes
 from tests.support.console import GENEROUS_S, wait_for
 from tests.support.kb_serve import Serving, serving

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
 from kb.diagnose.inputs.sources import Stream, find_sources
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import Limits, scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 from kb.patterns.literals import literals
 from kb.patterns.redos_timing import pumped
 from tests.support.console import CHECKOUT

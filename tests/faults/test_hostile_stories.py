@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 from kb.diagnose.story.excerpt import HEAD, MARKED, SAMPLED, TAIL, Excerpt, Part
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.picture import svg_picture, text_picture

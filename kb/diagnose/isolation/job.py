@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kb.diagnose.inputs.sources import Stream
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import Limits, scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 
 GRACE_S = 5  # of processor time beyond the limit, after which the kernel ends a process that does not notice
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from kb.diagnose.evidence import Failure, Line, SignatureMatch
 from kb.diagnose.failure_lines import is_failure, is_interruption
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.signature_matcher import Pattern
-from kb.diagnose.scan_result import Scan
 from kb.diagnose.watchdog import WatchdogReader
 from kb.search.query import LONGEST_TEXT, VOLATILE
 

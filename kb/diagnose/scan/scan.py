@@ -21,8 +21,8 @@ from kb.diagnose.readers.structured import LARGEST, MOST_VALUES, Unreadable
 from kb.diagnose.readers.torchelastic_error import read_error_file
 from kb.diagnose.scan.accumulator import Accumulator
 from kb.diagnose.scan.log_scanner import Scanner
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 from kb.diagnose.story.excerpt import Excerpt, ExcerptBuilder, share
 from kb.diagnose.story.story import read_story
 from kb.diagnose.watchdog import derive_observations

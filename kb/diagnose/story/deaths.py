@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kb.diagnose.story.endings import ABORT, FATAL, Ending
-from kb.diagnose.story.summary import EXIT, KILLED, Fact
+from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.timeline import Attempt
 from kb.harness.collective import name_ranks
 
@@ -27,7 +27,7 @@ def killed_ranks(attempt: Attempt) -> Iterator[Fact]:
         traceback = "" if failure else " without a traceback"
         text = f"rank {rank} ended by {ending.text}{traceback}{last}{oom}"
         kernel = (line.evidence for line in attempt.endings.oom_kills[:1])
-        yield Fact.of(KILLED, text, (rank,), *kernel, ending.line.evidence)
+        yield Fact.of(FactKind.KILLED, text, (rank,), *kernel, ending.line.evidence)
 
 
 def _gave_up(attempt: Attempt) -> dict[int, float]:
@@ -55,17 +55,17 @@ def exited_ranks(attempt: Attempt) -> Iterator[Fact]:
         remark = attempt.endings.errors.get(rank) or (timeline.remark if timeline else None)
         last = f', its last message: "{remark.message[:LONGEST_REMARK]}"' if remark else ""
         text = f"rank {rank} ended with exit code {ending.code} and without a traceback{last}"
-        yield Fact.of(EXIT, text, (rank,), ending.line.evidence, *((remark.evidence,) if remark else ()))
+        yield Fact.of(FactKind.EXIT, text, (rank,), ending.line.evidence, *((remark.evidence,) if remark else ()))
 
 
 def first_ending(attempt: Attempt) -> Iterator[Fact]:
     """Which rank the launcher saw end first: among waiting ranks it is a matter of luck."""
     if ending := next((ending for ending in attempt.endings.by_rank.values() if ending.is_first), None):
         text = f"the launcher saw rank {ending.rank} end first ({ending.text})"
-        yield Fact.of("launcher", text, (ending.rank,), ending.line.evidence)
+        yield Fact.of(FactKind.LAUNCHER, text, (ending.rank,), ending.line.evidence)
 
 
-def endings_of(attempt: Attempt) -> str:
+def describe_endings(attempt: Attempt) -> str:
     """How an attempt ended, in a few words."""
     own = [(rank, failure) for rank, failure in attempt.failures.items() if not failure.has_waited]
     if own:

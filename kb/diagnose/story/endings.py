@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from kb.diagnose.failure_lines import is_failure, is_launcher
 from kb.diagnose.story.lines import StoryLine
+from kb.diagnose.watchdog import EXIT_CODE, EXIT_RANK
 
-RANK = re.compile(r"^\s{0,8}rank\s{0,12}: (\d{1,6}) \(local_rank: ")
-CODE = re.compile(r"^\s{0,8}exitcode\s{0,12}: (-?\d{1,5}) +\(pid: (\d+)\)")
 FIRST = re.compile(r"Root Cause \(first observed failure\)")
 FAILED = re.compile(r"failed \(exitcode: (-?\d{1,5})\) local_rank: (\d{1,6}) \(pid: (\d+)\)")
 TASK = re.compile(
@@ -38,16 +37,15 @@ RESTART = re.compile(
 AGENT = re.compile(
     r"^\[?[EW]\d{4} [\d:.]+ (\d+) torch/distributed/elastic/multiprocessing/api\.py\S*\] failed \(exitcode"
 )
-GAVE_UP = re.compile(r"Watchdog caught|Aborting process on rank|[Hh]eartbeat ?[Mm]onitor|Operation timed out after")
+TIMED_OUT = re.compile(r"Watchdog caught|Aborting process on rank|[Hh]eartbeat ?[Mm]onitor|Operation timed out after")
 # DeepSpeed: the ranks of the job, all in this log unless several nodes were named before.
 STARTED = re.compile(r"\bdist_world_size=(\d{1,6})$")
 NODES = re.compile(r"\bnnodes=(?!1\b)\d")
 MOST_STARTED = 1024
 RESTARTING = re.compile(r"[Rr]estart|[Rr]equeue|REQUEUE")
-WATCHDOG = ("Watchdog", "Aborting", "eartbeat", "timed out after")
 WORDS = re.compile(  # of the lines that may say how a rank ended
-    r"Watchdog|Aborting|eartbeat|timed out|[Rr]ank|Process|exitcode|srun|terminated|what\(\):|dist_world_size|nnodes=|oom|OOM"
-    r"|memory|Root Cause"
+    r"Watchdog|Aborting|eartbeat|timed out|[Rr]ank|Process|exitcode|srun|terminated|what\(\):|dist_world_size|nnodes="
+    r"|oom|OOM|memory|Root Cause"
 )
 SIGNALS = {
     -1: "SIGHUP",
@@ -60,6 +58,7 @@ SIGNALS = {
     -11: "SIGSEGV",
     -15: "SIGTERM",
 }
+CODES = {name: code for code, name in SIGNALS.items()}
 TERMINATION = -15
 ABORT = -6
 FATAL = (-4, -7, -8, -9, -11)  # signals that no launcher sends as a request
@@ -72,7 +71,7 @@ def is_restart(text: str) -> bool:
 
 def has_given_up(text: str) -> bool:
     """Whether a watchdog of NCCL reports that its rank waited in vain."""
-    return any(word in text for word in WATCHDOG) and bool(GAVE_UP.search(text))
+    return bool(TIMED_OUT.search(text))
 
 
 def _tasks(text: str) -> Iterator[int]:
@@ -80,10 +79,8 @@ def _tasks(text: str) -> Iterator[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
-            yield from range(
-                int(first),
-                min(int(last or first) if last.isdigit() or not last else int(first), int(first) + MOST_STARTED) + 1,
-            )
+            start, end = int(first), int(last) if last.isdigit() else int(first)
+            yield from range(start, min(end, start + MOST_STARTED) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +102,15 @@ class Endings:
     """`read` all lines in order, then `close`.
 
     `errors` has the last failure line that names a rank; `aborts` are messages of C++ exceptions that nobody caught,
-    which leave no traceback; `gave_up` whether
-    a watchdog of NCCL ended its process, in C++ as well. `started` is the number
-    of ranks, where the launcher of a single node prints it.
+    which leave no traceback; `gave_up` is the first line of each rank's watchdog of NCCL, which ends its process in C++
+    as well. `started` is the number of ranks, where the launcher of a single node prints it.
     """
 
     by_rank: dict[int, Ending] = field(default_factory=dict)
     errors: dict[int, StoryLine] = field(default_factory=dict)
     aborts: list[StoryLine] = field(default_factory=list)
     oom_kills: list[StoryLine] = field(default_factory=list)
-    gave_up: bool = False
+    gave_up: dict[int | None, StoryLine] = field(default_factory=dict)
     started: int = 0
     _has_nodes: bool = False
     _rank: int | None = None
@@ -131,9 +127,9 @@ class Endings:
             self.started = 0 if self._has_nodes else min(int(match[1]), MOST_STARTED)
         elif FIRST.search(text):
             self._is_first = True
-        elif match := RANK.search(text):
+        elif match := EXIT_RANK.search(text):
             self._rank = int(match[1])
-        elif (match := CODE.search(text)) and self._rank is not None:
+        elif (match := EXIT_CODE.search(text)) and self._rank is not None:
             self.by_rank[self._rank] = Ending(self._rank, int(match[1]), line, self._is_first)
             self._rank = None
         elif match := FAILED.search(text):
@@ -142,8 +138,7 @@ class Endings:
             for task in _tasks(match[1]):
                 self._add(task, TASK_CODES.get(match[2], int(match[3] or 1)), line)
         elif match := SPAWNED.search(text):
-            names = {name: code for code, name in SIGNALS.items()}
-            self._add(int(match[1]), names.get(f"SIG{match[2]}", int(match[3] or 1)), line)
+            self._add(int(match[1]), CODES.get(f"SIG{match[2]}", int(match[3] or 1)), line)
         self._read_failure(line)
 
     def close(self) -> None:
@@ -153,7 +148,7 @@ class Endings:
     @property
     def has_aborted_waiting(self) -> bool:
         """Whether C++ ended processes because they waited: without a traceback, like those that fail themselves."""
-        return self.gave_up or bool(self.aborts)
+        return bool(self.gave_up or self.aborts)
 
     def _add(self, rank: int, code: int, line: StoryLine) -> None:
         self.by_rank.setdefault(rank, Ending(rank, code, line))
@@ -162,7 +157,8 @@ class Endings:
         text = line.text
         if (named := NAMED.search(text)) and is_failure(text) and not is_launcher(text):
             self.errors[int(named[1])] = line
-        self.gave_up = self.gave_up or has_given_up(text)
+        if has_given_up(text):
+            self.gave_up.setdefault(line.rank, line)
         if "what():" in text and TERMINATED.search(text):
             self.aborts.append(line)
         if OOM_KILL.search(text):

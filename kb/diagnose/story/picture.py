@@ -17,7 +17,8 @@ from kb.printable import printable
 LETTERS = {LOAD: "l", TOKENIZE: "t", TRAIN: "=", EVALUATE: "e", SAVE: "s", RESUME: "r", TEARDOWN: "d", "": "-"}
 LEGEND = "l load  t tokenize  = train  e evaluate  s save  r resume  d teardown"
 MARKS = f"{WAITED} gave up waiting  {FAILED} failed by itself  {DIED} killed"
-AXIS = 40  # columns
+WIDTH = 80  # columns of a terminal
+AXIS = 40
 LABEL = 10  # columns for the ranks of a row
 MOST_ROWS = 12  # on a terminal, of which equal ones count once
 
@@ -31,16 +32,16 @@ COLOURS = {
     TEARDOWN: "#999999",
     "": "#bbbbbb",
 }
-WAY = re.compile(r"(?: in \S+:\d+ \S+)? called from ")  # of a place, from the call to the user's code
+CALL_PATH = re.compile(r"(?: in \S+:\d+ \S+)? called from ")  # of a place, from the call to the user's code
 LEFT, LENGTH, HEIGHT, TOP = 76, 640, 22, 8  # pixels
 
 
-def text_picture(attempt: AttemptSummary, width: int = 80) -> str:
+def text_picture(attempt: AttemptSummary) -> str:
     """Equal rows of consecutive ranks are one, such as `ranks 1-7`. Empty for an attempt without rows."""
     folded = _folded(attempt.rows)
     if not folded:
         return ""
-    rest = max(10, width - LABEL - AXIS - 4)
+    rest = WIDTH - LABEL - AXIS - 4
     rows = [
         f"{_shortened(_label(ranks), LABEL):<{LABEL}}|{axis}| {_shortened(printable(end), rest)}"
         for ranks, axis, end in folded[:MOST_ROWS]
@@ -72,7 +73,7 @@ def svg_picture(attempt: AttemptSummary) -> str:
 
 def row_text(row: RankRow) -> str:
     """How the row ends: `barrier train.py:203`, or its exit code or signal, or its last progress."""
-    return WAY.sub(" ", row.place).rsplit(" ", 1)[0] if row.place else row.ending
+    return CALL_PATH.sub(" ", row.place).rsplit(" ", 1)[0] if row.place else row.ending
 
 
 def _svg_row(row: RankRow, y: int) -> str:

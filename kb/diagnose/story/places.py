@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from kb.diagnose.frames import Frame, is_library
 from kb.diagnose.story.endings import ABORT
-from kb.diagnose.story.summary import OWN_FAILURE, Fact
+from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.timeline import Attempt
 from kb.diagnose.story.tracebacks import Traceback
 from kb.harness.collective import name_ranks
@@ -38,11 +38,11 @@ def own_failures(attempt: Attempt) -> Iterator[Fact]:
         is_late = waiting and gave_up_at < failure.first.order
         late = ", printed after they had given up" if is_late else ""
         text = f"{name_ranks(ranks)} raised {failure.error[:LONGEST_ERROR]} in {failure.place}{others}{late}"
-        yield Fact.of(OWN_FAILURE, text, tuple(ranks), failure.last.evidence)
+        yield Fact.of(FactKind.OWN_FAILURE, text, tuple(ranks), failure.last.evidence)
     for failure in attempt.anonymous_failures:
         if not failure.has_waited:
             text = f"a rank raised {failure.error[:LONGEST_ERROR]} in {failure.place}"
-            yield Fact.of(OWN_FAILURE, text, (), failure.last.evidence)
+            yield Fact.of(FactKind.OWN_FAILURE, text, (), failure.last.evidence)
 
 
 def size_mismatches(attempt: Attempt) -> Iterator[Fact]:
@@ -57,14 +57,15 @@ def size_mismatches(attempt: Attempt) -> Iterator[Fact]:
     waiting = [failure for _, failure in _waiting(attempt, ())]
     places = sorted({failure.place for failure in waiting})
     if len(places) != 1:
-        yield Fact.of("sizes-differ", f"{subject} aborted over a size that it did not expect", ranks, line.evidence)
+        text = f"{subject} aborted over a size that it did not expect"
+        yield Fact.of(FactKind.SIZES_DIFFER, text, ranks, line.evidence)
     elif waiting[0].has_fixed_sizes:
         text = f"{subject} received another size than it expected while the others were in {places[0]}"
         text += ", whose sizes are equal on all ranks: it was in another call"
-        yield Fact.of("drifted", text, ranks, line.evidence)
+        yield Fact.of(FactKind.DRIFTED, text, ranks, line.evidence)
     else:
         text = f"{subject} received another size than it expected, the others ended in one call: {places[0]}"
-        yield Fact.of("sizes-differ-in-call", text, ranks, line.evidence)
+        yield Fact.of(FactKind.SIZES_DIFFER_IN_CALL, text, ranks, line.evidence)
 
 
 def waiting_places(attempt: Attempt, accused: Collection[int]) -> Iterator[Fact]:
@@ -101,8 +102,8 @@ def _different_places(groups: Sequence[Group]) -> Iterator[Fact]:
     listed = "; ".join(f"{_subject(group)} in {group[0][1].place}" for group in groups[:MOST_PLACES])
     cited = tuple(line.evidence for line in lines)
     parting = _parting(smallest, largest)
-    if parting is None or parting[0] != "left-loop":
-        yield Fact.of("places-differ", f"ranks ended in different calls: {listed}", odd, *cited)
+    if parting is None or parting[0] != FactKind.LEFT_LOOP:
+        yield Fact.of(FactKind.PLACES_DIFFER, f"ranks ended in different calls: {listed}", odd, *cited)
     if parting:
         yield Fact.of(*parting, odd, *cited)
 
@@ -111,7 +112,7 @@ def _same_place(group: Group) -> Iterator[Fact]:
     failure = group[0][1]
     if len(group) < 2:
         text = f"only {_subject(group)} left a traceback of waiting, in {failure.place}"
-        yield Fact.of("one-place", text, (), failure.last.evidence)
+        yield Fact.of(FactKind.ONE_PLACE, text, (), failure.last.evidence)
         return
     lost = [(rank, failure) for rank, failure in group if failure.has_lost]
     gave_up = [(rank, failure) for rank, failure in group if not failure.has_lost]
@@ -119,9 +120,9 @@ def _same_place(group: Group) -> Iterator[Fact]:
     is_last = len(lost) == 1 < len(gave_up) and lost[0][1].first.order > max(other.first.order for _, other in gave_up)
     if is_last and lost[0][0] is not None:
         text += f"; {_subject(gave_up)} gave up waiting, then rank {lost[0][0]} lost them"
-        yield Fact.of("came-last", text, (lost[0][0],), failure.last.evidence, lost[0][1].last.evidence)
+        yield Fact.of(FactKind.CAME_LAST, text, (lost[0][0],), failure.last.evidence, lost[0][1].last.evidence)
     else:
-        yield Fact.of("same-place", text, (), failure.last.evidence)
+        yield Fact.of(FactKind.SAME_PLACE, text, (), failure.last.evidence)
 
 
 def _subject(group: Group) -> str:
@@ -133,27 +134,27 @@ def _ranks(group: Group) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, _ in group if rank is not None))
 
 
-def _parting(smallest: Group, largest: Group) -> tuple[str, str] | None:
+def _parting(smallest: Group, largest: Group) -> tuple[FactKind, str] | None:
     """The kind and text of the sentence that says where the user's frames of two stacks part; None if they do not."""
     few, many = (_own_frames(group[0][1]) for group in (smallest, largest))
     for left, right in zip(few, many, strict=False):
         if (left.file, left.name) != (right.file, right.name):
             return None
         if left.line != right.line:
-            return _parted(smallest, left, largest, right)
+            return _branches(smallest, left, largest, right)
     return None
 
 
-def _parted(smallest: Group, left: Frame, largest: Group, right: Frame) -> tuple[str, str]:
+def _branches(smallest: Group, left: Frame, largest: Group, right: Frame) -> tuple[FactKind, str]:
     """Whether the few had left what the many were still in, such as a loop, or called something else in it."""
     function = f"{left.file.split('/')[-1]}, function {left.name}"
     inside, others_inside = _inside(smallest, left), _inside(largest, right)
     few, many = _subject(smallest), _subject(largest)
     if not inside and others_inside and left.line > right.line:
         ahead = f"{few} had gone on to line {left.line} of {function}, in {smallest[0][1].place}"
-        return "left-loop", f"{ahead}; {many} were still at line {right.line}{others_inside}"
+        return FactKind.LEFT_LOOP, f"{ahead}; {many} were still at line {right.line}{others_inside}"
     sides = f"{few} at line {left.line}{inside}; {many} at line {right.line}{others_inside}"
-    return "paths-part", f"paths part in {function}: {sides}"
+    return FactKind.PATHS_PART, f"paths part in {function}: {sides}"
 
 
 def _inside(group: Group, frame: Frame) -> str:

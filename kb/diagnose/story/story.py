@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kb.diagnose.story.deaths import endings_of, exited_ranks, first_ending, killed_ranks
+from kb.diagnose.story.deaths import describe_endings, exited_ranks, first_ending, killed_ranks
 from kb.diagnose.story.excerpt import Excerpt
+from kb.diagnose.story.fact import EXPLANATIONS, Fact, FactKind
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.places import own_failures, size_mismatches, waiting_places
 from kb.diagnose.story.rows import summarize
-from kb.diagnose.story.summary import ALL_LOST, EXIT, KILLED, OWN_FAILURE, Fact, Story
+from kb.diagnose.story.summary import Story
 from kb.diagnose.story.timeline import Attempt, read_attempts
 from kb.diagnose.story.trends import trends
 from kb.diagnose.story.waiting import late_ranks, missing_ranks, steps_behind
 
-# What explains why others wait; a rank without a traceback is then one of many that the launcher ended.
-EXPLAINED = {"own-failure", "killed", "drifted", "sizes-differ", "sizes-differ-in-call", "exit"}
+ENDINGS = (FactKind.KILLED, FactKind.EXIT, FactKind.ALL_LOST)
 MOST_FACTS = 12
 
 
@@ -41,8 +41,8 @@ def _culprit(attempt: Attempt, facts: Iterable[Fact]) -> Fact | None:
     """
     failures = [*attempt.failures.values(), *attempt.anonymous_failures]
     has_waited = any(failure.has_waited for failure in failures)
-    kinds = {OWN_FAILURE, KILLED, EXIT, ALL_LOST} if has_waited else {OWN_FAILURE}
-    return next((fact for fact in facts if fact.kind in kinds and (fact.ranks or fact.kind != ALL_LOST)), None)
+    own = (fact for fact in facts if fact.kind == FactKind.OWN_FAILURE or (has_waited and fact.kind in ENDINGS))
+    return next((fact for fact in own if fact.ranks or fact.kind != FactKind.ALL_LOST), None)
 
 
 def _facts(attempt: Attempt) -> Iterator[Fact]:
@@ -57,7 +57,7 @@ def _facts(attempt: Attempt) -> Iterator[Fact]:
         *killed_ranks(attempt),
         *exited_ranks(attempt),
     ]
-    if not late and not any(fact.kind in EXPLAINED for fact in facts):
+    if not late and not any(fact.kind in EXPLANATIONS for fact in facts):
         facts += missing_ranks(attempt)
     yield from facts
     yield from steps_behind(attempt)
@@ -68,7 +68,7 @@ def _facts(attempt: Attempt) -> Iterator[Fact]:
 def _restarts(attempts: tuple[Attempt, ...]) -> Iterator[Fact]:
     if len(attempts) < 2:
         return
-    first, *others = [endings_of(attempt) for attempt in attempts]
+    first, *others = [describe_endings(attempt) for attempt in attempts]
     later = "the same" if set(others) == {first} else ", ".join(others)
-    line = attempts[0].lines[-1].evidence
-    yield Fact.of("restarts", f"attempt 1 of {len(attempts)} ended with {first}; later ones with {later}", (), line)
+    text = f"attempt 1 of {len(attempts)} ended with {first}; later ones with {later}"
+    yield Fact.of(FactKind.RESTARTS, text, (), attempts[0].lines[-1].evidence)

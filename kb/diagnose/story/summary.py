@@ -5,50 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kb.diagnose.evidence import DERIVED_PREFIX, LONGEST_EVIDENCE, Line
-from kb.printable import printable
+from kb.diagnose.evidence import Line
+from kb.diagnose.story.fact import ABSENT, Fact
 
-OWN_FAILURE, KILLED, EXIT = "own-failure", "killed", "exit"
 WAITED, FAILED, DIED = "T", "X", "K"  # marks of a row: gave up waiting, failed by itself, was killed
-ALL_LOST = "all-lost"
-SILENT = "silent"
-ABSENT = ("busy", SILENT, "done")  # a rank did not come to the call in which the others wait
-CONTEXT = ("recovered", "jump", "slower", "launcher", "steps-behind", "restarts", "one-place", "same-place")
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A conclusion about the ranks of a job, in a fixed sentence that signatures of entries match.
-
-    `kind` is stable, `text` is one line that begins with `kb: `. `ranks` are those that the sentence accuses, empty
-    where it accuses none; `lines` are its evidence, the decisive one last.
-    """
-
-    kind: str
-    text: str
-    ranks: tuple[int, ...]
-    lines: tuple[Line, ...]
-
-    @classmethod
-    def of(cls, kind: str, text: str, ranks: tuple[int, ...], *lines: Line) -> Fact:
-        return cls(kind, printable(f"{DERIVED_PREFIX}{text}"[:LONGEST_EVIDENCE]), ranks, lines)
-
-    @property
-    def is_context(self) -> bool:
-        """Whether a job that went well may have it, or the reason lies elsewhere."""
-        return self.kind in CONTEXT
-
-    @property
-    def evidence(self) -> Line:
-        """The sentence, at the place of its decisive line."""
-        line = self.lines[-1]
-        rank = self.ranks[0] if len(self.ranks) == 1 else None
-        return Line(line.source, line.number, self.text, rank, line.time)
-
-    def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` prints it."""
-        lines = [{"source": line.source, "line": line.number} for line in self.lines]
-        return {"kind": self.kind, "text": self.text, "ranks": self.ranks, "lines": lines}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +70,8 @@ class Story:
     """`facts` are about the first attempt, whose end is the cause of the later ones.
 
     `culprit` is the one that says which rank failed by itself, `waiting` are the ranks whose traceback says that they
-    waited for others, or lost them. A job whose last attempt went well has no facts but those on metrics. `completion` is its line that says as well
-    that it came to its end: what failed before was survived.
+    waited for others, or lost them. A job whose last attempt went well has no facts but those on metrics;
+    `completion` is its line that says that it came to its end: what failed before was survived.
     """
 
     attempts: tuple[AttemptSummary, ...] = ()

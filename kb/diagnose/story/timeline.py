@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kb.diagnose.evidence import SINCE_EPOCH
-from kb.diagnose.story.endings import AGENT, TERMINATION, Ending, Endings, has_given_up, is_restart
+from kb.diagnose.story.endings import AGENT, TERMINATION, Ending, Endings, is_restart
 from kb.diagnose.story.lines import StoryLine
 from kb.diagnose.story.progress import TEARDOWN, TRAIN, Progress, read_progress
 from kb.diagnose.story.tracebacks import Traceback, read_tracebacks
@@ -34,7 +34,6 @@ class RankTimeline:
     rank: int | None
     progress: list[Progress] = field(default_factory=list)
     tracebacks: list[Traceback] = field(default_factory=list)
-    last: StoryLine | None = None
     gave_up: StoryLine | None = None
     remark: StoryLine | None = None
 
@@ -65,11 +64,6 @@ class RankTimeline:
             if progress.count is not None and progress.phase in (TRAIN, "") and progress.label in STEP_LABELS
         )
         return next(steps, None)
-
-    @property
-    def phase(self) -> str:
-        """The last phase; empty if no line names one."""
-        return next((progress.phase for progress in reversed(self.progress) if progress.phase), "")
 
     def _survived_until(self) -> dict[str, int]:
         """For each log, the last line behind which the rank made progress, or came to its end."""
@@ -201,12 +195,12 @@ def _attempt(lines: Sequence[StoryLine]) -> Attempt:
     for line in lines:
         endings.read(line)
         timeline = timelines.setdefault(line.rank, RankTimeline(line.rank))
-        timeline.last = line
-        if line.rank is not None and has_given_up(line.text):
-            timeline.gave_up = timeline.gave_up or line
         if not _is_traceback(line, in_traceback):
             _read(line, timeline)
     endings.close()
+    for rank, line in endings.gave_up.items():
+        if rank is not None:
+            timelines[rank].gave_up = line
     for traceback in read_tracebacks(lines):
         if not traceback.is_launcher:
             timelines.setdefault(traceback.rank, RankTimeline(traceback.rank)).tracebacks.append(traceback)

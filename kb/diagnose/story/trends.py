@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.progress import Progress
-from kb.diagnose.story.summary import Fact, MetricSummary
+from kb.diagnose.story.summary import MetricSummary
 from kb.diagnose.story.timeline import Attempt
 from kb.harness.collective import name_ranks
 
@@ -42,11 +43,12 @@ class Point:
 
 
 Series = Sequence[Point]
+Trend = tuple[FactKind, str, Point]  # the text without its ranks, and where it begins
 
 
 def trends(attempt: Attempt) -> Iterator[Fact]:
     """One sentence for ranks with the same trend."""
-    merged: dict[tuple[str, str], list[tuple[int | None, Point]]] = defaultdict(list)
+    merged: dict[tuple[FactKind, str], list[tuple[int | None, Point]]] = defaultdict(list)
     for (metric, rank), points in _series(attempt).items():
         for kind, text, point in _trends(metric, points):
             merged[kind, text].append((rank, point))
@@ -80,7 +82,7 @@ def _series(attempt: Attempt) -> dict[tuple[str, int | None], list[Point]]:
     return series
 
 
-def _trends(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
+def _trends(metric: str, points: Series) -> Iterator[Trend]:
     if metric.endswith("loss") or "norm" in metric:
         yield from _not_finite(metric, points)
     finite = [point for point in points if math.isfinite(point.value)]
@@ -91,7 +93,7 @@ def _trends(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
         yield from _fall(metric, finite)
 
 
-def _not_finite(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
+def _not_finite(metric: str, points: Series) -> Iterator[Trend]:
     bad = [point for point in points if not math.isfinite(point.value)]
     if not bad:
         return
@@ -100,18 +102,19 @@ def _not_finite(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]
     last = f", last finite value {before.value:g}" if before else ", from the first report on"
     name = "nan" if math.isnan(bad[0].value) else "inf"
     if all(not math.isfinite(point.value) for point in points[start:]):
-        yield "not-finite", f"{metric} is {name} from {bad[0].step} to the end{last}", bad[0]
+        yield FactKind.NOT_FINITE, f"{metric} is {name} from {bad[0].step} to the end{last}", bad[0]
     else:
-        yield "recovered", f"{metric} is {name} in {len(bad)} of {len(points)} reports, finite again later", bad[0]
+        text = f"{metric} is {name} in {len(bad)} of {len(points)} reports, finite again later"
+        yield FactKind.RECOVERED, text, bad[0]
 
 
-def _zero_or_constant(points: Series) -> Iterator[tuple[str, str, Point]]:
+def _zero_or_constant(points: Series) -> Iterator[Trend]:
     values = [point.value for point in points]
     zeros = next((index for index, value in enumerate(values) if value == 0.0), len(values))
     is_policy = any(name in POLICY for point in points for name, _ in point.progress.metrics)
     has_faded = zeros > 0 and values[zeros - 1] < FADED  # a model that learns its data by heart
     if len(values) - zeros >= LEAST_ZEROS and not any(values[zeros:]) and not is_policy and not has_faded:
-        yield "zero", f"loss is exactly 0 from {points[zeros].step} to the end", points[zeros]
+        yield FactKind.ZERO, f"loss is exactly 0 from {points[zeros].step} to the end", points[zeros]
     elif (
         len(values) >= LEAST_EQUAL
         and len({round(value, ROUND) for value in values[-LEAST_EQUAL:]}) == 1
@@ -121,7 +124,7 @@ def _zero_or_constant(points: Series) -> Iterator[tuple[str, str, Point]]:
             (index for index, value in enumerate(reversed(values)) if round(value, ROUND) != round(values[-1], ROUND)),
             len(values),
         )
-        yield "constant", f"loss is {values[-1]:g} in the last {equal} reports", points[-1]
+        yield FactKind.CONSTANT, f"loss is {values[-1]:g} in the last {equal} reports", points[-1]
 
 
 def _is_precise(value: float) -> bool:
@@ -129,21 +132,21 @@ def _is_precise(value: float) -> bool:
     return round(value, 2) != value
 
 
-def _jump(points: Series) -> Iterator[tuple[str, str, Point]]:
+def _jump(points: Series) -> Iterator[Trend]:
     for index in range(LEAST_POINTS, len(points)):
         window = [point.value for point in points[max(0, index - WINDOW) : index]]
         value, usual = points[index].value, median(window)
         if usual > 0 and value > JUMP * usual and value > ABOVE_MAXIMUM * max(window) and value > LEAST_JUMP:
             times = f"{value / usual:.0f} times the median before"
-            yield "jump", f"loss jumps to {value:.3g} at {points[index].step}, {times}", points[index]
+            yield FactKind.JUMP, f"loss jumps to {value:.3g} at {points[index].step}, {times}", points[index]
             return
 
 
-def _fall(metric: str, points: Series) -> Iterator[tuple[str, str, Point]]:
+def _fall(metric: str, points: Series) -> Iterator[Trend]:
     """The throughput of the last quarter against that of the half before it, if it fell and stayed there."""
     quarter = len(points) // 4
     before, after = points[quarter : 3 * quarter], points[3 * quarter :]
     usual = median(point.value for point in before)
     if usual > 0 and max(point.value for point in after) < FALLEN * usual:
         share = median(point.value for point in after) / usual
-        yield "slower", f"{metric} falls to {share:.0%} at {after[0].step} and stays there", after[0]
+        yield FactKind.SLOWER, f"{metric} falls to {share:.0%} at {after[0].step} and stays there", after[0]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kb.diagnose.story.endings import ABORT, FATAL
+from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.progress import TEARDOWN, TRAIN, Progress
-from kb.diagnose.story.summary import ALL_LOST, SILENT, Fact
 from kb.diagnose.story.timeline import STEP_LABELS, Attempt, RankTimeline
 from kb.diagnose.story.tracebacks import Traceback
 from kb.harness.collective import name_ranks
@@ -77,7 +77,7 @@ def late_ranks(attempt: Attempt) -> Iterator[Fact]:
             progress = run if _advances_behind(attempt, run, wait.given_up_at) else []
         if len({item.count for item in progress}) >= LEAST_COUNTS:
             text = f"rank {rank} went on with {progress[-1].text} {wait.text}, and came late to {failure.place}"
-            yield Fact.of("busy", text, (rank,), progress[0].line.evidence, progress[-1].line.evidence)
+            yield Fact.of(FactKind.BUSY, text, (rank,), progress[0].line.evidence, progress[-1].line.evidence)
 
 
 def missing_ranks(attempt: Attempt) -> Iterator[Fact]:
@@ -95,12 +95,12 @@ def missing_ranks(attempt: Attempt) -> Iterator[Fact]:
     dead = {rank for rank, ending in attempt.endings.by_rank.items() if ending.code in (*FATAL, ABORT)}
     missing = [rank for rank in attempt.ranks if rank not in failures and rank not in dead] if waiting else []
     facts = [_missing(attempt, rank, waiting, wait) for rank in missing[:MOST_RANKS]]
-    active = [fact for fact in facts if fact.kind != SILENT]
+    active = [fact for fact in facts if fact.kind != FactKind.SILENT]
     if active or len(missing) == 1:
         yield from active or facts
     elif facts:
         text = f"{name_ranks(missing)} left no traceback {wait.text}: one of them did not come"
-        yield Fact.of(SILENT, text, tuple(missing[:MOST_RANKS]), facts[0].lines[-1])
+        yield Fact.of(FactKind.SILENT, text, tuple(missing[:MOST_RANKS]), facts[0].lines[-1])
     elif fact := _anonymous_busy(attempt, wait):
         yield fact
 
@@ -117,7 +117,7 @@ def steps_behind(attempt: Attempt) -> Iterator[Fact]:
     behind, ahead = ([rank for rank, step in known.items() if step == end] for end in (low, high))
     lines = (attempt.timelines[ranks[0]].counted[-1].line.evidence for ranks in (ahead, behind))
     text = f"last step printed: {name_ranks(behind)} step {low}; {name_ranks(ahead)} step {high}"
-    yield Fact.of("steps-behind", text, tuple(behind), *lines)
+    yield Fact.of(FactKind.STEPS_BEHIND, text, tuple(behind), *lines)
 
 
 def _all_lost(attempt: Attempt, failures: Sequence[Traceback], *, is_anonymous: bool) -> Fact:
@@ -127,7 +127,7 @@ def _all_lost(attempt: Attempt, failures: Sequence[Traceback], *, is_anonymous: 
     first = min(failures, key=lambda failure: failure.first.order)
     culprit = f"rank {gone[0]} left no traceback" if is_single else "no line says which rank left first"
     text = f"all ranks with a traceback only lost others, in {first.place}: {culprit}"
-    return Fact.of(ALL_LOST, text, tuple(gone) if is_single else (), first.last.evidence)
+    return Fact.of(FactKind.ALL_LOST, text, tuple(gone) if is_single else (), first.last.evidence)
 
 
 def _missing(attempt: Attempt, rank: int, waiting: Mapping[int, Traceback], wait: _Wait) -> Fact:
@@ -137,15 +137,15 @@ def _missing(attempt: Attempt, rank: int, waiting: Mapping[int, Traceback], wait
     busy = _busy(attempt, timeline, wait)
     if len({item.count for item in busy}) >= LEAST_COUNTS:
         text = f"rank {rank} went on with {busy[-1].text} {others}{ended}"
-        return Fact.of("busy", text, (rank,), busy[0].line.evidence, busy[-1].line.evidence)
+        return Fact.of(FactKind.BUSY, text, (rank,), busy[0].line.evidence, busy[-1].line.evidence)
     last = timeline.progress[-1] if timeline.progress else None
     line = last.line if last else next(iter(waiting.values())).first
     if last and any(item.phase == TEARDOWN for item in timeline.progress[-2:]):
-        return Fact.of("done", f"rank {rank} had finished ({last.text}) {others}", (rank,), line.evidence)
+        return Fact.of(FactKind.DONE, f"rank {rank} had finished ({last.text}) {others}", (rank,), line.evidence)
     since = f"printed nothing after {last.text}" if last else "printed nothing at all"
     if timeline.interrupted:
         ended, line = f", interrupted in {timeline.interrupted.place}", timeline.interrupted.last
-    return Fact.of(SILENT, f"rank {rank} {since} and raised nothing {others}{ended}", (rank,), line.evidence)
+    return Fact.of(FactKind.SILENT, f"rank {rank} {since} and raised nothing {others}{ended}", (rank,), line.evidence)
 
 
 def _busy(attempt: Attempt, timeline: RankTimeline, wait: _Wait) -> list[Progress]:
@@ -189,7 +189,7 @@ def _anonymous_busy(attempt: Attempt, wait: _Wait) -> Fact | None:
     if len({item.count for item in run}) < LEAST_ANONYMOUS_COUNTS:
         return None
     text = f"a rank went on with {run[-1].text} while others waited in {wait.place}"
-    return Fact.of("busy", text, (), run[0].line.evidence, run[-1].line.evidence)
+    return Fact.of(FactKind.BUSY, text, (), run[0].line.evidence, run[-1].line.evidence)
 
 
 def _between(attempt: Attempt, timeline: RankTimeline, wait: _Wait, end: float) -> list[Progress]:

@@ -23,7 +23,7 @@ MOST_S = 60.0  # of a capture on a machine that other tests load
 
 DETAILS = {
     "stopped": "is stopped (state T",
-    "spinning": "s of CPU in",
+    "spinning": "s of CPU",
     "lock": "waits for the lock of a file, which process",
     "loader": "has the worker process",
     "command": "waits for process",

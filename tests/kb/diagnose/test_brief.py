@@ -10,7 +10,7 @@ from kb.diagnose.diagnosis import Diagnosis
 from kb.diagnose.evidence import Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary
-from kb.diagnose.story.summary import Fact
+from kb.diagnose.story.fact import Fact, FactKind
 from tests.support.job_logs import HEALTHY, SHM
 
 PRINTED = Line("job.log", 7, "RuntimeError: Connection closed by peer", 1)
@@ -50,7 +50,7 @@ def test_what_is_not_explained_has_no_entry_and_no_fix_but_the_first_failure() -
 
 
 def test_the_culprit_of_the_story_decides_before_the_first_line() -> None:
-    culprit = Fact.of("own-failure", "rank 2 raised KeyError: 'x' in t.py:3 f", (2,), OTHER)
+    culprit = Fact.of(FactKind.OWN_FAILURE, "rank 2 raised KeyError: 'x' in t.py:3 f", (2,), OTHER)
     answer = brief([], DOCUMENTS, RankSummary(PRINTED, 1, (), (0, 1), culprit), is_explained=False)
     assert answer.decisive == Line("job.log", 9, "kb: rank 2 raised KeyError: 'x' in t.py:3 f", 2)
 

@@ -7,7 +7,7 @@ from typing import Any
 from kb.diagnose.evidence import Exit, Failure, Line, SignatureMatch, Timeout
 from kb.diagnose.first_failure import RankSummary, earliest, summarize_ranks
 from kb.diagnose.ranking import Candidate
-from kb.diagnose.scan_result import Scan
+from kb.diagnose.scan.result import Scan
 
 DAY = 1_795_230_000.0  # seconds since the epoch
 OOM = "torch.OutOfMemoryError: CUDA out of memory."

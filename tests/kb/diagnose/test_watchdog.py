@@ -8,7 +8,7 @@ import pytest
 
 from kb.diagnose.evidence import Line
 from kb.diagnose.scan.log_prefix import parse_prefix
-from kb.diagnose.scan_result import Scan
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.watchdog import WatchdogReader, derive_observations
 
 PRINTED = "[E1121 03:14:05.118 ProcessGroupNCCL.cpp:683] [Rank {within}] {caught}"

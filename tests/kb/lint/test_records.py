@@ -71,7 +71,7 @@ def test_the_releases_that_print_a_signature_contain_its_text(printed_by: str, r
     ],
 )
 def test_no_experiment_in_libraries_ended_against_the_entry(verdict: str, note: str, is_broken: bool) -> None:
-    row = LibraryVerdict("deepspeed", "cpu", verdict, "why", {"deepspeed": "0.14.5"}, "2.4.1", "2026-01-01")
+    row = LibraryVerdict("deepspeed", "cpu", verdict, "why", {"deepspeed": "0.14.5"}, "2.4.1", "2026-01-01", "sha256:0")
     found = violations(edited({TELL: f"{TELL} {note}"}), OnRecord(libraries=(row,)))
     message = f"{verdict}: deepspeed with deepspeed 0.14.5 and torch 2.4.1: why"
     assert found == ([("library-verdict", message)] if is_broken else [])

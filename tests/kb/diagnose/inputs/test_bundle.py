@@ -17,9 +17,9 @@ from kb.capture.bundle import File
 from kb.diagnose.inputs.bundle import MANIFEST, read_members
 from kb.diagnose.inputs.formats import Kind, detect_kind
 from kb.diagnose.inputs.sources import Stream, find_sources
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 from tests.support.capture_records import SLEEPS, encoded, node, record
 
 LIMITS = "Max realtime timeout      unlimited\nMax processes   96365"

@@ -18,9 +18,9 @@ from kb.content.roots import builtin_root
 from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.scan import log_scanner, match_budget
 from kb.diagnose.scan.match_budget import ENOUGH, MatchBudget
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import scan
 from kb.diagnose.scan.signature_matcher import Matcher
-from kb.diagnose.scan_result import Scan
 from kb.patterns.literals import literals
 
 Matches = set[tuple[str, str]]

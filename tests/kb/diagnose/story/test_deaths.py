@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kb.diagnose.story.deaths import endings_of, exited_ranks, first_ending, killed_ranks
+from kb.diagnose.story.deaths import describe_endings, exited_ranks, first_ending, killed_ranks
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.timeline import Attempt, read_attempts
@@ -125,4 +125,4 @@ def test_whom_the_launcher_saw_first_is_context_alone() -> None:
     ],
 )
 def test_the_end_of_an_attempt_in_a_few_words(blocks: list[list[str]], words: str) -> None:
-    assert endings_of(attempt(steps(0), *blocks)) == words
+    assert describe_endings(attempt(steps(0), *blocks)) == words

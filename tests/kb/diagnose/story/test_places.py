@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from kb.diagnose.story.excerpt import Excerpt, Part
+from kb.diagnose.story.fact import Fact
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.places import own_failures, size_mismatches, waiting_places
-from kb.diagnose.story.summary import Fact
 from kb.diagnose.story.timeline import Attempt, read_attempts
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"

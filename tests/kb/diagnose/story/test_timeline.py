@@ -87,10 +87,6 @@ def test_the_last_remark_of_a_rank() -> None:
     assert remark and remark.message == "the disk is full, leaving"
 
 
-def test_the_last_phase_stays() -> None:
-    assert attempt(["[rank0]: saving checkpoint", "[rank0]: [3/4] files"]).timelines[0].phase == "save"
-
-
 def test_a_bar_of_a_download_is_no_step() -> None:
     found = attempt([*steps(0, 1, 3), "[rank0]: 12%|#   | 1.2G/9.9G [00:10<01:20, 108MB/s]"])
     assert found.timelines[0].step == 3
