@@ -46,6 +46,8 @@ class Printer:
         elif diagnosis.bytes:
             print(self._say(HEALTHY).format(self._counted(diagnosis.lines, "{:,} line", "{:,} lines"), self._files()))
             self._print_observations()
+            for fact in diagnosis.story.trends:
+                self._print_line("seen", fact.evidence)
         else:
             print(self._say("there is nothing to read: {} of 0 bytes").format(self._files()))
 

@@ -10,6 +10,7 @@ from kb.diagnose.evidence import DERIVED_PREFIX, Line
 from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary
 from kb.diagnose.next_step import Documents
+from kb.diagnose.story.fact import Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,13 @@ class Brief:
         return {**asdict(self), "decisive": self.decisive.to_json() if self.decisive else None}
 
 
-def brief(findings: Sequence[Finding], documents: Documents, ranks: RankSummary, *, is_explained: bool) -> Brief:
-    """Of the first finding if it explains the inputs, else of the first failure."""
+def brief(
+    findings: Sequence[Finding], documents: Documents, ranks: RankSummary, facts: Sequence[Fact], *, is_explained: bool
+) -> Brief:
+    """Of the first finding if it explains the inputs, else of the first failure, or of what its metrics show."""
     if not is_explained or not findings:
-        return Brief(decisive=ranks.culprit.evidence if ranks.culprit else ranks.first_failure)
+        telling = next((fact.evidence for fact in facts if not fact.is_context), None)
+        return Brief(decisive=ranks.culprit.evidence if ranks.culprit else ranks.first_failure or telling)
     first = findings[0]
     document = documents[first.id]
     return Brief(first.id, first.title, first.title_zh, _decisive(first), document["fix"], document["fix_zh"])

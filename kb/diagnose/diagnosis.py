@@ -89,12 +89,14 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     most = max([LEAST_ALIKE, *by_entry.values()])
     relative = {entry: value / most for entry, value in by_entry.items()}
     matches = scan.matches if _ended_silently(scan) else [_without_last(match) for match in scan.matches]
-    facts = {fact.evidence.text for fact in scan.story.facts}
+    facts = {fact.text for fact in scan.story.facts}
     candidates = rank_candidates(matches, relative, index.causes, index.masks, facts)
     if scan.story.completion and all(scan.story.has_survived(failure.line) for failure in scan.failures):
-        # What it survived did not end it. A root, such as a loss that is nan, counts all the same.
+        # What it survived did not end it. A root counts all the same, and what its metrics show.
         scan = replace(scan, failures=())
-        candidates = tuple(candidate for candidate in candidates if candidate.role == "root")
+        candidates = tuple(
+            each for each in candidates if each.role == "root" or facts & {line.text for line in each.lines}
+        )
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     ranks = summarize_ranks(scan, candidates)
     findings = _findings(candidates, documents, ranks)
@@ -103,7 +105,8 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     is_explained = _is_explained(findings) and not (cause_unknown and has_culprit)
     is_unexplained = bool(scan.failures or scan.observations or findings) and not is_explained
     step = read_first_failure(ranks) if cause_unknown else next_step(findings, documents, ranks)
-    answer = brief(findings, documents, ranks, is_explained=is_explained and not cause_unknown)
+    is_known = is_explained and not cause_unknown
+    answer = brief(findings, documents, ranks, scan.story.facts, is_explained=is_known)
     return Diagnosis(
         findings=findings,
         unexplained=is_unexplained,

@@ -23,7 +23,7 @@ ONLY_CONSEQUENCES = "what was printed is what waiting or surviving ranks print"
 def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> bool:
     """Whether the best candidate explains only consequences, and no candidate has a line of the first failure."""
     first = ranks.first_failure
-    if candidates and candidates[0].role == "root":
+    if candidates and candidates[0].role == "root" and not _is_launcher_only(candidates[0]):
         return False
     if candidates and ranks.culprit:
         return not any(_explains(candidate, ranks.culprit) for candidate in candidates)

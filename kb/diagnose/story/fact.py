@@ -38,6 +38,8 @@ class FactKind(StrEnum):
     RECOVERED = "recovered"
     JUMP = "jump"
     SLOWER = "slower"
+    RESUMED_ABOVE = "resumed-above"
+    SKEW = "skew"
 
 
 # A rank did not come to the call in which the others wait.
@@ -51,11 +53,14 @@ EXPLANATIONS = (
     FactKind.SIZES_DIFFER_IN_CALL,
     FactKind.EXIT,
 )
+# A trend of a metric that a job may have while it goes well.
+TRENDS = (FactKind.SLOWER, FactKind.JUMP, FactKind.RECOVERED)
 # A job that went well may have it, or the reason lies elsewhere.
 CONTEXT = (
     FactKind.RECOVERED,
     FactKind.JUMP,
     FactKind.SLOWER,
+    FactKind.SKEW,
     FactKind.LAUNCHER,
     FactKind.STEPS_BEHIND,
     FactKind.RESTARTS,

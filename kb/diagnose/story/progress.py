@@ -22,12 +22,12 @@ TOKENIZE, EVALUATE, SAVE, RESUME, LOAD, TEARDOWN, TRAIN = (
 WORDS = (  # a line is in the first phase whose words it has
     (TOKENIZE, r"token[iy][sz]\w*|preprocess\w*|Map(?: \(num_proc|:)|Generating \w+ split|packing|分词|预处理"),
     (EVALUATE, r"eval(?:uat\w+)?|validat\w+|val(?:id)? (?:loss|step|acc)|testing|验证|评估|评测"),
+    (RESUME, r"resum\w+|restor\w+|load(?:ing|ed) (?:checkpoint(?! shards)|state)|恢复|续训"),
     (
         SAVE,
         r"sav(?:e|ing|ed)\b|checkpoint(?:ing|ed)?\b|upload\w*|ckpt|writing (?:model|shard|snapshot)|push\w* to hub"
         r"|state.dict|consolidat\w*|保存|上传",
     ),
-    (RESUME, r"resum\w+|restor\w+|load(?:ing|ed) (?:checkpoint|state)|恢复|续训"),
     (
         LOAD,
         r"load\w*|download\w*|starting|initiali[sz]\w+|building (?:model|dataset)|warm.?up|set(?:ting)? ?up|spawn\w*"
@@ -58,6 +58,16 @@ COUNTER = re.compile(
     re.IGNORECASE,
 )
 CHINESE_COUNTER = re.compile(r"第 ?(?P<count>\d{1,9}) ?(?:/ ?(?P<total>\d{1,9}) ?)?(?P<label>步|轮|批|个)")
+CHINESE_LABEL = re.compile(r"(?P<label>步数|迭代|轮次)[ :：=]{0,3}(?P<count>\d{1,9})(?:\s?/\s?(?P<total>\d{1,9}))?")
+CHINESE_LABELS = {
+    "步": "step",
+    "轮": "epoch",
+    "批": "batch",
+    "个": "",
+    "步数": "step",
+    "迭代": "iteration",
+    "轮次": "epoch",
+}
 COUNTED = re.compile(r"[\[(](?P<count>\d{1,9})\s{0,4}/\s{0,4}(?P<total>\d{1,9})[\])]")  # `[3/40]`
 EPOCH = re.compile(r"['\"]?epoch['\"]?[=: ]{1,3}(\d{1,6}\.\d{1,6})", re.IGNORECASE)
 
@@ -141,6 +151,12 @@ def read_progress(line: StoryLine) -> Progress | None:
     return Progress(line, layout.phase, layout.label, count, total, _values(layout, numbers), epoch)
 
 
+def has_progress(text: str) -> bool:
+    """Whether a counter or a metric stands in the text."""
+    layout, _ = _read_layout(text)
+    return layout.counter >= 0 or bool(layout.metrics)
+
+
 @lru_cache(maxsize=MOST_LAYOUTS)
 def phase_of(text: str) -> str:
     """Empty when no word of the text names a phase."""
@@ -190,7 +206,7 @@ def _metrics(text: str, at: dict[int, int]) -> dict[str, int]:
 
 def _label(counter: re.Match[str]) -> str:
     label = str(counter.groupdict().get("label") or "").lower()
-    return {"步": "step", "轮": "epoch", "批": "batch", "个": ""}.get(label, label)
+    return CHINESE_LABELS.get(label, label)
 
 
 def _counter(text: str) -> re.Match[str] | None:
@@ -199,7 +215,7 @@ def _counter(text: str) -> re.Match[str] | None:
     inner = [counter for counter in counters if counter["label"].lower() != "epoch"]
     if inner or counters:
         return (inner or counters)[0]
-    return COUNTED.search(text) or CHINESE_COUNTER.search(text)
+    return COUNTED.search(text) or CHINESE_COUNTER.search(text) or CHINESE_LABEL.search(text)
 
 
 def _is_remark(text: str) -> bool:

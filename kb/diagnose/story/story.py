@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from kb.diagnose.story.attempts import read_attempts
+from kb.diagnose.story.clocks import on_one_clock, skew_facts, skews
 from kb.diagnose.story.deaths import describe_endings, exited_ranks, first_ending, killed_ranks
 from kb.diagnose.story.excerpt import Excerpt
 from kb.diagnose.story.fact import EXPLANATIONS, Fact, FactKind
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.places import own_failures, size_mismatches, waiting_places
+from kb.diagnose.story.resume import losses_after_resume
 from kb.diagnose.story.rows import summarize
 from kb.diagnose.story.summary import Story
-from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.tables import read_tables
+from kb.diagnose.story.timeline import Attempt
 from kb.diagnose.story.trends import trends
 from kb.diagnose.story.waiting import late_ranks, missing_ranks, steps_behind
 
@@ -21,15 +25,23 @@ MOST_FACTS = 12
 
 def read_story(excerpts: Iterable[Excerpt]) -> Story:
     """Pure; no log is too damaged for it."""
-    attempts = tuple(read_attempts(read_lines(excerpts)))
+    lines = list(read_tables(read_lines(excerpts)))
+    ahead = skews(lines)
+    attempts = tuple(read_attempts(on_one_clock(lines, ahead)))
     rows = tuple(map(summarize, attempts))
     if not attempts:
         return Story()
     if not attempts[-1].has_failed:
         completion = attempts[-1].completion
-        facts = tuple(trends(attempts[-1]))[:MOST_FACTS]
+        facts = tuple(_trends(attempts, attempts[-1]))[:MOST_FACTS]
         return Story(rows, facts, completion=completion and completion.evidence)
-    facts = (*_facts(attempts[0]), *_restarts(attempts))[:MOST_FACTS]
+    facts = (
+        *_facts(attempts[0]),
+        *_trends(attempts, attempts[0]),
+        *first_ending(attempts[0]),
+        *_restarts(attempts),
+        *skew_facts(lines, ahead),
+    )[:MOST_FACTS]
     waiting = frozenset(rank for rank, failure in attempts[0].failures.items() if failure.has_waited)
     return Story(rows, facts, _culprit(attempts[0], facts), waiting)
 
@@ -61,8 +73,14 @@ def _facts(attempt: Attempt) -> Iterator[Fact]:
         facts += missing_ranks(attempt)
     yield from facts
     yield from steps_behind(attempt)
-    yield from trends(attempt)
-    yield from first_ending(attempt)
+
+
+def _trends(attempts: Sequence[Attempt], attempt: Attempt) -> Iterator[Fact]:
+    """A loss that is high behind a resume counts as that, and not as a jump."""
+    resumed = list(losses_after_resume(attempts))
+    places = {fact.lines for fact in resumed}
+    yield from resumed
+    yield from (fact for fact in trends(attempt) if fact.kind != FactKind.JUMP or fact.lines not in places)
 
 
 def _restarts(attempts: tuple[Attempt, ...]) -> Iterator[Fact]:

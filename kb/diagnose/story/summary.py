@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kb.diagnose.evidence import Line
-from kb.diagnose.story.fact import ABSENT, Fact
+from kb.diagnose.story.fact import ABSENT, TRENDS, Fact
 
 WAITED, FAILED, DIED = "T", "X", "K"  # marks of a row: gave up waiting, failed by itself, was killed
 
@@ -89,6 +89,11 @@ class Story:
     def absent(self) -> tuple[int, ...]:
         """Ranks that did not come to the call in which the others wait."""
         return tuple(sorted({rank for fact in self.facts if fact.kind in ABSENT for rank in fact.ranks}))
+
+    @property
+    def trends(self) -> tuple[Fact, ...]:
+        """Of metrics, such as a throughput that falls: also of a job that goes well."""
+        return tuple(fact for fact in self.facts if fact.kind in TRENDS)
 
     def to_json(self) -> dict[str, Any]:
         """As `kb diagnose --json` prints it."""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from kb.diagnose.evidence import SINCE_EPOCH
-from kb.diagnose.story.endings import AGENT, TERMINATION, Ending, Endings, is_restart
+from kb.diagnose.story.endings import TERMINATION, Ending, Endings
 from kb.diagnose.story.lines import StoryLine
-from kb.diagnose.story.progress import TEARDOWN, TRAIN, Progress, read_progress
-from kb.diagnose.story.tracebacks import Traceback, read_tracebacks
+from kb.diagnose.story.progress import TEARDOWN, TRAIN, Progress
+from kb.diagnose.story.tracebacks import Traceback
 
 STEP_LABELS = ("step", "iteration", "global_step", "global step", "train_step", "it", "iter", "bar")
-DRAWING = re.compile(r"[\^~│╰╭\s]*$|Traceback")
-WORD = re.compile(r"\w{3}")
-CODE_STARTS = ("  ", "\t", "│", "|", "╭", "╰")
-SHORTEST = 5  # lines of an attempt: a launcher may say twice that it starts again
 LAST_PROGRESS = 3  # lines of progress of a rank in which it may say that the job ended
-RESUMED = 5  # lines with a counter behind the failure that an agent reports: it started the ranks again
 SURVIVED = 2  # counts that a rank must advance behind a traceback: a progress bar is painted once more at the end
 
 
@@ -152,77 +146,3 @@ class Attempt:
 
     def ending(self, rank: int | None) -> Ending | None:
         return None if rank is None else self.endings.by_rank.get(rank)
-
-
-def read_attempts(lines: Iterable[StoryLine]) -> list[Attempt]:
-    """In the order of the log; a job that was started once, or prints no restart, has one."""
-    parts: list[list[StoryLine]] = [[]]
-    failed: dict[str, int] = {}  # attempt in which an agent reported failures, by its process
-    for line in lines:
-        agent = AGENT.search(line.text) if "failed (exitcode" in line.text else None
-        if agent and failed.get(agent[1]) == len(parts):  # a second time: the ranks were started in between
-            cut = next(index for index, other in enumerate(parts[-1]) if AGENT.search(other.text)) + 1
-            parts[-1:] = [parts[-1][:cut], parts[-1][cut:]]
-        if agent:
-            failed[agent[1]] = len(parts)
-        parts[-1].append(line)
-        if len(parts[-1]) > SHORTEST and is_restart(line.text):
-            parts.append([])
-    halves = (half for part in parts for half in _cut_at_restart(part))
-    return [_attempt(part) for part in halves if len(part) >= SHORTEST or part is parts[0]]
-
-
-def _cut_at_restart(lines: list[StoryLine]) -> list[list[StoryLine]]:
-    """In two where the counters of the job fall back behind the failure that an agent reports."""
-    failures = [index for index, line in enumerate(lines) if "failed (exitcode" in line.text]
-    if not failures:
-        return [lines]
-    cut = failures[-1] + 1
-    before, after = (_counts(half) for half in (lines[:cut], lines[cut:]))
-    has_restarted = len(after) >= RESUMED and before and after[0] <= max(before)
-    return [lines[:cut], lines[cut:]] if has_restarted else [lines]
-
-
-def _counts(lines: Sequence[StoryLine]) -> list[int]:
-    progress = filter(None, map(read_progress, lines))
-    return [item.count for item in progress if item.count is not None]
-
-
-def _attempt(lines: Sequence[StoryLine]) -> Attempt:
-    timelines: dict[int | None, RankTimeline] = {}
-    endings = Endings()
-    in_traceback: set[tuple[str, int | None]] = set()
-    for line in lines:
-        endings.read(line)
-        timeline = timelines.setdefault(line.rank, RankTimeline(line.rank))
-        if not _is_traceback(line, in_traceback):
-            _read(line, timeline)
-    endings.close()
-    for rank, line in endings.gave_up.items():
-        if rank is not None:
-            timelines[rank].gave_up = line
-    for traceback in read_tracebacks(lines):
-        if not traceback.is_launcher:
-            timelines.setdefault(traceback.rank, RankTimeline(traceback.rank)).tracebacks.append(traceback)
-    return Attempt(timelines, endings, lines)
-
-
-def _is_traceback(line: StoryLine, open_: set[tuple[str, int | None]]) -> bool:
-    """Whether the line is part of a traceback; `open_` has the logs and ranks whose traceback has not ended."""
-    key = line.source, line.rank
-    if "Traceback (most recent" in line.text:
-        open_.add(key)
-        return True
-    if key not in open_:
-        return False
-    if not line.text.startswith(CODE_STARTS):
-        open_.discard(key)  # with the exception
-    return True
-
-
-def _read(line: StoryLine, timeline: RankTimeline) -> None:
-    progress = read_progress(line)
-    if progress and "rror" not in line.text[:60]:
-        timeline.progress.append(progress)
-    elif WORD.search(line.message) and not DRAWING.match(line.text):
-        timeline.remark = line

@@ -25,6 +25,8 @@ POLICY = ("reward", "kl")  # metrics of reinforcement learning, whose loss may b
 ROUND = 4  # digits that reports of a loss have at least
 LEAST_RATES = 20  # reports of throughput
 FALLEN = 0.6  # of the throughput before
+STAYED = 0.9  # of the throughput before, which none reaches again but one in ten
+MOST_CUTS = 60  # of a series that are tried as its change
 RATES = ("samples_s", "samples_sec", "tokens_s", "tokens_sec", "tok_s", "it_s", "it_sec", "examples_s", "throughput")
 
 
@@ -143,10 +145,28 @@ def _jump(points: Series) -> Iterator[Trend]:
 
 
 def _fall(metric: str, points: Series) -> Iterator[Trend]:
-    """The throughput of the last quarter against that of the half before it, if it fell and stayed there."""
-    quarter = len(points) // 4
-    before, after = points[quarter : 3 * quarter], points[3 * quarter :]
-    usual = median(point.value for point in before)
-    if usual > 0 and max(point.value for point in after) < FALLEN * usual:
-        share = median(point.value for point in after) / usual
-        yield FactKind.SLOWER, f"{metric} falls to {share:.0%} at {after[0].step} and stays there", after[0]
+    """Where the throughput fell and stayed there, if it did."""
+    values = [point.value for point in points if point.value > 0]
+    if len(values) < len(points):
+        return
+    cut = _change([math.log(value) for value in values])
+    usual = median(values[:cut])
+    share = median(values[cut:]) / usual
+    if share < FALLEN and max(_highest(values[cut:]), values[-1]) < usual * STAYED:
+        yield FactKind.SLOWER, f"{metric} falls to {share:.0%} at {points[cut].step} and stays there", points[cut]
+
+
+def _change(values: Sequence[float]) -> int:
+    """Where a series falls into two parts that vary least, each about its median."""
+    first, last = len(values) // 6, len(values) - len(values) // 6
+    return min(range(first, last, max(1, len(values) // MOST_CUTS)), key=lambda cut: _spread(values, cut))
+
+
+def _spread(values: Sequence[float], cut: int) -> float:
+    halves = (values[:cut], values[cut:])
+    return sum(sum(abs(value - middle) for value in half) for half in halves for middle in (median(half),))
+
+
+def _highest(values: Sequence[float]) -> float:
+    """But for one in ten: a report may be late, and the next one early."""
+    return sorted(values)[-1 - len(values) // 10]

@@ -28,40 +28,40 @@ def finding(id_: str, *evidence: Line) -> Finding:
 
 
 def test_it_is_that_of_the_first_finding() -> None:
-    answer = brief([finding("first", PRINTED), finding("second", OTHER)], DOCUMENTS, NOBODY, is_explained=True)
+    answer = brief([finding("first", PRINTED), finding("second", OTHER)], DOCUMENTS, NOBODY, (), is_explained=True)
     assert answer == Brief(
         "first", "title of first", "标题 first", PRINTED, "Call it on all ranks.", "所有进程都要调用。"
     )
 
 
 def test_a_comparison_of_ranks_decides_before_a_line_that_one_printed() -> None:
-    answer = brief([finding("first", PRINTED, OTHER, DERIVED)], DOCUMENTS, NOBODY, is_explained=True)
+    answer = brief([finding("first", PRINTED, OTHER, DERIVED)], DOCUMENTS, NOBODY, (), is_explained=True)
     assert answer.decisive == DERIVED
 
 
 def test_a_finding_without_evidence_has_no_decisive_line() -> None:
-    assert brief([finding("first")], DOCUMENTS, NOBODY, is_explained=True).decisive is None
+    assert brief([finding("first")], DOCUMENTS, NOBODY, (), is_explained=True).decisive is None
 
 
 def test_what_is_not_explained_has_no_entry_and_no_fix_but_the_first_failure() -> None:
     ranks = RankSummary(PRINTED, 1, (), (0, 1))
-    answer = brief([finding("first", OTHER)], DOCUMENTS, ranks, is_explained=False)
+    answer = brief([finding("first", OTHER)], DOCUMENTS, ranks, (), is_explained=False)
     assert answer == Brief(decisive=PRINTED)
 
 
 def test_the_culprit_of_the_story_decides_before_the_first_line() -> None:
     culprit = Fact.of(FactKind.OWN_FAILURE, "rank 2 raised KeyError: 'x' in t.py:3 f", (2,), OTHER)
-    answer = brief([], DOCUMENTS, RankSummary(PRINTED, 1, (), (0, 1), culprit), is_explained=False)
+    answer = brief([], DOCUMENTS, RankSummary(PRINTED, 1, (), (0, 1), culprit), (), is_explained=False)
     assert answer.decisive == Line("job.log", 9, "kb: rank 2 raised KeyError: 'x' in t.py:3 f", 2)
 
 
 def test_where_nothing_failed_it_is_empty() -> None:
-    assert brief([], DOCUMENTS, NOBODY, is_explained=False) == Brief()
-    assert brief([], DOCUMENTS, NOBODY, is_explained=True) == Brief()
+    assert brief([], DOCUMENTS, NOBODY, (), is_explained=False) == Brief()
+    assert brief([], DOCUMENTS, NOBODY, (), is_explained=True) == Brief()
 
 
 def test_json_cites_the_line() -> None:
-    assert brief([finding("second", PRINTED)], DOCUMENTS, NOBODY, is_explained=True).to_json() == {
+    assert brief([finding("second", PRINTED)], DOCUMENTS, NOBODY, (), is_explained=True).to_json() == {
         "entry": "second",
         "title": "title of second",
         "title_zh": "标题 second",

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from kb.diagnose.story.attempts import read_attempts
 from kb.diagnose.story.deaths import describe_endings, exited_ranks, first_ending, killed_ranks
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.lines import read_lines
-from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.timeline import Attempt
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
 GAVE_UP = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for send operation"

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from kb.diagnose.story.attempts import read_attempts
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.fact import Fact
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.places import own_failures, size_mismatches, waiting_places
-from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.timeline import Attempt
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
 GAVE_UP = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for send operation"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kb.diagnose.story.attempts import read_attempts
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.lines import read_lines
 from kb.diagnose.story.rows import MOST_ROWS, MOST_SPANS, summarize
 from kb.diagnose.story.summary import AttemptSummary, RankRow
-from kb.diagnose.story.timeline import read_attempts
 
 GAVE_UP = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for send operation"
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from kb.diagnose.story.attempts import read_attempts
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.lines import read_lines
-from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.timeline import Attempt
 
 GAVE_UP = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for send operation"
 AGENT = "E1122 01:39:08.250000 {pid} torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: 1) local_rank: {rank} (pid: 71) of binary: /opt/venv/bin/python"
@@ -161,3 +162,32 @@ def test_a_watchdog_that_gave_up_belongs_to_its_rank() -> None:
 
 def test_nothing_gives_one_empty_attempt() -> None:
     assert [len(one.lines) for one in attempts([])] == [0]
+
+
+def test_folders_of_attempts_are_attempts() -> None:
+    """As torchrun's --log-dir has them; the log of the launcher is cut as ever."""
+
+    def rank(number: int, error: str) -> list[str]:
+        return [*(f"step {step}" for step in range(1, 7)), *raised(None, f"{error}: 'x'")]
+
+    logs = {
+        "run/attempt_1/0/stderr.log": rank(0, "ValueError"),
+        "run/attempt_0/0/stderr.log": rank(0, "KeyError"),
+        "run/attempt_0/1/stderr.log": rank(1, "OSError"),
+    }
+    excerpts = [
+        Excerpt(name, int(name.split("/")[2]), None, (Part(1, "".join(f"{line}\n" for line in lines).encode()),))
+        for name, lines in logs.items()
+    ]
+    first, second = read_attempts(read_lines(excerpts))
+    assert [first.failures[rank].error for rank in (0, 1)] == ["KeyError: 'x'", "OSError: 'x'"]
+    assert (list(second.failures), second.failures[0].error) == ([0], "ValueError: 'x'")
+
+
+def test_each_fall_of_the_counters_behind_a_failure_begins_an_attempt() -> None:
+    """torch 2.2 names no process in the line of its agent."""
+    failed = "[2026-01-01 00:00:00,000] torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: 1) local_rank: 0"
+    run = [f"[rank0]: step {step}" for step in range(1, 9)]
+    found = attempts([*run, failed, *run, failed, *run])
+    assert [attempt.timelines[0].step for attempt in found] == [8, 8, 8]
+    assert len(attempts([*run, failed, failed, *run])) == 2, "one start for several ranks that failed"

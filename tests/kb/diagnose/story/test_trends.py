@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from kb.diagnose.story.attempts import read_attempts
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.fact import Fact
 from kb.diagnose.story.lines import read_lines
-from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.timeline import Attempt
 from kb.diagnose.story.trends import summarize_metrics, trends
 
 FALLING = [f"{2.5 - step / 20:.4f}" for step in range(30)]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from kb.diagnose.story.attempts import read_attempts
 from kb.diagnose.story.excerpt import Excerpt, Part
 from kb.diagnose.story.fact import Fact
 from kb.diagnose.story.lines import read_lines
-from kb.diagnose.story.timeline import Attempt, read_attempts
+from kb.diagnose.story.timeline import Attempt
 from kb.diagnose.story.waiting import late_ranks, missing_ranks, steps_behind
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"

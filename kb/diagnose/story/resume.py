@@ -1,0 +1,62 @@
+"""A run that goes on behind a checkpoint while its loss does not: it has other weights than the checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from kb.diagnose.story.fact import Fact, FactKind
+from kb.diagnose.story.progress import RESUME, Progress
+from kb.diagnose.story.timeline import Attempt
+
+LEAST_POINTS = 5  # reports of the loss before the resume
+WINDOW = 5
+ABOVE, LEAST_RISE = 2.0, 0.5  # times the loss before, and the loss itself
+AS_AT_START = 0.25  # of the loss of the first report, within which it is the same
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A loss at a step. `is_resumed`: the rank said since the report before that it resumes, or was started again."""
+
+    step: int
+    loss: float
+    is_resumed: bool
+    progress: Progress
+
+
+def losses_after_resume(attempts: Sequence[Attempt]) -> Iterator[Fact]:
+    """The first resume behind which the loss is far above what it was at that step."""
+    for rank, reports in _reports(attempts).items():
+        for index, report in enumerate(reports):
+            before = [other for other in reports[:index] if other.step < report.step]
+            if not report.is_resumed or len(before) < LEAST_POINTS:
+                continue
+            usual, start = median(other.loss for other in before[-WINDOW:]), reports[0].loss
+            if report.loss > max(ABOVE * usual, usual + LEAST_RISE):
+                yield _fact(rank, report, usual, start)
+                return
+
+
+def _fact(rank: int | None, report: _Report, usual: float, start: float) -> Fact:
+    text = f"loss is {report.loss:.3g} at step {report.step}, behind a resume, and was {usual:.3g} before it"
+    if abs(report.loss - start) <= AS_AT_START * start:
+        text = f"{text}: as high as at the start of the run"
+    return Fact.of(FactKind.RESUMED_ABOVE, text, () if rank is None else (rank,), report.progress.line.evidence)
+
+
+def _reports(attempts: Sequence[Attempt]) -> dict[int | None, list[_Report]]:
+    reports: dict[int | None, list[_Report]] = defaultdict(list)
+    for number, attempt in enumerate(attempts):
+        for rank, timeline in attempt.timelines.items():
+            is_resumed = number > 0
+            for progress in timeline.progress:
+                is_resumed = is_resumed or progress.phase == RESUME
+                loss = dict(progress.metrics).get("loss")
+                if loss is not None and progress.count is not None and math.isfinite(loss):
+                    reports[rank].append(_Report(progress.count, loss, is_resumed, progress))
+                    is_resumed = False
+    return reports
