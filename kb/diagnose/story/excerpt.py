@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HEAD, TAIL = 64 << 10, 256 << 10  # bytes of a log
-MARKED = 256 << 10
+MARKED = 1 << 20
 SAMPLED = 64 << 10
 SAMPLE = 4 << 10  # bytes of a block
 TOTAL = 8 << 20  # bytes of all logs
@@ -28,13 +28,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Parts of the log `source` in their order; they may overlap. `rank` is that of its file, `written` when the log
-    was last written (seconds since the epoch)."""
+    """Parts of the log `source` in their order; they may overlap.
+
+    `rank` is that of its file, `written` when the log was last written (seconds since the epoch). `has_all_marks` is
+    False where there were more than the bound: what no line shows may then stand in the log all the same.
+    """
 
     source: str
     rank: int | None
     written: float | None
     parts: tuple[Part, ...]
+    has_all_marks: bool = True
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Each line once, with its number."""
@@ -64,6 +68,7 @@ class ExcerptBuilder:
     _head_size: int = 0
     _marked_size: int = 0
     _sampled_size: int = 0
+    _has_all_marks: bool = True
 
     def add(self, block: bytes, number: int, marks: Iterable[tuple[int, int]]) -> None:
         """`block` begins at line `number`; `marks` are positions in it, sorted by their start."""
@@ -75,7 +80,7 @@ class ExcerptBuilder:
 
     def build(self) -> Excerpt:
         parts = sorted([*self._parts, *self._tail()], key=lambda part: part.number)
-        return Excerpt(self.source, self.rank, self.written, tuple(parts))
+        return Excerpt(self.source, self.rank, self.written, tuple(parts), self._has_all_marks)
 
     def _add_head(self, block: bytes, number: int) -> int:
         """How many bytes of the block belong to the head: whole lines."""
@@ -98,6 +103,7 @@ class ExcerptBuilder:
             if last <= end:
                 continue
             if self._marked_size >= MARKED * self.fraction:
+                self._has_all_marks = False
                 return
             start = max(end, block.rfind(b"\n", 0, max(0, first)) + 1)
             line_end = block.find(b"\n", min(len(block), last), last + LONGEST_LINE) + 1 or min(len(block), last)

@@ -25,6 +25,8 @@ MOST_FACTS = 12
 
 def read_story(excerpts: Iterable[Excerpt]) -> Story:
     """Pure; no log is too damaged for it."""
+    excerpts = list(excerpts)
+    is_whole = all(excerpt.has_all_marks for excerpt in excerpts)
     lines = list(read_tables(read_lines(excerpts)))
     ahead = skews(lines)
     attempts = tuple(read_attempts(on_one_clock(lines, ahead)))
@@ -36,7 +38,7 @@ def read_story(excerpts: Iterable[Excerpt]) -> Story:
         facts = tuple(_trends(attempts, attempts[-1]))[:MOST_FACTS]
         return Story(rows, facts, completion=completion and completion.evidence)
     facts = (
-        *_facts(attempts[0]),
+        *_facts(attempts[0], is_whole=is_whole),
         *_trends(attempts, attempts[0]),
         *first_ending(attempts[0]),
         *_restarts(attempts),
@@ -57,8 +59,8 @@ def _culprit(attempt: Attempt, facts: Iterable[Fact]) -> Fact | None:
     return next((fact for fact in own if fact.ranks or fact.kind != FactKind.ALL_LOST), None)
 
 
-def _facts(attempt: Attempt) -> Iterator[Fact]:
-    """Causes before what follows from them."""
+def _facts(attempt: Attempt, *, is_whole: bool) -> Iterator[Fact]:
+    """Causes before what follows from them. Only logs that were read whole show that a rank raised nothing."""
     late = list(late_ranks(attempt))
     accused = {rank for fact in late for rank in fact.ranks}
     facts = [
@@ -69,7 +71,7 @@ def _facts(attempt: Attempt) -> Iterator[Fact]:
         *killed_ranks(attempt),
         *exited_ranks(attempt),
     ]
-    if not late and not any(fact.kind in EXPLANATIONS for fact in facts):
+    if is_whole and not late and not any(fact.kind in EXPLANATIONS for fact in facts):
         facts += missing_ranks(attempt)
     yield from facts
     yield from steps_behind(attempt)
