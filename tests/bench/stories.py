@@ -43,6 +43,7 @@ CLASSES = {  # of a job, by the kind of the first fact that says why it failed
     "constant": "stuck",
     "jump": "spike",
     "slower": "throughput",
+    "resumed-above": "resume",
 }
 ALIKE = {"error-all": "error"}
 
