@@ -110,3 +110,21 @@ def test_a_log_of_the_bytes_of_no_character_is_written(kb: Kb, tmp_path: Path) -
     (tmp_path / "job.log").write_bytes((STEPS + TRACEBACK).encode() + b"[rank2]: ERROR \xff\xfe\xed\xa0\x80\n")
     assert kb("diagnose", "job.log", "--html", "answer.html", "--timeline").code == 1
     assert (tmp_path / "answer.html").exists()
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_a_job_that_goes_well_and_slows_down_says_since_which_step(kb: Kb, tmp_path: Path, lang: str) -> None:
+    rates = "".join(f"step {step} tokens/s {9000 if step < 30 else 3000}\n" for step in range(1, 60))
+    (tmp_path / "slow.log").write_text(rates + "training finished\n")
+    ended = kb("diagnose", "slow.log", "--lang", lang)
+    assert "tokens_s falls to 33% at step 30 and stays there" in ended.out
+    assert ended.code == 1, "no entry explains it"
+    assert kb("diagnose", "slow.log", "--json").json["findings"] == []
+
+
+def test_a_loss_that_begins_again_behind_a_resume_is_the_decisive_line(kb: Kb, tmp_path: Path) -> None:
+    before = "".join(f"step {step} loss {4 - step / 10:.2f}\n" for step in range(1, 31))
+    (tmp_path / "job.log").write_text(f"{before}resuming from ckpt-30\nstep 31 loss 3.9\nstep 32 loss 3.8\n")
+    document = kb("diagnose", "job.log", "--json").json
+    assert "as high as at the start of the run" in document["brief"]["decisive"]["text"]
+    assert document["brief"]["entry"] == "state-dict-prefix-mismatch"

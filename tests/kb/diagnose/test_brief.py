@@ -49,6 +49,13 @@ def test_what_is_not_explained_has_no_entry_and_no_fix_but_the_first_failure() -
     assert answer == Brief(decisive=PRINTED)
 
 
+def test_without_a_failure_a_fact_decides_that_is_no_context() -> None:
+    slower = Fact.of(FactKind.SLOWER, "tok_s falls to 28% at step 9 and stays there", (), OTHER)
+    zero = Fact.of(FactKind.ZERO, "loss is exactly 0 from step 5 to the end", (), OTHER)
+    assert brief([], DOCUMENTS, NOBODY, (slower, zero), is_explained=False) == Brief(decisive=zero.evidence)
+    assert brief([], DOCUMENTS, NOBODY, (slower,), is_explained=False) == Brief()
+
+
 def test_the_culprit_of_the_story_decides_before_the_first_line() -> None:
     culprit = Fact.of(FactKind.OWN_FAILURE, "rank 2 raised KeyError: 'x' in t.py:3 f", (2,), OTHER)
     answer = brief([], DOCUMENTS, RankSummary(PRINTED, 1, (), (0, 1), culprit), (), is_explained=False)

@@ -110,7 +110,7 @@ def test_marks_are_kept_however_many_logs_there_are(logs: int) -> None:
 
 
 def test_the_excerpt_of_50_megabytes_stays_below_its_limits() -> None:
-    lines = STEP % 1 * 1000 + ERROR + b"loss nan\n" * 3 + b'  File "/work/train.py", line 7, in main\n'
+    lines = STEP % 1 * 300 + ERROR + b"loss nan\n" * 3 + b'  File "/work/train.py", line 7, in main\n'
     excerpt = scanned(lines * (50 * 10**6 // len(lines)))
     assert LIMIT / 2 < size(excerpt) <= LIMIT + OVERSHOOT
 
@@ -162,3 +162,11 @@ def test_numbers_are_those_of_the_log_and_each_line_comes_once(blocks: list[list
     assert [number for number, _ in kept] == sorted({number for number, _ in kept})
     assert all(text in whole[number - 1] for number, text in kept)
     assert all(number == int(text.split()[0]) for number, text in kept if " " in text and whole[number - 1] == text)
+
+
+@pytest.mark.parametrize("errors", [100, 3 * MARKED // len(ERROR)])
+def test_whether_all_marks_were_kept_is_known(errors: int) -> None:
+    log = STEP * 40_000 + ERROR * errors + STEP * 40_000
+    found = scanned(log)
+    assert found.has_all_marks is (errors == 100)
+    assert sum(len(part.data) for part in found.parts) <= LIMIT + OVERSHOOT

@@ -146,3 +146,15 @@ def test_json_has_attempts_and_facts() -> None:
     assert document["facts"][0]["kind"] == "own-failure"
     assert document["facts"][0]["ranks"] == [0]
     assert document["facts"][0]["lines"] == [{"source": "job.log", "line": 10}]
+
+
+@pytest.mark.parametrize(("has_all_marks", "kinds"), [(True, ["same-place", "silent"]), (False, ["same-place"])])
+def test_silence_is_told_only_from_logs_that_were_read_whole(has_all_marks: bool, kinds: list[str]) -> None:
+    lines = [
+        *(line for rank in (0, 1, 2) for line in steps(rank, 6)),
+        *raises(0, GAVE_UP, "all_reduce"),
+        *raises(1, GAVE_UP, "all_reduce"),
+    ]
+    data = "".join(f"{line}\n" for line in lines).encode()
+    found = read_story([Excerpt("job.log", None, None, (Part(1, data),), has_all_marks)])
+    assert [fact.kind for fact in found.facts] == kinds
