@@ -7,7 +7,7 @@ IN_PARALLEL := -n auto --dist worksteal
 PYTHONS := tests/cli/test_other_pythons.py
 ALL_TESTS := $(IN_PARALLEL) --ignore $(PYTHONS)
 
-.PHONY: setup system demo test quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service bench-capture decision confusion healthy stories matrix wordings gpu-check clean
+.PHONY: setup system demo test test-all quick pythons contract lint audit docs screenshots bench bench-search bench-diagnose bench-service bench-capture decision confusion healthy stories matrix wordings gpu-check clean
 
 setup: $(STAMP)
 
@@ -25,8 +25,12 @@ demo: setup ## the main job: find an incident, then prove its fix on this machin
 system: ## the programs that some tests run (PostgreSQL, Chromium, nginx, ...), from Debian's packages; needs root
 	.ci/system
 
-test: setup ## all tests but `pythons`, in parallel; TESTS=tests/kb/search for some, one after the other; COVERAGE=1 checks the floor
+test: setup ## all tests but `pythons` and proven probes, in parallel; TESTS=tests/kb/search for some, one after the other; COVERAGE=1 checks the floor
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(or $(TESTS),$(ALL_TESTS)) $(if $(COVERAGE),--cov)
+
+test-all: setup ## also the probes that have not changed since they were proven; writes tests/proven.json
+	PYTHONDONTWRITEBYTECODE= KB_ALL_PROBES=1 $(BIN)/python -m pytest $(ALL_TESTS)
+	$(BIN)/python -m tests.support.proven
 
 pythons: setup ## probes and kb with the other Pythons of this machine
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTHONS)
