@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kb.diagnose.evidence import SINCE_EPOCH
+from kb.diagnose.failure_lines import is_interruption
 from kb.diagnose.story.endings import TERMINATION, Ending, Endings
 from kb.diagnose.story.lines import StoryLine
 from kb.diagnose.story.progress import TEARDOWN, TRAIN, Progress
@@ -134,10 +135,12 @@ class Attempt:
 
     @property
     def completion(self) -> StoryLine | None:
-        """The last line that says that the job came to its end; None without one."""
+        """The last line that says that the job came to its end; None without one, or where a count began behind it."""
         progress = [item for timeline in self.timelines.values() for item in timeline.progress[-LAST_PROGRESS:]]
-        complete = (item for item in progress if item.phase == TEARDOWN or item.count == item.total is not None)
-        return max((item.line for item in complete), key=lambda line: line.order, default=None)
+        begun = max((item.line.order for item in progress if _is_under_way(item)), default=0)
+        complete = (item for item in progress if _is_complete(item))
+        ends = (item.line for item in complete if item.line.order > begun)
+        return max(ends, key=lambda line: line.order, default=None)
 
     def was_alive(self, rank: int) -> bool:
         """Whether the launcher had to end it."""
@@ -146,3 +149,13 @@ class Attempt:
 
     def ending(self, rank: int | None) -> Ending | None:
         return None if rank is None else self.endings.by_rank.get(rank)
+
+
+def _is_complete(progress: Progress) -> bool:
+    """A launcher that shuts workers down at a signal completes nothing."""
+    is_teardown = progress.phase == TEARDOWN and not is_interruption(progress.line.text)
+    return is_teardown or progress.count == progress.total is not None
+
+
+def _is_under_way(progress: Progress) -> bool:
+    return progress.count is not None and progress.total is not None and progress.count < progress.total

@@ -191,3 +191,17 @@ def test_each_fall_of_the_counters_behind_a_failure_begins_an_attempt() -> None:
     found = attempts([*run, failed, *run, failed, *run])
     assert [attempt.timelines[0].step for attempt in found] == [8, 8, 8]
     assert len(attempts([*run, failed, failed, *run])) == 2, "one start for several ranks that failed"
+
+
+@pytest.mark.parametrize(
+    ("last", "is_complete"),
+    [
+        ("training finished", True),
+        ("[20/20] files", True),
+        ("Received 2 death signal, shutting down workers", False),
+        ("[20/20] files\nRunning tokenizer: [1/900]", False),
+    ],
+)
+def test_whether_a_job_came_to_its_end(last: str, is_complete: bool) -> None:
+    job = attempt([*(f"step {step}" for step in range(1, 9)), *last.split("\n")])
+    assert (job.completion is not None) is is_complete
