@@ -6,6 +6,7 @@ finite) are stored, and a sample of each block.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -64,7 +65,8 @@ class ExcerptBuilder:
     written: float | None
     fraction: float = 1.0
     _parts: list[Part] = field(default_factory=list)
-    _recent: list[Part] = field(default_factory=list)
+    _recent: deque[Part] = field(default_factory=deque)
+    _recent_size: int = 0
     _head_size: int = 0
     _marked_size: int = 0
     _sampled_size: int = 0
@@ -121,8 +123,9 @@ class ExcerptBuilder:
     def _add_tail(self, block: bytes, number: int) -> None:
         """The last blocks, of which `build` takes the end: most blocks are never copied."""
         self._recent.append(Part(number, block))
-        while len(self._recent) > 1 and sum(len(part.data) for part in self._recent[1:]) >= self._tail_size:
-            del self._recent[0]
+        self._recent_size += len(block)
+        while self._recent_size - len(self._recent[0].data) >= self._tail_size and len(self._recent) > 1:
+            self._recent_size -= len(self._recent.popleft().data)
 
     @property
     def _tail_size(self) -> int:
