@@ -1,20 +1,35 @@
-"""One capture from its plan to the bytes of its bundle."""
+"""One capture from its plan to the bytes of its bundle, on this node or on all nodes of a job."""
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from kb.capture import archive, bundle, gather, plan
+from kb.capture.connection import here
+from kb.capture.gather import Collected, Listing
+from kb.capture.jobs import Job, Part
+from kb.capture.skew import Skew
+from kb.errors import CaptureFailed
 from kb.installation import install_command
+from kb.redaction.redactor import Redactor
 
 NO_PY_SPY = "py-spy is not installed, so there are no stacks: {}"
+NO_PY_SPY_THERE = "no py-spy on {}, and none here for {}, so there are no stacks: install it there, or here: {}"
 MOST_PROBLEMS = 20
+MOST_BYTES = 1 << 30  # of all nodes together
+LEAST_SHARE = 4 << 20  # of one node
+MOST_SHARE = 96 << 20
+MOST_DELAY_S = 5.0  # until the nodes begin together
+SLOWER = 1.5  # than its list a node may answer, and still begin with the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,28 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """`node` is its folder in the bundle, `name` what kb reached it by: empty for this machine."""
+
+    node: str
+    name: str
+    ranks: tuple[int | None, ...]
+    seconds: float
+    skew: Skew | None
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "node": self.node,
+            "name": self.name,
+            "ranks": self.ranks,
+            "seconds": round(self.seconds, 2),
+            "skew": self.skew and self.skew.to_json(),
+            "problems": self.problems,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """`name` of the bundle without its suffix, its bytes, and what could not be done, each with its remedy."""
 
@@ -36,41 +73,145 @@ class Capture:
     seconds: float
     ranks: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]
+    nodes: tuple[NodeSummary, ...] = ()
 
 
 def capture(job: Mapping[str, Any], settings: Settings) -> Capture:
     """Collect on this node and pack. Raises `CaptureFailed` when nothing came back."""
+    tool = gather.py_spy() or ""
+    own = Listing(here(job["id"]), 0.0, py_spy=tool)
+    problems = [] if tool else [NO_PY_SPY.format(install_command("capture"))]
+    return _capture(Job("", (Part(own, job),)), [], settings, problems)
+
+
+def capture_nodes(job: Job, listings: Sequence[Listing], settings: Settings) -> Capture:
+    """Collect on all nodes of the job at the same time; `listings` are those of all nodes, also without an answer."""
+    parts = [part.listing for part in job.parts]
+    return _capture(job, [listing for listing in listings if listing not in parts], settings, list(job.problems()))
+
+
+def _capture(job: Job, others: Sequence[Listing], settings: Settings, problems: list[str]) -> Capture:
     taken = time.time()
-    tool = gather.py_spy()
-    options = {
-        "job": job,
-        "interval": settings.interval_s,
-        "seconds": settings.seconds,
-        "native": settings.native,
-        "trigger": settings.trigger,
-        "py_spy": tool,
-    }
-    node = bundle.Node(job, gather.collect(options))
-    files = bundle.files_of(node)
-    problems = [*_problems(node), *([] if tool else [NO_PY_SPY.format(install_command("capture"))])]
-    if guessed := plan.guessed_ranks(job):
-        problems.append(guessed)
-    ranks = tuple({key: rank[key] for key in ("rank", "rank_from", "pid")} for rank in job["ranks"])
+    tool = "" if job.parts[0].listing.connection.is_here else _packed_py_spy()
+    without = [part.listing for part in job.parts if not _has_py_spy(part.listing, tool)]
+    if without and not without[0].connection.is_here:
+        names, machines = _names(without), sorted({listing.machine for listing in without})
+        problems.append(NO_PY_SPY_THERE.format(names, " and ".join(machines), install_command("capture")))
+    nodes = [*_collected(job, settings, tool), *map(_unreached, others)]
+    for number, node in enumerate(nodes):
+        node.name = f"node-{number}"
+    if all(node.reason for node in nodes):
+        raise CaptureFailed("the capture returned nothing", nodes[0].reason)
+    redactor = bundle.redactor_of(nodes)
+    files = bundle.files_of(nodes, redactor)
+    summaries = tuple(map(_summary, nodes))
+    ranks = tuple(_identity(rank) for part in job.parts for rank in part.job["ranks"])
+    seconds = time.time() - taken
     about = {
-        "seconds": round(node.collected.seconds, 2),
+        "seconds": round(seconds, 2),
         "interval_s": settings.interval_s,
-        "nodes": [{"name": node.name, "ranks": ranks, "steps": _steps(files)}],
-        "windows": plan.offered_windows(node.json("node/windows.json") or {}),
+        "nodes": list(_about_nodes(nodes, summaries, files, redactor)),
+        "windows": [window for node in nodes for window in _windows(node)],
         "asked": settings.trigger,
     }
+    problems += [problem for node, summary in zip(nodes, summaries, strict=True) for problem in _named(node, summary)]
+    problems += dict.fromkeys(filter(None, (plan.guessed_ranks(part.job) for part in job.parts)))
     stamp = datetime.fromtimestamp(taken, UTC).strftime("%Y%m%dT%H%M%SZ")
-    name = f"kb-capture-{job['slurm_job'] or job['id']}-{stamp}-{secrets.token_hex(2)}"
-    return Capture(name, archive.pack(files, about, taken), node.collected.seconds, ranks, tuple(problems))
+    name = f"kb-capture-{job.slurm_job or job.parts[0].job['id']}-{stamp}-{secrets.token_hex(2)}"
+    return Capture(name, archive.pack(files, about, taken), seconds, ranks, tuple(problems), summaries)
 
 
-def _steps(files: list[bundle.File]) -> Any:
-    """The steps as they are in the record of the node, which is redacted."""
-    return next((json.loads(file.content)["steps"] for file in files if file.kind == "node"), [])
+def _collected(job: Job, settings: Settings, tool: str) -> list[bundle.Node]:
+    """The nodes of the job; they begin at one moment, each by its own clock, as far as they are asked at once."""
+    listings = [part.listing for part in job.parts]
+    slowest = max(listing.seconds for listing in listings)
+    delay = min(MOST_DELAY_S, SLOWER * slowest)
+    begin = time.time() + delay
+    share = max(LEAST_SHARE, min(MOST_SHARE, MOST_BYTES // len(listings)))
+    options = [
+        {
+            "job": part.job,
+            "interval": settings.interval_s,
+            "seconds": settings.seconds,
+            "native": settings.native,
+            "trigger": settings.trigger,
+            "py_spy": part.listing.py_spy,
+            "sent_py_spy": tool if not part.listing.py_spy and _has_py_spy(part.listing, tool) else "",
+            "begin": begin + part.listing.skew.ahead_s if part.listing.skew else 0.0,
+            "most_bytes": share,
+            "is_first": number == 0,
+        }
+        for number, part in enumerate(job.parts)
+    ]
+    answers = gather.collect([listing.connection for listing in listings], options, delay + settings.seconds)
+    return [_node(part, answer) for part, answer in zip(job.parts, answers, strict=True)]
+
+
+def _node(part: Part, answer: Collected | str) -> bundle.Node:
+    name, skew = part.listing.connection.name, part.listing.skew
+    if isinstance(answer, str):
+        return bundle.Node({**part.job, "ranks": []}, Collected({}, (), 0.0), host=name, skew=skew, reason=answer)
+    return bundle.Node(part.job, answer, host=name, skew=skew)
+
+
+def _unreached(listing: Listing) -> bundle.Node:
+    """A node that did not list its jobs, or has none of this job."""
+    empty = Collected({}, listing.problems, listing.seconds)
+    return bundle.Node({"ranks": []}, empty, host=listing.connection.name, skew=listing.skew, reason=listing.reason)
+
+
+def _packed_py_spy() -> str:
+    """The program itself, as the agent unpacks it; empty where there is none, or a script."""
+    path = gather.py_spy()
+    try:
+        program = Path(path).read_bytes() if path else b""
+    except OSError:
+        return ""
+    return base64.b64encode(zlib.compress(program)).decode() if program.startswith(b"\x7fELF") else ""
+
+
+def _has_py_spy(listing: Listing, tool: str) -> bool:
+    return bool(listing.py_spy) or bool(tool and listing.machine == gather.machine())
+
+
+def _names(listings: Sequence[Listing]) -> str:
+    names = [listing.connection.name for listing in listings]
+    return ", ".join(names[: plan.MOST_LISTED]) + (" and others" if len(names) > plan.MOST_LISTED else "")
+
+
+def _identity(rank: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: rank[key] for key in ("rank", "rank_from", "pid")}
+
+
+def _summary(node: bundle.Node) -> NodeSummary:
+    ranks = tuple(rank["rank"] for rank in node.job["ranks"])
+    problems = (node.reason,) if node.reason else tuple(_problems(node))
+    if not node.reason and not ranks:
+        problems = (*problems, "it has no process of the job")
+    return NodeSummary(node.name, node.host, ranks, node.collected.seconds, node.skew, problems)
+
+
+def _named(node: bundle.Node, summary: NodeSummary) -> Iterator[str]:
+    """The problems of a node, behind its name where it has one."""
+    where = f"{node.host}: " if node.host else ""
+    return (f"{where}{problem}" for problem in summary.problems)
+
+
+def _about_nodes(
+    nodes: Sequence[bundle.Node], summaries: Sequence[NodeSummary], files: Sequence[bundle.File], redactor: Redactor
+) -> Iterator[dict[str, Any]]:
+    """The nodes in the manifest, redacted; their steps as they are in the records."""
+    records = {file.name: file for file in files if file.kind == "node"}
+    for node, summary in zip(nodes, summaries, strict=True):
+        steps = json.loads(records[f"{node.name}/node.json"].content)["steps"]
+        ranks = [_identity(rank) for rank in node.job["ranks"]]
+        about = bundle.redact_value({**summary.to_json(), "ranks": ranks}, redactor)
+        yield {**about, "name": node.name, "host": about["name"], "steps": steps}
+
+
+def _windows(node: bundle.Node) -> list[str]:
+    windows = plan.offered_windows(node.json("node/windows.json") or {})
+    return [f"{window} on {node.name}" if node.host else window for window in windows]
 
 
 def _problems(node: bundle.Node) -> list[str]:
