@@ -115,14 +115,14 @@ def _over_nodes(
     """The capture of a job on all its nodes. `CaptureFailed` if no node answers."""
     from kb.capture import gather, jobs, nodes, session
 
-    connections, problems = nodes.connections(where)
-    listings = gather.list_nodes(connections, settings.seconds)
+    asked = nodes.resolve(where)
+    problems = list(asked.problems)
+    listings = gather.list_nodes(asked.connections, settings.seconds)
     unreached = [listing for listing in listings if listing.reason]
     if len(unreached) == len(listings):
         reasons = dict.fromkeys(f"{listing.connection.name}: {listing.reason}" for listing in listings)
         raise CaptureFailed(f"none of {len(listings)} nodes answered", "; ".join(list(reasons)[:MOST_NODES]))
-    slurm_job = where.partition(":")[2] if where.startswith("slurm:") else ""
-    found = jobs.group_over_nodes(listings, slurm_job)
+    found = jobs.group_over_nodes(listings, asked.slurm_job)
     number = None if name else _answer([f"{job}  (--job {job.name})" for job in found], is_asked)
     job = jobs.choose(found, name) if number is None else found[number]
     if job is None:

@@ -47,11 +47,11 @@ class Job:
         return describe({**self.parts[0].job, "ranks": ranks, "world_size": self.world_size}) + f", on {nodes}"
 
     def problems(self) -> Iterator[str]:
-        """Ranks that are on two nodes: one may be left of an earlier start."""
+        """Ranks that are there twice."""
         counts = Counter(rank for part in self.parts for rank in part.ranks)
         if twice := [rank for rank, count in counts.items() if count > 1]:
             verb = "runs" if len(twice) == 1 else "run"
-            yield f"{name_ranks(twice)} {verb} on more than one node: an earlier start of the job may be left over"
+            yield f"{name_ranks(twice)} {verb} more than once: an earlier start of the job may be left over"
 
 
 def group_over_nodes(listings: Sequence[Listing], slurm_job: str = "") -> list[Job]:
@@ -59,9 +59,19 @@ def group_over_nodes(listings: Sequence[Listing], slurm_job: str = "") -> list[J
     groups: dict[str, list[Part]] = {}
     for listing in listings:
         for job in listing.jobs:
-            if not slurm_job or job["slurm_job"] in ("", slurm_job.partition("_")[0].partition("+")[0], slurm_job):
-                groups.setdefault(_name(job, listing), []).append(Part(listing, job))
+            if not slurm_job or job["slurm_job"] in ("", slurm_job):
+                _add(groups.setdefault(_name(job, listing), []), Part(listing, job))
     return [_job(name, parts) for name, parts in _joined(groups).items()]
+
+
+def _add(parts: list[Part], part: Part) -> None:
+    """Several launchers of one job may be on one node."""
+    for number, other in enumerate(parts):
+        if other.listing is part.listing and set(other.ranks).isdisjoint(part.ranks):
+            ranks = [*other.job["ranks"], *part.job["ranks"]]
+            parts[number] = Part(part.listing, {**other.job, "ranks": ranks, "launcher": None, "local_size": None})
+            return
+    parts.append(part)
 
 
 def choose(jobs: Sequence[Job], name: str | None) -> Job | None:

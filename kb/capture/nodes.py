@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kb.capture import kubernetes, slurm, ssh
 from kb.capture.connection import Connection
 from kb.errors import UsageError
@@ -9,13 +11,24 @@ from kb.errors import UsageError
 FORMS = "slurm:JOBID, ssh:host1,host2, ssh:@FILE or kubectl:SELECTOR"
 
 
-def connections(where: str) -> tuple[list[Connection], list[str]]:
-    """The nodes in their order, and what is known of others. Raises `UsageError` or `CaptureFailed`."""
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Nodes in their order, what is known of others, and the Slurm job whose they are, if so."""
+
+    connections: tuple[Connection, ...]
+    problems: tuple[str, ...] = ()
+    slurm_job: str = ""
+
+
+def resolve(where: str) -> Nodes:
+    """Raises `UsageError` or `CaptureFailed`."""
     kind, _, rest = where.partition(":")
     if kind == "slurm":
-        return slurm.connections(rest), []
+        job, connections = slurm.connections(rest)
+        return Nodes(tuple(connections), slurm_job=job)
     if kind == "ssh" and rest:
-        return ssh.connections(rest), []
+        return Nodes(tuple(ssh.connections(rest)))
     if kind == "kubectl" and rest:
-        return kubernetes.connections(rest)
+        connections, problems = kubernetes.connections(rest)
+        return Nodes(tuple(connections), tuple(problems))
     raise UsageError(f"--nodes {where!r} names no nodes", FORMS)

@@ -14,8 +14,11 @@ KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 SRUN = ("srun", "--overlap", "--quiet", "--mpi=none", "--nodes=1", "--ntasks=1")
 
 
-def connections(job: str) -> list[Connection]:
-    """One per node of the job; without a job id that of the allocation. UsageError unless the job is running."""
+def connections(job: str) -> tuple[str, list[Connection]]:
+    """One per node of the job, and its plain id, which a part of an array has too; without `job` the allocation's.
+
+    UsageError unless the job is running.
+    """
     job = job or os.environ.get("SLURM_JOB_ID", "")
     if not JOB_ID.fullmatch(job):
         raise UsageError(
@@ -23,15 +26,16 @@ def connections(job: str) -> list[Connection]:
             "--nodes slurm:JOBID; `squeue --me` lists your jobs",
         )
     environment = own_environment()
-    lines = output_of(("squeue", "--noheader", f"--jobs={job}", "--format=%T %N"), environment).splitlines()
-    running = [nodes for state, _, nodes in (line.strip().partition(" ") for line in lines) if state == "RUNNING"]
+    lines = output_of(("squeue", "--noheader", f"--jobs={job}", "--format=%T %A %N"), environment).splitlines()
+    running = [line.split()[1:] for line in lines if line.split()[:1] == ["RUNNING"]]
     if not running:
         states = ", ".join(sorted({line.split()[0] for line in lines if line.strip()}))
         raise UsageError(f"Slurm job {job} is {states or 'gone'}, not running", "`squeue --me` lists your jobs")
     if len(running) > 1:
         raise UsageError(f"Slurm job {job} has {len(running)} parts", "name one: slurm:JOBID_TASK or slurm:JOBID+PART")
-    hosts = output_of(("scontrol", "show", "hostnames", running[0].strip()), environment).split()
-    return [
+    plain, nodes = running[0]
+    hosts = output_of(("scontrol", "show", "hostnames", nodes), environment).split()
+    return plain, [
         Connection(
             host,
             (*SRUN, f"--jobid={job}", f"--nodelist={host}", *AGENT),

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ class HangingJob:
     size: int
     before: Sequence[Sequence[str]] = ()  # what begins the command of each rank, as to enter a node
     address: str = "127.0.0.1"  # that the environment names; the ranks meet on this machine
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -50,7 +51,13 @@ class HangingJob:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        common = {**os.environ, "PORT": port, "MASTER_ADDR": self.address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        common = {
+            **self.environment,
+            "PORT": port,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         common = {name: value for name, value in common.items() if name not in ("RANK", "WORLD_SIZE")}
         if self.kind == "spawn":
             del common["MASTER_ADDR"], common["MASTER_PORT"]
@@ -117,10 +124,11 @@ def hanging_job(
     size: int = 3,
     before: Sequence[Sequence[str]] = (),
     address: str = "127.0.0.1",
+    environment: Mapping[str, str] = os.environ,
 ) -> Iterator[HangingJob]:
     """A job that hangs, until the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = HangingJob(kind, folder, size, before, address)
+    job = HangingJob(kind, folder, size, before, address, environment)
     try:
         job.start()
         job.wait_until_it_hangs()

@@ -41,9 +41,13 @@ class Nodes:
     def enter(self, name: str) -> list[str]:
         return ["nsenter", f"--target={self.pids[name]}", *NAMESPACES, "env", "GLOO_SOCKET_IFNAME=lo"]
 
-    def instead(self, name: str, command: str) -> None:
+    @contextmanager
+    def instead(self, name: str, command: str) -> Iterator[None]:
         """Have the login of a node run another command than what is asked for."""
-        (self.folder / f"{name}.command").write_text(command)
+        path = self.folder / f"{name}.command"
+        path.write_text(command)
+        yield
+        path.unlink()
 
 
 @contextmanager
@@ -51,6 +55,13 @@ def ssh_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
     """Skips where sshd is missing or namespaces are forbidden."""
     if not SSHD or not shutil.which("ssh"):
         pytest.skip("needs sshd")
+    with separated_nodes(folder, names) as nodes, _sshd(nodes):
+        yield nodes
+
+
+@contextmanager
+def separated_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
+    """Nodes that nothing reaches yet. Skips where namespaces are forbidden."""
     if os.geteuid() != 0 or subprocess.run(["unshare", *NAMESPACES, "--fork", "true"], capture_output=True).returncode:
         pytest.skip("only root can make namespaces")
     folder.mkdir()
@@ -58,7 +69,6 @@ def ssh_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
     with ExitStack() as stack:
         for name in names:
             nodes.pids[name] = stack.enter_context(_namespace(name))
-        stack.enter_context(_sshd(nodes))
         yield nodes
 
 
@@ -89,11 +99,11 @@ def _sshd(nodes: Nodes) -> Iterator[None]:
     for name in nodes.names:
         public = (folder / f"key-{name}.pub").read_text()
         keys.append(f'restrict,command="{_login(nodes, name)}" {public}')
-        aliases.append(f"Host {name}\n  IdentityFile {folder}/key-{name}\n")
+        aliases.append(f"Host {name}\n  HostName 127.0.0.1\n  IdentityFile {folder}/key-{name}\n")
     (folder / "authorized").write_text("".join(keys))
     (folder / "known").write_text(f"* {(folder / 'key-host.pub').read_text()}")
     (folder / "client").write_text(
-        "".join(aliases) + f"Host *\n  HostName 127.0.0.1\n  Port {port}\n  User root\n  IdentitiesOnly yes\n"
+        "".join(aliases) + f"Host *\n  Port {port}\n  User root\n  IdentitiesOnly yes\n"
         f"  UserKnownHostsFile {folder}/known\n  GlobalKnownHostsFile none\n"
     )
     (folder / "server").write_text(

@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from . import node, processes, stacks, triggers
 from .listing import list_jobs
+from .ranks import is_python
 from .stacks import Target
 from .steps import MOST_BYTES, Archive, Outcome, Step, end_with_parent, end_with_reader, pause, run
 
@@ -147,7 +148,7 @@ class Collection:
         if not self.tool:
             return []
         alive = self._alive()
-        targets = [*alive, *self._others()]
+        targets = [*alive, *(target for target in self._others() if is_python(target.pid))]
         outcomes = stacks.take(self.tool, targets, "stack-%d" % number, self.deadline)
         self._save(outcomes, "txt", {target.where: target.pid for target in targets})
         return outcomes[: len(alive)]

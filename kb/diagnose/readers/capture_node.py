@@ -48,10 +48,11 @@ def _over_nodes(nodes: Nodes) -> Iterator[str]:
     ranks = [rank for _, document in nodes for rank in _ranks(document)]
     known = {rank for rank in ranks if rank is not None}
     world = max((size for size in worlds if size is not None), default=0)
-    is_known = len(known) == len(ranks) and 0 < len(known) < world <= MOST_RANKS
+    is_one_bundle = len({as_text(document.get("node"), 20) for _, document in nodes}) == len(nodes)
+    is_known = is_one_bundle and len(known) == len(ranks) and 0 < len(known) < world <= MOST_RANKS
     missing = sorted(set(range(world)) - known) if is_known else []
-    named = f"{name_ranks(missing)} of {world}" if missing else "their ranks"
     silent = [as_text(document.get("node"), 20) for _, document in nodes if document.get("reason")]
+    named = f"{name_ranks(missing)} of {world}" if missing else "its ranks" if len(silent) == 1 else "their ranks"
     if silent:
         names = ", ".join(silent[:MOST_NAMED]) + (" and others" if len(silent) > MOST_NAMED else "")
         yield f"{names} did not answer: {named} {'was' if len(missing) == 1 else 'were'} not looked at"
