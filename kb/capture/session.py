@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,14 +16,12 @@ from kb.capture import archive, bundle, gather, plan
 from kb.capture.connection import here
 from kb.capture.gather import Collected, Listing
 from kb.capture.jobs import Job, Part
-from kb.capture.skew import Skew
+from kb.capture.summary import NodeSummary, about_nodes, identity, offered_windows, summarize
 from kb.errors import CaptureFailed
 from kb.installation import install_command
-from kb.redaction.redactor import Redactor
 
 NO_PY_SPY = "py-spy is not installed, so there are no stacks: {}"
 NO_PY_SPY_THERE = "no py-spy on {}, and none here for {}, so there are no stacks: install it there, or here: {}"
-MOST_PROBLEMS = 20
 MOST_BYTES = 1 << 30  # of all nodes together
 LEAST_SHARE = 4 << 20  # of one node
 MOST_SHARE = 96 << 20
@@ -40,28 +37,6 @@ class Settings:
     seconds: float = 30.0
     native: bool = False
     trigger: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSummary:
-    """`node` is its folder in the bundle, `name` what kb reached it by: empty for this machine."""
-
-    node: str
-    name: str
-    ranks: tuple[int | None, ...]
-    seconds: float
-    skew: Skew | None
-    problems: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "node": self.node,
-            "name": self.name,
-            "ranks": self.ranks,
-            "seconds": round(self.seconds, 2),
-            "skew": self.skew and self.skew.to_json(),
-            "problems": self.problems,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +67,7 @@ def capture_nodes(job: Job, listings: Sequence[Listing], settings: Settings) -> 
 
 def _capture(job: Job, others: Sequence[Listing], settings: Settings, problems: list[str]) -> Capture:
     taken = time.time()
-    tool = "" if job.parts[0].listing.connection.is_here else _packed_py_spy()
+    tool = "" if job.parts[0].listing.connection.is_here else packed_py_spy()
     without = [part.listing for part in job.parts if not _has_py_spy(part.listing, tool)]
     if without and not without[0].connection.is_here:
         names, machines = _names(without), sorted({listing.machine for listing in without})
@@ -104,17 +79,17 @@ def _capture(job: Job, others: Sequence[Listing], settings: Settings, problems: 
         raise CaptureFailed("the capture returned nothing", nodes[0].reason)
     redactor = bundle.redactor_of(nodes)
     files = bundle.files_of(nodes, redactor)
-    summaries = tuple(map(_summary, nodes))
-    ranks = tuple(_identity(rank) for part in job.parts for rank in part.job["ranks"])
+    summaries = tuple(map(summarize, nodes))
+    ranks = tuple(identity(rank) for part in job.parts for rank in part.job["ranks"])
     seconds = time.time() - taken
     about = {
         "seconds": round(seconds, 2),
         "interval_s": settings.interval_s,
-        "nodes": list(_about_nodes(nodes, summaries, files, redactor)),
-        "windows": [window for node in nodes for window in _windows(node)],
+        "nodes": list(about_nodes(nodes, summaries, files, redactor)),
+        "windows": [window for node in nodes for window in offered_windows(node)],
         "asked": settings.trigger,
     }
-    problems += [problem for node, summary in zip(nodes, summaries, strict=True) for problem in _named(node, summary)]
+    problems += [problem for summary in summaries for problem in summary.named_problems()]
     problems += dict.fromkeys(filter(None, (plan.guessed_ranks(part.job) for part in job.parts)))
     stamp = datetime.fromtimestamp(taken, UTC).strftime("%Y%m%dT%H%M%SZ")
     name = f"kb-capture-{job.slurm_job or job.parts[0].job['id']}-{stamp}-{secrets.token_hex(2)}"
@@ -160,7 +135,7 @@ def _unreached(listing: Listing) -> bundle.Node:
     return bundle.Node({"ranks": []}, empty, host=listing.connection.name, skew=listing.skew, reason=listing.reason)
 
 
-def _packed_py_spy() -> str:
+def packed_py_spy() -> str:
     """The program itself, as the agent unpacks it; empty where there is none, or a script."""
     path = gather.py_spy()
     try:
@@ -177,54 +152,3 @@ def _has_py_spy(listing: Listing, tool: str) -> bool:
 def _names(listings: Sequence[Listing]) -> str:
     names = [listing.connection.name for listing in listings]
     return ", ".join(names[: plan.MOST_LISTED]) + (" and others" if len(names) > plan.MOST_LISTED else "")
-
-
-def _identity(rank: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: rank[key] for key in ("rank", "rank_from", "pid")}
-
-
-def _summary(node: bundle.Node) -> NodeSummary:
-    ranks = tuple(rank["rank"] for rank in node.job["ranks"])
-    problems = (node.reason,) if node.reason else tuple(_problems(node))
-    if not node.reason and not ranks:
-        problems = (*problems, "it has no process of the job")
-    return NodeSummary(node.name, node.host, ranks, node.collected.seconds, node.skew, problems)
-
-
-def _named(node: bundle.Node, summary: NodeSummary) -> Iterator[str]:
-    """The problems of a node, behind its name where it has one."""
-    where = f"{node.host}: " if node.host else ""
-    return (f"{where}{problem}" for problem in summary.problems)
-
-
-def _about_nodes(
-    nodes: Sequence[bundle.Node], summaries: Sequence[NodeSummary], files: Sequence[bundle.File], redactor: Redactor
-) -> Iterator[dict[str, Any]]:
-    """The nodes in the manifest, redacted; their steps as they are in the records."""
-    records = {file.name: file for file in files if file.kind == "node"}
-    for node, summary in zip(nodes, summaries, strict=True):
-        steps = json.loads(records[f"{node.name}/node.json"].content)["steps"]
-        ranks = [_identity(rank) for rank in node.job["ranks"]]
-        about = bundle.redact_value({**summary.to_json(), "ranks": ranks}, redactor)
-        yield {**about, "name": node.name, "host": about["name"], "steps": steps}
-
-
-def _windows(node: bundle.Node) -> list[str]:
-    windows = plan.offered_windows(node.json("node/windows.json") or {})
-    return [f"{window} on {node.name}" if node.host else window for window in windows]
-
-
-def _problems(node: bundle.Node) -> list[str]:
-    """One sentence per reason, with the ranks that it is about."""
-    reasons: dict[str, list[str]] = {}
-    for step in node.steps:
-        if error := step.get("error"):
-            places = reasons.setdefault(error.replace(str(step.get("pid", "")) or "\0", ""), [])
-            place = f"{step['step']} of {step['where']}"
-            if place not in places:
-                places.append(place)
-    sentences = [
-        f"{', '.join(places[:4])}{' and others' if len(places) > 4 else ''}: {reason}"
-        for reason, places in reasons.items()
-    ]
-    return [*node.collected.problems, *sentences][:MOST_PROBLEMS]

@@ -29,12 +29,13 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Excerpt:
     """Parts of the log `source` in their order; they may overlap. `rank` is that of its file, `written` when the log
-    was last written (seconds since the epoch)."""
+    was last written (seconds since the epoch), `ahead_s` by how much the clock of its node was ahead."""
 
     source: str
     rank: int | None
     written: float | None
     parts: tuple[Part, ...]
+    ahead_s: float = 0.0
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Each line once, with its number."""
@@ -59,6 +60,7 @@ class ExcerptBuilder:
     rank: int | None
     written: float | None
     fraction: float = 1.0
+    ahead_s: float = 0.0
     _parts: list[Part] = field(default_factory=list)
     _recent: list[Part] = field(default_factory=list)
     _head_size: int = 0
@@ -75,7 +77,7 @@ class ExcerptBuilder:
 
     def build(self) -> Excerpt:
         parts = sorted([*self._parts, *self._tail()], key=lambda part: part.number)
-        return Excerpt(self.source, self.rank, self.written, tuple(parts))
+        return Excerpt(self.source, self.rank, self.written, tuple(parts), self.ahead_s)
 
     def _add_head(self, block: bytes, number: int) -> int:
         """How many bytes of the block belong to the head: whole lines."""

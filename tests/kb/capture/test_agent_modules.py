@@ -15,6 +15,7 @@ import pytest
 
 from kb.capture import gather
 from kb.capture.agent import processes, stacks, steps
+from kb.capture.session import packed_py_spy
 from tests.support.console import CHECKOUT
 
 MODULES = sorted((CHECKOUT / "kb" / "capture" / "agent").glob("*.py"))
@@ -175,6 +176,21 @@ def test_a_stack_that_fails_is_tried_again_unless_the_reason_lasts(tmp_path: Pat
     (refused,) = run_take(str(tool))
     assert (tmp_path / "tool.refused").read_text().count("x") == 1
     assert "ptrace is refused" in stacks.explain(refused, os.getpid(), "")["error"]
+
+
+def test_a_py_spy_that_was_sent_runs_from_memory() -> None:
+    tool = stacks.sent_tool(packed_py_spy())
+    assert outcome(steps.Step("version", "node", 10, (tool, "--version"))).output.startswith(b"py-spy ")
+
+
+def test_a_py_spy_of_somebody_else_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "py-spy"
+    tool.touch(0o755)
+    monkeypatch.setenv("PATH", "")
+    assert stacks.find_tool([str(tmp_path / "python3"), "python"]) == str(tool)
+    if os.geteuid() == 0:
+        os.chown(tool, 1000, 1000)
+        assert stacks.find_tool([str(tmp_path / "python3")]) == ""
 
 
 def run_take(tool: str) -> Any:

@@ -183,8 +183,12 @@ def test_a_slurm_job_is_captured_by_overlapping_steps(tmp_path: Path) -> None:
         before = [(*step, f"--nodelist=c-{rank // 2 + 1}", "env", "GLOO_SOCKET_IFNAME=lo") for rank in range(SIZE)]
         with hanging_job("sleeping", tmp_path / "job", SIZE, before, "c-1.cluster", environment) as job:
             options = ("--out", tmp_path, "--json", "--interval", "1")
-            ended = run_kb("capture", "--nodes", f"slurm:{number}", *options, cwd=tmp_path, **environment)
-            gone = run_kb("capture", "--nodes", "slurm:4711", *options, cwd=tmp_path, **environment)
+            ended = run_kb(
+                "capture", "--nodes", f"slurm:{number}", *options, cwd=tmp_path, SLURM_CONF=environment["SLURM_CONF"]
+            )
+            gone = run_kb(
+                "capture", "--nodes", "slurm:4711", *options, cwd=tmp_path, SLURM_CONF=environment["SLURM_CONF"]
+            )
             job.end_well()
     assert ended.code == 0, ended.out + ended.err
     assert texts(ended.json)[0] == ODD
