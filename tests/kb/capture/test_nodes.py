@@ -43,8 +43,8 @@ def job(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hang
 
 
 def captured(nodes: Nodes, folder: Path, where: str, *options: str) -> Any:
-    command = ("capture", "--nodes", where, "--out", folder, "--json", "--interval", "1", *options)
-    ended = run_kb(*command, cwd=folder, PATH=nodes.path)
+    own = ("--out", folder, "--json", "--interval", "1", *options)
+    ended = run_kb("capture", "--nodes", where, *own, cwd=folder, PATH=nodes.path)
     assert ended.code == 0, ended.out + ended.err
     return ended.json
 
