@@ -43,7 +43,7 @@ def job(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hang
 
 
 def captured(nodes: Nodes, folder: Path, where: str, *options: str) -> Any:
-    own = ("--out", folder, "--json", "--interval", "1", *options)
+    own = ("--out", str(folder), "--json", "--interval", "1", *options)
     ended = run_kb("capture", "--nodes", where, *own, cwd=folder, PATH=nodes.path)
     assert ended.code == 0, ended.out + ended.err
     return ended.json
