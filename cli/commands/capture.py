@@ -1,12 +1,12 @@
-"""`kb capture`: evidence of a hanging job on this node, taken without harming it, and its diagnosis."""
+"""`kb capture`: evidence of a hanging job on its nodes, taken without harming it, and its diagnosis."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,18 +17,28 @@ from ..terminal.fields import field, labelled
 from ..terminal.output import JsonFlag, RootOption, emit, notice, shown, style
 
 if TYPE_CHECKING:
+    from kb.capture.session import Capture, Settings
     from kb.diagnose.diagnosis import Diagnosis
 
 NO_JOB = "no process of a training job runs on this node"
+NO_JOB_THERE = "no process of a training job runs on these nodes"
+MOST_NODES = 8  # that are named one by one
 
 
 def capture(
     pid: Annotated[
         int | None, typer.Option(min=1, help="A process of the job: a rank, its launcher, or any process.")
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE", help="All nodes of a job: slurm:JOBID, ssh:HOST1,HOST2, ssh:@FILE or kubectl:SELECTOR."
+        ),
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="With --nodes, of several jobs the one of this name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the bundle. [default: the temporary folder]")] = None,
     interval: Annotated[float, typer.Option(min=0.5, max=60, help="Seconds between the two samples.")] = 3.0,
-    seconds: Annotated[float, typer.Option(min=3, max=600, help="Deadline of the collection.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=3, max=600, help="Deadline of the collection, on each node.")] = 30.0,
     native: Annotated[
         bool, typer.Option("--native", help="C++ stacks too; pauses a process of each group for about a second.")
     ] = False,
@@ -42,23 +52,29 @@ def capture(
     """Take stacks, process states and logs of a hanging job before it is killed, and diagnose them.
 
     It pauses, signals and ends nothing, and leaves a redacted bundle that `kb diagnose` reads on any machine.
+    With --nodes it looks at all nodes at once, through Slurm, ssh or kubectl; nothing is installed there.
     Exit code 0 with a bundle, 1 when no job runs here.
     """
-    from kb.capture import archive, gather, plan
-    from kb.capture import session as sessions
+    from kb.capture import archive
+    from kb.capture.session import Settings
 
-    if not Path("/proc/self/stat").exists():
+    if nodes is None and not Path("/proc/self/stat").exists():
         raise UsageError("kb capture reads /proc, which this system does not have", "run it on a node with Linux")
+    if nodes is not None and pid is not None:
+        raise UsageError("--pid names a process of this node", "use --job with --nodes")
+    if job is not None and nodes is None:
+        raise UsageError("--job names a job over nodes", "use --pid without --nodes")
     folder = (out or Path(tempfile.gettempdir())).expanduser()
     archive.check_folder(folder)
-    listed = gather.list_jobs(pid)
-    job = _chosen(listed, pid, is_asked=not as_json)
-    if job is None:
-        return _nothing(listed["problems"], as_json)
-    if not as_json:
-        notice(f"{plan.describe(job)}: collecting for at most {seconds:.0f} s, the job goes on")
-    taken = sessions.capture(job, sessions.Settings(interval, seconds, native, trigger))
-    problems = (*listed["problems"], *taken.problems)
+    settings = Settings(interval, seconds, native, trigger)
+    taken, problems = (
+        _over_nodes(nodes, job, settings, is_asked=not as_json)
+        if nodes is not None
+        else _here(pid, settings, is_asked=not as_json)
+    )
+    if taken is None:
+        return _nothing(problems, NO_JOB if nodes is None else NO_JOB_THERE, as_json)
+    problems = [*problems, *taken.problems]
     try:
         bundle: Path | None = archive.write(folder, taken.name, taken.data)
         failure = None
@@ -73,34 +89,71 @@ def capture(
         document = None if diagnosis is None else diagnosis.to_json()
         emit(
             "capture", bundle=str(bundle), bytes=len(taken.data), seconds=round(taken.seconds, 2), ranks=taken.ranks,
-            problems=problems, diagnosis=document,
+            nodes=[node.to_json() for node in taken.nodes], problems=problems, diagnosis=document,
         )  # fmt: skip
     return 0
 
 
-def _chosen(listed: Mapping[str, Any], pid: int | None, *, is_asked: bool) -> Mapping[str, Any] | None:
-    """The job; of several, the one that a person at a terminal names."""
-    from kb.capture import plan
+def _here(pid: int | None, settings: Settings, *, is_asked: bool) -> tuple[Capture | None, list[str]]:
+    """The capture of a job of this node, None without one, and what the list of jobs could not see."""
+    from kb.capture import gather, plan, session
 
+    listed = gather.list_jobs(pid)
     jobs = listed["jobs"]
+    number = _answer([f"{plan.describe(job)}  (--pid {job['id']})" for job in jobs], is_asked)
+    job = plan.choose_job(listed, pid) if number is None else jobs[number]
+    if job is None:
+        return None, listed["problems"]
+    if is_asked:
+        notice(f"{plan.describe(job)}: collecting for at most {settings.seconds:.0f} s, the job goes on")
+    return session.capture(job, settings), listed["problems"]
+
+
+def _over_nodes(
+    where: str, name: str | None, settings: Settings, *, is_asked: bool
+) -> tuple[Capture | None, list[str]]:
+    """The capture of a job on all its nodes. `CaptureFailed` if no node answers."""
+    from kb.capture import gather, jobs, nodes, session
+
+    asked = nodes.resolve(where)
+    problems = list(asked.problems)
+    listings = gather.list_nodes(asked.connections, settings.seconds)
+    unreached = [listing for listing in listings if listing.reason]
+    if len(unreached) == len(listings):
+        reasons = dict.fromkeys(f"{listing.connection.name}: {listing.reason}" for listing in listings)
+        raise CaptureFailed(f"none of {len(listings)} nodes answered", "; ".join(list(reasons)[:MOST_NODES]))
+    found = jobs.group_over_nodes(listings, asked.slurm_job)
+    number = None if name else _answer([f"{job}  (--job {job.name})" for job in found], is_asked)
+    job = jobs.choose(found, name) if number is None else found[number]
+    if job is None:
+        for node in listings:
+            problems += [f"{node.connection.name}: {text}" for text in (*node.problems, node.reason) if text]
+        return None, problems
+    if is_asked:
+        notice(f"{job}: collecting for at most {settings.seconds:.0f} s, the job goes on")
+    return session.capture_nodes(job, listings, settings), problems
+
+
+def _answer(jobs: Sequence[str], is_asked: bool) -> int | None:
+    """Of several jobs, the index of the one that a person at a terminal names; None where there is nothing to ask."""
     if len(jobs) < 2 or not (is_asked and sys.stdin is not None and sys.stdin.isatty()):
-        return plan.choose_job(listed, pid)
-    for number, job in enumerate(jobs, 1):
-        notice(f"{number}  {plan.describe(job)}  (--pid {job['id']})")
+        return None
+    for number, text in enumerate(jobs, 1):
+        notice(f"{number}  {text}")
     answer = int(typer.prompt("which job", type=int, err=True))
     if not 0 < answer <= len(jobs):
-        raise UsageError(f"there is no job {answer}", f"name one of 1 to {len(jobs)}, or use --pid")
-    chosen: Mapping[str, Any] = jobs[answer - 1]
-    return chosen
+        raise UsageError(f"there is no job {answer}", f"name one of 1 to {len(jobs)}, or use the option behind it")
+    return answer - 1
 
 
-def _nothing(problems: list[str], as_json: bool) -> int:
+def _nothing(problems: list[str], reason: str, as_json: bool) -> int:
     if as_json:
-        emit("capture", bundle=None, bytes=0, seconds=0.0, ranks=[], problems=[*problems, NO_JOB], diagnosis=None)
+        problems = [*problems, reason]
+        emit("capture", bundle=None, bytes=0, seconds=0.0, ranks=[], nodes=[], problems=problems, diagnosis=None)
         return 1
     for problem in problems:
         notice(problem)
-    notice(f"{NO_JOB}; --pid names one whose ranks kb does not recognise")
+    notice(f"{reason}; --pid names one whose ranks kb does not recognise" if reason == NO_JOB else reason)
     return 1
 
 
@@ -116,7 +169,7 @@ def _diagnose(data: bytes, name: str, roots: list[Path] | None) -> Diagnosis:
 
 
 def _print(
-    taken: Any, bundle: Path | None, problems: tuple[str, ...], diagnosis: Diagnosis | None, roots: list[Path] | None
+    taken: Capture, bundle: Path | None, problems: Sequence[str], diagnosis: Diagnosis | None, roots: list[Path] | None
 ) -> None:
     for problem in problems:
         notice(problem)
@@ -128,6 +181,8 @@ def _print(
         Printer(diagnosis, roots=roots).print()
         for line in diagnosis.observations[MOST_LINES:]:
             print(labelled("inferred", line.text.removeprefix(DERIVED_PREFIX)))
+    if len(taken.nodes) > 1:
+        print(field("nodes", _nodes(taken)))
     if bundle:
         print(
             field(
@@ -136,3 +191,15 @@ def _print(
             )
         )
         print(field("then", f"kb diagnose {shown(bundle)}"))
+
+
+def _nodes(taken: Capture) -> str:
+    """`node-0 gpu-17 (ranks 0-7); node-1 gpu-18 (no answer)`."""
+    from kb.harness.collective import name_ranks
+
+    texts = []
+    for node in taken.nodes[:MOST_NODES]:
+        ranks = [rank for rank in node.ranks if rank is not None]
+        texts.append(f"{node.node} {node.name} ({name_ranks(ranks) if ranks else 'no ranks'})")
+    more = len(taken.nodes) - len(texts)
+    return "; ".join(texts) + (f"; {more} more" if more else "")

@@ -42,6 +42,7 @@ CHINESE = {
     "then": "随后",
     "similar": "相似",
     "next": "下一步",
+    "nodes": "节点",
     "save": "保存",
     "saved": "已保存",
     # facts of an entry

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import getpass
 import json
+import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from kb.capture.gather import Collected
+from kb.capture.skew import Skew
 from kb.diagnose.inputs.bundle import NODE_SCHEMA, PROCESS_SCHEMA
 from kb.diagnose.readers.safe_unpickler import load_pickle
 from kb.diagnose.readers.structured import Unreadable, load_json
@@ -23,6 +25,7 @@ from kb.redaction.redactor import Redactor
 STACK_HEADING = "kb capture: stacks of {}; kb reads those of process.json\n"
 MOST_DUMP_VALUES = 2_000_000
 TOOLS = ("sockets", "gpus", "gpu-report")
+OWN_NAME = re.compile(r"node-\d+")  # of a node in the bundle; a host may be called so too
 SERVER_DUMPS = ("fr_trace_json", "dump_nccl_trace_json")
 
 
@@ -38,11 +41,17 @@ class File:
 
 @dataclass
 class Node:
-    """The parts of one node, read. `job` is as the agent lists it; `name` is the folder in the bundle."""
+    """The parts of one node, read. `job` is as the agent lists it; `name` is the folder in the bundle.
+
+    `host` is the name by which kb reached it, empty for this machine; `reason` is why it returned nothing.
+    """
 
     job: Mapping[str, Any]
     collected: Collected
     name: str = "node-0"
+    host: str = ""
+    skew: Skew | None = None
+    reason: str = ""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,40 +75,39 @@ def folder_of(rank: Mapping[str, Any]) -> str:
     return f"rank-{rank['rank']}" if rank["rank"] is not None else f"pid-{rank['pid']}"
 
 
-def files_of(node: Node) -> list[File]:
-    """All files of a node but the manifest, redacted. Logs are first: they reveal most of the names to hide."""
-    redactor = _redactor(node)
-    logs = [_redacted(file, redactor) for file in _logs(node)]
-    documents = [*_records(node), *_dumps(node)]
+def files_of(nodes: Sequence[Node], redactor: Redactor) -> list[File]:
+    """All files but the manifest, redacted. Logs are first: they reveal most of the names to hide."""
+    logs = [_redacted(file, redactor) for node in nodes for file in _logs(node)]
+    documents = [document for node in nodes for document in (*_records(node), *_dumps(node))]
     for _, _, document in documents:  # once for what they reveal to each other
-        _redact_value(document, redactor)
-    records = [_document(name, kind, _redact_value(document, redactor)) for name, kind, document in documents]
-    stacks = [_redacted(file, redactor) for file in _stack_files(node)]
+        redact_value(document, redactor)
+    records = [_document(name, kind, redact_value(document, redactor)) for name, kind, document in documents]
+    stacks = [_redacted(file, redactor) for node in nodes for file in _stack_files(node)]
     return [*records, *stacks, *logs]
 
 
-def _redactor(node: Node) -> Redactor:
-    host = node.json("node/host.json") or {}
+def redactor_of(nodes: Sequence[Node]) -> Redactor:
+    """One for all nodes: equal hosts have equal placeholders in all files."""
     users = set()
     with suppress(KeyError, OSError):
         users.add(getpass.getuser())
-    hosts = {socket.gethostname(), host.get("host", "")}
-    for rank in node.job["ranks"]:
-        address = rank["environment"].get("MASTER_ADDR", "")
-        hosts.add(address if any(letter.isalpha() for letter in address) else "")
-    return Redactor(users=users, hosts=hosts - {""})
+    hosts = [socket.gethostname()]
+    for node in nodes:
+        hosts += [node.host, (node.json("node/host.json") or {}).get("host", "")]
+        hosts += [rank["environment"].get("MASTER_ADDR", "") for rank in node.job["ranks"]]
+    return Redactor(users=users, hosts={host for host in hosts if any(letter.isalpha() for letter in host)})
 
 
-def _redact_value(value: Any, redactor: Redactor) -> Any:
+def redact_value(value: Any, redactor: Redactor) -> Any:
     """A JSON value with its strings redacted, and the keys that are paths."""
     if isinstance(value, str):
-        return redactor.text(value) if len(value) > 1 else value
+        return redactor.text(value) if len(value) > 1 and not OWN_NAME.fullmatch(value) else value
     if isinstance(value, Mapping):
         return {
-            redactor.text(key) if "/" in key else key: _redact_value(member, redactor) for key, member in value.items()
+            redactor.text(key) if "/" in key else key: redact_value(member, redactor) for key, member in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_redact_value(member, redactor) for member in value]
+        return [redact_value(member, redactor) for member in value]
     return value
 
 
@@ -164,10 +172,12 @@ def _node(node: Node) -> dict[str, Any]:
         "schema": NODE_SCHEMA,
         "node": node.name,
         **(node.json("node/host.json") or {}),
+        "reason": node.reason,
+        "skew": node.skew and node.skew.to_json(),
         "seconds": round(node.collected.seconds, 2),
         "job": {key: value for key, value in node.job.items() if key not in ("ranks", "command")},
         "ranks": [{key: rank[key] for key in ("rank", "rank_from", "pid")} for rank in node.job["ranks"]],
-        "launcher": {"pid": node.job["launcher"], **_observed(node, "launcher")},
+        "launcher": {"pid": node.job.get("launcher"), **_observed(node, "launcher")},
         "memory": node.json("node/memory.json"),
         "locks": node.json("node/locks.json") or [],
         "file_systems": [system for system in systems if system],

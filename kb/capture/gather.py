@@ -1,27 +1,34 @@
-"""Runs the agent on this node, within a deadline, and takes what it wrote, also of an agent that had to be ended."""
+"""What the agents of nodes return: their jobs, and the parts of a capture, also of an agent that had to be ended."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
-import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from kb.capture.connection import Connection, here
+from kb.capture.exchange import Reply, exchange
+from kb.capture.refusal import reason
+from kb.capture.skew import Skew
 from kb.errors import CaptureFailed
 
-MODULES = ("steps", "processes", "ranks", "jobs", "stacks", "node", "triggers", "main")  # in the order of their imports
+# In the order of their imports:
+MODULES = ("steps", "processes", "ranks", "jobs", "stacks", "listing", "node", "triggers", "main")
 LIST_S = 25.0  # for the list of jobs, with processes that do not let themselves be read
 GRACE_S = 3.0  # beyond its own deadline, after which the agent is ended
-MOST_BYTES = 128 << 20  # of what an agent may return
+CONNECT_S = 6.0  # for a transport to reach its node
+FIRST_PART = b"node/host.json\0"  # what is before it was printed by the login of the node
 LOADER = """\
 import json, sys, types
+if sys.version_info < (3, 8):
+    sys.exit("python3 is %d.%d there" % sys.version_info[:2])
 package = sys.modules["kb_agent"] = types.ModuleType("kb_agent")
 package.__path__ = []
 for name, source in json.loads(SOURCES):
@@ -32,6 +39,24 @@ for name, source in json.loads(SOURCES):
     exec(compile(source, "kb_agent/" + name + ".py", "exec"), module.__dict__)
 sys.modules["kb_agent.main"].main(json.loads(OPTIONS))
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a node returned to the question for its jobs; `reason` says why it did not, and is empty if it did.
+
+    `machine` is its system and architecture, `py_spy` the path of its own; `skew` compares its clock with kb's.
+    """
+
+    connection: Connection
+    seconds: float
+    jobs: tuple[Mapping[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+    machine: str = ""
+    py_spy: str = ""
+    host: str = ""
+    skew: Skew | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,69 +81,80 @@ def py_spy() -> str | None:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
+def machine() -> str:
+    """System and architecture, as the agent names its own: programs for one run on the other."""
+    return f"{platform.system()} {platform.machine()}"
+
+
 def list_jobs(pid: int | None = None, python: str = sys.executable) -> dict[str, Any]:
     """The training jobs of this node, or those that a process belongs to. Raises `CaptureFailed`."""
-    output, error, _ = _run(python, {"mode": "list", "pid": pid}, LIST_S)
-    try:
-        listed: dict[str, Any] = json.loads(output)
-    except ValueError:
+    (reply,) = _ask([here(pid, python)], [{"mode": "list", "pid": pid}], LIST_S)
+    listed = _document(reply.output)
+    if listed is None:
         raise CaptureFailed(
-            "the processes of this node could not be listed", error or "KB_DEBUG=1 shows more"
-        ) from None
+            "the processes of this node could not be listed", reason(here(), reply) or "KB_DEBUG=1 shows more"
+        )
     return listed
 
 
-def collect(options: Mapping[str, Any], python: str = sys.executable) -> Collected:
-    """Run the capture of one job here. Raises `CaptureFailed` when nothing at all came back."""
-    output, error, seconds = _run(python, {"mode": "collect", **options}, float(options["seconds"]) + GRACE_S)
-    parts = dict(read_parts(output))
-    problems = (
-        []
-        if "steps.json" in parts
-        else [f"the capture of this node was cut off after {seconds:.0f} s: {error}".rstrip(": ")]
+def list_nodes(connections: Sequence[Connection], limit_s: float) -> list[Listing]:
+    """The jobs of all nodes, which are asked at the same time; a node has `limit_s` once it is reached."""
+    replies = _ask(connections, [{"mode": "list"}] * len(connections), min(LIST_S, limit_s))
+    return [_listing(connection, reply) for connection, reply in zip(connections, replies, strict=True)]
+
+
+def _listing(connection: Connection, reply: Reply) -> Listing:
+    listed = _document(reply.output)
+    if listed is None:
+        return Listing(connection, reply.seconds, reason=reason(connection, reply))
+    return Listing(
+        connection,
+        reply.seconds,
+        tuple(listed["jobs"]),
+        tuple(listed["problems"]),
+        listed["machine"],
+        listed["py_spy"],
+        listed["host"],
+        Skew.between(listed["time"], (reply.began, reply.ended)),
     )
-    if not parts:
-        raise CaptureFailed("the capture returned nothing", error)
-    return Collected(parts, tuple(problems), seconds)
 
 
-def _run(python: str, options: Mapping[str, Any], limit_s: float) -> tuple[bytes, str, float]:
-    """What the agent wrote into memory, its last error, and how long it took.
-
-    It has a session of its own: Ctrl-C reaches kb alone, which then ends it. It ends with kb in any case.
-    """
-    began = time.monotonic()
-    with _memory("out") as out, _memory("err") as err:
-        agent = subprocess.Popen(
-            [python, "-I", "-S", "-"], stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
-        )
-        try:
-            assert agent.stdin is not None
-            try:
-                agent.stdin.write(agent_script(options).encode())
-                agent.stdin.close()
-            except BrokenPipeError:  # it could not even start; its error says why
-                pass
-            agent.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            agent.kill()
-            _wait_a_moment(agent)
-        errors = os.pread(err.fileno(), 1 << 16, 0).decode("utf-8", "replace").strip().splitlines()
-        return os.pread(out.fileno(), MOST_BYTES, 0), errors[-1] if errors else "", time.monotonic() - began
-
-
-def _wait_a_moment(agent: subprocess.Popen[bytes]) -> None:
-    """An agent in uninterruptible sleep is left behind."""
+def _document(output: bytes) -> dict[str, Any] | None:
+    """The last line: a login may print others before it."""
     try:
-        agent.wait(1.0)
-    except subprocess.TimeoutExpired:
-        agent.returncode = -9  # or Popen warns about it at its end
+        listed = json.loads(output.rpartition(b"\n")[2])
+    except ValueError:
+        return None
+    return listed if isinstance(listed, dict) and "jobs" in listed else None
 
 
-def _memory(name: str) -> Any:
-    return os.fdopen(os.memfd_create(name), "wb")
+def collect(
+    connections: Sequence[Connection], options: Sequence[Mapping[str, Any]], limit_s: float
+) -> list[Collected | str]:
+    """Run the capture of one job on its nodes at the same time; of a node that returned nothing, the reason.
+
+    `limit_s` is how long an agent may take, without the way to its node.
+    """
+    replies = _ask(connections, [{"mode": "collect", **each} for each in options], limit_s + GRACE_S)
+    return [_collected(connection, reply) for connection, reply in zip(connections, replies, strict=True)]
+
+
+def _collected(connection: Connection, reply: Reply) -> Collected | str:
+    parts = dict(read_parts(reply.output[max(0, reply.output.find(FIRST_PART)) :]))
+    why = reason(connection, reply)
+    if not parts:
+        return why
+    cut = f"the capture of this node was cut off after {reply.seconds:.0f} s: {why}"
+    return Collected(parts, () if "steps.json" in parts else (cut,), reply.seconds)
+
+
+def _ask(connections: Sequence[Connection], options: Sequence[Mapping[str, Any]], limit_s: float) -> list[Reply]:
+    def text(number: int) -> str:
+        connection = connections[number]
+        own = {"is_here": connection.is_here, "as_root": connection.as_root, "limit_s": limit_s}
+        return agent_script({**own, **options[number]})
+
+    return exchange(connections, text, lambda number: limit_s + (0 if connections[number].is_here else CONNECT_S))
 
 
 def read_parts(data: bytes) -> Iterator[tuple[str, bytes]]:

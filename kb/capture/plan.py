@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kb.errors import UsageError
@@ -17,9 +17,15 @@ def choose_job(listed: Mapping[str, Any], pid: int | None) -> Mapping[str, Any] 
     if not listed["has_pid"]:
         raise UsageError(f"there is no process {pid}", "`kb capture` without --pid looks for training jobs")
     if len(jobs) > 1:
-        lines = "; ".join(f"`--pid {job['id']}`: {describe(job)}" for job in jobs[:MOST_LISTED])
-        raise UsageError(f"{len(jobs)} training jobs run on this node", f"name one: {lines}")
+        choices = no_choice((f"--pid {job['id']}", describe(job)) for job in jobs)
+        raise UsageError(f"{len(jobs)} training jobs run on this node", choices)
     return jobs[0] if jobs else None
+
+
+def no_choice(jobs: Iterable[tuple[str, str]]) -> str:
+    """The hint where it takes a choice: the option that names each job, and its description."""
+    lines = [f"`{option}`: {text}" for option, text in jobs]
+    return f"name one: {'; '.join(lines[:MOST_LISTED])}" if lines else "no job runs there"
 
 
 def describe(job: Mapping[str, Any]) -> str:

@@ -1,20 +1,32 @@
-"""One capture from its plan to the bytes of its bundle."""
+"""One capture from its plan to the bytes of its bundle, on this node or on all nodes of a job."""
 
 from __future__ import annotations
 
-import json
+import base64
 import secrets
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from kb.capture import archive, bundle, gather, plan
+from kb.capture.connection import here
+from kb.capture.gather import Collected, Listing
+from kb.capture.jobs import Job, Part
+from kb.capture.summary import NodeSummary, about_nodes, identity, offered_windows, summarize
+from kb.errors import CaptureFailed
 from kb.installation import install_command
 
 NO_PY_SPY = "py-spy is not installed, so there are no stacks: {}"
-MOST_PROBLEMS = 20
+NO_PY_SPY_THERE = "no py-spy on {}, and none here for {}, so there are no stacks: install it there, or here: {}"
+MOST_BYTES = 1 << 30  # of all nodes together
+LEAST_SHARE = 4 << 20  # of one node
+MOST_SHARE = 96 << 20
+MOST_DELAY_S = 5.0  # until the nodes begin together
+SLOWER = 1.5  # than its list a node may answer, and still begin with the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,54 +48,107 @@ class Capture:
     seconds: float
     ranks: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]
+    nodes: tuple[NodeSummary, ...] = ()
 
 
 def capture(job: Mapping[str, Any], settings: Settings) -> Capture:
     """Collect on this node and pack. Raises `CaptureFailed` when nothing came back."""
+    tool = gather.py_spy() or ""
+    own = Listing(here(job["id"]), 0.0, py_spy=tool)
+    problems = [] if tool else [NO_PY_SPY.format(install_command("capture"))]
+    return _capture(Job("", (Part(own, job),)), [], settings, problems)
+
+
+def capture_nodes(job: Job, listings: Sequence[Listing], settings: Settings) -> Capture:
+    """Collect on all nodes of the job at the same time; `listings` are those of all nodes, also without an answer."""
+    parts = [part.listing for part in job.parts]
+    return _capture(job, [listing for listing in listings if listing not in parts], settings, list(job.problems()))
+
+
+def _capture(job: Job, others: Sequence[Listing], settings: Settings, problems: list[str]) -> Capture:
     taken = time.time()
-    tool = gather.py_spy()
-    options = {
-        "job": job,
-        "interval": settings.interval_s,
-        "seconds": settings.seconds,
-        "native": settings.native,
-        "trigger": settings.trigger,
-        "py_spy": tool,
-    }
-    node = bundle.Node(job, gather.collect(options))
-    files = bundle.files_of(node)
-    problems = [*_problems(node), *([] if tool else [NO_PY_SPY.format(install_command("capture"))])]
-    if guessed := plan.guessed_ranks(job):
-        problems.append(guessed)
-    ranks = tuple({key: rank[key] for key in ("rank", "rank_from", "pid")} for rank in job["ranks"])
+    tool = "" if job.parts[0].listing.connection.is_here else packed_py_spy()
+    without = [part.listing for part in job.parts if not _has_py_spy(part.listing, tool)]
+    if without and not without[0].connection.is_here:
+        names, machines = _names(without), sorted({listing.machine for listing in without})
+        problems.append(NO_PY_SPY_THERE.format(names, " and ".join(machines), install_command("capture")))
+    nodes = [*_collected(job, settings, tool), *map(_unreached, others)]
+    for number, node in enumerate(nodes):
+        node.name = f"node-{number}"
+    if all(node.reason for node in nodes):
+        raise CaptureFailed("the capture returned nothing", nodes[0].reason)
+    redactor = bundle.redactor_of(nodes)
+    files = bundle.files_of(nodes, redactor)
+    summaries = tuple(map(summarize, nodes))
+    ranks = tuple(identity(rank) for part in job.parts for rank in part.job["ranks"])
+    seconds = time.time() - taken
     about = {
-        "seconds": round(node.collected.seconds, 2),
+        "seconds": round(seconds, 2),
         "interval_s": settings.interval_s,
-        "nodes": [{"name": node.name, "ranks": ranks, "steps": _steps(files)}],
-        "windows": plan.offered_windows(node.json("node/windows.json") or {}),
+        "nodes": list(about_nodes(nodes, summaries, files, redactor)),
+        "windows": [window for node in nodes for window in offered_windows(node)],
         "asked": settings.trigger,
     }
+    problems += [problem for summary in summaries for problem in summary.named_problems()]
+    problems += dict.fromkeys(filter(None, (plan.guessed_ranks(part.job) for part in job.parts)))
     stamp = datetime.fromtimestamp(taken, UTC).strftime("%Y%m%dT%H%M%SZ")
-    name = f"kb-capture-{job['slurm_job'] or job['id']}-{stamp}-{secrets.token_hex(2)}"
-    return Capture(name, archive.pack(files, about, taken), node.collected.seconds, ranks, tuple(problems))
+    name = f"kb-capture-{job.slurm_job or job.parts[0].job['id']}-{stamp}-{secrets.token_hex(2)}"
+    return Capture(name, archive.pack(files, about, taken), seconds, ranks, tuple(problems), summaries)
 
 
-def _steps(files: list[bundle.File]) -> Any:
-    """The steps as they are in the record of the node, which is redacted."""
-    return next((json.loads(file.content)["steps"] for file in files if file.kind == "node"), [])
-
-
-def _problems(node: bundle.Node) -> list[str]:
-    """One sentence per reason, with the ranks that it is about."""
-    reasons: dict[str, list[str]] = {}
-    for step in node.steps:
-        if error := step.get("error"):
-            places = reasons.setdefault(error.replace(str(step.get("pid", "")) or "\0", ""), [])
-            place = f"{step['step']} of {step['where']}"
-            if place not in places:
-                places.append(place)
-    sentences = [
-        f"{', '.join(places[:4])}{' and others' if len(places) > 4 else ''}: {reason}"
-        for reason, places in reasons.items()
+def _collected(job: Job, settings: Settings, tool: str) -> list[bundle.Node]:
+    """The nodes of the job; they begin at one moment, each by its own clock, as far as they are asked at once."""
+    listings = [part.listing for part in job.parts]
+    slowest = max(listing.seconds for listing in listings)
+    delay = min(MOST_DELAY_S, SLOWER * slowest)
+    begin = time.time() + delay
+    share = max(LEAST_SHARE, min(MOST_SHARE, MOST_BYTES // len(listings)))
+    options = [
+        {
+            "job": part.job,
+            "interval": settings.interval_s,
+            "seconds": settings.seconds,
+            "native": settings.native,
+            "trigger": settings.trigger,
+            "py_spy": part.listing.py_spy,
+            "sent_py_spy": tool if not part.listing.py_spy and _has_py_spy(part.listing, tool) else "",
+            "begin": begin + part.listing.skew.ahead_s if part.listing.skew else 0.0,
+            "most_bytes": share,
+            "is_first": number == 0,
+        }
+        for number, part in enumerate(job.parts)
     ]
-    return [*node.collected.problems, *sentences][:MOST_PROBLEMS]
+    answers = gather.collect([listing.connection for listing in listings], options, delay + settings.seconds)
+    return [_node(part, answer) for part, answer in zip(job.parts, answers, strict=True)]
+
+
+def _node(part: Part, answer: Collected | str) -> bundle.Node:
+    name, skew = part.listing.connection.name, part.listing.skew
+    if isinstance(answer, str):
+        return bundle.Node({**part.job, "ranks": []}, Collected({}, (), 0.0), host=name, skew=skew, reason=answer)
+    return bundle.Node(part.job, answer, host=name, skew=skew)
+
+
+def _unreached(listing: Listing) -> bundle.Node:
+    """A node that did not list its jobs, or has none of this job."""
+    empty = Collected({}, listing.problems, listing.seconds)
+    return bundle.Node({"ranks": []}, empty, host=listing.connection.name, skew=listing.skew, reason=listing.reason)
+
+
+def packed_py_spy() -> str:
+    """The program itself, as the agent unpacks it; empty where there is none, or a script."""
+    path = gather.py_spy()
+    try:
+        program = Path(path).read_bytes() if path else b""
+    except OSError:
+        return ""
+    return base64.b64encode(zlib.compress(program)).decode() if program.startswith(b"\x7fELF") else ""
+
+
+def _has_py_spy(listing: Listing, tool: str) -> bool:
+    return bool(listing.py_spy) or bool(tool and listing.machine == gather.machine())
+
+
+def _names(listings: Sequence[Listing]) -> str:
+    names = [listing.connection.name for listing in listings]
+    return ", ".join(names[: plan.MOST_LISTED]) + (" and others" if len(names) > plan.MOST_LISTED else "")

@@ -100,6 +100,20 @@ def test_a_process_that_is_no_rank_is_captured_by_its_pid(tmp_path: Path) -> Non
         assert word not in content
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--nodes", "ssh:a", "--pid", "1"), 2, "--pid names a process of this node"),
+        (("--job", "n0:29500"), 2, "--job names a job over nodes"),
+        (("--nodes", "a,b"), 2, "--nodes 'a,b' names no nodes"),
+        (("--nodes", "ssh:no-host.invalid,nor-this.invalid"), 5, "none of 2 nodes answered"),
+    ],
+)
+def test_nodes_that_cannot_be_captured(options: tuple[str, ...], code: int, message: str, tmp_path: Path) -> None:
+    ended = run_kb("capture", *options, "--out", tmp_path, "--json", cwd=tmp_path)
+    assert (ended.code, ended.json["error"]["message"]) == (code, message)
+
+
 def _content(path: Path) -> bytes:
     with read_file(str(path), str(path), print) as stream:
         return stream.read()

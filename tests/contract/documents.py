@@ -32,6 +32,7 @@ EXACT = {  # errors, and answers about nothing
     "verify-unknown": ["verify", "no-such-entry"],
     "verify-nothing": ["verify"],
     "capture-unknown": ["capture", "--pid", "4194304"],
+    "capture-nowhere": ["capture", "--nodes", "n0,n1"],
     "usage": ["search", "nan", "--limit", "0"],
 }
 SHAPE = {  # what follows from the entries, this machine or this moment

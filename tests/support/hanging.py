@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,9 @@ class HangingJob:
     kind: str
     folder: Path
     size: int
+    before: Sequence[Sequence[str]] = ()  # what begins the command of each rank, as to enter a node
+    address: str = "127.0.0.1"  # that the environment names; the ranks meet on this machine
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -48,7 +51,13 @@ class HangingJob:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        common = {**os.environ, "PORT": port, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        common = {
+            **self.environment,
+            "PORT": port,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         common = {name: value for name, value in common.items() if name not in ("RANK", "WORLD_SIZE")}
         if self.kind == "spawn":
             del common["MASTER_ADDR"], common["MASTER_PORT"]
@@ -56,10 +65,10 @@ class HangingJob:
         else:
             for rank in range(self.size):
                 environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
-                self._open({**common, **environment}, str(rank))
+                self._open({**common, **environment}, str(rank), self.before[rank] if self.before else ())
 
-    def _open(self, environment: dict[str, str], name: str) -> None:
-        command = [sys.executable, str(JOB), self.kind, str(self.folder)]
+    def _open(self, environment: dict[str, str], name: str, before: Sequence[str] = ()) -> None:
+        command = [*before, sys.executable, str(JOB), self.kind, str(self.folder)]
         if self.kind == "shell":
             command = ["bash", "-c", f"{' '.join(command)}; exit $?"]
         with (self.folder / f"log-{name}").open("wb") as log:
@@ -101,7 +110,7 @@ class HangingJob:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        for rank in range(self.size):
+        for rank in range(0 if self.before else self.size):  # pids of a node end with it
             try:
                 os.kill(int((self.folder / f"ready-{rank}").read_text()), signal.SIGKILL)
             except (OSError, ValueError):
@@ -109,10 +118,17 @@ class HangingJob:
 
 
 @contextmanager
-def hanging_job(kind: str, folder: Path, size: int = 3) -> Iterator[HangingJob]:
+def hanging_job(
+    kind: str,
+    folder: Path,
+    size: int = 3,
+    before: Sequence[Sequence[str]] = (),
+    address: str = "127.0.0.1",
+    environment: Mapping[str, str] = os.environ,
+) -> Iterator[HangingJob]:
     """A job that hangs, until the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = HangingJob(kind, folder, size)
+    job = HangingJob(kind, folder, size, before, address, environment)
     try:
         job.start()
         job.wait_until_it_hangs()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import socket
 import sys
 import time
@@ -15,87 +16,58 @@ from functools import partial
 from typing import Any, Dict, List, Optional, Sequence
 
 from . import node, processes, stacks, triggers
-from .jobs import group_jobs, single
-from .ranks import Family, find_ranks, read_survey, survey
+from .listing import list_jobs
+from .ranks import is_python
 from .stacks import Target
-from .steps import Archive, Outcome, Step, end_with_parent, run
+from .steps import MOST_BYTES, Archive, Outcome, Step, end_with_parent, end_with_reader, pause, run
 
-SURVEY_S = 5.0
 PROC_S, MEMORY_S = 2.0, 3.0
-MOST_BLOCKED = 3  # processes that do not let their memory be read, after which the survey ends
+MOST_WAIT_S = 10.0  # for the moment at which all nodes begin
 MOST_CHILDREN = 64  # of all ranks together, of which stacks are taken
 NICE = 5  # more, and busy ranks would keep the capture from its end
 
 
 def main(options: Dict[str, Any]) -> None:
-    end_with_parent()
+    """It ends at `limit_s`, whatever it waits for, and when nobody reads its output any more.
+
+    Only here does it end with its parent: the one that a container's runtime or Slurm starts it from may end before.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
+    if options["is_here"]:
+        end_with_parent()
+    end_with_reader(1)
     if options["mode"] == "list":
-        sys.stdout.write(json.dumps(list_jobs(options.get("pid"))))
+        sys.stdout.write(json.dumps(list_jobs(options.get("pid"), options["as_root"])))
         sys.stdout.flush()
     else:
         os.nice(NICE)
-        archive = Archive(1)
+        archive = Archive(1, options.get("most_bytes", MOST_BYTES))
         Collection(options, archive).collect()
         archive.close()
 
 
-def list_jobs(pid: Optional[int]) -> Dict[str, Any]:
-    """The jobs of the node; with `pid` those that this process belongs to."""
-    known, denied, problems, blocked = [], [], [], []  # type: ignore[var-annotated]
-    deadline = time.monotonic() + SURVEY_S * (MOST_BLOCKED + 1)
-    while True:
-        step = Step("survey", node.NODE, SURVEY_S, function=partial(survey, blocked, _print))
-        (outcome,) = run([step], deadline)
-        known, denied, stuck = read_survey(outcome.output.decode("utf-8", "replace"))
-        if not outcome.error or stuck is None or len(blocked) == MOST_BLOCKED:
-            break
-        blocked.append(stuck)
-        problems.append("process %d does not let its memory be read: its driver may hang, and it may be a rank" % stuck)
-    family = Family(known)
-    jobs = group_jobs(find_ranks(family), family)
-    if pid is not None:
-        jobs = [job for job in jobs if _belongs(pid, job, family)]
-        if not jobs and pid in family.by_pid:
-            jobs = [single(family.by_pid[pid], family)]
-    if denied and not jobs:
-        users = sorted({document["denied"] for document in denied})
-        problems.append(
-            "%d processes of other users (%s) could not be looked into: `sudo kb capture`, or run it as their user"
-            % (len(denied), ", ".join(map(str, users[:5])))
-        )
-    return {
-        "jobs": jobs,
-        "problems": problems,
-        "host": socket.gethostname(),
-        "has_pid": pid is None or processes.stat(pid) is not None,
-    }
-
-
-def _print(text: str) -> None:
-    os.write(1, text.encode())
-
-
-def _belongs(pid: int, job: Dict[str, Any], family: Family) -> bool:
-    """Whether the process is the launcher or above it, a rank, or below one."""
-    for rank in job["ranks"]:
-        process = family.by_pid[rank["pid"]]
-        if pid == process.pid or pid in {other.pid for other in (*family.above(process), *family.below(process.pid))}:
-            return True
-    return False
-
-
 class Collection:
-    """One capture. `options`: the job as `list_jobs` has it, `interval`, `seconds`, `native`, `trigger`, `py_spy`."""
+    """One capture. `options`: the job as `list_jobs` has it, `interval`, `seconds`, `native`, `trigger`, `as_root`.
+
+    `py_spy` is its path here, `sent_py_spy` the program itself, `begin` when to begin by the clock of this node.
+    """
 
     def __init__(self, options: Dict[str, Any], archive: Archive) -> None:
         self.options, self.archive = options, archive
         self.job = options["job"]
         self.ranks: List[Dict[str, Any]] = self.job["ranks"]
         self.targets = [Target(_folder(rank), rank["pid"], rank["start"]) for rank in self.ranks]
-        self.began = time.monotonic()
-        self.deadline = self.began + options["seconds"]
         self.report: List[Dict[str, Any]] = []
         self.tool: Optional[str] = options.get("py_spy")
+        if options.get("sent_py_spy"):
+            try:
+                self.tool = stacks.sent_tool(options["sent_py_spy"])
+            except OSError as error:  # memory that may not be executed
+                self.report.append({"step": "py-spy", "where": node.NODE, "seconds": 0.0, "error": str(error)})
+        pause(min(MOST_WAIT_S, options.get("begin", 0.0) - time.time()))
+        self.began = time.monotonic()
+        self.deadline = self.began + options["seconds"]
 
     def collect(self) -> None:
         self.archive.add("node/host.json", json.dumps(self._host()))
@@ -105,9 +77,7 @@ class Collection:
         self._stacks(1)
         self._facts()
         self._node()
-        time.sleep(
-            max(0.0, min(first + self.options["interval"] - time.monotonic(), self.deadline - time.monotonic() - 2))
-        )
+        pause(min(first + self.options["interval"], self.deadline - 2) - time.monotonic())
         self._sample(2)
         outcomes = self._stacks(2)
         self._save(run([Step("network-2", node.NODE, node.FILE_S, function=node.network)], self.deadline))
@@ -138,7 +108,7 @@ class Collection:
             if outcome.is_left_behind:
                 entry["left_behind"] = True
             if pids and outcome.error and step.where in pids:
-                entry.update(stacks.explain(outcome, pids[step.where], self.job["id"]))
+                entry.update(stacks.explain(outcome, pids[step.where], self.options["as_root"]))
             if outcome.output and not (outcome.error and suffix == "json"):
                 name = "%s/%s.%s" % (step.where, step.name.replace("/", "_").replace(" ", ""), suffix)
                 if self.archive.add(name, outcome.output):
@@ -178,7 +148,7 @@ class Collection:
         if not self.tool:
             return []
         alive = self._alive()
-        targets = [*alive, *self._others()]
+        targets = [*alive, *(target for target in self._others() if is_python(target.pid))]
         outcomes = stacks.take(self.tool, targets, "stack-%d" % number, self.deadline)
         self._save(outcomes, "txt", {target.where: target.pid for target in targets})
         return outcomes[: len(alive)]
@@ -213,7 +183,7 @@ class Collection:
         pids = {target.pid for target in self.targets}
         since = min((target.start / processes.TICKS for target in self.targets), default=0.0)
         folders = [folder for folder in dict.fromkeys(self.folders) if folder.startswith("/")][:8]
-        has_nccl = any(rank["has_nccl"] for rank in self.ranks)
+        has_nccl = any(rank["has_nccl"] for rank in self.ranks) and self.options.get("is_first", True)
         for outcome in run(node.steps(pids, folders, has_nccl), self.deadline):
             text = outcome.output.decode("utf-8", "replace")
             if outcome.step.name == "sockets":

@@ -61,7 +61,7 @@ def survey(skipped: Sequence[int], write: Any) -> None:
         try:
             line["environment"], line["arguments"] = environment(pid), arguments(pid)
             has_rank = any(name in line["environment"] for name in (*RANK_NAMES, "LOCAL_RANK"))
-            line["libraries"] = libraries(pid) if has_rank or _is_python(pid) else []
+            line["libraries"] = libraries(pid) if has_rank or is_python(pid) else []
             line["netns"] = os.readlink("/proc/%d/ns/net" % pid)
         except PermissionError:
             line["denied"] = os.stat("/proc/%d" % pid).st_uid
@@ -90,7 +90,7 @@ def read_survey(text: str) -> "Tuple[List[Process], List[Dict[str, Any]], Option
     return known, denied, begun
 
 
-def _is_python(pid: int) -> bool:
+def is_python(pid: int) -> bool:
     try:
         return "python" in os.path.basename(os.readlink("/proc/%d/exe" % pid))
     except OSError:
@@ -107,7 +107,11 @@ def _ancestors(pid: int) -> Set[int]:
 
 
 def job_key(process: Process) -> Tuple[str, ...]:
-    return (process.netns, *(process.environment.get(name, "") for name in OF_JOB))
+    """Equal for ranks of one job; those that meet at one address may be of several steps of a Slurm job."""
+    values = [process.environment.get(name, "") for name in OF_JOB]
+    if all(values[:2]):
+        values[-1] = ""
+    return (process.netns, *values)
 
 
 class Family:

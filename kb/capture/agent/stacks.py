@@ -6,14 +6,18 @@ in uninterruptible sleep, of which a pausing py-spy never returns. `--native` pa
 
 from __future__ import annotations
 
+import base64
 import os
 import re
+import shutil
 import signal
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+import zlib
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence
 
 from .processes import read, stat
 from .steps import Outcome, Step, run
 
+TOOL = "py-spy"
 LIMIT_S, NATIVE_S = 3.0, 12.0
 TRIES = 3  # the process runs on while its memory is read, so that a read may fail
 SYS_PTRACE = 1 << 19
@@ -31,6 +35,26 @@ class Target(NamedTuple):
     where: str
     pid: int
     start: int
+
+
+def find_tool(programs: Iterable[str]) -> str:
+    """py-spy on PATH, or beside one of these programs; empty without one.
+
+    It runs as this user, so one in somebody else's environment is left alone.
+    """
+    beside = (os.path.join(os.path.dirname(program), TOOL) for program in programs if program.startswith("/"))
+    for path in filter(None, (shutil.which(TOOL), *beside)):
+        if os.access(path, os.X_OK) and os.stat(path).st_uid in (0, os.geteuid()):
+            return path
+    return ""
+
+
+def sent_tool(data: str) -> str:
+    """The path of a py-spy that kb sent along, compressed, as base64: in memory, never on a disk. Raises OSError."""
+    descriptor = os.memfd_create(TOOL)
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(zlib.decompress(base64.b64decode(data)))
+    return "/proc/%d/fd/%d" % (os.getpid(), descriptor)
 
 
 def take(tool: str, targets: Sequence[Target], name: str, deadline: float) -> List[Outcome]:
@@ -103,25 +127,25 @@ def distinct(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> List[Tar
     return [members[0] for members in sorted(groups.values(), key=len)]
 
 
-def remedy(pid: int, named: int) -> str:
-    """Why this user may not read the process, and the way to be allowed: a command for the pid that is `named`."""
+def remedy(pid: int, as_root: str) -> str:
+    """Why this user may not read the process, and the way to be allowed; `as_root` is the way to capture as root."""
     owner = _owner(pid)
     own = os.geteuid()
     yama = _yama()
     has_ptrace = bool(int(_status_field("self", "CapEff") or "0", 16) & SYS_PTRACE)
     if own != 0 and owner is not None and owner != own:
-        return "it belongs to user %d: run as that user, or `sudo kb capture --pid %d`" % (owner, named)
+        return "it belongs to user %d: run as that user, or %s" % (owner, as_root)
     if yama == 3:
         return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is started again"
     if yama == 2 and not has_ptrace:
-        return "kernel.yama.ptrace_scope is 2: `sudo kb capture --pid %d`" % named
+        return "kernel.yama.ptrace_scope is 2: " + as_root
     if yama == 1 and not has_ptrace:
         return (
-            "kernel.yama.ptrace_scope is 1: `sudo kb capture --pid %d`, or `sudo sysctl kernel.yama.ptrace_scope=0` "
-            "for the time of the capture" % named
+            "kernel.yama.ptrace_scope is 1: %s, or `sudo sysctl kernel.yama.ptrace_scope=0` "
+            "for the time of the capture" % as_root
         )
     if not has_ptrace and os.stat("/proc/%d" % pid).st_uid != own:
-        return "the process is not dumpable (PR_SET_DUMPABLE, or a changed user): `sudo kb capture --pid %d`" % named
+        return "the process is not dumpable (PR_SET_DUMPABLE, or a changed user): " + as_root
     if not has_ptrace:
         return (
             "this container lacks CAP_SYS_PTRACE: `docker run --cap-add SYS_PTRACE`, "
@@ -150,9 +174,9 @@ def _yama() -> int:
         return 0
 
 
-def explain(outcome: Outcome, pid: int, named: int) -> Dict[str, Any]:
+def explain(outcome: Outcome, pid: int, as_root: str) -> Dict[str, Any]:
     """The error of a stack for the report; a refusal with its remedy."""
     error = outcome.error
     if "ermission" in error or "not permitted" in error:
-        return {"error": "ptrace is refused: " + remedy(pid, named)}
+        return {"error": "ptrace is refused: " + remedy(pid, as_root)}
     return {"error": error}

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import tarfile
 import time
 from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Union
 
 MOST_OUTPUT = 16 << 20  # bytes of one step
-MOST_BYTES = 96 << 20  # of all steps of a node
+MOST_BYTES = 96 << 20  # of all steps of a node, unless kb says less
 AT_ONCE = 4  # steps that run beside each other: the job needs the processors
 LEAST_S = 0.05  # a step with less time than this is left out
 GRACE_S = 0.2  # for the kernel to end a process after SIGKILL; in uninterruptible sleep it never does
+LOOK_S = 0.2  # between two looks at whether anybody still reads
 PR_SET_PDEATHSIG = 1
 
 try:
@@ -59,9 +61,9 @@ class Outcome(NamedTuple):
 class Archive:
     """A tar on a descriptor, written member by member."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, most: int = MOST_BYTES) -> None:
         self._file = os.fdopen(descriptor, "wb", closefd=False)
-        self._left = MOST_BYTES
+        self._left = most
 
     def add(self, name: str, content: Union[bytes, str]) -> bool:
         """False when the limit of the node is reached, and the content is left out."""
@@ -150,8 +152,33 @@ def run(steps: Sequence[Step], deadline: float) -> List[Outcome]:
                 del running[number]
         if running and (not waiting or len(running) == AT_ONCE):
             next_end = min(child.ends for child in running.values()) - time.monotonic()
-            signal.sigtimedwait([signal.SIGCHLD], min(0.2, max(0.001, next_end)))
+            signal.sigtimedwait([signal.SIGCHLD], min(LOOK_S, max(0.001, next_end)))
+        _end_without_reader()
     return [outcomes[number] for number in range(len(steps))]
+
+
+def pause(seconds: float) -> None:
+    """Sleep, but not longer than somebody reads."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
+        _end_without_reader()
+
+
+_reader: List[int] = []  # the descriptor that somebody must read
+
+
+def end_with_reader(descriptor: int) -> None:
+    """End this process when the other end of a pipe or socket is closed, as by a connection that broke."""
+    _reader[:] = [descriptor]
+
+
+def _end_without_reader() -> None:
+    poll = select.poll()
+    for descriptor in _reader:
+        poll.register(descriptor, 0)
+    if poll.poll(0):  # errors and hang-ups alone
+        os._exit(1)  # the kernel ends the steps
 
 
 def end_with_parent() -> None:

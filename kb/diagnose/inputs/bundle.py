@@ -22,6 +22,7 @@ MANIFEST = "manifest.json"
 BLOCK = tarfile.BLOCKSIZE
 MOST_MEMBERS = 20_000
 LARGEST_MANIFEST = 16 << 20  # bytes
+LARGEST_SKEW = 1e9  # seconds: a clock that began at 1970
 STACKS = b"kb capture: stacks of "  # how the stacks for people begin, which repeat those of the records
 PROCESS_HEAD, NODE_HEAD = (f'{{"schema": "{schema}"'.encode() for schema in (PROCESS_SCHEMA, NODE_SCHEMA))
 MANIFEST_HEAD = re.compile(rb'\{\s*"schema":\s*"' + re.escape(MANIFEST_SCHEMA.encode()) + b'"')
@@ -34,6 +35,7 @@ class Member:
     name: str
     content: bytes
     modified: float | None = None
+    ahead_s: float = 0.0  # by which the clock of its node was ahead of kb's, where that is certain
 
     def open(self, _: Callable[[str], None] = print) -> io.BufferedReader:
         """Its bytes. Nothing is reported: they are all there."""
@@ -62,6 +64,7 @@ def is_own(head: bytes) -> bool:
 def read_members(stream: io.BufferedReader, source: str, most: int, report: Callable[[str], None]) -> Iterator[Member]:
     """The members that are to be read, each of at most `most` bytes; what is damaged is reported in a sentence."""
     checksums: dict[str, Any] = {}
+    ahead: dict[str, float] = {}
     count = 0
     while header := stream.read(BLOCK):
         if header == b"\0" * BLOCK:
@@ -81,7 +84,7 @@ def read_members(stream: io.BufferedReader, source: str, most: int, report: Call
             report(f"{source}: {info.name} is cut off")
             return
         if info.name == MANIFEST and not checksums:
-            checksums = _checksums(content)
+            checksums, ahead = _checksums(content), _clocks(content)
         elif info.name not in checksums:
             report(f"{source}: {info.name} is not in the manifest and was not read")
         elif checksums[info.name] != hashlib.sha256(content).hexdigest():
@@ -89,7 +92,7 @@ def read_members(stream: io.BufferedReader, source: str, most: int, report: Call
         elif is_bundle(content[: 2 * BLOCK]):
             report(f"{source}: {info.name} is a bundle in a bundle and was not read")
         elif not content.startswith(STACKS):
-            yield Member(f"{source}/{info.name}", content, info.mtime)
+            yield Member(f"{source}/{info.name}", content, info.mtime, ahead.get(info.name.partition("/")[0], 0.0))
 
 
 def _checksums(manifest: bytes) -> dict[str, Any]:
@@ -98,3 +101,14 @@ def _checksums(manifest: bytes) -> dict[str, Any]:
         return {name: about.get("sha256") for name, about in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _clocks(manifest: bytes) -> dict[str, float]:
+    """By how many seconds the clock of each node was ahead, of those where it certainly was."""
+    try:
+        nodes = json.loads(manifest[:LARGEST_MANIFEST])["nodes"]
+        skews = {node["name"]: node["skew"] for node in nodes if node.get("skew")}
+        known = {name: (float(skew["ahead_s"]), float(skew["margin_s"])) for name, skew in skews.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return {}
+    return {name: ahead for name, (ahead, margin) in known.items() if margin < abs(ahead) < LARGEST_SKEW}

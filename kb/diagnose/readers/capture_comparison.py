@@ -14,6 +14,7 @@ from typing import Any
 from kb.diagnose.evidence import DERIVED_PREFIX, LONGEST_EVIDENCE, Line
 from kb.diagnose.readers.capture_node import node_sentences
 from kb.diagnose.readers.capture_record import Process, is_process, read_process, read_record
+from kb.diagnose.readers.structured import as_text
 from kb.harness.collective import name_ranks
 
 MOST_PROCESSES = 4096
@@ -48,6 +49,8 @@ class CaptureRecords:
             if process.reason and not process.has_ended:
                 yield f"{process.source}: no stack of {_name([process])}: {process.reason}"
         for source, document in self.nodes:
+            if reason := as_text(document.get("reason"), 300):
+                yield f"{source}: no answer: {reason}"
             problems = document.get("problems")
             for problem in problems if isinstance(problems, list) else ():
                 yield f"{source}: {str(problem)[:300]}"
@@ -158,7 +161,7 @@ def _details(odd: Sequence[Process], nodes: Sequence[tuple[str, dict[str, Any]]]
         if process.change and not process.is_halted:
             where = " and stands in the same function" if process.change.is_busy and process.stays else ""
             yield _line([process], f"{process.change}{where}")
-        for lock in _locks(nodes, process.pid):
+        for lock in _locks(nodes, process):
             holder = f"process {lock['holder']}" if lock.get("holder") else "another process"
             yield _line([process], f"waits for the lock of a file, which {holder} holds")
         for child in process.children[:MOST_GROUPS]:
@@ -166,9 +169,11 @@ def _details(odd: Sequence[Process], nodes: Sequence[tuple[str, dict[str, Any]]]
                 yield _line([process], sentence)
 
 
-def _locks(nodes: Sequence[tuple[str, dict[str, Any]]], pid: int) -> list[dict[str, Any]]:
-    listed = [lock for _, document in nodes for lock in document.get("locks") or () if isinstance(lock, dict)]
-    return [lock for lock in listed if lock.get("pid") == pid]
+def _locks(nodes: Sequence[tuple[str, dict[str, Any]]], process: Process) -> list[dict[str, Any]]:
+    """Those that the process waits for. A pid is one of its node."""
+    own = [document for _, document in nodes if document.get("node") == process.node]
+    listed = [lock for document in own for lock in document.get("locks") or () if isinstance(lock, dict)]
+    return [lock for lock in listed if lock.get("pid") == process.pid]
 
 
 def _child(parent: Process, child: Process) -> str:

@@ -1,4 +1,4 @@
-"""What a capture says of a node: missing ranks, silent peers, full file systems, tools that did not answer."""
+"""What a capture says of nodes: no answer, missing ranks, silent peers, full file systems, tools that do not return."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from kb.diagnose.readers.capture_record import Process
 from kb.diagnose.readers.structured import as_integer, as_text
 from kb.harness.collective import name_ranks
 
+Nodes = Sequence[tuple[str, dict[str, Any]]]  # the records, each with its source
+
+MOST_RANKS = 100_000
+MOST_NAMED = 8  # nodes
 FULL = 0.99  # of a file system
 SILENT_S = 5.0  # a peer that was heard less long ago is not silent
 LAST_RECEIVED = re.compile(r"\blastrcv:(\d{1,12})")
@@ -20,28 +24,57 @@ PORT = re.compile(r":(\d{1,5}) users:")
 TOOLS = {"gpus": "nvidia-smi", "gpu-report": "nvidia-smi", "ras": "ncclras", "sockets": "ss", "kernel": "dmesg"}
 
 
-def node_sentences(nodes: Sequence[tuple[str, dict[str, Any]]], processes: Sequence[Process]) -> Iterator[Line]:
-    """The sentences about each node, in the order of the records."""
+def node_sentences(nodes: Nodes, processes: Sequence[Process]) -> Iterator[Line]:
+    """The sentences about each node, in the order of the records, those about the nodes together first."""
+    is_alone = len(nodes) == 1
+    if nodes and not is_alone:
+        for sentence in _over_nodes(nodes):
+            yield Line(nodes[0][0], 0, f"{DERIVED_PREFIX}{sentence}"[:LONGEST_EVIDENCE])
     for source, document in nodes:
+        where = "" if is_alone else f" on {as_text(document.get('node'), 20)}"
         here = [process for process in processes if process.node == document.get("node")]
         for sentence in (
-            *_missing(document),
+            *_missing(document, is_alone=is_alone),
             *_silent(document, here),
             *_memory(here),
-            *_systems(document),
-            *_silent_tools(document),
+            *(f"{text}{where}" for text in (*_systems(document), *_silent_tools(document))),
         ):
             yield Line(source, 0, f"{DERIVED_PREFIX}{sentence}"[:LONGEST_EVIDENCE])
 
 
-def _missing(document: dict[str, Any]) -> Iterator[str]:
+def _over_nodes(nodes: Nodes) -> Iterator[str]:
+    """Nodes that did not answer, whose ranks were not looked at; else ranks that are on none of the nodes."""
+    worlds = [as_integer(_object(document.get("job")).get("world_size")) for _, document in nodes]
+    ranks = [rank for _, document in nodes for rank in _ranks(document)]
+    known = {rank for rank in ranks if rank is not None}
+    world = max((size for size in worlds if size is not None), default=0)
+    is_one_bundle = len({as_text(document.get("node"), 20) for _, document in nodes}) == len(nodes)
+    is_known = is_one_bundle and len(known) == len(ranks) and 0 < len(known) < world <= MOST_RANKS
+    missing = sorted(set(range(world)) - known) if is_known else []
+    silent = [as_text(document.get("node"), 20) for _, document in nodes if document.get("reason")]
+    named = f"{name_ranks(missing)} of {world}" if missing else "its ranks" if len(silent) == 1 else "their ranks"
+    if silent:
+        names = ", ".join(silent[:MOST_NAMED]) + (" and others" if len(silent) > MOST_NAMED else "")
+        yield f"{names} did not answer: {named} {'was' if len(missing) == 1 else 'were'} not looked at"
+    elif missing:
+        verb = "has" if len(missing) == 1 else "have"
+        yield f"{named} {verb} no process on any of the {len(nodes)} nodes"
+
+
+def _ranks(document: dict[str, Any]) -> list[int | None]:
+    ranks = document.get("ranks")
+    return [as_integer(_object(rank).get("rank")) for rank in ranks] if isinstance(ranks, list) else []
+
+
+def _missing(document: dict[str, Any], *, is_alone: bool) -> Iterator[str]:
     """Ranks that this node should have and has not: without a number of its own, how many."""
     job = _object(document.get("job"))
-    ranks = document.get("ranks") if isinstance(document.get("ranks"), list) else []
-    present = [as_integer(_object(rank).get("rank")) for rank in ranks or ()]
+    present = _ranks(document)
     size, world = as_integer(job.get("local_size")), as_integer(job.get("world_size"))
     known = {rank for rank in present if rank is not None}
-    if size is None or size <= len(present) or len(known) < len(present) or size > 1024:
+    if size is None or size <= len(present) or len(known) < len(present) or size > MOST_RANKS:
+        return
+    if not is_alone and (size == world or not present):  # said of all nodes together, or another size than this node's
         return
     launcher = _object(document.get("launcher"))
     alive = ", its launcher is alive" if launcher.get("pid") and any(launcher.get("samples") or ()) else ""
@@ -50,7 +83,8 @@ def _missing(document: dict[str, Any]) -> Iterator[str]:
         verb = "has" if len(missing) == 1 else "have"
         yield f"{name_ranks(missing)} of {world} {verb} no process on this node{alive}"
     else:
-        yield f"{size - len(present)} of the {size} ranks of this node have no process{alive}"
+        here = "this node" if is_alone else as_text(document.get("node"), 20)
+        yield f"{size - len(present)} of the {size} ranks of {here} have no process{alive}"
 
 
 def _silent(document: dict[str, Any], processes: Sequence[Process]) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kb.diagnose.evidence import Line
 from kb.diagnose.readers.flight_comparison import compare_dumps
@@ -22,9 +23,11 @@ class FlightDumps:
     _count: int = 0  # of the collectives
     _last: int | None = None  # collectives that each dump has at most; None while all are there
 
-    def add(self, data: bytes, source: str, most_values: int) -> None:
-        """Raises `Unreadable`."""
+    def add(self, data: bytes, source: str, most_values: int, ahead_s: float = 0.0) -> None:
+        """`ahead_s` is by how much the clock of its node was ahead. Raises `Unreadable`."""
         dump = read_dump(data, source, most_values, self._shared)
+        if ahead_s:
+            _correct(dump.records, ahead_s)
         self._dumps.append(dump)
         self._count += len(dump.records)
         if self._count > self.most:
@@ -47,6 +50,13 @@ class FlightDumps:
         self._last = max(1, last)
         self._dumps = [_shortened(dump, self._last) for dump in self._dumps]
         self._count = sum(len(dump.records) for dump in self._dumps)
+
+
+def _correct(records: Iterable[dict[str, Any]], ahead_s: float) -> None:
+    """Times by the clock of the node become times by kb's."""
+    for record in records:
+        if record["time_created_ns"]:
+            record["time_created_ns"] -= round(ahead_s * 1e9)
 
 
 def _shortened(dump: FlightDump, last: int) -> FlightDump:

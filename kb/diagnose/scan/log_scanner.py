@@ -209,7 +209,8 @@ class Scanner:
     def _line_of(self, log_line: LogLine, number: int) -> Line:
         process_rank = self._processes.rank(log_line.text)
         rank = log_line.rank if process_rank is None else process_rank
-        return Line(self._source, number, log_line.text.strip()[:LONGEST_EVIDENCE], rank, log_line.time)
+        time = log_line.time - self._excerpt.ahead_s if log_line.time is not None else None
+        return Line(self._source, number, log_line.text.strip()[:LONGEST_EVIDENCE], rank, time)
 
     def _add_report(self, data: bytes, start: int, end: int) -> None:
         if self._has_report and len(self.reports) < MAX_REPORT_BYTES and REPORTS.search(data, start, end):

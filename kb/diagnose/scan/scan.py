@@ -111,7 +111,7 @@ class _Reader:
 
     def _read_log(self, source: Source | Stream | Member, stream: BinaryIO) -> None:
         rank = rank_from_path(source.name)
-        excerpt = ExcerptBuilder(source.name, rank, source.modified, self.fraction)
+        excerpt = ExcerptBuilder(source.name, rank, source.modified, self.fraction, _ahead(source))
         scanner = Scanner(self.matcher, self.evidence, source.name, rank, source.modified, excerpt)
         while piece := stream.read(PIECE):
             self.evidence.add_file_rank(rank)
@@ -132,7 +132,7 @@ class _Reader:
             if len(data) > self.limits.structured:
                 raise Unreadable(f"it is larger than {self.limits.structured >> 20} MiB")
             if kind in (Kind.FLIGHT_PICKLE, Kind.FLIGHT_JSON):
-                self.dumps.add(data, source.name, self.limits.values)
+                self.dumps.add(data, source.name, self.limits.values, _ahead(source))
             elif kind is Kind.CAPTURE_RECORD:
                 self.records.add(data, source.name, self.limits.values)
             elif kind is Kind.ERROR_FILE:
@@ -159,3 +159,8 @@ class _Reader:
         for pattern, match in self.matcher.matches(line.text):
             if pattern.text.startswith(begin):
                 self.evidence.add_match(pattern, match.group(), line)
+
+
+def _ahead(source: Source | Stream | Member) -> float:
+    """By how many seconds the clock behind the times of an input was ahead, as far as that is known."""
+    return source.ahead_s if isinstance(source, Member) else 0.0

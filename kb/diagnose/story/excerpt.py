@@ -31,8 +31,9 @@ class Part(NamedTuple):
 class Excerpt:
     """Parts of the log `source` in their order; they may overlap.
 
-    `rank` is that of its file, `written` when the log was last written (seconds since the epoch). `has_all_marks` is
-    False where there were more than the bound: what no line shows may then stand in the log all the same.
+    `rank` is that of its file, `written` when the log was last written (seconds since the epoch), `ahead_s` by how much
+    the clock of its node was ahead. `has_all_marks` is False where there were more than the bound: what no line shows
+    may then stand in the log all the same.
     """
 
     source: str
@@ -40,6 +41,7 @@ class Excerpt:
     written: float | None
     parts: tuple[Part, ...]
     has_all_marks: bool = True
+    ahead_s: float = 0.0
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Each line once, with its number."""
@@ -64,6 +66,7 @@ class ExcerptBuilder:
     rank: int | None
     written: float | None
     fraction: float = 1.0
+    ahead_s: float = 0.0
     _parts: list[Part] = field(default_factory=list)
     _recent: deque[Part] = field(default_factory=deque)
     _recent_size: int = 0
@@ -82,7 +85,7 @@ class ExcerptBuilder:
 
     def build(self) -> Excerpt:
         parts = sorted([*self._parts, *self._tail()], key=lambda part: part.number)
-        return Excerpt(self.source, self.rank, self.written, tuple(parts), self._has_all_marks)
+        return Excerpt(self.source, self.rank, self.written, tuple(parts), self._has_all_marks, self.ahead_s)
 
     def _add_head(self, block: bytes, number: int) -> int:
         """How many bytes of the block belong to the head: whole lines."""

@@ -90,6 +90,7 @@ def _line(excerpt: Excerpt, number: int, order: int, piece: str) -> StoryLine:
         rank = _own_rank(message, has_header=header is not None)
     if time is None and message.startswith("{") and (clock := JSON_TIME.match(message)):
         time = float(clock[1])
+    time = time - excerpt.ahead_s if time is not None else None
     return StoryLine(excerpt.source, number, order, rank, time, parsed.text.rstrip(), message.rstrip())
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from kb.capture import gather
 from kb.capture.agent import processes, stacks, steps
+from kb.capture.session import packed_py_spy
 from tests.support.console import CHECKOUT
 
 MODULES = sorted((CHECKOUT / "kb" / "capture" / "agent").glob("*.py"))
@@ -39,7 +40,7 @@ def test_every_module_is_sent() -> None:
 
 
 def test_the_text_lists_this_process_where_nothing_of_kb_is_installed(tmp_path: Path) -> None:
-    script = gather.agent_script({"mode": "list", "pid": os.getpid()})
+    script = gather.agent_script({"mode": "list", "pid": os.getpid(), "is_here": True, "as_root": "", "limit_s": 60})
     ended = subprocess.run(
         [sys.executable, "-I", "-S", "-"], input=script.encode(), capture_output=True, cwd=tmp_path, timeout=60
     )
@@ -161,7 +162,7 @@ def test_a_refusal_names_the_exact_remedy(
     monkeypatch.setattr(stacks, "_status_field", lambda _, name: fields[name])
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     monkeypatch.setattr(os, "stat", lambda _: os.stat_result((0, 0, 0, 0, uid, 0, 0, 0, 0, 0)))
-    assert expected in stacks.remedy(4711, 4700)
+    assert expected in stacks.remedy(4711, "`sudo kb capture`")
 
 
 def test_a_stack_that_fails_is_tried_again_unless_the_reason_lasts(tmp_path: Path) -> None:
@@ -174,7 +175,22 @@ def test_a_stack_that_fails_is_tried_again_unless_the_reason_lasts(tmp_path: Pat
     tool.write_text('#!/bin/sh\necho x >> "$0.refused"\necho "Permission denied (os error 13)" >&2\nexit 1\n')
     (refused,) = run_take(str(tool))
     assert (tmp_path / "tool.refused").read_text().count("x") == 1
-    assert "ptrace is refused" in stacks.explain(refused, os.getpid(), 4700)["error"]
+    assert "ptrace is refused" in stacks.explain(refused, os.getpid(), "")["error"]
+
+
+def test_a_py_spy_that_was_sent_runs_from_memory() -> None:
+    tool = stacks.sent_tool(packed_py_spy())
+    assert outcome(steps.Step("version", "node", 10, (tool, "--version"))).output.startswith(b"py-spy ")
+
+
+def test_a_py_spy_of_somebody_else_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "py-spy"
+    tool.touch(0o755)
+    monkeypatch.setenv("PATH", "")
+    assert stacks.find_tool([str(tmp_path / "python3"), "python"]) == str(tool)
+    if os.geteuid() == 0:
+        os.chown(tool, 1000, 1000)
+        assert stacks.find_tool([str(tmp_path / "python3")]) == ""
 
 
 def run_take(tool: str) -> Any:

@@ -6,7 +6,7 @@ import json
 import pickle
 from typing import Any
 
-from kb.capture.bundle import File, Node, files_of
+from kb.capture.bundle import File, Node, files_of, redactor_of
 from kb.capture.gather import Collected
 from kb.capture.plan import describe, guessed_ranks, offered_windows
 
@@ -31,7 +31,8 @@ PARTS = {
 
 def made(**parts: bytes) -> dict[str, File]:
     collected = Collected({**PARTS, **{name.replace("__", "/"): data for name, data in parts.items()}}, (), 1.0)
-    return {file.name: file for file in files_of(Node(JOB, collected))}
+    nodes = [Node(JOB, collected)]
+    return {file.name: file for file in files_of(nodes, redactor_of(nodes))}
 
 
 def test_no_person_host_address_or_secret_is_in_any_file() -> None:

@@ -127,3 +127,17 @@ def test_what_came_before_the_cut_is_read() -> None:
     assert any("ends too early" in problem or "damaged" in problem for problem in result.problems)
     flat = tar(("a.log", b"x" * 5000))
     assert problems(flat[:3000]) == ["b: a.log is cut off"]
+
+
+@pytest.mark.parametrize(("margin", "expected"), [(0.5, 60.0), (90.0, 0.0)])
+def test_times_of_a_node_are_corrected_where_its_clock_was_certainly_wrong(margin: float, expected: float) -> None:
+    line = "2026-07-01 10:00:00,000 RuntimeError: CUDA error: out of memory\n"
+    logs = [File(f"node-{rank}/rank-{rank}/stderr.log", "log", line.encode(), rank) for rank in range(2)]
+    clocks = [{"name": "node-0", "skew": None}, {"name": "node-1", "skew": {"ahead_s": 60.0, "margin_s": margin}}]
+    times = {failure.line.rank: failure.line.time for failure in read(pack([logs[0]], {"nodes": clocks}, 1.0)).failures}
+    times |= {
+        failure.line.rank: failure.line.time for failure in read(pack([logs[1]], {"nodes": clocks}, 1.0)).failures
+    }
+    assert times[0] is not None
+    assert times[1] is not None
+    assert times[0] - times[1] == expected

@@ -210,3 +210,35 @@ def test_nonsense_raises_nothing_else(changed: dict[str, Any]) -> None:
             compared(*WAITING, document)
         except Unreadable:
             continue
+
+
+def over_nodes(*nodes: dict[str, Any]) -> list[str]:
+    records = [record(rank, node=f"node-{rank // 2}") for rank in range(2)]
+    return [text for _, text in compared(*records, *nodes)][1:]
+
+
+NODES = [node(ranks=[{"rank": 0}, {"rank": 1}]), node(node="node-1", ranks=[], job={"world_size": None})]
+
+
+def test_ranks_of_a_node_that_did_not_answer_were_not_looked_at() -> None:
+    here, silent = NODES[0], {**NODES[1], "reason": "Connection refused"}
+    (text,) = over_nodes(here, silent)
+    assert text == "node-1 did not answer: ranks 2 and 3 of 4 were not looked at"
+    assert ABSENT.search(text) is None
+    records = CaptureRecords()
+    records.add(encoded(silent), "bundle/node-1/node.json", 100_000)
+    assert list(records.problems()) == ["bundle/node-1/node.json: no answer: Connection refused"]
+
+
+def test_ranks_that_are_on_no_node_are_missing() -> None:
+    assert over_nodes(*NODES) == ["ranks 2 and 3 of 4 have no process on any of the 2 nodes"]
+
+
+def test_nodes_of_several_bundles_say_nothing_of_missing_ranks() -> None:
+    assert over_nodes(NODES[0], {**NODES[1], "node": "node-0"}) == []
+
+
+def test_a_tool_that_did_not_return_is_one_of_its_node() -> None:
+    steps = [{"step": "gpus", "where": "node", "error": "did not return in 8.0 s", "seconds": 8.0}]
+    texts = over_nodes(node(), node(node="node-1", steps=steps))
+    assert texts == ["nvidia-smi did not answer in 8 s on node-1"]

@@ -1,0 +1,34 @@
+"""From `--nodes WHERE` to a connection per node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kb.capture import kubernetes, slurm, ssh
+from kb.capture.connection import Connection
+from kb.errors import UsageError
+
+FORMS = "slurm:JOBID, ssh:host1,host2, ssh:@FILE or kubectl:SELECTOR"
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Nodes in their order, what is known of others, and the Slurm job whose they are, if so."""
+
+    connections: tuple[Connection, ...]
+    problems: tuple[str, ...] = ()
+    slurm_job: str = ""
+
+
+def resolve(where: str) -> Nodes:
+    """Raises `UsageError` or `CaptureFailed`."""
+    kind, _, rest = where.partition(":")
+    if kind == "slurm":
+        job, connections = slurm.connections(rest)
+        return Nodes(tuple(connections), slurm_job=job)
+    if kind == "ssh" and rest:
+        return Nodes(tuple(ssh.connections(rest)))
+    if kind == "kubectl" and rest:
+        connections, problems = kubernetes.connections(rest)
+        return Nodes(tuple(connections), tuple(problems))
+    raise UsageError(f"--nodes {where!r} names no nodes", FORMS)

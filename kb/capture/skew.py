@@ -1,0 +1,27 @@
+"""How far the clock of a node is ahead of the one of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """`ahead_s` seconds, negative if the node's clock is behind, give or take `margin_s`: what the way there took."""
+
+    ahead_s: float
+    margin_s: float
+
+    @classmethod
+    def between(cls, there: tuple[float, float], here: tuple[float, float]) -> Skew:
+        """By the first and last time that each clock showed: what happened there was between the two moments here."""
+        least, most = there[1] - here[1], there[0] - here[0]
+        return cls((least + most) / 2, (most - least) / 2)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the clocks differ at all."""
+        return abs(self.ahead_s) > self.margin_s
+
+    def to_json(self) -> dict[str, float]:
+        return {"ahead_s": round(self.ahead_s, 3), "margin_s": round(self.margin_s, 3)}
