@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.support.console import wait_for
 from tests.support.nodes import separated_nodes
+from tests.support.programs import program
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
 READY_S = 12.0
@@ -49,9 +47,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 @contextmanager
 def slurm_job(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """The id of a job with an allocation of these nodes, and the environment that its tools need. Skips without Slurm."""
-    programs = {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") or "" for name in PROGRAMS}
-    if not all(programs.values()):
-        pytest.skip("needs Slurm and munge")
+    programs = {name: program(name) for name in PROGRAMS}
     with separated_nodes(folder, names) as nodes, ExitStack() as stack:
         (folder / "key").write_bytes(secrets.token_bytes(1024))
         (folder / "key").chmod(0o600)
