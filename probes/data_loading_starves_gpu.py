@@ -1,0 +1,401 @@
+"""A training step that waits for its batch: the loader with its workers against one batch that is already there."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+STEP_S = 0.02  # of the GPU
+SAMPLE_S = 0.02  # to read, decode and transform a sample
+SAMPLES, STEPS, ROUNDS = 3, 10, 2  # in a batch, in an epoch, measured
+SLOW = 1.6  # times the step of a batch that is there; a starved step is 2.5 to 4 times as long, a fed one 1.0 to 1.3
+
+
+class Dataset:
+    """Samples that take their time, in the process that asks for them."""
+
+    def __init__(self, prepare: Callable[[], None], length: int = SAMPLES * STEPS) -> None:
+        self.prepare, self.length = prepare, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.prepare()
+        return index
+
+
+def wait() -> None:
+    time.sleep(SAMPLE_S)
+
+
+def compute() -> None:
+    """As `wait`, but busy for so long: processes that share a core take turns."""
+    end = time.thread_time() + SAMPLE_S
+    while time.thread_time() < end:
+        pass
+
+
+def nothing() -> None:
+    """The sample was prepared before the job."""
+
+
+def seconds_per_step(batches: Iterable[Any], train_step: Callable[[Any], None], warm: int = 1) -> float:
+    """Of a loop over batches; the first `warm` are not counted, because workers start while one waits for them."""
+    steps, start = -warm, time.perf_counter()
+    for batch in batches:
+        train_step(batch)
+        steps += 1
+        if steps == 0:
+            start = time.perf_counter()
+    return (time.perf_counter() - start) / steps
+
+
+def train(
+    ctx: Context,
+    *,
+    num_workers: int = 4,
+    prefetch_factor: Optional[int] = None,
+    persistent_workers: bool = True,
+    prepare: Callable[[], None] = wait,
+    cores: int = 0,
+    start_s: float = 0.0,
+) -> None:
+    """Epochs over a loader and over one batch in turn; the best round counts, so that a busy machine is no symptom."""
+    from torch.utils.data import DataLoader
+
+    if cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    options: Dict[str, Any] = {
+        "num_workers": num_workers,
+        "prefetch_factor": prefetch_factor,
+        "persistent_workers": persistent_workers and num_workers > 0,
+        "multiprocessing_context": "fork" if num_workers else None,
+        "worker_init_fn": partial(start_up, start_s),
+    }
+    loader: Any = DataLoader(Dataset(prepare), batch_size=SAMPLES, **options)
+    train_step, seen = step_of(ctx), []
+
+    def step(batch: Any) -> None:
+        seen.extend(batch.tolist())
+        train_step(batch)
+
+    for batch in loader:  # starts the workers
+        step(batch)
+    assert sorted(seen) == list(range(SAMPLES * STEPS)), seen
+    ctx.reached()
+    rounds: List[Tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        there = seconds_per_step([batch] * STEPS, train_step)
+        rounds.append((seconds_per_step(loader, step, warm=0 if start_s else 1), there))
+    assert len(seen) == (1 + ROUNDS) * SAMPLES * STEPS
+    judge(ctx, rounds)
+
+
+def start_up(seconds: float, worker: int) -> None:
+    """What a worker does once, before its first sample: imports, opening files, reading an index."""
+    time.sleep(seconds)
+
+
+def step_of(ctx: Context) -> Callable[[Any], None]:
+    """A step that keeps the GPU busy for `STEP_S`, or waits for so long where there is none."""
+    if ctx.device.type != "cuda":
+        return lambda _: time.sleep(STEP_S)
+    import torch
+
+    weight = torch.randn(1024, 1024, device=ctx.device)
+
+    def step(batch: Any) -> None:
+        end = time.perf_counter() + STEP_S
+        batch.to(ctx.device)
+        while time.perf_counter() < end:
+            torch.mm(weight, weight)
+            torch.cuda.synchronize()
+
+    return step
+
+
+def judge(ctx: Context, rounds: List[Tuple[float, float]]) -> None:
+    ctx.note(ms_per_step=[[round(1000 * seconds, 1) for seconds in pair] for pair in rounds])
+    loaded, there = min(rounds, key=lambda pair: pair[0] / pair[1])
+    if loaded / there > SLOW:
+        ratio = loaded / there
+        raise Symptom("a step takes %.1f times as long as with a batch that is already there" % ratio)
+
+
+def trainer(ctx: Context, *, dataloader_num_workers: int) -> None:
+    """transformers' Trainer, whose default is no worker: time in the steps against time between them."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)  # one process, and no launcher
+    import torch
+    from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any) -> Any:
+            time.sleep(2 * STEP_S)
+            return {"loss": (self.weight * x).mean()}
+
+    class Samples(Dataset):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.tensor([float(super().__getitem__(index))])}
+
+    steps: List[Tuple[float, float]] = []
+
+    class Timed(Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = super().training_step(*args, **kwargs)
+            steps.append((start, time.perf_counter()))
+            return result
+
+    arguments = TrainingArguments(
+        output_dir=ctx.path("out"),
+        per_device_train_batch_size=2 * SAMPLES,
+        max_steps=STEPS,
+        dataloader_num_workers=dataloader_num_workers,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    job = Timed(model=Model(), args=arguments, train_dataset=Samples(wait, 2 * SAMPLES * STEPS))
+    ctx.reached()
+    job.train()
+    assert len(steps) == STEPS
+    pairs = [(steps[i][1] - steps[i - 1][1], steps[i][1] - steps[i][0]) for i in range(2, STEPS)]
+    judge(ctx, [sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]])  # the last batch is read early
+
+
+def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
+    """accelerate and a streamed data set of two shards: how many samples each rank prepares."""
+    from accelerate import Accelerator, DataLoaderConfiguration  # type: ignore[import-not-found]
+    from datasets import IterableDataset  # type: ignore[import-not-found]
+    from torch.utils.data import DataLoader
+
+    dist = ctx.init_process_group(timeout_s=60)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
+    prepared: List[int] = []
+
+    def samples(shards: List[int]) -> Any:
+        for shard in shards:
+            for index in range(8):
+                prepared.append(8 * shard + index)
+                yield {"x": 8 * shard + index}
+
+    dataset = IterableDataset.from_generator(samples, gen_kwargs={"shards": [0, 1]})
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch_batches))
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+    ctx.reached()
+    seen = [index for batch in loader for index in batch["x"].tolist()]
+    counts: List[Any] = [None, None]
+    dist.all_gather_object(counts, (len(prepared), len(seen)))
+    ctx.note(prepared_and_trained=counts)
+    assert [trained for _, trained in counts] == [8, 8], counts
+    if counts[1][0] == 0:
+        raise Symptom(f"rank 0 prepared {counts[0][0]} samples for both ranks, rank 1 none")
+    assert [ready for ready, _ in counts] == [8, 8], counts
+
+
+# --- the check: cores, their quota and the workers that share them ----------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """How many workers share how many cores; whether they are fast enough, only a measurement tells."""
+    workers, named = params["num_workers"], "as given"
+    if workers is None and params["config"] is not None:
+        try:
+            values = read_config(params["config"]).values
+        except UnreadableConfig as error:
+            return unknown(str(error))
+        named = next((name for name in ("dataloader_num_workers", "num_workers") if name in values), "")
+        workers = values[named] if named else None
+        if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool)):
+            return unknown("%s is %r, not a number" % (named, workers))
+    allowed = len(os.sched_getaffinity(0))
+    quota, group = quota_of(own_groups())
+    cores = allowed if quota is None else min(float(allowed), quota)
+    evidence = [
+        "this process may use %d of %d cores" % (allowed, os.cpu_count() or allowed),
+        "the cgroup sets no CPU quota" if quota is None else "%s: the time of %.1f cores" % (group, quota),
+    ]
+    throttled = throttling(own_groups())
+    if throttled > 10:
+        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % throttled)
+        return exposed(*evidence, advice="a higher CPU limit of the container, or less work per sample")
+    ranks, source = ranks_here(params["nproc_per_node"])
+    evidence.append("%d ranks on this host (%s)" % (ranks, source) if ranks else "the ranks of this host are not known")
+    if workers is None:
+        advice = "--set num_workers=8 --set nproc_per_node=4, run where the job runs"
+        return unknown(*evidence, "the number of workers is not known", advice=advice)
+    if workers == 0:
+        evidence.append("no worker (%s): the GPU waits while the samples of a batch are prepared" % named)
+        return unknown(*evidence, "what that costs depends on the samples", advice="measure it: see `How to tell`")
+    evidence.append("%d workers per rank (%s)" % (workers, named))
+    if workers > cores or (ranks and source != "SLURM_NTASKS_PER_NODE" and ranks * workers > cores):
+        total = workers * (ranks or 1)
+        return exposed(*evidence, "%d workers take turns" % total, advice="more cores, or less work per sample")
+    if ranks * workers > cores:
+        return unknown(*evidence, "enough if each task of Slurm has cores of its own", advice="run this under srun")
+    return unknown(*evidence, "there is a core for each worker; whether they keep up was not measured")
+
+
+def ranks_here(given: Optional[int]) -> Tuple[int, str]:
+    if given:
+        return given, "as given"
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name]), name
+    return 0, ""
+
+
+def own_groups() -> List[Path]:
+    """This process's cgroup and those above it that are visible here, of version 2 or of the cpu controller."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    groups: List[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for base in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")):
+            group = base / path.lstrip("/")
+            groups += [above for above in (group, *group.parents) if base == above or base in above.parents]
+    return groups
+
+
+def quota_of(groups: List[Path]) -> Tuple[Optional[float], str]:
+    """The smallest quota in cores, and the group that sets it."""
+    quotas: List[Tuple[float, str]] = []
+    for group in groups:
+        try:
+            if (group / "cpu.max").exists():
+                quota, period = (group / "cpu.max").read_text().split()
+            else:
+                quota, period = ((group / ("cpu.cfs_%s_us" % name)).read_text().strip() for name in ("quota", "period"))
+            if quota.isdigit():
+                quotas.append((int(quota) / int(period), str(group)))
+        except (OSError, ValueError):
+            continue
+    return min(quotas) if quotas else (None, "")
+
+
+def throttling(groups: List[Path]) -> int:
+    """In how many percent of its periods the tightest group was stopped."""
+    shares = [0]
+    for group in groups:
+        try:
+            stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+            shares.append(100 * int(stat["nr_throttled"]) // max(1, int(stat["nr_periods"])))
+        except (OSError, ValueError, KeyError):
+            continue
+    return max(shares)
+
+
+GPU = "the GPU, by a wait of 20 ms; the loader and its workers are real"
+SYMPTOM = symptom(r"a step takes (1\.[6-9]|[2-9]|\d\d)\S* times as long as with a batch that is already there")
+
+
+def experiment(name: str, fails: Any, works: Any, because: str, fix: str, **changes: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, SYMPTOM, because=because, fidelity="stand-in", stands_for=GPU),
+        treatment=Arm(works, completed(), because=fix, fidelity="stand-in", stands_for=GPU),
+        world_size=1,
+        **{"deadline_s": 90, "expected_s": (3.0, 2.0), **changes},
+    )
+
+
+loading = experiment(
+    "workers",
+    partial(train, num_workers=0),
+    partial(train, num_workers=4),
+    because="no worker: the step cannot begin before the process itself has prepared the batch",
+    fix="four workers prepare the next batches while the step runs",
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "num_workers": Param("int", "workers of the DataLoader, per rank"),
+        "nproc_per_node": Param("int", "ranks on this host (default: from the launcher's variables)"),
+        "config": Param("path", "a configuration with dataloader_num_workers or num_workers"),
+    },
+    experiments=(loading.on_gpus(gpus=1, expected_s=(15, 12)), loading),
+    variants=(
+        experiment(
+            "prefetch",
+            partial(train, num_workers=1, prefetch_factor=8),
+            partial(train, num_workers=4, prefetch_factor=8),
+            because="one worker that is slower than the step falls behind, however many batches it may prepare ahead",
+            fix="four workers together are faster than the step",
+        ),
+        experiment(
+            "one-core",
+            partial(train, cores=1, prepare=compute),
+            partial(train, cores=1, prepare=nothing),
+            because="four workers share the one core that the job may use",
+            fix="the samples were prepared before the job",
+            expected_s=(6.0, 2.0),
+        ),
+        experiment(
+            "restart",
+            partial(train, start_s=0.4, persistent_workers=False),
+            partial(train, start_s=0.4, persistent_workers=True),
+            because="new workers in every epoch, and each has to start up first",
+            fix="the workers of the first epoch go on",
+        ),
+        experiment(
+            "trainer",
+            partial(trainer, dataloader_num_workers=0),
+            partial(trainer, dataloader_num_workers=4),
+            because="the Trainer's default is no worker",
+            fix="four workers",
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ""}),
+            expected_s=(7.0, 7.0),
+        ),
+        Experiment(
+            name="dispatch",
+            control=Arm(
+                partial(stream, dispatch_batches=None),
+                symptom(r"rank 0 prepared \d+ samples for both ranks, rank 1 none"),
+                because="accelerate's default for a streamed data set: rank 0 reads for all and sends the batches",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(stream, dispatch_batches=False),
+                completed(),
+                because="each rank reads its own shards",
+                fidelity="cpu",
+            ),
+            needs=Needs(packages={"torch": ">=2.1", "accelerate": ">=1.8.1", "datasets": ">=3.0"}),
+            deadline_s=90,
+            expected_s=(4.0, 3.0),
+        ),
+    ),
+)

@@ -1,0 +1,369 @@
+"""One process drives several GPUs through nn.DataParallel; the model that works in one process per GPU fails in it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
+from unittest.mock import patch
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+FEATURES, BATCH = 4, 8
+
+
+def train(ctx: Context, *, way: str) -> None:
+    """One step of a model whose forward looks at its own parameters, on two devices."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=60)
+    model = model_of(ctx)
+    features = torch.arange(BATCH * FEATURES, dtype=torch.float32).reshape(BATCH, FEATURES).to(ctx.device)
+    ctx.reached()
+    if way == "DataParallel":
+        if ctx.rank == 0:  # this job is one process
+            with devices(ctx):
+                data_parallel(ctx, model)(features).mean().backward()
+            assert torch.equal(model.layer.weight.grad, features.mean(0, keepdim=True))
+    else:
+        own = features[ctx.rank * BATCH // 2 : (ctx.rank + 1) * BATCH // 2]  # as a DistributedSampler deals them out
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp(own).mean().backward()
+        assert torch.equal(model.layer.weight.grad, features.mean(0, keepdim=True))
+    dist.barrier()
+
+
+def model_of(ctx: Context) -> Any:
+    import torch
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(FEATURES, 1, bias=False)
+            self.config, self.steps = {"hidden_size": FEATURES}, 0
+
+        def forward(self, features: Any) -> Any:
+            self.steps += 1
+            return self.layer(features.to(next(self.parameters()).dtype))
+
+    return Model().to(ctx.device)
+
+
+def data_parallel(ctx: Context, model: Any) -> Any:
+    """torch's wrapper for two devices; without GPUs both are the CPU, and it is told so."""
+    import torch
+
+    if ctx.device.type == "cuda":
+        return torch.nn.DataParallel(model, device_ids=[0, 1])
+    wrapper: Any = torch.nn.DataParallel(model)
+    wrapper.device_ids, wrapper.output_device, wrapper.dim = [0, 1], 0, 0
+    wrapper.src_device_obj = torch.device("cpu")
+    wrapper.scatter = lambda inputs, kwargs, ids: ([(part,) for part in inputs[0].chunk(len(ids))], [kwargs] * len(ids))
+    wrapper.gather = lambda outputs, _: torch.cat(outputs)
+    return wrapper
+
+
+@contextmanager
+def devices(ctx: Context) -> Iterator[None]:
+    """Without GPUs: copies for a device stay on the CPU. The replicas and their threads are torch's own."""
+    import importlib
+
+    import torch
+
+    if ctx.device.type == "cuda":
+        yield
+        return
+    replicate = importlib.import_module("torch.nn.parallel.replicate")
+    apply = importlib.import_module("torch.nn.parallel.parallel_apply")
+
+    class Part:
+        """A module of torch as parallel_apply sees it, with two devices that are the CPU."""
+
+        def __init__(self, module: Any, **stubs: Any) -> None:
+            self.__dict__.update(stubs, module=module)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.module, name)
+
+    calls: Dict[str, Any] = dict.fromkeys(
+        ("current_stream", "stream", "device", "device_index"), lambda *_: nullcontext()
+    )
+    calls.update(is_available=lambda: True, current_accelerator=lambda: torch.device("cpu"))
+    accelerator = Part(getattr(torch, "accelerator", None), **calls)  # torch 2.6 and newer
+    cuda = Part(torch.cuda, **calls)
+
+    def copies(tensors: Any, ids: Any, detach: bool = False) -> List[List[Any]]:
+        return [[tensor.detach() if detach else tensor.view_as(tensor) for tensor in tensors] for _ in ids]
+
+    stubs: Dict[str, Any] = {"torch": Part(torch, cuda=cuda, accelerator=accelerator)}
+    if hasattr(apply, "_get_available_device_type"):
+        stubs["_get_available_device_type"] = lambda: "cuda"
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(replicate, "_broadcast_coalesced_reshape", copies))
+        stack.enter_context(patch.multiple(apply, **stubs))
+        yield
+
+
+def attribute(ctx: Context, *, inner: bool) -> None:
+    """Something of the model is asked for, of the wrapper or of the model in it."""
+    import torch
+
+    wrapper: Any = torch.nn.DataParallel(model_of(ctx))
+    ctx.reached()
+    config = wrapper.module.config if inner else wrapper.config
+    assert config["hidden_size"] == FEATURES
+
+
+def place(ctx: Context, *, device: str) -> None:
+    """The model is on another device than the first of the wrapper; `meta` is the other one."""
+    import torch
+
+    wrapper = data_parallel(ctx, model_of(ctx).to(device))
+    ctx.reached()
+    with torch.no_grad():
+        wrapper.device_ids = [0]
+        assert wrapper(torch.ones(BATCH, FEATURES)).shape == (BATCH, 1)
+
+
+def remember(ctx: Context, *, way: str) -> None:
+    """A model that counts its steps in forward."""
+    import torch
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.steps = torch.nn.Linear(FEATURES, 1), 0
+
+        def forward(self, features: Any) -> Any:
+            self.steps += 1
+            return self.layer(features)
+
+    model = Model().to(ctx.device)
+    wrapper = data_parallel(ctx, model) if way == "DataParallel" else model
+    ctx.reached()
+    with devices(ctx):
+        for _ in range(3):
+            assert wrapper(torch.ones(BATCH, FEATURES, device=ctx.device)).shape == (BATCH, 1)
+    if model.steps != 3:
+        raise Symptom(f"after 3 steps the counter of the model is {model.steps}: forward wrote it in replicas")
+
+
+def trainer(ctx: Context, *, visible: int) -> None:
+    """transformers' Trainer, started without a launcher where so many GPUs are visible."""
+    import torch
+    from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)  # python train.py
+    seen: List[Tuple[int, str]] = []
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any) -> Any:
+            seen.append((len(x), job.model_wrapped.__class__.__name__))
+            return {"loss": (self.weight * x).mean()}
+
+    options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
+    arguments = TrainingArguments(ctx.path("out"), per_device_train_batch_size=4, **options)
+    assert arguments.device.type == "cpu"  # reading it also counts the GPUs
+    arguments._n_gpu = visible
+    job = Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(1)}] * 64)
+    ctx.reached()
+    job.train()
+    size, wrapped = seen[0]
+    if wrapped == "DataParallel":
+        raise Symptom(f"the Trainer wrapped the model in DataParallel, and a step has {size} samples instead of 4")
+    assert (size, wrapped) == (4, "Model"), seen
+
+
+def dtype(ctx: Context, *, way: str) -> None:
+    """A model of transformers 5 that reads its own dtype in forward."""
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):  # type: ignore[misc]
+        config_class = PreTrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = torch.nn.Linear(FEATURES, 1)
+            self.post_init()
+
+        def forward(self, features: Any) -> Any:
+            return self.layer(features.to(self.dtype))
+
+    model = Model(PreTrainedConfig())
+    wrapper = data_parallel(ctx, model) if way == "DataParallel" else model
+    ctx.reached()
+    with devices(ctx):
+        assert wrapper(torch.ones(BATCH, FEATURES)).shape == (BATCH, 1)
+
+
+# --- the check: does this code wrap a model without a launcher where several GPUs are visible? -------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    gpus, how = visible_gpus(params["gpus"])
+    launcher = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
+    evidence = [f"{gpus} GPUs are visible ({how})" if gpus >= 0 else how]
+    if gpus in (0, 1):
+        return clear(*evidence, "with fewer than two there is nothing to spread a model over")
+    code = params["code"]
+    if code is None:
+        return unknown(*evidence, "no code was given to read", advice="--set code=train.py")
+    try:
+        found = wrapping(ast.parse(code.read_text("utf-8")))
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        return unknown(*evidence, f"{code} cannot be read: {type(error).__name__}")
+    explicit = [f"{code}:{line}: {what}" for line, what in found if what == "DataParallel"]
+    implicit = [f"{code}:{line}: {what}" for line, what in found if what != "DataParallel"]
+    if gpus < 0:
+        return unknown(*evidence, *explicit, *implicit, advice="run this on the node of the job, or --set gpus=4")
+    if explicit:
+        return exposed(*evidence, *explicit, advice="DistributedDataParallel, and torchrun to start it")
+    if implicit and not launcher:
+        one = "torchrun --nproc-per-node %d %s, or CUDA_VISIBLE_DEVICES=0" % (gpus, code.name)
+        start = "no launcher's variables here: python %s alone would use DataParallel" % code.name
+        return exposed(*evidence, *implicit, start, advice=one)
+    if implicit:
+        return clear(*evidence, f"{launcher[0]} is set: the Trainer takes one GPU for this process")
+    return unknown(*evidence, f"{code} names neither DataParallel nor a Trainer; what it imports was not read")
+
+
+def visible_gpus(given: Any) -> Tuple[int, str]:
+    if given is not None:
+        return given, "as given"
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
+        entries = [entry for entry in variable.split(",") if entry.strip() not in ("", "-1")]
+        return len(entries), f"CUDA_VISIBLE_DEVICES={variable}"
+    try:
+        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=0.8, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return -1, "CUDA_VISIBLE_DEVICES is not set, and nvidia-smi does not answer"
+    return len(re.findall(r"^GPU \d+:", ran.stdout, re.MULTILINE)), "nvidia-smi -L"
+
+
+def wrapping(tree: ast.AST) -> List[Tuple[int, str]]:
+    """Calls of nn.DataParallel, and of a Trainer of transformers or of a library on it."""
+    hugging_face = {"transformers", "trl", "sentence_transformers", "setfit"}
+    trainers = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in hugging_face:
+            trainers |= {alias.asname or alias.name for alias in node.names if alias.name.endswith("Trainer")}
+    result = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            last = name.split(".")[-1]
+            of_library = last.endswith("Trainer") and name.split(".")[0] in hugging_face
+            if last == "DataParallel" or name in trainers or of_library:
+                result.append((node.lineno, last))
+    return result
+
+
+GPUS = "two GPUs: both devices are the CPU; the wrapper, its replicas and their threads are torch's own"
+DP = "one process, and a replica of the model for each device in every step"
+REPLICA = raised(r"Caught StopIteration in replica 0 on device 0")
+
+
+def experiment(name: str, fails: Any, works: Any, expect: Expect, because: str, fix: str, **changes: Any) -> Experiment:
+    fidelity = changes.pop("fidelity", "stand-in")
+    stands_for = changes.pop("stands_for", GPUS) if fidelity != "cpu" else ""
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because=because, fidelity=fidelity, stands_for=stands_for),
+        treatment=Arm(works, completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
+        **{"world_size": 1, "deadline_s": 60, "expected_s": (1.0, 1.0), **changes},
+    )
+
+
+launched = experiment(
+    "replicas",
+    partial(train, way="DataParallel"),
+    partial(train, way="DistributedDataParallel"),
+    REPLICA,
+    because=DP + "; parameters() of a replica is empty",
+    fix="a process for each device, and each has a model of its own",
+    world_size=2,
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "code": Param("path", "your training script"),
+        "gpus": Param("int", "GPUs that the job sees (default: from the environment)"),
+    },
+    experiments=(launched.on_gpus(expected_s=(12, 12)), launched),
+    variants=(
+        experiment(
+            "attribute",
+            partial(attribute, inner=False),
+            partial(attribute, inner=True),
+            raised(r"'DataParallel' object has no attribute 'config'"),
+            because="the wrapper has none of the model's attributes",
+            fix="the model in the wrapper has them",
+            fidelity="cpu",
+        ),
+        experiment(
+            "other-device",
+            partial(place, device="meta"),
+            partial(place, device="cpu"),
+            raised(r"module must have its parameters and buffers on device cpu \(device_ids\[0\]\) but found one"),
+            because="the model is not on the first device of the wrapper",
+            fix="the model is on that device",
+        ),
+        experiment(
+            "lost-writes",
+            partial(remember, way="DataParallel"),
+            partial(remember, way="one device"),
+            symptom(r"after 3 steps the counter of the model is 0: forward wrote it in replicas"),
+            because=DP + ", which is thrown away with what forward wrote into it",
+            fix="one model, as in a process of its own",
+        ),
+        experiment(
+            "trainer",
+            partial(trainer, visible=2),
+            partial(trainer, visible=1),
+            symptom(r"the Trainer wrapped the model in DataParallel, and a step has 8 samples instead of 4"),
+            because="two GPUs are visible, and no launcher has started this process",
+            fix="one GPU is visible",
+            stands_for="the number of visible GPUs",
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ""}),
+            expected_s=(6.0, 6.0),
+        ),
+        experiment(
+            "dtype",
+            partial(dtype, way="DataParallel"),
+            partial(dtype, way="one device"),
+            REPLICA,
+            because="dtype of a model of transformers 5 is that of the first of its parameters, and a replica has none",
+            fix="one model, as in a process of its own",
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=5.0"}),
+            expected_s=(6.0, 6.0),
+        ),
+    ),
+)

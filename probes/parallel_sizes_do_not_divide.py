@@ -1,0 +1,240 @@
+"""Parallel degrees that do not fit: their product is not the number of ranks, or one cuts through a head."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+LARGEST_CONFIG = 1 << 20  # bytes
+WIDTH, HEAD = 32, 64
+# Names of config.json, by what they count.
+COUNTS = {
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+
+
+def build_mesh(ctx: Context, *, data_parallel: Optional[int] = None) -> None:
+    """Two ranks, tensor parallelism of two; the data-parallel degree is given, or what is left."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist = ctx.init_process_group(timeout_s=10)
+    device, tp = ctx.device, 2
+    ctx.reached()
+    if data_parallel is not None:
+        mesh = init_device_mesh(device.type, (data_parallel, tp), mesh_dim_names=("dp", "tp"))
+    else:
+        assert dist.get_world_size() % tp == 0, (dist.get_world_size(), tp)
+        shape = (dist.get_world_size() // tp, tp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    assert tuple(mesh.shape) == (1, 2)
+    assert list(mesh.get_coordinate()) == [0, ctx.rank]
+
+
+def leave_out(ctx: Context, *, degree: int) -> None:
+    """A mesh that is smaller than the world is accepted."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ctx.init_process_group(timeout_s=10)
+    ctx.reached()
+    mesh = init_device_mesh(ctx.device.type, (degree,))
+    if mesh.get_coordinate() is None:
+        raise Symptom("rank %d of %d is in no mesh; no error" % (ctx.rank, ctx.world_size))
+
+
+def attend(ctx: Context, *, tp: int, heads: int = 4, kv_heads: int = 1) -> None:
+    """Grouped-query attention, cut by columns, with the reshape that transformers and torchtitan have."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Attention(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = nn.Linear(WIDTH, heads * HEAD, bias=False)
+            self.k_proj = nn.Linear(WIDTH, kv_heads * HEAD, bias=False)
+            self.v_proj = nn.Linear(WIDTH, kv_heads * HEAD, bias=False)
+            self.o_proj = nn.Linear(heads * HEAD, WIDTH, bias=False)
+
+        def forward(self, hidden: Any) -> Any:
+            shape = (*hidden.shape[:2], -1, HEAD)
+            k = self.k_proj(hidden).view(shape).transpose(1, 2)
+            v = self.v_proj(hidden).view(shape).transpose(1, 2)
+            q = self.q_proj(hidden).view(shape).transpose(1, 2)
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            out = nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    ctx.init_process_group(timeout_s=10)
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    attention = Attention().to(ctx.device)
+    hidden = torch.randn(2, 5, WIDTH, device=ctx.device)
+    expected = attention(hidden).detach()
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    plan["o_proj"] = RowwiseParallel()
+    parallelize_module(attention, mesh["tp"], plan)
+    ctx.reached()
+    assert torch.allclose(attention(hidden), expected, atol=1e-5)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Do the degrees divide what they cut, and does their product fit the ranks? Reads numbers, and a config.json."""
+    degrees = {name: params[name] for name in ("tp", "pp", "cp", "ep") if params[name] is not None}
+    if not degrees:
+        return unknown("no degree was given", advice="--set tp=8 --set world_size=16 --set model_config=config.json")
+    if any(degree < 1 for degree in degrees.values()):
+        return unknown("a degree below 1: %s" % degrees)
+    counts: Dict[str, int] = {}
+    if params["model_config"] is not None:
+        try:
+            counts = read_counts(params["model_config"])
+        except (OSError, ValueError) as error:
+            return unknown("%s cannot be read: %s" % (params["model_config"], error))
+    counts.update({name: params[name] for name in COUNTS if params.get(name) is not None})
+    if params["world_size"] is not None:
+        counts["world_size"] = params["world_size"]
+    tp, pp, cp, ep = (degrees.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
+    kv_heads = counts.get("kv_heads", counts.get("heads"))
+    rules: List[Tuple[str, Optional[int], int]] = [
+        ("world_size, by tp * pp * cp", counts.get("world_size"), tp * pp * cp),
+        ("heads, by tp", counts.get("heads"), tp),
+        ("kv_heads, by tp", kv_heads, tp),
+        ("layers, by pp", counts.get("layers"), pp),
+        ("experts, by ep", counts.get("experts"), ep),
+        ("world_size, by ep * pp", counts.get("world_size"), ep * pp),
+    ]
+    broken = ["%s: %d by %d" % (name, count, by) for name, count, by in rules if count is not None and count % by]
+    missing = [name for name, count, by in rules if count is None and by > 1]
+    soft = [rule for rule in broken if rule.startswith(("kv_heads", "layers"))]
+    if len(broken) > len(soft):
+        return exposed(*broken, advice=fitting(counts.get("heads"), kv_heads))
+    if soft:
+        return unknown(
+            *soft, "some frameworks copy KV heads or cut layers unevenly, others refuse", advice="see the Fix"
+        )
+    if missing:
+        return unknown("not given: %s" % "; ".join(missing), advice="--set model_config=config.json --set world_size=8")
+    if cp > 1 or "vision_heads" in counts:
+        return unknown("the sequence length, or the heads of a vision tower, were not compared with the degrees")
+    return clear(*["%s: %d by %d" % (name, count, by) for name, count, by in rules if count is not None])
+
+
+def fitting(heads: Optional[int], kv_heads: Optional[int]) -> str:
+    if not heads:
+        return "choose degrees whose product divides the ranks"
+    degrees = [tp for tp in range(1, heads + 1) if heads % tp == 0]
+    plain = [tp for tp in degrees if not (kv_heads or heads) % tp]
+    copied = [tp for tp in degrees if tp not in plain and not tp % (kv_heads or heads)]
+    return "tp that cuts no head: %s; with copied KV heads also %s" % (plain, copied)
+
+
+def read_counts(path: Path) -> Dict[str, int]:
+    """Raises OSError or ValueError."""
+    if path.stat().st_size > LARGEST_CONFIG:
+        raise ValueError("larger than any config.json")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("not a mapping")
+    text = values.get("text_config")
+    both = {**values, **(text if isinstance(text, dict) else {})}
+    found = {
+        name: next((both[key] for key in keys if isinstance(both.get(key), int)), None) for name, keys in COUNTS.items()
+    }
+    if isinstance(values.get("vision_config"), dict):
+        found["vision_heads"] = 1  # which of its names count heads differs from model to model
+    return {name: count for name, count in found.items() if count}
+
+
+def pair(
+    name: str,
+    arms: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    pattern: str,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.2"}),
+    measured: bool = False,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(arms[0], symptom(pattern) if measured else raised(pattern), because, "cpu"),
+        treatment=Arm(arms[1], completed(), fix, "cpu"),
+        needs=Needs(packages=packages),
+        expected_s=(0.6, 0.6),
+    )
+
+
+gloo = pair(
+    "gloo",
+    (partial(build_mesh, data_parallel=2), partial(build_mesh, data_parallel=None)),
+    r"Mesh should not be bigger than default world size( 2)?, but found 4 ranks",
+    "a mesh of two by two for two ranks",
+    "the data-parallel degree is what is left: one by two",
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "model_config": Param("path", "config.json of the model: heads, KV heads, layers, experts"),
+        "world_size": Param("int", "all ranks of the job, or those of one engine"),
+        "tp": Param("int", "tensor parallel degree"),
+        "pp": Param("int", "pipeline parallel degree"),
+        "cp": Param("int", "context parallel degree"),
+        "ep": Param("int", "expert parallel degree"),
+        "heads": Param("int", "attention heads, instead of the file's"),
+        "kv_heads": Param("int", "key and value heads (query groups), instead of the file's"),
+        "layers": Param("int", "layers, instead of the file's"),
+        "experts": Param("int", "routed experts, instead of the file's"),
+    },
+    experiments=(gloo.on_gpus(), gloo),
+    variants=(
+        pair(
+            "kv-heads",
+            (partial(attend, tp=2), partial(attend, tp=1)),
+            r"shape '\[2, 5, -1, 64\]' is invalid for input of size 320",
+            "one KV head, cut into two halves",
+            "the same ranks without tensor parallelism",
+            {"torch": ">=2.5"},
+        ),
+        pair(
+            "heads",
+            (partial(attend, tp=2, heads=6, kv_heads=3), partial(attend, tp=2, heads=6, kv_heads=2)),
+            r"shape '\[2, 5, -1, 64\]' is invalid for input of size 960",
+            "three KV heads on two ranks",
+            "two KV heads on two ranks",
+            {"torch": ">=2.2"},
+        ),
+        pair(
+            "left-out",
+            (partial(leave_out, degree=1), partial(leave_out, degree=2)),
+            r"rank 1 of 2 is in no mesh; no error",
+            "the degree is smaller than the number of ranks",
+            "the degrees use all ranks",
+            measured=True,
+        ),
+    ),
+)

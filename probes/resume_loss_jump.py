@@ -1,0 +1,487 @@
+"""A training goes on from a checkpoint of which a part is missing, or is loaded too early: the loss climbs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Tuple
+
+from kb.checkpoint import Unreadable, read_checkpoint
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+WIDTH, PEAK, STEPS, WATCHED = 256, 0.02, 300, 15
+MOST_FILES = 2000
+OPTIMIZER_NAMES = ("exp_avg", "momentum_buffer", "optimizer", "optim_state")
+
+
+def batch(step: int) -> Any:
+    """The same for the same step: the order of the data has no part in this."""
+    import torch
+
+    fixed, random = torch.Generator().manual_seed(7), torch.Generator().manual_seed(step)
+    weights = torch.randn(WIDTH, 1, generator=fixed) / WIDTH**0.5
+    inputs = torch.randn(64, WIDTH, generator=random)
+    return inputs, inputs @ weights + 0.3 * torch.randn(64, 1, generator=random)
+
+
+def build(seed: int = 0) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    return torch.nn.Linear(WIDTH, 1)
+
+
+def make_optimizer(model: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=PEAK)
+
+
+def make_scheduler(optimizer: Any) -> Any:
+    import torch
+
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> List[float]:
+    losses = []
+    for step in steps:
+        inputs, targets = batch(step)
+        loss = (model(inputs) - targets).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save(ctx: Context, at: int) -> Tuple[List[float], float]:
+    """Trains up to step `at`, saves, and goes on: the losses without an interruption, and the learning rate."""
+    import torch
+
+    model = build()
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
+    train(model, optimizer, scheduler, range(at))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save(saved, ctx.path("checkpoint.pt"))
+    rate: float = optimizer.param_groups[0]["lr"]
+    return train(model, optimizer, scheduler, range(at, at + WATCHED)), rate
+
+
+def compare(ctx: Context, losses: List[float], expected: List[float], at: int) -> None:
+    """Step by step, against the training that was not interrupted. The first loss shows the weights alone."""
+    ctx.note(resumed=[round(loss, 3) for loss in losses], uninterrupted=[round(loss, 3) for loss in expected])
+    assert abs(losses[0] - expected[0]) < 1e-5, "the weights are not those of the checkpoint"
+    worst = max(range(len(losses)), key=lambda i: losses[i] / expected[i])
+    if losses[worst] > 2 * expected[worst]:
+        numbers = (losses[worst], at + worst, expected[worst])
+        raise Symptom("the first loss is right, then loss %.2f at step %d, %.2f without the interruption" % numbers)
+
+
+def resume(ctx: Context, *, restores: str, at: int = 240) -> None:
+    """`restores`: the weights alone, those and a warm-up, all but the optimizer, or all."""
+    import torch
+
+    expected, rate = save(ctx, at)
+    model = build(seed=1)
+    optimizer = make_optimizer(model)
+    ctx.reached()
+    saved = torch.load(ctx.path("checkpoint.pt"))
+    scheduler = make_scheduler(optimizer)
+    model.load_state_dict(saved["model"])
+    if restores == "all":
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+        assert optimizer.param_groups[0]["lr"] == rate
+    elif restores == "no optimizer":
+        scheduler.load_state_dict(saved["scheduler"])
+        for group in optimizer.param_groups:
+            group["lr"] = scheduler.get_last_lr()[0]
+    elif restores == "warm-up":
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = saved["scheduler"]["_last_lr"][0]
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=1000)
+    ctx.note(lr=optimizer.param_groups[0]["lr"], lr_of_checkpoint=rate)
+    compare(ctx, train(model, optimizer, scheduler, range(at, at + WATCHED)), expected, at)
+
+
+def follow(ctx: Context, *, kind: str, restores: str) -> None:
+    """The learning rate 20 steps behind the resume: some schedules compute it from the one before."""
+    import torch
+    from torch.optim import lr_scheduler
+
+    def make_scheduler(optimizer: Any) -> Any:
+        if kind == "cosine":
+            return lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+        parts = [lr_scheduler.LinearLR(optimizer, 0.01, total_iters=20), lr_scheduler.CosineAnnealingLR(optimizer, 280)]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[20])
+
+    def rate_after(steps: int, optimizer: Any, scheduler: Any) -> float:
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        rate: float = optimizer.param_groups[0]["lr"]
+        return rate
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
+    rate_after(240, optimizer, scheduler)
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, ctx.path("checkpoint.pt"))
+    expected = rate_after(20, optimizer, scheduler)
+    optimizer = make_optimizer(model)
+    ctx.reached()
+    saved = torch.load(ctx.path("checkpoint.pt"))
+    if restores == "built first":
+        scheduler = make_scheduler(optimizer)
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+    elif restores == "built last":
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler = make_scheduler(optimizer)
+        scheduler.load_state_dict(saved["scheduler"])
+    else:
+        scheduler = make_scheduler(optimizer)
+        scheduler.load_state_dict(saved["scheduler"])
+        if restores == "scheduler and rate":
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
+                group["lr"] = rate
+    resumed = rate_after(20, optimizer, scheduler)
+    if abs(resumed - expected) > 0.01 * expected:
+        raise Symptom("20 steps on the rate is %.1e, and %.1e without the interruption" % (resumed, expected))
+
+
+def regroup(ctx: Context, *, same_order: bool) -> None:
+    """Two weights of one shape, given to the optimizer in another order than before: states go by position."""
+    import torch
+
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False), "b": torch.nn.Linear(4, 4, bias=False)})
+    optimizer = torch.optim.AdamW([model["a"].weight, model["b"].weight])
+    (model["a"].weight.sum() + 100 * model["b"].weight.sum()).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    ctx.reached()
+    if same_order:
+        named = sorted(model.named_parameters())
+    else:
+        named = sorted(model.named_parameters(), reverse=True)
+    optimizer = torch.optim.AdamW([weight for name, weight in named])
+    optimizer.load_state_dict(saved)
+    moment = optimizer.state[model["a"].weight]["exp_avg"].mean().item()
+    if abs(moment - 0.1) > 0.01:
+        raise Symptom("weight a got the moment of b, %.1f instead of 0.1; no error" % moment)
+
+
+def average(ctx: Context, *, restored: bool) -> None:
+    """An average of the weights is made anew behind the resume: its first update copies the weights."""
+    import torch
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = build()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    ema.update_parameters(model)
+    ema_before = ema.module.bias.item()
+    saved = {"model": model.state_dict(), "ema": ema.state_dict()}
+    torch.nn.init.constant_(model.bias, ema_before + 1.0)  # a step that the average should hardly follow
+    ctx.reached()
+    resumed = build(seed=1)
+    ema = AveragedModel(resumed, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    resumed.load_state_dict(saved["model"])
+    if restored:
+        ema.load_state_dict(saved["ema"])
+    ema.update_parameters(model)
+    moved = ema.module.bias.item() - ema_before
+    if moved > 0.1:
+        raise Symptom("the average moved by %.2f in one update, all the way of the weights" % moved)
+    assert abs(moved - 0.01) < 1e-4, moved
+
+
+def scale(ctx: Context, *, restored: bool) -> None:
+    """float16 gradients in the middle of a training that needs a scale of 64; a new scaler begins with 65536."""
+    import torch
+
+    if not hasattr(torch.amp, "GradScaler"):
+        raise Unavailable("no GradScaler for the CPU in torch %s" % torch.__version__)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight])
+    scaler = torch.amp.GradScaler("cpu")
+    saved = {**scaler.state_dict(), "scale": 64.0}
+    scaler = torch.amp.GradScaler("cpu")
+    ctx.reached()
+    if restored:
+        scaler.load_state_dict(saved)
+    skipped = 0
+    for _ in range(12):
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale((weight.half() * 500).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += int(torch.equal(before, weight))
+    if skipped:
+        raise Symptom("the first %d of 12 steps behind the resume were skipped" % skipped)
+
+
+def number_words(ctx: Context, *, ordered: bool) -> None:
+    """Two processes give ids to the same words; strings of a set have another order in each."""
+    order = "sorted(words)" if ordered else "list(words)"
+    code = "words = set('a quick brown fox jumps over the lazy dog'.split()); print(*%s)" % order
+    ctx.reached()
+    orders = []
+    for seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        orders.append(ran.stdout.split())
+    changed = sum(first != second for first, second in zip(*orders))
+    if changed:
+        raise Symptom("%d of %d words have another id in the next process" % (changed, len(orders[0])))
+
+
+def use_trainer(ctx: Context, *, given_to_train: bool) -> None:
+    """The Trainer of transformers on the CPU: four steps, then the rest of eight from checkpoint-4."""
+    import torch
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+        os.environ.pop(name, None)
+    from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    class Net(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = build()
+
+        def forward(self, inputs: Any, labels: Any) -> Dict[str, Any]:
+            return {"loss": (self.layer(inputs) - labels).pow(2).mean()}
+
+    samples = [{"inputs": inputs, "labels": labels} for inputs, labels in zip(*batch(0))]
+    common: Dict[str, Any] = {
+        "output_dir": ctx.path("out"),
+        "use_cpu": True,
+        "report_to": [],
+        "save_steps": 4,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    Trainer(Net(), TrainingArguments(**common, max_steps=4), train_dataset=samples).train()
+    checkpoint = ctx.path("out/checkpoint-4")
+    ctx.reached()
+    if given_to_train:
+        trainer = Trainer(Net(), TrainingArguments(**common, max_steps=8), train_dataset=samples)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    else:
+        arguments = TrainingArguments(**common, max_steps=8, resume_from_checkpoint=checkpoint)
+        trainer = Trainer(Net(), arguments, train_dataset=samples)
+        trainer.train()
+    steps = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    if len(steps) == 8 and not given_to_train:
+        raise Symptom("the argument was ignored: steps %d to %d were made, not 5 to 8" % (steps[0], steps[-1]))
+    assert max(entry["step"] for entry in trainer.optimizer.state_dict()["state"].values()) == 8
+
+
+def use_accelerate(ctx: Context, *, prepared_first: bool) -> None:
+    """accelerate restores what `prepare` has seen, so a `load_state` before it restores nothing."""
+    import torch
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+        os.environ.pop(name, None)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*((made := build()), make_optimizer(made)))
+    train(model, optimizer, make_scheduler(optimizer.optimizer), range(5))
+    accelerator.save_state(ctx.path("state"))
+    weight = model.weight.detach().clone()
+    accelerator.free_memory()
+    model = build(seed=1)
+    optimizer = make_optimizer(model)
+    folder = ctx.path("state")
+    ctx.reached()
+    if prepared_first:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.load_state(folder)
+    else:
+        accelerator.load_state(folder)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    states = len(optimizer.state_dict()["state"])
+    if not torch.equal(model.weight, weight):
+        raise Symptom("load_state returned, the weights are new and %d of 2 optimizer states are there" % states)
+    assert states == 2
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Is there any optimizer state in this checkpoint? Runs nothing in it."""
+    path = params["checkpoint"]
+    if path is None:
+        return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-1000")
+    loads = "whether the script loads it, and in which order, cannot be seen here"
+    if not path.is_dir():
+        try:
+            names = [tensor.name for tensor in read_checkpoint(path).tensors]
+        except Unreadable as error:
+            return unknown(str(error))
+        found = [name for name in names if any(part in name for part in OPTIMIZER_NAMES)]
+        if found:
+            return unknown("optimizer state is there, for instance %s" % found[0], loads)
+        return unknown("%d tensors in %s and no optimizer state; another file may have it" % (len(names), path.name))
+    files = [file.relative_to(path).as_posix() for file in islice(path.rglob("*"), MOST_FILES)]
+    states = sorted(name for name in files if "optim" in name.lower())
+    if states:
+        return unknown("optimizer state is there: %s" % ", ".join(states[:3]), loads)
+    weights = [name for name in files if Path(name).name.startswith(("model", "pytorch_model", "adapter_model"))]
+    others = [
+        name for name in files if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".distcp")) and name not in weights
+    ]
+    if not weights or others or len(files) >= MOST_FILES:
+        return unknown("what the files of %s hold is not told by their names" % path, advice="name one file of it")
+    return exposed(
+        "%s has weights (%s) and no file of an optimizer" % (path, weights[0]),
+        advice="a training that goes on from it begins with new moments: Fix 6",
+    )
+
+
+JUMP = r"the first loss is right, then loss 0\.\d\d at step \d+, 0\.\d\d without the interruption"
+
+
+def pair(
+    name: str,
+    arms: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    expect: Expect,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
+) -> Experiment:
+    slow = len(packages) > 1
+    return Experiment(
+        name=name,
+        control=Arm(arms[0], expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(arms[1], expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        needs=Needs(packages=packages),
+        deadline_s=90 if slow else 20,
+        expected_s=(8.0, 8.0) if slow else (1.0, 1.0),
+    )
+
+
+def restored(name: str, what: str, instead: str, because: str, fix: str, at: int = 240) -> Experiment:
+    arms = partial(resume, restores=what, at=at), partial(resume, restores=instead, at=at)
+    return pair(name, arms, symptom(JUMP), because, fix)
+
+
+ALL = "scheduler first, then weights, optimizer and scheduler are loaded: equal to an uninterrupted run, step by step"
+
+probe = Probe(
+    check=check,
+    params={"checkpoint": Param("path", "a checkpoint: a folder, or a file of torch.save or safetensors")},
+    experiments=(
+        restored("weights-only", "weights", "all", "the weights are loaded, optimizer and scheduler are new", ALL),
+    ),
+    variants=(
+        pair(
+            "order",
+            (
+                partial(follow, kind="warm-up", restores="built last"),
+                partial(follow, kind="warm-up", restores="built first"),
+            ),
+            symptom(r"20 steps on the rate is 9\.\de-05, and 9\.\de-04 without"),
+            "the scheduler is built behind the loading of the optimizer, whose rate it overwrites",
+            "it is built first",
+        ),
+        pair(
+            "scheduler-alone",
+            (
+                partial(follow, kind="cosine", restores="scheduler"),
+                partial(follow, kind="cosine", restores="scheduler and rate"),
+            ),
+            symptom(r"20 steps on the rate is 9\.\de-03, and 8\.\de-04 without"),
+            "the scheduler is loaded and the optimizer is not, whose rate is the first one",
+            "the rate of the scheduler is written into the optimizer",
+        ),
+        restored(
+            "moments",
+            "no optimizer",
+            "all",
+            "weights and learning rate are restored, the moments of AdamW are new",
+            ALL,
+            at=60,
+        ),
+        restored(
+            "warm-up",
+            "weights",
+            "warm-up",
+            "the weights are loaded, optimizer and scheduler are new",
+            "the moments stay lost; the rate rises from 1 % to that of the checkpoint in 1000 steps",
+        ),
+        pair(
+            "positions",
+            (partial(regroup, same_order=False), partial(regroup, same_order=True)),
+            symptom(r"weight a got the moment of b, 10\.0 instead of 0\.1; no error"),
+            "the weights are given to the optimizer in another order",
+            "the order is that of the names",
+        ),
+        pair(
+            "ema",
+            (partial(average, restored=False), partial(average, restored=True)),
+            symptom(r"the average moved by 1\.00 in one update"),
+            "the average is not restored, and starts anew",
+            "the state of the average is loaded too",
+        ),
+        pair(
+            "scaler",
+            (partial(scale, restored=False), partial(scale, restored=True)),
+            symptom(r"the first \d+ of 12 steps behind the resume were skipped"),
+            "the scaler is new, and its scale too large",
+            "the state of the scaler is loaded",
+            {"torch": ">=2.3"},
+        ),
+        pair(
+            "vocabulary",
+            (partial(number_words, ordered=False), partial(number_words, ordered=True)),
+            symptom(r"\d of \d words have another id in the next process"),
+            "ids are given in the order of a set",
+            "ids are given in sorted order",
+            {},
+        ),
+        pair(
+            "trainer",
+            (partial(use_trainer, given_to_train=False), partial(use_trainer, given_to_train=True)),
+            symptom(r"the argument was ignored: steps 1 to 8 were made"),
+            "resume_from_checkpoint is given to TrainingArguments",
+            "it is given to train()",
+            {"torch": ">=2.1", "transformers": ">=4.46"},
+        ),
+        pair(
+            "accelerate",
+            (partial(use_accelerate, prepared_first=False), partial(use_accelerate, prepared_first=True)),
+            symptom(r"load_state returned, the weights are new and 0 of 2 optimizer states are there"),
+            "load_state is called before prepare",
+            "load_state is called behind prepare",
+            {"torch": ">=2.1", "accelerate": ">=0.30"},
+        ),
+    ),
+)

@@ -1,0 +1,290 @@
+"""A weight of a sharded model is used by code that the sharding does not know of: an inner call, a second model."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Callable, Mapping, Tuple
+
+from kb.cpu_arms import import_deepspeed
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+WORDS, WIDTH = 32, 16
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def build(wrap: Callable[[Any], Any] = lambda layer: layer) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Net(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(WORDS, WIDTH)
+            self.body = wrap(nn.Linear(WIDTH, WIDTH))
+
+        def features(self, ids: Any) -> Any:
+            return self.embed(ids)
+
+        def forward(self, ids: Any, only_features: bool = False) -> Any:
+            hidden = self.features(ids)
+            if only_features:
+                return hidden
+            return functional.linear(self.body(hidden), self.embed.weight)  # the weight of another module
+
+    return Net()
+
+
+def sample(ctx: Context) -> Any:
+    import torch
+
+    return torch.arange(10, device=ctx.device).view(2, 5)
+
+
+def shard(ctx: Context, layers: bool = False) -> Any:
+    """FSDP1 around the whole model, and around its body too if `layers`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    warnings.simplefilter("ignore")  # FSDP1 calls itself deprecated
+    ctx.init_process_group(timeout_s=10)
+    wrap = partial(FullyShardedDataParallel, device_id=ctx.device, use_orig_params=True)
+    return wrap(build(wrap if layers else lambda layer: layer).to(ctx.device))
+
+
+def call(ctx: Context, *, through_wrapper: bool) -> None:
+    """A method of the inner module, as evaluation code calls it."""
+    import torch
+
+    model, ids = shard(ctx), sample(ctx)
+    ctx.note(shape_here=list(model.module.embed.weight.shape))
+    ctx.reached()
+    if through_wrapper:
+        hidden = model(ids, only_features=True)
+    else:
+        hidden = model.module.features(ids)
+    assert torch.equal(hidden.cpu(), build().features(ids.cpu()))
+
+
+def measure(ctx: Context, *, gathered: bool) -> None:
+    """The norm of a weight, as own code logs or penalises it: no shape is checked, so nothing is raised."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = shard(ctx)
+    expected = build().embed.weight.norm().item()
+    ctx.reached()
+    if gathered:
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            norm = model.module.embed.weight.norm()
+    else:
+        norm = model.module.embed.weight.norm()
+    if not torch.allclose(norm.cpu(), torch.tensor(expected)):
+        raise Symptom("rank %d measures a norm of %.2f, and it is %.2f; no error" % (ctx.rank, norm.item(), expected))
+
+
+def start_inside(ctx: Context, *, root_first: bool) -> None:
+    """A layer that is a unit of its own gathers by itself; but the first forward makes its unit the root."""
+    import torch
+
+    model, ids = shard(ctx, layers=True), sample(ctx)
+    expected = build()
+    ctx.reached()
+    if root_first:
+        model(ids)
+    hidden = torch.ones(2, WIDTH, device=ctx.device)
+    assert torch.allclose(model.module.body(hidden).cpu(), expected.body(hidden.cpu()), atol=1e-5)
+    assert torch.allclose(model(ids).cpu(), expected(ids.cpu()), atol=1e-5)
+
+
+def start_deepspeed(ctx: Context) -> Any:
+    deepspeed = import_deepspeed()
+    ctx.init_process_group(timeout_s=30)
+    deepspeed.init_distributed(dist_backend="gloo")
+    return deepspeed
+
+
+def second_model(ctx: Context, *, own_engine: bool) -> None:
+    """A teacher that is partitioned as it is built, which from_pretrained does under a ZeRO-3 configuration."""
+    import torch
+
+    deepspeed, config, ids = start_deepspeed(ctx), CONFIG, sample(ctx)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        teacher = build()
+    ctx.reached()
+    if own_engine:
+        teacher = deepspeed.initialize(model=teacher, config=config)[0]
+    teacher.eval()
+    with torch.no_grad():
+        logits = teacher(ids)
+    assert torch.allclose(logits, build()(ids), atol=1e-5)
+
+
+def load_whole(ctx: Context, *, unset: bool) -> None:
+    """A second model with transformers, once with the context manager of accelerate that many scripts have for it."""
+    import torch
+
+    start_deepspeed(ctx)
+    for name in ("accelerate.utils", "transformers"):
+        importlib.import_module(name)
+    import transformers.integrations.deepspeed as hf_deepspeed  # type: ignore[import-not-found]
+    from accelerate.utils import DeepSpeedPlugin  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+    plugin.deepspeed_config.update(CONFIG, train_batch_size=2 * ctx.world_size)
+    plugin.set_deepspeed_weakref()
+    small = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=WORDS, n_positions=16, bos_token_id=0, eos_token_id=0)
+    load = partial(AutoModelForCausalLM.from_config, small)
+    ctx.reached()
+    if unset:
+        saved = hf_deepspeed._hf_deepspeed_config_weak_ref
+        hf_deepspeed.unset_hf_deepspeed_config()
+        teacher = load()
+        hf_deepspeed._hf_deepspeed_config_weak_ref = saved
+    else:
+        with plugin.zero3_init_context_manager(enable=False):
+            teacher = load()
+    with torch.no_grad():
+        logits = teacher(sample(ctx)).logits
+    assert logits.shape == (2, 5, WORDS)
+    assert all(weight.numel() for weight in teacher.parameters())
+    assert hf_deepspeed.is_deepspeed_zero3_enabled(), "the model to train would not be partitioned"
+
+
+def own_loss(ctx: Context, *, in_forward: bool) -> None:
+    """A product with the embedding, once by own code behind the forward, once by the forward itself."""
+    import torch
+    from torch.nn import functional
+
+    deepspeed, ids = start_deepspeed(ctx), sample(ctx)
+    model = build()
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), config=CONFIG)[
+        0
+    ]
+    ctx.reached()
+    if in_forward:
+        logits = engine(ids)
+    else:
+        hidden = engine.module.body(engine(ids, only_features=True))
+        logits = functional.linear(hidden, engine.module.embed.weight)
+    assert torch.allclose(logits, build()(ids), atol=1e-5)
+    engine.backward(logits.sum())
+    engine.step()
+    assert not torch.allclose(engine(ids), build()(ids), atol=1e-3)
+
+
+def initialise(ctx: Context, *, from_rank_0: bool) -> None:
+    """Weights are set behind zero.Init: without gathering, and then gathered, with and without modifier_rank."""
+    import torch
+
+    deepspeed = start_deepspeed(ctx)
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = build()
+    ctx.reached()
+    torch.nn.init.normal_(model.embed.weight, mean=7.0)
+    with deepspeed.zero.GatheredParameters(model.embed.weight):
+        bare = model.embed.weight.mean().item()
+    if from_rank_0:
+        with deepspeed.zero.GatheredParameters(model.embed.weight, modifier_rank=0):
+            torch.nn.init.normal_(model.embed.weight, mean=7.0)
+    else:
+        with deepspeed.zero.GatheredParameters(model.embed.weight):
+            torch.nn.init.normal_(model.embed.weight, mean=7.0)
+    with deepspeed.zero.GatheredParameters(model.embed.weight):
+        mean = model.embed.weight.mean().item()
+    assert abs(bare) < 1, bare  # the first normal_ wrote nothing, in both arms
+    if abs(mean - 7) > 1:
+        raise Symptom("twice normal_(mean=7), and the mean is %.1f; no error" % mean)
+
+
+TWO_D = r"'weight' must be 2-D"
+
+
+def pair(
+    name: str,
+    arms: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    expect: Expect,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
+) -> Experiment:
+    slow = "deepspeed" in packages
+    return Experiment(
+        name=name,
+        control=Arm(arms[0], expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(arms[1], expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages=packages, memory_mib=2048 if slow else 1024),
+        deadline_s=90 if slow else 20,
+        expected_s=(9.0, 9.0) if slow else (0.4, 0.4),
+    )
+
+
+ZERO3 = {"torch": ">=2.1", "deepspeed": ">=0.16"}
+gloo = pair(
+    "gloo",
+    (partial(call, through_wrapper=False), partial(call, through_wrapper=True)),
+    raised(TWO_D),
+    "a method of the inner module is called, and the unit of FSDP1 around it does not gather",
+    "the same method is called by the forward of the wrapper, which gathers first",
+)
+
+probe = Probe(
+    experiments=(gloo.on_gpus(), gloo),
+    variants=(
+        pair(
+            "norm",
+            (partial(measure, gathered=False), partial(measure, gathered=True)),
+            symptom(r"rank \d measures a norm of \d+\.\d\d, and it is 2\d\.\d\d; no error"),
+            "each rank measures its own piece of the weight",
+            "the weight is measured inside summon_full_params",
+        ),
+        pair(
+            "inner-first",
+            (partial(start_inside, root_first=False), partial(start_inside, root_first=True)),
+            raised(r"Non-root FSDP instance's `_is_root` should not have been"),
+            "an inner unit makes its forward before the whole model has made one",
+            "the whole model makes the first forward",
+        ),
+        pair(
+            "second-model",
+            (partial(second_model, own_engine=False), partial(second_model, own_engine=True)),
+            raised(TWO_D),
+            "a second model is partitioned by zero.Init and never passed to initialize",
+            "it has an engine of its own, without an optimizer",
+            ZERO3,
+        ),
+        pair(
+            "whole",
+            (partial(load_whole, unset=False), partial(load_whole, unset=True)),
+            raised(TWO_D),
+            "zero3_init_context_manager(enable=False) of accelerate is around the loading, and it is partitioned",
+            "the global ZeRO-3 configuration is unset while it is loaded",
+            {**ZERO3, "transformers": ">=4.46", "accelerate": ">=1.0"},
+        ),
+        pair(
+            "own-loss",
+            (partial(own_loss, in_forward=False), partial(own_loss, in_forward=True)),
+            raised(r"size mismatch, got input \(10\), mat \(10x16\), vec \(0\)"),
+            "own code behind the forward multiplies with a weight of the engine",
+            "the forward multiplies, where ZeRO-3 gathers the weight of another module too",
+            ZERO3,
+        ),
+        pair(
+            "initialise",
+            (partial(initialise, from_rank_0=False), partial(initialise, from_rank_0=True)),
+            symptom(r"twice normal_\(mean=7\), and the mean is -?0\.\d; no error"),
+            "normal_ on the partitioned weight, then gathered without modifier_rank: both are lost",
+            "gathered with modifier_rank=0, whose numbers every rank gets",
+            ZERO3,
+        ),
+    ),
+)
