@@ -143,7 +143,7 @@ def sizes(text: str) -> Optional[Dict[str, float]]:
     if not lines or lines[-1].start() < text.rfind("out of memory. Allocation was preemptively rejected"):
         return None  # the last one, as torch 2.14 words it at a memory fraction, has other numbers
     groups = lines[-1].groups()
-    mib = [float(number) * UNITS[unit] for number, unit in zip(groups[::2], groups[1::2])]  # noqa: B905  # Python 3.9
+    mib = [float(number) * UNITS[unit] for number, unit in zip(groups[::2], groups[1::2])]
     if lines[-1].re is OLD:
         return {"tried": mib[0], "capacity": mib[1], "free": mib[3], "unallocated": mib[4] - mib[2]}
     return {"tried": mib[0], "capacity": mib[1], "free": mib[2], "unallocated": mib[3]}

@@ -1,0 +1,203 @@
+"""The loader spreads one copy of a model over all visible devices; data parallelism wants a whole copy per rank."""
+
+import os
+from functools import partial
+from typing import Any, Callable
+
+from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+
+REFUSED = r"You can't train a model that has been loaded with `device_map='auto'` in any distributed mode"
+TWO_TYPES = r"input module must be on the same type of devices, but input module parameters locate in \{'\w+', '\w+'\}"
+ONE_LINE = r"device_ids and output_device arguments only work with single-device/multiple-device GPU modules"
+
+
+def wrap(ctx: Context, *, split: bool) -> None:
+    """Two layers on one device or on two, in DDP: the second GPU, or the meta device where there is none."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=20)
+    here = ctx.device
+    on_gpus = here.type == "cuda"
+    other = torch.device("cuda", 1 - ctx.rank) if on_gpus else torch.device("meta")
+    model = nn.Sequential(nn.Linear(4, 4, device=here), nn.Linear(4, 4, device=other if split else here))
+    ctx.reached()
+    ddp = DistributedDataParallel(model, device_ids=[here.index] if on_gpus else None)
+    ddp(torch.ones(2, 4, device=here)).sum().backward()
+    assert all(weight.grad is not None and weight.device == here for weight in model.parameters())
+
+
+def launched(ctx: Context, processes: int) -> None:
+    """The variables of torchrun by which accelerate recognises a distributed run."""
+    rank, size = str(ctx.rank), str(processes)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+
+
+def load(ctx: Context, device_map: Any) -> Any:
+    """What from_pretrained does with a device map: weights are placed, hooks attached."""
+    import torch
+    from accelerate import dispatch_model  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    return dispatch_model(model, device_map=device_map, offload_dir=ctx.path("offload"))
+
+
+def train(model: Any) -> None:
+    """Accelerator.prepare, as the Trainer and own scripts call it, and a step."""
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    loss = model(torch.ones(2, 4, device=accelerator.device)).sum()
+    accelerator.backward(loss)
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def prepare(ctx: Context, *, device_map: Any) -> None:
+    """Two ranks, each with a model that was loaded with this map."""
+    ctx.init_process_group(timeout_s=20)
+    launched(ctx, ctx.world_size)
+    model = load(ctx, device_map)
+    ctx.reached()
+    train(model)
+
+
+def prepare_alone(ctx: Context, *, under_torchrun: bool) -> None:
+    """One process and a map of two entries; the launcher's variables are there or are not."""
+    if under_torchrun:
+        ctx.init_process_group(timeout_s=20)
+        launched(ctx, 1)
+    else:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    model = load(ctx, {"0": "cpu", "1": "cpu"})
+    ctx.reached()
+    train(model)
+
+
+def prepare_part(ctx: Context, *, part_map: Any) -> None:
+    """The model itself was loaded without a map; the tower inside it was not."""
+    import torch
+
+    class Captioner(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = load(ctx, part_map)
+            self.head = torch.nn.Linear(1, 1)
+
+        def forward(self, pixels: Any) -> Any:
+            return self.head(self.tower(pixels))
+
+    ctx.init_process_group(timeout_s=20)
+    launched(ctx, ctx.world_size)
+    model = Captioner()
+    ctx.reached()
+    train(model)
+
+
+def step(ctx: Context, *, follows: bool) -> None:
+    """One process, the layers on two devices; the labels stay where the batch was put, or follow the logits."""
+    import torch
+    from torch import nn
+
+    here = ctx.device
+    other = torch.device("cuda", 1) if here.type == "cuda" else torch.device("meta")
+    body, head = nn.Linear(4, 4, device=here), nn.Linear(4, 3, device=other)
+    inputs, labels = torch.ones(2, 4, device=here), torch.tensor([0, 2], device=here)
+    ctx.reached()
+    logits = head(body(inputs).to(other))  # a hook moves the input of a layer like this
+    if follows:
+        labels = labels.to(logits.device)
+    loss = nn.functional.cross_entropy(logits, labels)
+    assert loss.device == other and loss.requires_grad
+
+
+SPLIT, WHOLE = "the layers are on two devices", "the whole copy is on the device of its rank"
+SECOND_DEVICE = "two GPUs: the second device is meta, which holds no values and has messages of its own"
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    keyword: str,
+    values: Any,
+    pattern: str,
+    because: Any,
+    ranks: int = 2,
+    stands_for: str = "",
+) -> Experiment:
+    """`keyword` has the first of `values` in the control arm and the second in the treatment."""
+    fidelity = "stand-in" if stands_for else "cpu"
+    control, treatment = (partial(job, **{keyword: value}) for value in values)
+    accelerate = {} if stands_for else {"accelerate": ">=1.0"}
+    return Experiment(
+        name=name,
+        control=Arm(control, raised(pattern), because[0], fidelity, stands_for),
+        treatment=Arm(treatment, completed(), because[1], fidelity, stands_for),
+        world_size=ranks,
+        needs=Needs(packages={"torch": ">=2.2", **accelerate}),
+        deadline_s=60,
+        expected_s=(4.0, 4.0) if accelerate else (0.5, 0.5),
+    )
+
+
+gloo = pair("gloo", wrap, "split", (True, False), TWO_TYPES, (SPLIT, WHOLE), stands_for=SECOND_DEVICE)
+labels = pair(
+    "labels",
+    step,
+    "follows",
+    (False, True),
+    r"is not on the expected device|Expected all tensors to be on the same device",
+    ("the labels are on the first device, the logits on the last", "the labels follow the logits"),
+    ranks=1,
+    stands_for=SECOND_DEVICE,
+)
+
+probe = Probe(
+    experiments=(gloo.on_gpus(expect=raised(ONE_LINE)), gloo),
+    variants=(
+        pair(
+            "accelerate",
+            prepare,
+            "device_map",
+            ({"0": "cpu", "1": "disk"}, {"": "cpu"}),
+            REFUSED,
+            ("accelerate dispatched the layers to two devices", "the map has one entry, the device of the rank"),
+        ),
+        pair(
+            "entries",
+            prepare,
+            "device_map",
+            ({"0": "cpu", "1": "cpu"}, {"": "cpu"}),
+            REFUSED,
+            ("two entries of the map name one device", "the same placement in one entry"),
+        ),
+        pair(
+            "part",
+            prepare_part,
+            "part_map",
+            ({"0": "cpu", "1": "disk"}, {"": "cpu"}),
+            REFUSED,
+            ("a part of the model was dispatched to two devices", "the part is whole"),
+        ),
+        pair(
+            "one-process",
+            prepare_alone,
+            "under_torchrun",
+            (True, False),
+            REFUSED,
+            ("one process, with the variables of torchrun", "one process without them"),
+            ranks=1,
+        ),
+        labels.on_gpus(
+            name="labels-on-gpus",
+            expect=raised(r"Expected all tensors to be on the same device"),
+            world_size=1,
+            expected_s=(10.0, 10.0),
+        ),
+        labels,
+    ),
+)

@@ -1,0 +1,196 @@
+"""A quantized copy is not whole on the GPU where its rank trains, or is cast after it was loaded."""
+
+import os
+from functools import partial
+from typing import Any, Callable, Mapping
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+OTHER_DEVICE = (
+    r"You can't train a model that has been loaded in 8-bit (or 4-bit )?precision on a different device than the one"
+)
+SPREAD = r"You can't train a model that has been loaded in 8-bit (or 4-bit )?precision on multiple devices"
+OFFLOADED = r"Some modules are dispatched on the CPU or the disk"
+CAST = r"You cannot cast a bitsandbytes model in a new `dtype`"
+
+
+def prepare(ctx: Context, *, own_gpu: bool) -> None:
+    """Accelerator.prepare_model on two ranks; the model has the marks that the loader leaves: 8-bit, and a map."""
+    import torch
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+
+    ctx.init_process_group(timeout_s=20)
+    on_gpus, index = ctx.device.type == "cuda", ctx.rank if own_gpu else 0
+    launched(ctx)
+    model = torch.nn.Linear(4, 4, device=torch.device("cuda", index) if on_gpus else "cpu")
+    model.is_loaded_in_8bit = True
+    model.hf_device_map = {"": index}
+    accelerator = Accelerator(cpu=not on_gpus)
+    assert accelerator.device == torch.device("cuda", ctx.rank), accelerator.device
+    ctx.reached()
+    prepared = accelerator.prepare_model(model, evaluation_mode=not on_gpus)  # no DDP without GPUs
+    assert prepared(torch.ones(2, 4, device=model.weight.device)).shape == (2, 4)
+
+
+def launched(ctx: Context) -> None:
+    """The variables of torchrun; where there is no GPU, a device that exists by name."""
+    rank, size = str(ctx.rank), str(ctx.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    if ctx.device.type != "cuda":
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda:" + rank
+
+
+def bypass(ctx: Context, *, whole: bool) -> None:
+    """The check of device maps is switched off; that of quantized models is another one."""
+    import torch
+    from accelerate import Accelerator
+
+    ctx.init_process_group(timeout_s=20)
+    launched(ctx)
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model.is_loaded_in_4bit = True
+    model.hf_device_map = {"": ctx.rank} if whole else {"0": 0, "1": 1}
+    accelerator = Accelerator(cpu=True)
+    ctx.reached()
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def cast(ctx: Context, *, at_load: bool) -> None:
+    """Packed 4-bit weights stored as bfloat16: a cast after loading converts them as if they were numbers."""
+    import torch
+
+    packed = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)  # each pattern of 16 bits
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(packed.view(torch.bfloat16), requires_grad=False)
+    layer.norm = torch.nn.LayerNorm(4, dtype=torch.float16 if at_load else torch.bfloat16)
+    ctx.reached()
+    if not at_load:
+        layer.to(torch.float16)
+    assert layer.norm.weight.dtype == torch.float16
+    changed = int((layer.weight.detach().to(torch.bfloat16).view(torch.int16) != packed).sum())
+    if changed:
+        raise Symptom("%d of 65536 packed values are others after the cast" % changed)
+
+
+def load(ctx: Context, **arguments: Any) -> Any:
+    """A model of two layers, saved, and loaded in 4-bit by transformers and bitsandbytes."""
+    import torch
+    from transformers import (  # type: ignore[import-not-found]
+        AutoModelForCausalLM,
+        BitsAndBytesConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(ctx.path("model"))
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    ctx.reached()
+    model = AutoModelForCausalLM.from_pretrained(ctx.path("model"), quantization_config=quantization, **arguments)
+    assert model.model.layers[1].mlp.up_proj.weight.dtype == torch.uint8, "not quantized"
+    return model
+
+
+PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0")
+
+
+def place(ctx: Context, *, device_map: Mapping[str, str]) -> None:
+    """The map as `auto` makes it when the model does not fit, with the CPU in the place of the GPU."""
+    model = load(ctx, device_map=device_map)
+    assert not hasattr(model, "hf_device_map"), "since transformers 5 a map of one device is not kept"
+
+
+def dtype(ctx: Context, *, at_load: bool) -> None:
+    """The dtype of what is not quantized, given to from_pretrained or by a cast afterwards."""
+    import torch
+
+    model = load(ctx, device_map={"": "cpu"}, **({"dtype": torch.bfloat16} if at_load else {}))
+    if not at_load:
+        model = model.to(torch.bfloat16)
+    assert model.model.norm.weight.dtype == torch.bfloat16
+
+
+MARKED = "a bitsandbytes model on two GPUs: a layer with the marks that its loader leaves, devices that exist by name"
+PACKED = "4-bit weights of bitsandbytes with bnb_4bit_quant_storage=torch.bfloat16"
+ON_0, OWN = "every rank has its copy on GPU 0", "each copy is on the GPU of its rank"
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    keyword: str,
+    expect: Expect,
+    because: Any,
+    packages: Mapping[str, str],
+    values: Any = (False, True),
+    ranks: int = 1,
+    stands_for: str = "",
+    seconds: float = 1.0,
+) -> Experiment:
+    """`keyword` has the first of `values` in the control arm and the second in the treatment."""
+    fidelity = "stand-in" if stands_for else "cpu"
+    control, treatment = (partial(job, **{keyword: value}) for value in values)
+    return Experiment(
+        name=name,
+        control=Arm(control, expect, because[0], fidelity, stands_for),
+        treatment=Arm(treatment, completed(), because[1], fidelity, stands_for),
+        world_size=ranks,
+        needs=Needs(packages=packages),
+        deadline_s=90,
+        expected_s=(seconds, seconds),
+    )
+
+
+ACCELERATE = {"torch": ">=2.2", "accelerate": ">=1.0"}
+LOADER = {"torch": ">=2.4", "accelerate": ">=1.0", "transformers": ">=5.0", "bitsandbytes": ">=0.50"}
+placed = pair(
+    "accelerate", prepare, "own_gpu", raised(OTHER_DEVICE), (ON_0, OWN), ACCELERATE, ranks=2, stands_for=MARKED
+)
+
+probe = Probe(
+    experiments=(
+        placed.on_gpus(expected_s=(20.0, 20.0)),
+        placed,
+        pair(
+            "cast",
+            cast,
+            "at_load",
+            symptom(r"\d+ of 65536 packed values are others after the cast"),
+            ("the whole module is cast", "what is not packed has its dtype from the start"),
+            {"torch": ">=2.2"},
+            stands_for=PACKED,
+        ),
+    ),
+    variants=(
+        pair(
+            "bypass",
+            bypass,
+            "whole",
+            raised(SPREAD),
+            ("a map of two GPUs, and ACCELERATE_BYPASS_DEVICE_MAP=true", "a whole copy on the GPU of the rank"),
+            ACCELERATE,
+            ranks=2,
+            stands_for=MARKED,
+        ),
+        pair(
+            "offload",
+            place,
+            "device_map",
+            raised(OFFLOADED),
+            ("one layer is on the disk", "all layers are on one device"),
+            LOADER,
+            values=({**dict.fromkeys(PARTS, "cpu"), "model.layers.1": "disk"}, {"": "cpu"}),
+            seconds=8.0,
+        ),
+        pair(
+            "dtype",
+            dtype,
+            "at_load",
+            raised(CAST),
+            ("the loaded model is cast", "from_pretrained gets the dtype"),
+            LOADER,
+            seconds=8.0,
+        ),
+    ),
+)

@@ -1,0 +1,294 @@
+"""One operand was not moved to the GPU: a plain attribute, a constant, a part of the batch, a class weight."""
+
+from __future__ import annotations
+
+import ast
+import time
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Callable, Iterator, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+
+@contextmanager
+def gpu(ctx: Context, index: int = 0) -> Iterator[Any]:
+    """The GPU of this rank; without one a device of that name on which torch computes devices and shapes alone."""
+    import torch
+
+    if ctx.device.type == "cuda":
+        yield ctx.device
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), FakeTensorMode():
+        device = torch.device("cuda", index)
+        try:
+            torch.ones(2, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise Unavailable(f"no fake cuda device in torch {torch.__version__}") from error
+        yield device
+
+
+def forward(ctx: Context, *, registered: bool, on_meta: bool = False) -> None:
+    """A module with a table: a plain attribute, which .to() leaves where it is, or a buffer."""
+    import torch
+
+    class Positions(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.arange(4.0)
+            if registered:
+                self.register_buffer("table", table, persistent=False)
+            else:
+                self.table = table
+
+        def forward(self, hidden: Any) -> Any:
+            return hidden + self.table
+
+    with nullcontext(torch.device("meta")) if on_meta else gpu(ctx) as device:
+        model = Positions().to(device)
+        ctx.reached()
+        assert model(torch.ones(2, 4, device=device)).device == device
+        assert not model.state_dict()  # no name that older checkpoints lack
+
+
+def constant(ctx: Context, *, follows: bool) -> None:
+    """Positions that forward makes anew."""
+    import torch
+
+    with gpu(ctx) as device:
+        hidden = torch.ones(2, 4, 8, device=device)
+        ctx.reached()
+        if follows:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
+        else:
+            positions = torch.arange(hidden.shape[1])
+        assert (hidden + positions.unsqueeze(-1)).device == device
+
+
+def scalar(ctx: Context, *, zero_dim: bool) -> None:
+    """A CPU tensor without dimensions counts as a number, one of shape (1,) does not."""
+    import torch
+
+    with gpu(ctx) as device:
+        hidden = torch.ones(2, 4, device=device)
+        ctx.reached()
+        factor = torch.tensor(2.0) if zero_dim else torch.tensor([2.0])
+        assert (hidden * factor).device == device
+
+
+def move(value: object, device: object) -> object:
+    if hasattr(value, "to"):  # tensors, BatchEncoding, PackedSequence
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: move(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        moved = [move(item, device) for item in value]
+        return getattr(value, "_make", type(value))(moved)  # _make: a namedtuple
+    return value
+
+
+def batch(ctx: Context, *, nested: bool) -> None:
+    """A batch whose tensors are moved, and in it a dict, whose tensors are moved too or not."""
+    import torch
+
+    with gpu(ctx) as device:
+        host = {"ids": torch.ones(2, 4), "extra": {"mask": torch.ones(2, 4)}, "names": ["a", "b"]}
+        here: Any
+        ctx.reached()
+        if nested:
+            here = move(host, device)
+        else:
+            here = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in host.items()}
+        assert (here["ids"] * here["extra"]["mask"]).device == device
+
+
+def assign(ctx: Context, *, assigned: bool) -> None:
+    """Tensor.to returns another tensor and leaves this one where it is."""
+    import torch
+
+    with gpu(ctx) as device:
+        weight, inputs = torch.ones(4, 4, device=device), torch.ones(2, 4)
+        ctx.reached()
+        if assigned:
+            inputs = inputs.to(device)
+        else:
+            inputs.to(device)
+        assert torch.nn.functional.linear(inputs, weight).device == device
+
+
+def criterion(ctx: Context, *, moved: bool) -> None:
+    """Class weights live in the loss, which is a module beside the model."""
+    import torch
+
+    with gpu(ctx) as device:
+        loss_function = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+        logits, labels = torch.ones(2, 3, device=device), torch.tensor([0, 2]).to(device)
+        ctx.reached()
+        if moved:
+            loss_function = loss_function.to(device)
+        assert loss_function(logits, labels).device == device
+
+
+def layers(ctx: Context, *, module_list: bool) -> None:
+    """Layers in a Python list belong to no module: .to() and parameters() pass them by."""
+    import torch
+
+    class Stack(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [torch.nn.BatchNorm1d(4, affine=False) for _ in range(2)]  # no weights: fake ones cannot be moved
+            self.blocks = torch.nn.ModuleList(blocks) if module_list else blocks
+
+    with gpu(ctx) as device:
+        model = Stack().to(device).eval()
+        ctx.reached()
+        assert model.blocks[0].eval()(torch.ones(2, 4, device=device)).device == device
+        assert len(list(model.buffers())) == 6
+
+
+def second_rank(ctx: Context, *, follows: bool) -> None:
+    """Rank 1 works on GPU 1; a line of the model says cuda:0."""
+    import torch
+
+    with gpu(ctx, index=1) as device:
+        hidden = torch.ones(2, 4, device=device)
+        ctx.reached()
+        mask = torch.ones(4, device=hidden.device if follows else "cuda:0")
+        assert (hidden * mask).device == device
+
+
+# --- the check: where a file makes tensors without a device, or names one ---------------------------------------
+
+MAKE = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+MOVES = ("to", "cuda", "type_as", "item", "tolist")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    code = params["code"]
+    if code is None or not code.exists():
+        why = "no code was given to read" if code is None else "there is no %s" % code
+        return unknown(why, advice="--set code=model.py, or a folder")
+    end, read, result = time.monotonic() + 0.5, 0, []
+    for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
+        if time.monotonic() > end:
+            break
+        try:
+            result += ["%s:%d: %s" % (file, line, what) for line, what in suspects(ast.parse(file.read_text("utf-8")))]
+            read += 1
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue
+    if result:
+        return exposed(
+            *result[:10], advice="device=hidden.device, or self.register_buffer(name, value, persistent=False)"
+        )
+    return unknown("nothing suspicious in %d Python files; batches, losses and libraries are not looked at" % read)
+
+
+def suspects(tree: ast.AST) -> Iterator[Tuple[int, str]]:
+    """In classes with a forward: plain tensor attributes that it uses, factories without a device, and cuda:0."""
+    for owner in ast.walk(tree):
+        methods = {item.name: item for item in getattr(owner, "body", []) if isinstance(item, ast.FunctionDef)}
+        if not isinstance(owner, ast.ClassDef) or "forward" not in methods:
+            continue
+        inside = list(ast.walk(methods["forward"]))
+        excused = {id(node) for outer in inside for node in harmless(outer)}
+        used = {ast.unparse(node) for node in inside if isinstance(node, ast.Attribute) and id(node) not in excused}
+        for node in ast.walk(methods.get("__init__", ast.Pass())):
+            if isinstance(node, ast.Assign) and makes(node.value) and ast.unparse(node.targets[0]) in used:
+                yield node.lineno, "%s is a plain attribute" % ast.unparse(node.targets[0])
+        for node in inside:
+            if isinstance(node, ast.Call) and makes(node) and id(node) not in excused:
+                yield node.lineno, "%s names no device" % ast.unparse(node)[:60]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
+                yield node.lineno, node.value + " is the same GPU on every rank"
+
+
+def harmless(node: ast.AST) -> Iterator[ast.AST]:
+    """What is moved at once, an index (a GPU takes one from the host), and what an `if` asks."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
+        yield node.func.value
+    elif isinstance(node, ast.Subscript):
+        yield from ast.walk(node.slice)
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)):
+        yield from ast.walk(node.test)
+
+
+def makes(node: ast.AST) -> bool:
+    """A call such as torch.zeros(3) without a device; a number alone does no harm."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    name, is_torch = node.func.attr, ast.unparse(node.func.value) == "torch"
+    if not is_torch or name not in MAKE or any(word.arg in ("device", None) for word in node.keywords):
+        return False
+    return name != "tensor" or not (node.args and isinstance(node.args[0], ast.Constant))
+
+
+SAME = r"Expected all tensors to be on the same device"
+FAKE = "a GPU: a fake device of that name, by which torch.compile also follows devices and shapes; nothing is computed"
+META = "a GPU: the meta device, which has messages of its own"
+
+
+def pair(
+    name: str, job: Callable[..., None], keyword: str, because: str, fix: str, torch: str = ">=2.13"
+) -> Experiment:
+    """`keyword` is off in the control arm and on in the treatment."""
+    control, treatment = partial(job, **{keyword: False}), partial(job, **{keyword: True})
+    return Experiment(
+        name=name,
+        control=Arm(control, raised(SAME), because, "stand-in", FAKE),
+        treatment=Arm(treatment, completed(), fix, "stand-in", FAKE),
+        world_size=1,
+        needs=Needs(packages={"torch": torch}),
+        expected_s=(1.0, 1.0),
+    )
+
+
+PLAIN, BUFFER = (
+    "the table is a plain attribute, and .to() left it on the CPU",
+    "the table is a buffer, and .to() moves it",
+)
+attribute = pair("fake", forward, "registered", PLAIN, BUFFER)
+on_meta = partial(forward, on_meta=True)
+meta = Experiment(
+    name="meta",
+    control=Arm(
+        partial(on_meta, registered=False), raised("is not on the expected device|" + SAME), PLAIN, "stand-in", META
+    ),
+    treatment=Arm(partial(on_meta, registered=True), completed(), BUFFER, "stand-in", META),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.2"}),
+    expected_s=(0.3, 0.3),
+)
+probe = Probe(
+    check=check,
+    params={"code": Param("path", "the file of your model, or a folder of Python files, to look for such tensors")},
+    experiments=(
+        attribute.on_gpus(gpus=1, needs=Needs(packages={"torch": ">=2.2"}, gpus=1), expected_s=(10.0, 10.0)),
+        attribute,
+        meta,
+    ),
+    variants=(
+        pair("constant", constant, "follows", "arange without a device", "arange with that of the hidden states"),
+        pair("batch", batch, "nested", "only tensors at the first level are moved", "tensors at all levels are moved"),
+        pair("assigned", assign, "assigned", "the result of .to() is thrown away", "the result is assigned"),
+        pair("criterion", criterion, "moved", "the class weights are on the CPU", "the loss is moved"),
+        pair("list", layers, "module_list", "the layers are in a Python list", "the layers are in a ModuleList"),
+        pair("cuda-0", second_rank, "follows", "cuda:0 is written in a line", "the device of the other operand"),
+        pair("zero-dim", scalar, "zero_dim", "a CPU tensor of shape (1,)", "a CPU tensor without dimensions"),
+    ),
+)
