@@ -1,0 +1,189 @@
+"""A GradScaler meets trainable weights in float16, or an optimizer none of whose parameters has a gradient."""
+
+from functools import partial
+from typing import Any, Callable
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+
+def build(ctx: Context) -> Any:
+    """A frozen layer and a trainable one, all loaded in float16; the trainable weights are 1."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).half().to(ctx.device)
+    model[0].requires_grad_(False)
+    torch.nn.init.ones_(model[1].weight)
+    return model
+
+
+def train(ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on", fused: bool = False) -> None:
+    """One step of mixed precision with a learning rate of 1e-4, and a gradient of about 1."""
+    import torch
+
+    model = build(ctx)
+    if float32:
+        for p in model.parameters():
+            if p.requires_grad and p.dtype == torch.float16:
+                p.data = p.data.float()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=1e-4, **({"fused": True} if fused else {}))
+    amp: Any = torch.amp.GradScaler(ctx.device.type, init_scale=64.0, enabled=scaler != "off")
+    if scaler == "patched":
+        unscale = amp._unscale_grads_
+        amp._unscale_grads_ = lambda *arguments: unscale(*arguments[:3], True)
+    batch = torch.ones(3, 4, device=ctx.device)
+    ctx.reached()
+    with torch.autocast(ctx.device.type, dtype=torch.float16):
+        hidden = model[0](batch)
+        loss = (model[1](hidden * 0 + 1)).float().sum() / 3
+    amp.scale(loss).backward()
+    if clips:
+        amp.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(trainable, 10.0)
+    amp.step(optimizer)
+    amp.update()
+    assert model[0].weight.dtype == torch.float16, "the frozen layer stays in half precision"
+    changed = int((model[1].weight != 1).sum())
+    if changed < 8:
+        raise Symptom("%d of 8 weights changed in a step" % changed)
+
+
+def train_bfloat16(ctx: Context, *, bfloat16: bool) -> None:
+    """Weights in float32 that are used in bfloat16, without a scaler; or the float16 ones with it."""
+    import torch
+
+    if not bfloat16:
+        return train(ctx, float32=False)
+    model = build(ctx).float()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-4)
+    ctx.reached()
+    with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
+        loss = model(torch.ones(3, 4, device=ctx.device)).float().sum()
+    loss.backward()
+    optimizer.step()
+    assert int((model[1].weight != 1).sum()) == 8, model[1].weight
+    return None
+
+
+def step_if_used(scaler: Any, optimizer: Any) -> None:
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        scaler.step(optimizer)
+
+
+def step_without(ctx: Context, *, fixed: bool, how: str) -> None:
+    """No parameter of the optimizer has a gradient when it steps."""
+    import copy
+
+    import torch
+
+    model = torch.nn.Linear(4, 2).to(ctx.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler: Any = torch.amp.GradScaler(ctx.device.type)
+    if how == "stale":
+        model = copy.deepcopy(model)  # as a loader, a wrapper or a conversion makes new parameters
+        if fixed:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.nn.Linear(4, 2).to(ctx.device)
+    before = [p.detach().clone() for p in model.parameters()]
+    used = other if how == "idle" else model
+    ctx.reached()
+    if how == "zeroed" and fixed:
+        optimizer.zero_grad()
+    scaler.scale(used(torch.ones(3, 4, device=ctx.device)).sum()).backward()
+    if how == "zeroed" and not fixed:
+        optimizer.zero_grad()
+    if how == "idle" and fixed:
+        step_if_used(scaler, optimizer)
+    else:
+        scaler.step(optimizer)
+    if how != "idle":
+        scaler.update()
+        assert all((p != old).all() for p, old in zip(model.parameters(), before))  # Python 3.9
+
+
+UNSCALE = raised(r"Attempting to unscale FP16 gradients")
+NOTHING = raised(r"No inf checks were recorded for this optimizer")
+LOST = symptom(r"0 of 8 weights changed in a step")
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    keyword: str,
+    expect: Expect,
+    because: str,
+    fix: str = "the trainable weights are in float32",
+) -> Experiment:
+    """`keyword` is off in the control arm and on in the treatment."""
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{keyword: False}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{keyword: True}), expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages={"torch": ">=2.4" if name == "fused" else ">=2.3"}),  # scaler and fused steps on the CPU
+        world_size=1,
+        expected_s=(0.4, 0.4),
+    )
+
+
+cpu = pair("cpu", train, "float32", UNSCALE, "trainable weights in float16, unscaled for clipping")
+
+probe = Probe(
+    experiments=(cpu.on_gpus(1, name="gpu", expected_s=(10, 10)), cpu),
+    variants=(
+        pair("no-clip", partial(train, clips=False), "float32", UNSCALE, "no clipping: the scaler's step unscales"),
+        pair(
+            "patched",
+            partial(train, scaler="patched"),
+            "float32",
+            LOST,
+            "the scaler is patched to allow float16, and the weights round the update away",
+        ),
+        pair(
+            "no-scaler",
+            partial(train, scaler="off"),
+            "float32",
+            LOST,
+            "no scaler, and the float16 weights round the update away",
+        ),
+        pair(
+            "fused",
+            partial(train, clips=False, fused=True),
+            "float32",
+            LOST,
+            "a fused optimizer without clipping: nothing raises, and the update is rounded away",
+        ),
+        pair(
+            "bfloat16",
+            train_bfloat16,
+            "bfloat16",
+            UNSCALE,
+            "trainable weights in float16 and a scaler",
+            "weights in float32, autocast to bfloat16, no scaler",
+        ),
+        pair(
+            "stale",
+            partial(step_without, how="stale"),
+            "fixed",
+            NOTHING,
+            "the optimizer has the parameters of the model before it was replaced",
+            "it is made afterwards",
+        ),
+        pair(
+            "zeroed",
+            partial(step_without, how="zeroed"),
+            "fixed",
+            NOTHING,
+            "zero_grad between backward and step",
+            "zero_grad before the backward",
+        ),
+        pair(
+            "idle",
+            partial(step_without, how="idle"),
+            "fixed",
+            NOTHING,
+            "the second of two optimizers steps in an iteration that does not use its model",
+            "only an optimizer with a gradient steps",
+        ),
+    ),
+)

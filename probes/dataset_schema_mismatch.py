@@ -1,0 +1,368 @@
+"""A table has one type for each column, which the first rows decide; later rows and files disagree with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+ALIKE = [{"text": "a", "meta": "m"}], [{"text": "b", "meta": "n"}]
+NULL_FIRST = [{"text": "a", "meta": None}], [{"text": "b", "meta": "late"}]
+NEW_COLUMN = [{"text": "a"}], [{"text": "b", "source": "web"}]
+NEW_KEY = (
+    [{"messages": [{"role": "user", "content": "a"}]}],
+    [{"messages": [{"role": "user", "content": "b", "tool_calls": [{"name": "f"}]}]}],
+)
+STRUCT_FIRST = [{"text": "a", "meta": {"k": 1}}], [{"text": "b", "meta": "m"}]
+MIXED = ([{"text": "a", "meta": 1}, {"text": "b", "meta": "m"}],)
+
+
+@contextmanager
+def cause_raised() -> Iterator[None]:
+    """Let the cause end the job, which datasets wraps into an error that is the same for every cause."""
+    try:
+        yield
+    except Exception as error:
+        raise error.__cause__ or error  # noqa: B904
+
+
+def write(ctx: Context, files: Iterable[List[Dict[str, Any]]]) -> List[str]:
+    paths = []
+    for number, rows in enumerate(files):
+        paths.append(ctx.path("train-%d.jsonl" % number))
+        Path(paths[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+@cause_raised()
+def load(ctx: Context, *, files: Any, declared: bool) -> None:
+    """The types are those of the first file, or of all rows."""
+    import pyarrow as pa  # type: ignore[import-not-found]
+    from datasets import Features, load_dataset  # type: ignore[import-not-found]
+
+    paths = write(ctx, files)
+    ctx.reached()
+    if declared:
+        rows = [json.loads(line) for path in paths for line in open(path)]
+        features = Features.from_arrow_schema(pa.schema(list(pa.array(rows).type)))
+        table = load_dataset("json", data_files=paths, split="train", features=features)
+        table.to_parquet(ctx.path("fixed.parquet"))
+        table = load_dataset("parquet", data_files=ctx.path("fixed.parquet"), split="train")
+    else:
+        table = load_dataset("json", data_files=paths, split="train")
+    originals = [row for rows in files for row in rows]
+    assert len(table) == len(originals)
+    for number, original in enumerate(originals):
+        for name, value in original.items():
+            assert name == "messages" or table[number][name] == value, (table[number], original)
+
+
+@cause_raised()
+def load_text(ctx: Context, *, files: Any, rewritten: bool, **options: Any) -> None:
+    """A column of several types, as it is or as text: JSON in a column of strings."""
+    from datasets import load_dataset
+
+    paths = write(ctx, files)
+    ctx.reached()
+    if rewritten:
+        for path in paths:
+            with open(path) as file, open(path + ".text.jsonl", "w") as fixed:
+                for line in file:
+                    row = json.loads(line)
+                    row["meta"] = json.dumps(row.get("meta"))
+                    fixed.write(json.dumps(row) + "\n")
+        paths = [path + ".text.jsonl" for path in paths]
+    table = load_dataset("json", data_files=paths, split="train", **options)
+    assert [json.loads(row["meta"]) for row in table] == [row["meta"] for rows in files for row in rows]
+
+
+def load_with_features(ctx: Context, *, files: Any, rewritten: bool) -> None:
+    """The folklore: features= for types that differ within one file."""
+    from datasets import Features, Value
+
+    load_text(
+        ctx, files=files, rewritten=rewritten, features=Features({"text": Value("string"), "meta": Value("string")})
+    )
+
+
+@cause_raised()
+def read_chunks(ctx: Context, *, chunksize: int) -> None:
+    """One file whose first chunk has only nulls in a column; 16 KiB here, 10 MB by default."""
+    from datasets import load_dataset
+
+    rows: List[Dict[str, Any]] = [{"text": "a" * 100, "meta": None} for _ in range(600)]
+    paths = write(ctx, [[*rows, {"text": "b", "meta": "late"}]])
+    ctx.reached()
+    table = load_dataset("json", data_files=paths, split="train", chunksize=chunksize)
+    assert table[-1]["meta"] == "late"
+
+
+def join(ctx: Context, *, casts: bool) -> None:
+    """Two tables with the same column names, tokenised by different code."""
+    from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
+
+    first = Dataset.from_list([{"input_ids": [1, 2]}])  # int32, because of the name
+    second = Dataset.from_list([{"input_ids": [3]}], features=Features({"input_ids": Sequence(Value("int64"))}))
+    ctx.reached()
+    if casts:
+        second = second.cast(first.features)
+    assert concatenate_datasets([first, second])["input_ids"][:] == [[1, 2], [3]]
+
+
+def apply(ctx: Context, *, declared: bool) -> None:
+    """`map` writes 1000 rows at a time, and takes the types of the first ones."""
+    from datasets import Dataset, Value
+
+    rows = Dataset.from_list([{"n": number} for number in range(1200)])
+
+    def annotate(row: Any) -> Any:
+        return {"label": None if row["n"] < 1100 else "late"}
+
+    ctx.reached()
+    if declared:
+        features = rows.features.copy()
+        features["label"] = Value("string")
+        labelled = rows.map(annotate, features=features)
+    else:
+        labelled = rows.map(annotate)
+    assert labelled[-1]["label"] == "late"
+
+
+def compare(ctx: Context, *, files: Any) -> None:
+    """The rule without datasets, by the survey that the check makes."""
+    paths = [Path(path) for path in write(ctx, files)]
+    ctx.reached()
+    found = disagreements({path: survey(path, time.monotonic() + 10)[0] for path in paths})
+    if found:
+        raise Symptom("Couldn't cast array of type string to null: %s" % found[0])
+
+
+Kinds = Dict[str, Dict[str, int]]  # column, kind, the line that has it first
+KINDS = {
+    str: "string",
+    bool: "bool",
+    int: "number",
+    float: "fraction",
+    list: "list",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def survey(path: Path, until: float) -> Tuple[Kinds, str]:
+    """The kinds of value in each column of a file of JSON lines, and why reading ended early."""
+    kinds: Kinds = {}
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if time.monotonic() > until:
+                return kinds, "only %d lines of %s were read" % (number - 1, path.name)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                return kinds, "line %d of %s is no JSON: %s" % (number, path.name, error)
+            if not isinstance(row, dict):
+                return kinds, "line %d of %s is no object" % (number, path.name)
+            for name, value in row.items():
+                kinds.setdefault(name, {}).setdefault(KINDS[type(value)], number)
+    return kinds, ""
+
+
+def values_in(seen: Mapping[str, int]) -> List[str]:
+    """Without null, and without whole numbers beside fractions, which are one type."""
+    return [kind for kind in seen if kind != "null" and not (kind == "number" and "fraction" in seen)]
+
+
+def disagreements(files: Mapping[Path, Kinds]) -> List[str]:
+    """Columns and kinds that the first file does not have, and several kinds in one file."""
+    found: List[str] = []
+    first: Optional[Kinds] = None
+    for path, kinds in files.items():
+        for name, seen in kinds.items():
+            values = values_in(seen)
+            if len(values) > 1:
+                places = ", ".join("%s in line %d" % (kind, seen[kind]) for kind in values)
+                found.append("%s in %s: %s; fails with datasets before 4.7" % (name, path.name, places))
+            if first is None:
+                continue
+            if name not in first:
+                found.append("%s is in %s and not in the first file" % (name, path.name))
+                continue
+            before = values_in(first[name])
+            if set(values) - set(before) - {"number" if "fraction" in before else ""}:
+                found.append(
+                    "%s: %s in the first file, %s in %s"
+                    % (name, ", ".join(before) or "null", ", ".join(values), path.name)
+                )
+        first = first or kinds
+    return found
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Do the columns of these JSON lines have one type each, in one file and over all files?"""
+    path: Optional[Path] = params["data"]
+    if path is None:
+        return unknown("no data were named", advice="--set data=/path/to/train.jsonl, or a folder of such files")
+    try:
+        paths = [path] if not path.is_dir() else sorted(path.glob("**/*.json*"))[:200]
+        until = time.monotonic() + 0.6
+        read = {name: survey(name, until) for name in paths if name.is_file()}
+    except (OSError, UnicodeDecodeError) as error:
+        return unknown("%s cannot be read as text: %s" % (path, error))
+    found = disagreements({name: kinds for name, (kinds, _) in read.items()})
+    unread = [reason for _, reason in read.values() if reason]
+    if found:
+        return exposed(*found[:8], *unread[:2], advice="features= of all rows, or one type for the column: Fix 1 and 2")
+    if not any(kinds for kinds, _ in read.values()):
+        return unknown(*(unread[:3] or ["no JSON lines in %s" % path]))
+    return unknown(
+        "the columns of %d files agree" % len(read), *unread[:3], "what is inside objects and lists was not compared"
+    )
+
+
+def pair(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    pattern: str,
+    because: str,
+    fix: str,
+    version: str = ">=2.20",
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, raised(pattern), because, "cpu"),
+        treatment=Arm(works, completed(), fix, "cpu"),
+        world_size=1,
+        needs=Needs(packages=MappingProxyType({"datasets": version})),
+        deadline_s=60,
+        expected_s=(2.0, 2.0),
+    )
+
+
+NULL = "Couldn't cast array of type string to null"
+NAMES = "because column names don't match|All the data files must have the same columns"
+CAST = r"Couldn't cast array of type\n"
+CHANGED = r"JSON parse error: Column\(/meta\) changed from number to string in row 1"
+ALL_ROWS = "features= has the types of all rows"
+TEXT = "the column is text: JSON in strings"
+RULE = "the inference of pyarrow and the writer of datasets, for the top level"
+
+probe = Probe(
+    check=check,
+    params={"data": Param("path", "a file of JSON lines, or a folder of them")},
+    experiments=(
+        pair(
+            "null-first",
+            partial(load, files=NULL_FIRST, declared=False),
+            partial(load, files=NULL_FIRST, declared=True),
+            NULL,
+            "the first file has only nulls in a column, the second has strings",
+            ALL_ROWS,
+        ),
+        Experiment(
+            name="model",
+            control=Arm(
+                partial(compare, files=NULL_FIRST),
+                symptom(r"meta: null in the first file, string in train-1\.jsonl"),
+                "the first file has only nulls in a column, the second has strings",
+                "model",
+                RULE,
+            ),
+            treatment=Arm(partial(compare, files=ALIKE), completed(), "both files have strings", "model", RULE),
+            world_size=1,
+            needs=Needs(packages={}, memory_mib=128),
+            expected_s=(0.1, 0.1),
+        ),
+    ),
+    variants=(
+        pair(
+            "new-column",
+            partial(load, files=NEW_COLUMN, declared=False),
+            partial(load, files=NEW_COLUMN, declared=True),
+            NAMES,
+            "the second file has one column more",
+            ALL_ROWS,
+        ),
+        pair(
+            "new-key",
+            partial(load, files=NEW_KEY, declared=False),
+            partial(load, files=NEW_KEY, declared=True),
+            CAST,
+            "the messages of the second file have one key more",
+            ALL_ROWS,
+            ">=3.0.2",
+        ),
+        pair(
+            "struct-first",
+            partial(load_text, files=STRUCT_FIRST, rewritten=False),
+            partial(load_text, files=STRUCT_FIRST, rewritten=True),
+            CAST,
+            "a column has objects in the first file, and strings in the second",
+            TEXT,
+        ),
+        pair(
+            "mixed",
+            partial(load_text, files=MIXED, rewritten=False),
+            partial(load_text, files=MIXED, rewritten=True),
+            CHANGED,
+            "a column has numbers and strings in one file",
+            TEXT,
+            ">=2.20,<4.7",
+        ),
+        pair(
+            "mixed-features",
+            partial(load_with_features, files=MIXED, rewritten=False),
+            partial(load_with_features, files=MIXED, rewritten=True),
+            CHANGED,
+            "a column has numbers and strings in one file, and features= says string",
+            TEXT,
+            ">=2.20,<4.7",
+        ),
+        pair(
+            "chunk",
+            partial(read_chunks, chunksize=16 << 10),
+            partial(read_chunks, chunksize=1 << 20),
+            NULL,
+            "the first chunk of a file has only nulls in a column",
+            "the chunk is larger, and has a value",
+        ),
+        pair(
+            "concatenate",
+            partial(join, casts=False),
+            partial(join, casts=True),
+            r"The features can't be aligned because the key input_ids",
+            "input_ids are int32 in one table and int64 in the other",
+            "the second table is cast to the features of the first",
+        ),
+        pair(
+            "map",
+            partial(apply, declared=False),
+            partial(apply, declared=True),
+            r"Couldn't (cast array of type string to null|write column 'label': its type in this file is null)",
+            "map returns None for the first 1100 rows",
+            "features= says string",
+        ),
+    ),
+)

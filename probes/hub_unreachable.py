@@ -1,0 +1,364 @@
+"""Ranks ask a model hub that limits requests, does not answer, or cannot be reached; or they read a local copy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Callable, Iterator, List, Mapping
+from unittest.mock import patch
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+REPO, COMMIT = "acme/base", "a" * 40
+CONFIG = b'{"model_type": "bert"}'
+
+
+class Hub:
+    """A local server: it answers `limit` requests, and every other one with 429; or none at all if it is `silent`."""
+
+    def __init__(self, content: bytes, limit: int, silent: bool = False) -> None:
+        hub, self.requests, self.closed = self, [], threading.Event()  # type: ignore[var-annotated]
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.requests.append(self.path)
+                if silent:
+                    hub.closed.wait(20)
+                    return
+                answered = len(hub.requests) <= limit
+                self.send_response(200 if answered else 429)
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("ETag", '"%s"' % COMMIT)
+                self.send_header("Content-Length", str(len(content) if answered else 0))
+                self.end_headers()
+                if answered and self.command == "GET":
+                    self.wfile.write(content)
+
+            def do_GET(self) -> None:
+                self.do_HEAD()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = "http://127.0.0.1:%d" % self.server.server_port
+
+
+@contextlib.contextmanager
+def serve(ctx: Context, content: bytes = CONFIG, limit: int = 0, silent: bool = False) -> Iterator[Any]:
+    """A hub in rank 0, which all ranks ask without a proxy and with shortened waits between their attempts."""
+    hub, address = None, Path(ctx.path("address"))
+    if ctx.rank == 0:
+        hub = Hub(content, limit, silent)
+        address.write_text(hub.url)
+    ctx.meet("served")
+    os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1", HF_ENDPOINT=address.read_text(), HF_HUB_OFFLINE="0")
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = os.environ["HF_HUB_DISABLE_UPDATE_CHECK"] = "1"
+    sleep = time.sleep
+    try:
+        with patch("time.sleep", lambda seconds: sleep(min(seconds, 0.02))):
+            yield hub
+    finally:
+        if hub:
+            hub.closed.set()
+            hub.server.shutdown()
+            hub.server.server_close()
+
+
+def fill_cache(ctx: Context) -> str:
+    """What a download of config.json leaves in the cache."""
+    repo = Path(ctx.path("cache"), "models--" + REPO.replace("/", "--"))
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    (repo / "snapshots" / COMMIT).mkdir(parents=True)
+    (repo / "snapshots" / COMMIT / "config.json").write_bytes(CONFIG)
+    return ctx.path("cache")
+
+
+def share(ctx: Context, *, download: Callable[[str], None], load: Callable[[str], None], only_rank_0: bool) -> None:
+    """Two nodes with a folder each, and a hub that answers one of them; or one folder, which rank 0 fills."""
+    dist = ctx.init_process_group(timeout_s=20)
+    folder = ctx.path("shared" if only_rank_0 else "node-%d" % ctx.rank)
+    ctx.reached()
+    if only_rank_0:
+        if dist.get_rank() == 0:
+            download(folder)
+        dist.barrier()
+        load(folder)
+    else:
+        download(folder)
+    ctx.meet("done")
+
+
+def share_weights(ctx: Context, *, only_rank_0: bool) -> None:
+    """torch.hub, which torchvision uses for its pretrained weights; it asks nobody for a file that it has."""
+    import torch
+
+    torch.save({"weight": torch.arange(4.0)}, ctx.path("published-%d.pt" % ctx.rank))
+    content = Path(ctx.path("published-%d.pt" % ctx.rank)).read_bytes()
+
+    def load(folder: str) -> None:
+        url = os.environ["HF_ENDPOINT"] + "/weights.pt"
+        state = torch.hub.load_state_dict_from_url(url, model_dir=folder, progress=False)
+        assert state["weight"].tolist() == [0, 1, 2, 3]
+
+    with serve(ctx, content, limit=1):
+        share(ctx, download=load, load=load, only_rank_0=only_rank_0)
+
+
+def share_model(ctx: Context, *, only_rank_0: bool) -> None:
+    with serve(ctx, limit=2):  # HEAD and GET of one rank
+        from huggingface_hub import hf_hub_download  # type: ignore[import-not-found]
+
+        def read(folder: str, **options: Any) -> None:
+            assert Path(hf_hub_download(REPO, "config.json", cache_dir=folder, **options)).read_bytes() == CONFIG
+
+        share(ctx, download=read, load=partial(read, local_files_only=True), only_rank_0=only_rank_0)
+
+
+def load_weights(ctx: Context, *, copied: bool) -> None:
+    """torch.hub without a server."""
+    import socket
+
+    import torch
+
+    os.environ["no_proxy"] = "127.0.0.1"
+    os.environ["TORCH_HOME"] = ctx.path("torch-home")
+    folder = Path(torch.hub.get_dir(), "checkpoints")
+    folder.mkdir(parents=True)
+    if copied:
+        torch.save({"weight": torch.arange(4.0)}, folder / "weights.pt")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # does not listen
+        ctx.reached()
+        url = "http://127.0.0.1:%d/weights.pt" % taken.getsockname()[1]
+        assert torch.hub.load_state_dict_from_url(url, progress=False)["weight"].tolist() == [0, 1, 2, 3]
+
+
+def load_config(ctx: Context, *, from_folder: bool) -> None:
+    """transformers, while the hub answers everything with 429."""
+    folder = Path(ctx.path("model"))
+    folder.mkdir()
+    (folder / "config.json").write_bytes(CONFIG)
+    with serve(ctx) as hub:
+        from transformers import AutoConfig  # type: ignore[import-not-found]
+
+        ctx.reached()
+        config = AutoConfig.from_pretrained(str(folder) if from_folder else REPO)
+        assert config.model_type == "bert"
+        assert not hub.requests, hub.requests
+
+
+def load_rows(ctx: Context, *, from_folder: bool) -> None:
+    """datasets, while the hub answers everything with 429."""
+    folder = Path(ctx.path("data"))
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with serve(ctx) as hub:
+        from datasets import load_dataset  # type: ignore[import-not-found]
+
+        ctx.reached()
+        rows = load_dataset(str(folder) if from_folder else "acme/data", split="train")
+        assert rows["text"][:] == ["a", "b"]
+        assert not hub.requests, hub.requests
+
+
+def go_offline(ctx: Context, *, how: str) -> None:
+    """The file is in the cache; what still goes to the hub?"""
+    cache = fill_cache(ctx)
+    with serve(ctx) as hub:
+        if how == "before the import":
+            os.environ["HF_HUB_OFFLINE"] = "1"
+        if how == "TRANSFORMERS_OFFLINE=1 with HF_HUB_OFFLINE=0":
+            os.environ["TRANSFORMERS_OFFLINE"] = "1"
+        from huggingface_hub import hf_hub_download
+
+        if how == "after the import":
+            os.environ["HF_HUB_OFFLINE"] = "1"
+        ctx.reached()
+        assert Path(hf_hub_download(REPO, "config.json", cache_dir=cache)).read_bytes() == CONFIG
+        if hub.requests:
+            raise Symptom("offline mode set %s: %d request for a file in the cache" % (how, len(hub.requests)))
+
+
+def wait_for_firewall(ctx: Context, *, offline: str) -> None:
+    """The file is in the cache, and the network swallows what is sent to the hub."""
+    cache = fill_cache(ctx)
+    with serve(ctx, silent=True):
+        os.environ.update(HF_HUB_OFFLINE=offline, HF_HUB_ETAG_TIMEOUT="2")
+        from huggingface_hub import hf_hub_download
+
+        ctx.reached()
+        started = time.monotonic()
+        assert Path(hf_hub_download(REPO, "config.json", cache_dir=cache)).read_bytes() == CONFIG
+        seconds = time.monotonic() - started
+        ctx.note(seconds=round(seconds, 2))
+        if seconds > 1.5:
+            raise Symptom("a file in the cache took %.1f s, HF_HUB_ETAG_TIMEOUT=2" % seconds)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does the cache of this user on this node hold the repository? Asks nobody on the network."""
+    if not params["repo"]:
+        return unknown("no repository was named", advice="--set repo=org/model, on a compute node, as the job's user")
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    folder, name = Path(os.path.expandvars(os.path.expanduser(cache))), str(params["repo"])
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        return unknown("%s is a path, not the name of a repository" % name)
+    repo = folder / ("%ss--%s" % (params["kind"], name.replace("/", "--")))
+    try:
+        ref = repo / "refs" / "main"
+        commit = ref.read_text().strip() if ref.exists() else ""
+        files = [path for path in sorted(repo.glob("snapshots/%s/**/*" % (commit or "*")))[:5000] if not path.is_dir()]
+        lost = [path.name for path in files if not path.exists()]
+    except OSError as error:
+        return unknown("%s cannot be read: %s" % (repo, error.strerror))
+    evidence = ["the cache is %s" % folder, "%d files of %s are in it" % (len(files), name)]
+    if lost:
+        return exposed(*evidence, "links without their files: %s" % ", ".join(lost[:3]), advice="fetch them again")
+    if not files:
+        why = "the job needs the hub for it, and in offline mode it fails"
+        return exposed(*evidence, why, advice="hf download where the hub can be reached; give the job the folder")
+    if not commit:
+        return unknown(*evidence, "refs/main is missing: it is only found with the revision that was fetched")
+    offline = "HF_HUB_OFFLINE=1 in the job: without it the hub is still asked about each file"
+    return unknown(*evidence, "whether the job asks for other files cannot be seen here", advice=offline)
+
+
+SERVER = "the hub, its limit and its network: a local server, and shortened waits between attempts"
+
+
+def pair(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    packages: Mapping[str, str] = MappingProxyType({}),
+    ranks: int = 1,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because, "stand-in", SERVER),
+        treatment=Arm(works, completed(), fix, "stand-in", SERVER),
+        world_size=ranks,
+        needs=Needs(packages={"torch": ">=2.1", **packages}),
+        deadline_s=60,
+        expected_s=(2.0, 2.0),
+    )
+
+
+LIMITED = "each rank asks, and the hub answers one of them"
+FIRST = "rank 0 fills one folder, and the other rank reads it"
+FOLDER = "the path of a folder is given, and nobody is asked"
+HUB = {"huggingface_hub": ">=0.23"}
+variants: List[Experiment] = [
+    pair(
+        "unreachable",
+        partial(load_weights, copied=False),
+        partial(load_weights, copied=True),
+        raised(r"urlopen error \[Errno 111\] Connection refused"),
+        "torch.hub asks a host that refuses",
+        "the file is in TORCH_HOME/hub/checkpoints, and nobody is asked",
+    ),
+    pair(
+        "huggingface-hub",
+        partial(share_model, only_rank_0=False),
+        partial(share_model, only_rank_0=True),
+        raised(r"An error happened while trying to locate the file on the Hub|429 (Client Error: )?Too Many Requests"),
+        LIMITED,
+        FIRST,
+        HUB,
+        2,
+    ),
+    pair(
+        "transformers",
+        partial(load_config, from_folder=False),
+        partial(load_config, from_folder=True),
+        raised(r"We couldn't connect to 'http://127\.0\.0\.1"),
+        "the hub answers 429, and the message speaks of the connection",
+        FOLDER,
+        {"transformers": ">=4.40"},
+    ),
+    pair(
+        "datasets",
+        partial(load_rows, from_folder=False),
+        partial(load_rows, from_folder=True),
+        raised(r"Couldn't reach|An error happened while trying to locate|Too Many Requests"),
+        "the hub answers 429",
+        FOLDER,
+        {"datasets": ">=2.19"},
+    ),
+    pair(
+        "after-import",
+        partial(go_offline, how="after the import"),
+        partial(go_offline, how="before the import"),
+        symptom(r"offline mode set after the import: \d request"),
+        "HF_HUB_OFFLINE is set once huggingface_hub has been imported",
+        "it is set before",
+        HUB,
+    ),
+    pair(
+        "cancelled",
+        partial(go_offline, how="TRANSFORMERS_OFFLINE=1 with HF_HUB_OFFLINE=0"),
+        partial(go_offline, how="before the import"),
+        symptom(r"HF_HUB_OFFLINE=0: \d request"),
+        "TRANSFORMERS_OFFLINE=1, and HF_HUB_OFFLINE=0 beside it",
+        "HF_HUB_OFFLINE=1",
+        HUB,
+    ),
+    pair(
+        "firewall",
+        partial(wait_for_firewall, offline="0"),
+        partial(wait_for_firewall, offline="1"),
+        symptom(r"a file in the cache took \d+\.\d s"),
+        "the hub is asked about a file in the cache, and nothing comes back",
+        "offline mode is on",
+        HUB,
+    ),
+]
+
+probe = Probe(
+    check=check,
+    params={
+        "repo": Param("str", "a repository, as org/model, that the job loads"),
+        "kind": Param("str", "model or dataset", "model"),
+    },
+    experiments=(
+        pair(
+            "torch-hub",
+            partial(share_weights, only_rank_0=False),
+            partial(share_weights, only_rank_0=True),
+            raised(r"HTTP Error 429: Too Many Requests"),
+            LIMITED,
+            FIRST,
+            ranks=2,
+        ),
+    ),
+    variants=tuple(variants),
+)

@@ -1,0 +1,237 @@
+"""The text holds another number of image placeholders than the vision tower gives features."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+IMAGE, PAD, TEXT = 0, 1, 5  # token ids; greedy decoding prefers the lowest where all are equally likely
+PER_IMAGE = 4
+LONG = [TEXT] * 4 + [IMAGE] * PER_IMAGE + [TEXT]
+SHORT = [TEXT] + [IMAGE] * PER_IMAGE + [TEXT]
+
+
+def truncated(max_length: int) -> List[List[int]]:
+    """Two samples with an image each, cut and padded as a collator does it: the pixels stay as they are."""
+    width = min(max_length, len(LONG))
+    return [(sample + [PAD] * len(LONG))[:width] for sample in (LONG, SHORT)]
+
+
+def build() -> Any:
+    """A LLaVA of some thousand random weights, which makes four features of an image."""
+    from transformers import (  # type: ignore[import-not-found]
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    small: Dict[str, int] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**small, num_hidden_layers=2, image_size=8, patch_size=4),
+        text_config=LlamaConfig(
+            **small, vocab_size=16, num_hidden_layers=1, num_key_value_heads=1, pad_token_id=PAD, eos_token_id=2
+        ),
+        image_token_index=IMAGE,
+        image_seq_length=PER_IMAGE,
+    )
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def scatter(ctx: Context, *, max_length: int) -> None:
+    """What the models do with the features, in torch: each goes to the next placeholder of the batch."""
+    import torch
+
+    input_ids = torch.tensor(truncated(max_length))
+    features = torch.arange(2.0).repeat_interleave(PER_IMAGE)  # the number of the image that each comes from
+    ctx.reached()
+    placeholders = input_ids == IMAGE
+    merged = torch.full(input_ids.shape, -1.0).masked_scatter(placeholders, features)
+    wrong = [row for row in range(2) if (merged[row][placeholders[row]] != row).any()]
+    if wrong:
+        counts = (int(placeholders.sum()), len(features), wrong[0], 1 - wrong[0])
+        raise Symptom(
+            "Image features and image tokens do not match: tokens: %d, features %d; sample %d has image %d" % counts
+        )
+    assert int(placeholders.sum()) == len(features)
+
+
+def train(ctx: Context, *, max_length: int) -> None:
+    import torch
+
+    model = build().to(ctx.device)
+    input_ids = torch.tensor(truncated(max_length), device=ctx.device)
+    pixel_values = torch.randn(2, 3, 8, 8, device=ctx.device)
+    ctx.reached()
+    loss = model(input_ids=input_ids, pixel_values=pixel_values, labels=input_ids).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def train_unchecked(ctx: Context, *, max_length: int) -> None:
+    """The folklore: the comparison is switched off, by TRANSFORMERS_DISABLE_TORCH_CHECK=1."""
+    import torch
+
+    try:
+        from transformers.utils.import_utils import torch_compilable_check  # type: ignore[import-not-found] # noqa: F401
+    except ImportError as error:
+        raise Unavailable("this transformers has no such variable") from error
+    torch.manual_seed(0)
+    model, pixel_values = build(), torch.randn(2, 3, 8, 8)
+    input_ids = torch.tensor(truncated(max_length))
+    ctx.reached()
+    with torch.no_grad():
+        together = model(input_ids=input_ids, pixel_values=pixel_values).logits[1]
+        alone = model(input_ids=input_ids[1:], pixel_values=pixel_values[1:]).logits[0]
+    difference = float((together - alone).abs().max())
+    ctx.note(difference=difference)
+    if difference > 1e-4:
+        raise Symptom("no error, and an untruncated sample has other logits beside a truncated one: %.4f" % difference)
+
+
+def roll_out(ctx: Context, *, blocks: bool, replaces: bool = False) -> None:
+    """The model answers with the placeholder, and the answer is trained on together with its prompt."""
+    import torch
+
+    model = build().to(ctx.device)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # all tokens are equally likely
+    prompt_ids = torch.tensor([SHORT], device=ctx.device)
+    pixel_values = torch.randn(1, 3, 8, 8, device=ctx.device)
+    image_token_id, pad_token_id = IMAGE, PAD
+    inputs = {"input_ids": prompt_ids, "attention_mask": torch.ones_like(prompt_ids), "pixel_values": pixel_values}
+    ctx.reached()
+    if blocks:
+        output_ids = model.generate(**inputs, max_new_tokens=2, suppress_tokens=[image_token_id])
+    else:
+        output_ids = model.generate(**inputs, max_new_tokens=2)
+    completion_ids = output_ids[:, prompt_ids.shape[1] :].clone()
+    if replaces:
+        completion_ids[completion_ids == image_token_id] = pad_token_id
+    full_ids = torch.cat([prompt_ids, completion_ids], dim=1)
+    logits = model(input_ids=full_ids, pixel_values=pixel_values).logits
+    assert logits.shape[:2] == full_ids.shape
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Do the placeholders of the largest images fit into the sequence?"""
+    length, pixels, side, images = (params[name] for name in ("max_length", "max_pixels", "side", "images"))
+    if length is None or pixels is None:
+        advice = "--set max_length=8192 --set max_pixels=1003520 --set images=4; side=32 for Qwen3-VL"
+        return unknown("max_length and max_pixels are not both given", advice=advice)
+    if min(length, pixels, side, images) < 1:
+        return unknown("a number below 1 is no limit")
+    tokens = images * (pixels // side**2)
+    evidence = "%d images of up to %d placeholders, one for %dx%d pixels: %d of %d tokens"
+    counts = (images, pixels // side**2, side, side, tokens, length)
+    if tokens + params["text"] > length:
+        return exposed(
+            evidence % counts, "%d tokens of text" % params["text"], advice="longer, smaller, or fewer: Fix 1, 2"
+        )
+    return unknown(evidence % counts, "other processors count differently, and videos and tools add to it")
+
+
+LLAVA = MappingProxyType({"torch": ">=2.2", "transformers": ">=4.57"})
+MISMATCH = raised(r"Image features and image tokens do not match")
+
+
+def pair(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because, "cpu", env=env),
+        treatment=Arm(works, completed(), fix, "cpu", env=env),
+        world_size=1,
+        needs=Needs(packages=LLAVA),
+        deadline_s=60,
+        expected_s=(4.0, 4.0),
+    )
+
+
+CUT = "a sequence is cut at six tokens, among its placeholders, and the pixels stay"
+WHOLE = "the sequence is long enough for all placeholders"
+SCATTER = "the forward of a vision-language model without its comparison"
+transformers_pair = pair(
+    "transformers", partial(train, max_length=6), partial(train, max_length=9), MISMATCH, CUT, WHOLE
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "max_length": Param("int", "tokens of a sequence: max_length, cutoff_len, max_prompt_length"),
+        "max_pixels": Param("int", "the largest image after resizing, in pixels: max_pixels, image_max_pixels"),
+        "images": Param("int", "images of one sample", 1),
+        "side": Param("int", "pixels along the side of one placeholder: 28 for Qwen2-VL and Qwen2.5-VL", 28),
+        "text": Param("int", "tokens of text", 0),
+    },
+    experiments=(
+        transformers_pair,
+        Experiment(
+            name="torch",
+            control=Arm(
+                partial(scatter, max_length=6),
+                symptom(r"tokens: 6, features 8; sample 1 has image 0"),
+                CUT,
+                "stand-in",
+                SCATTER,
+            ),
+            treatment=Arm(partial(scatter, max_length=9), completed(), WHOLE, "stand-in", SCATTER),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.2"}),
+            expected_s=(0.2, 0.2),
+        ),
+    ),
+    variants=(
+        pair(
+            "unchecked",
+            partial(train_unchecked, max_length=6),
+            partial(train_unchecked, max_length=9),
+            symptom(r"no error, and an untruncated sample has other logits"),
+            CUT + "; the comparison is switched off",
+            WHOLE,
+            {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"},
+        ),
+        pair(
+            "generated",
+            partial(roll_out, blocks=False),
+            partial(roll_out, blocks=True),
+            MISMATCH,
+            "the answer contains the placeholder",
+            "the placeholder cannot be sampled",
+        ),
+        pair(
+            "replaced",
+            partial(roll_out, blocks=False, replaces=False),
+            partial(roll_out, blocks=False, replaces=True),
+            MISMATCH,
+            "the answer contains the placeholder",
+            "it is replaced in the answer",
+        ),
+    ),
+)

@@ -1,0 +1,318 @@
+"""A tensor that the backward needs is written first: by an in-place operation, or by an optimizer step."""
+
+from functools import partial
+from typing import Any, Callable, Dict, Tuple
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, Unavailable, completed, raised, symptom
+
+
+def build(ctx: Context) -> Tuple[Any, Any, Any, Any]:
+    """Generator, discriminator, the discriminator's optimizer and noise; the same numbers in each arm."""
+    import torch
+
+    torch.manual_seed(0)
+    generator, discriminator = torch.nn.Linear(3, 4).to(ctx.device), torch.nn.Linear(4, 1).to(ctx.device)
+    optimizer_d = torch.optim.SGD(discriminator.parameters(), lr=0.5)
+    return generator, discriminator, optimizer_d, torch.randn(2, 3, device=ctx.device)
+
+
+def alternate(ctx: Context, *, forward_after_step: bool) -> None:
+    """One iteration of a GAN whose two losses share a forward of the discriminator."""
+    generator, discriminator, optimizer_d, noise = build(ctx)
+    fake = generator(noise)
+    if not forward_after_step:
+        g_loss = -discriminator(fake).mean()
+    ctx.reached()
+    d_loss = discriminator(fake.detach()).mean()
+    optimizer_d.zero_grad()
+    d_loss.backward()
+    optimizer_d.step()
+    if forward_after_step:
+        g_loss = -discriminator(fake).mean()
+    g_loss.backward()
+    assert (generator.bias.grad + discriminator.weight[0]).abs().max().item() < 1e-6, generator.bias.grad
+
+
+def backward_both(ctx: Context, *, only_generator: bool) -> None:
+    """The order that threads give: both backward passes, then the steps."""
+    generator, discriminator, _, noise = build(ctx)
+    fake = generator(noise)
+    d_loss = discriminator(fake.detach()).square().mean()
+    g_loss = -discriminator(fake).mean()
+    ctx.reached()
+    d_loss.backward()
+    own = discriminator.weight.grad.clone()
+    if only_generator:
+        g_loss.backward(inputs=list(generator.parameters()))
+    else:
+        g_loss.backward()
+    assert generator.weight.grad is not None
+    foreign = (discriminator.weight.grad - own).abs().max().item()
+    if foreign:
+        raise Symptom("%.3f of the discriminator's gradient is the generator's" % foreign)
+
+
+def unroll(ctx: Context, *, detached: bool) -> None:
+    """A hidden state is carried over, and retain_graph=True was the answer to the first error."""
+    import torch
+
+    cell = torch.nn.RNNCell(3, 4).to(ctx.device)
+    optimizer = torch.optim.AdamW(cell.parameters())
+    hidden = torch.zeros(2, 4, device=ctx.device)
+    ctx.reached()
+    for _ in range(3):
+        if detached:
+            hidden = hidden.detach()
+        hidden = cell(torch.randn(2, 3, device=ctx.device), hidden)
+        optimizer.zero_grad()
+        hidden.sum().backward(retain_graph=not detached)
+        optimizer.step()
+    assert cell.weight_hh.grad is not None
+
+
+def activate(ctx: Context, *, in_place: bool, hooked: bool = False) -> None:
+    """An activation is overwritten; with a full backward hook it is a view of a custom Function, refused at once."""
+    import torch
+    from torch import nn
+
+    layers = [nn.Linear(4, 4), nn.Sigmoid(), nn.ReLU(inplace=True)]
+    model = nn.Sequential(*(layers[::2] if hooked else layers)).to(ctx.device)
+    if hooked:
+        model[0].register_full_backward_hook(lambda *_: None)
+    if not in_place:
+        for module in model.modules():
+            if getattr(module, "inplace", False):
+                module.inplace = False
+    ctx.reached()
+    model(torch.randn(2, 4, device=ctx.device)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def write(ctx: Context, *, how: str) -> None:
+    """What sigmoid returned is doubled: its gradient at 0 is 0.25 times 2."""
+    import torch
+
+    x = torch.zeros(1, requires_grad=True, device=ctx.device)
+    y = x.sigmoid()
+    ctx.reached()
+    if how == "data":
+        y.data.mul_(3)
+        y = y * 2
+    elif how == "no_grad":
+        with torch.no_grad():
+            y.mul_(3)
+    else:
+        y = y * 2
+    y.sum().backward()
+    assert x.grad is not None
+    if abs(x.grad.item() - 0.5) > 1e-6:
+        raise Symptom("gradient %.2f instead of 0.50" % x.grad.item())
+
+
+def merge(ctx: Context, *, cloned: bool) -> None:
+    """Image features are written into embeddings: of a frozen table, with the hook of enable_input_require_grads."""
+    import torch
+
+    table = torch.nn.Embedding(5, 3).to(ctx.device).requires_grad_(False)
+    table.register_forward_hook(lambda *call: call[-1].requires_grad_(True))  # module, arguments, output
+    inputs_embeds = table(torch.tensor([[1, 2]], device=ctx.device))
+    mask = torch.tensor([[True, False]], device=ctx.device)
+    image_features = torch.ones(1, 3, device=ctx.device)
+    ctx.reached()
+    if cloned:
+        inputs_embeds = inputs_embeds.clone()
+    inputs_embeds[mask] = image_features
+    assert inputs_embeds.sum(-1)[0, 0].item() == 3
+
+
+def initialise(ctx: Context, *, under_no_grad: bool) -> None:
+    """A parameter is set by hand."""
+    import torch
+
+    layer = torch.nn.Linear(3, 3).to(ctx.device)
+    ctx.reached()
+    if under_no_grad:
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+    else:
+        layer.weight.fill_(1.0)
+    assert layer.weight.sum().item() == 9
+
+
+def tolerate(ctx: Context, *, allowed: bool) -> None:
+    """Code that one cannot change: autograd keeps a copy of what is overwritten."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid(), torch.nn.ReLU(inplace=True)).to(ctx.device)
+    batch = torch.randn(2, 4, device=ctx.device)
+    ctx.reached()
+    if allowed:
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            model(batch).sum().backward()
+    else:
+        model(batch).sum().backward()
+    got = model[0].weight.grad.clone()
+    model.zero_grad()
+    model[1](model[0](batch)).sum().backward()  # sigmoid is above 0, so that relu changes nothing
+    assert torch.allclose(got, model[0].weight.grad), (got, model[0].weight.grad)
+
+
+def step_silently(ctx: Context, *, forward_after_step: bool, way: str) -> None:
+    """The order of `alternate` where nothing raises: the gradient then belongs to neither state of the weight."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    layer: Any = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(2.0)
+    options: Dict[str, Any] = {}
+    if way.startswith("fsdp"):
+        layer = shard(ctx, layer, way)
+    elif way == "fused":
+        options["fused"] = True
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, **options)
+    x = torch.ones(1, 1, requires_grad=True)
+    forward: Callable[..., Any] = partial(checkpoint, layer, use_reentrant=False) if way == "checkpoint" else layer
+    loss = forward(x).square().sum()
+    layer(torch.ones(1, 1)).sum().backward()
+    ctx.reached()
+    optimizer.step()  # 2 becomes 1
+    if forward_after_step:
+        loss = forward(x).square().sum()
+    loss.backward()
+    assert x.grad is not None
+    weight = 1.0 if forward_after_step else 2.0
+    if abs(x.grad.item() - 2 * weight * weight) > 1e-6:  # of (weight * x) squared
+        raise Symptom("gradient %.1f instead of %.1f, and no error" % (x.grad.item(), 2 * weight * weight))
+
+
+def shard(ctx: Context, layer: Any, way: str) -> Any:
+    import torch
+    from torch.distributed import fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if way == "fsdp2" and not hasattr(fsdp, "fully_shard"):
+        raise Unavailable("no fully_shard in torch %s" % torch.__version__)
+    if way == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
+        raise Unavailable("FSDP2 of torch %s fails on the CPU" % torch.__version__)
+    ctx.init_process_group(timeout_s=10)
+    if way == "fsdp1":
+        return fsdp.FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+    return fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+
+
+MODIFIED = r"has been modified by an inplace operation: \[[\w.]+ \[[\d, ]+\]\]"
+TRANSPOSED = MODIFIED + r", which is output 0 of (AsStrided|T)(Backward0)?, is at version \d+; expected version \d+"
+SILENT = symptom(r"gradient 4\.0 instead of 8\.0, and no error")
+VIEW = r"Output 0 of \w+ is a view and (is being|its base or another view of its base has been) modified inplace"
+
+
+def pair(
+    name: str, broken: Callable[..., None], fixed: Callable[..., None], expect: Expect, because: str, fix: str
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages={"torch": ">=2.4" if name == "fused" else ">=2.2"}),  # fused on the CPU since 2.4
+        world_size=2 if name.startswith("fsdp") else 1,
+        expected_s=(0.4, 0.4),
+    )
+
+
+def early_step(name: str, why: str, expect: Expect = SILENT) -> Experiment:
+    return pair(
+        name,
+        partial(step_silently, forward_after_step=False, way=name),
+        partial(step_silently, forward_after_step=True, way=name),
+        expect,
+        "the optimizer steps between a forward and its backward; " + why,
+        "the forward comes after the step",
+    )
+
+
+gan = pair(
+    "gan",
+    partial(alternate, forward_after_step=False),
+    partial(alternate, forward_after_step=True),
+    raised(TRANSPOSED),
+    "the discriminator's step comes between the generator's loss and its backward",
+    "the generator's loss is made after the discriminator's step",
+)
+WRITES = {"data": symptom(r"gradient -1\.50 instead of 0\.50"), "no_grad": raised(MODIFIED)}
+
+probe = Probe(
+    experiments=(gan.on_gpus(1, name="gpu", expected_s=(10, 10)), gan),
+    variants=(
+        pair(
+            "mixed-gradients",
+            partial(backward_both, only_generator=False),
+            partial(backward_both, only_generator=True),
+            symptom(r"0\.\d+ of the discriminator's gradient is the generator's"),
+            "both losses go backward before the steps, into the gradients of all",
+            "the generator's loss goes backward into the generator only",
+        ),
+        pair(
+            "hidden-state",
+            partial(unroll, detached=False),
+            partial(unroll, detached=True),
+            raised(TRANSPOSED),
+            "the hidden state of the step before belongs to a graph that retain_graph=True saved",
+            "the hidden state is detached",
+        ),
+        pair(
+            "activation",
+            partial(activate, in_place=True),
+            partial(activate, in_place=False),
+            raised(MODIFIED + r", which is output 0 of Sigmoid"),
+            "ReLU(inplace=True) overwrites what sigmoid saved",
+            "the activation is out of place",
+        ),
+        pair(
+            "view",
+            partial(activate, in_place=True, hooked=True),
+            partial(activate, in_place=False, hooked=True),
+            raised(VIEW),
+            "ReLU(inplace=True) behind a layer with a full backward hook",
+            "the activation is out of place",
+        ),
+        *(
+            pair(
+                name.replace("_", "-"),
+                partial(write, how=name),
+                partial(write, how="out of place"),
+                expect,
+                f"what sigmoid saved is written through {name}",
+                "the result is a new tensor",
+            )
+            for name, expect in WRITES.items()
+        ),
+        pair(
+            "leaf",
+            partial(merge, cloned=False),
+            partial(merge, cloned=True),
+            raised(r"a (view of a )?leaf Variable that requires grad is being used in an in-place operation"),
+            "features are written into embeddings that are a leaf which requires grad",
+            "they are written into a copy",
+        ),
+        pair(
+            "parameter",
+            partial(initialise, under_no_grad=False),
+            partial(initialise, under_no_grad=True),
+            raised(r"a leaf Variable that requires grad is being used in an in-place operation"),
+            "a parameter is set with gradients on",
+            "it is set under no_grad",
+        ),
+        pair(
+            "allow-mutation",
+            partial(tolerate, allowed=False),
+            partial(tolerate, allowed=True),
+            raised(MODIFIED),
+            "ReLU(inplace=True) overwrites what sigmoid saved",
+            "autograd copies what is overwritten, and the gradient is right",
+        ),
+        early_step("fused", "a fused optimizer leaves the version as it is"),
+        early_step("checkpoint", "the checkpoint runs the forward again, with the new weight"),
+        early_step("fsdp2", "FSDP2 gathers the new weight for the backward"),
+        early_step("fsdp1", "FSDP1's weights are views of one flat parameter", raised(VIEW)),
+    ),
+)
