@@ -1,0 +1,446 @@
+"""A script passes an argument that the installed transformers or trl has renamed, moved to a config, or removed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Callable, Dict, Mapping, Optional, Set, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+LARGEST_SCRIPT = 1 << 20  # bytes
+FILES = {
+    "transformers": ("training_args*.py", "trainer.py", "trainer_seq2seq.py"),
+    "trl": ("trainer/*.py", "experimental/*/*.py"),
+}
+HINTS = {
+    "evaluation_strategy": "eval_strategy",
+    "eval_strategy": "evaluation_strategy before transformers 4.41",
+    "tokenizer": "processing_class",
+    "processing_class": "tokenizer before transformers 4.46 and trl 0.12",
+    "max_seq_length": "max_length, in SFTConfig",
+    "dataset_text_field": "the same, in SFTConfig",
+    "packing": "the same, in SFTConfig",
+    "beta": "the same, in the trainer's config",
+    "warmup_ratio": "warmup_steps, which takes a fraction",
+    "no_cuda": "use_cpu",
+    "group_by_length": 'train_sampling_strategy="group_by_length"',
+}
+ASKED = 2048  # tokens
+
+
+def load(name: str) -> Any:
+    """The package, in a process that no launcher started: else TrainingArguments looks for a process group."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(variable, None)
+    return importlib.import_module(name)
+
+
+def make_arguments(ctx: Context, *, renamed: bool) -> None:
+    """The real TrainingArguments."""
+    TrainingArguments: Any = load("transformers").TrainingArguments  # noqa: N806
+    ctx.reached()
+    if renamed:
+        args = TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, eval_strategy="steps", eval_steps=5)
+    else:
+        args = TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, evaluation_strategy="steps", eval_steps=5)
+    assert args.eval_strategy == "steps"
+
+
+def make_arguments_for_either(ctx: Context, *, asks: bool) -> None:
+    """One script for releases before and after the renaming."""
+    TrainingArguments: Any = load("transformers").TrainingArguments  # noqa: N806
+    ctx.reached()
+    known = inspect.signature(TrainingArguments).parameters
+    if asks:
+        when = "eval_strategy" if "eval_strategy" in known else "evaluation_strategy"
+    else:
+        when = "evaluation_strategy"
+    assert TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, **{when: "steps"}).eval_strategy == "steps"
+
+
+def parse(ctx: Context, *, renamed: bool) -> None:
+    """A recipe in YAML or JSON, which comes as a dict."""
+    hf = load("transformers")
+    ctx.reached()
+    recipe = {"output_dir": ctx.path("out"), "use_cpu": True, "eval_steps": 5}
+    recipe["eval_strategy" if renamed else "evaluation_strategy"] = "steps"
+    assert hf.HfArgumentParser(hf.TrainingArguments).parse_dict(recipe)[0].eval_strategy == "steps"
+
+
+def fine_tune(ctx: Context, *, adapted: bool, argument: str) -> None:
+    """The real SFTTrainer, with a tiny model."""
+    hf = load("transformers")
+    trl = load("trl")
+    tk = load("tokenizers")
+    rows = load("datasets").Dataset.from_list([{"answer": "a b </s>"}] * 2)
+    plain = tk.Tokenizer(tk.models.WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="a"))
+    plain.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="</s>")
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=3, bos_token_id=None, eos_token_id=0, **sizes))
+    options: Dict[str, Any] = {"processing_class": tokenizer}
+    settings: Dict[str, Any] = {"dataset_text_field": "answer"}
+    if not adapted:
+        moved = {"tokenizer": options.pop("processing_class")} if argument == "tokenizer" else settings
+        options, settings = {**options, **moved}, {} if moved is settings else settings
+    ctx.reached()
+    args = trl.SFTConfig(output_dir=ctx.path("out"), use_cpu=True, bf16=False, report_to="none", **settings)
+    trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, **options)
+    assert list(trainer.train_dataset[0]["input_ids"])[:2] == [1, 2]
+
+
+def set_length(ctx: Context, *, renamed: bool) -> None:
+    """The real SFTConfig, with a length of its own; the script leaves out what the class does not know."""
+    SFTConfig: Any = load("trl").SFTConfig  # noqa: N806
+    asked: Dict[str, Any] = {"max_length" if renamed else "max_seq_length": ASKED}
+    known = inspect.signature(SFTConfig).parameters
+    asked = {name: value for name, value in asked.items() if name in known}
+    ctx.reached()
+    args = SFTConfig(output_dir=ctx.path("out"), use_cpu=True, bf16=False, **asked)
+    if args.max_length != ASKED:
+        raise Symptom(f"no error, and samples are cut at {args.max_length} tokens; {ASKED} were asked for")
+
+
+def train(
+    ctx: Context, *, takes_count: bool = True, says_mean: bool = True, accumulation: int = 1, planned: float = 1.0
+) -> None:
+    """The real Trainer, with a loss of one's own; the gradient of the only weight is 1 in every micro-batch."""
+    import torch
+
+    hf = load("transformers")
+    Base: Any = hf.Trainer  # noqa: N806
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Any, labels: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002
+            return {"logits": self.weight * x}
+
+    def own_loss(outputs: Any, inputs: Any) -> Any:
+        return (outputs["logits"] * inputs["labels"]).mean()
+
+    class Old(Base):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            outputs = model(**inputs)
+            loss = own_loss(outputs, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+    class New(Base):  # type: ignore[misc]
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN202, ARG002
+            outputs = model(**inputs)
+            loss = own_loss(outputs, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+    args = hf.TrainingArguments(
+        output_dir=ctx.path("out"),
+        use_cpu=True,
+        report_to="none",
+        max_steps=1,
+        optim="sgd",
+        learning_rate=1.0,
+        max_grad_norm=0.0,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulation,
+        save_strategy="no",
+    )
+    rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * accumulation
+    model = Model()
+    trainer = (New if takes_count else Old)(model=model, args=args, train_dataset=rows)
+    if says_mean:
+        trainer.model_accepts_loss_kwargs = False
+    ctx.reached()
+    trainer.train()
+    step = -model.weight.item()
+    if abs(step - planned) > 1e-4:
+        raise Symptom(f"the gradient is {step:.1f} with {accumulation} micro-batches, and {planned:.1f} with one")
+
+
+def call(ctx: Context, *, renamed: bool) -> None:
+    """The same renaming, without transformers."""
+
+    @dataclass
+    class TrainingArguments:
+        output_dir: str
+        eval_strategy: str = "no"
+
+    ctx.reached()
+    asked = {"eval_strategy" if renamed else "evaluation_strategy": "steps"}
+    assert TrainingArguments("out", **asked).eval_strategy == "steps"
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does the installed release take the arguments that a script passes? Imports and runs nothing of either."""
+    script = params["script"]
+    if script is None:
+        return unknown("no script was named", advice="--set script=train.py")
+    try:
+        if script.stat().st_size > LARGEST_SCRIPT:
+            return unknown("%s is too large to be a script" % script)
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return unknown("%s cannot be read: %s" % (script, error))
+    names = imported(tree)
+    refused, judged, unseen = [], [], []
+    if re.search(r"^\s*(import|from) unsloth\b", ast.unparse(tree), re.MULTILINE):
+        return unknown("%s imports unsloth, which replaces the classes of trl" % script)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in names for base in node.bases):
+            base = next(names[ast.unparse(base)] for base in node.bases if ast.unparse(base) in names)
+            own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+            if "__init__" in own:
+                unseen.append("line %d: %s has an __init__ of its own" % (node.lineno, node.name))
+            else:
+                names[node.name] = base
+            if lacks_count(own.get("compute_loss")) and not lacks_count(method(("transformers", "Trainer"))):
+                where = (node.lineno, installed("transformers"))
+                refused.append("line %d: compute_loss takes no num_items_in_batch, which %s passes" % where)
+    for node in ast.walk(tree):
+        target = names.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+        if not isinstance(node, ast.Call) or target is None:
+            continue
+        package, name = target
+        known = arguments(package, name)
+        if known is None:
+            unseen.append("line %d: what %s of %s takes was not found" % (node.lineno, name, package))
+            continue
+        judged.append("line %d: %s of %s" % (node.lineno, name, installed(package)))
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                unseen.append("line %d: %s gets ** that cannot be seen here" % (node.lineno, name))
+            elif keyword.arg not in known:
+                hint = HINTS.get(keyword.arg, "renamed, moved or removed")
+                refused.append("line %d: %s takes no %s (%s)" % (node.lineno, name, keyword.arg, hint))
+    if refused:
+        return exposed(*refused, *judged, advice="Fix 1 of the entry: rename or move them, do not delete them")
+    if unseen or not judged:
+        return unknown(*(unseen or ["no call of a class imported from transformers or trl was found"]), *judged)
+    return clear(*judged, "all their keywords are taken; other files of the program were not read")
+
+
+def lacks_count(function: Optional[ast.FunctionDef]) -> bool:
+    if function is None or function.args.kwarg:
+        return False
+    return "num_items_in_batch" not in {item.arg for item in [*function.args.args, *function.args.kwonlyargs]}
+
+
+def method(target: Tuple[str, str], name: str = "compute_loss") -> Optional[ast.FunctionDef]:
+    found = definition(*target)
+    body = found.body if found else []
+    return next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == name), None)
+
+
+def installed(package: str) -> str:
+    try:
+        return "%s %s" % (package, version(package))
+    except PackageNotFoundError:
+        return package
+
+
+def imported(tree: ast.Module) -> Dict[str, Tuple[str, str]]:
+    """What a script calls the trainers, arguments and configs of transformers and trl: to package and class."""
+    relevant = re.compile(r"(Trainer|TrainingArguments)$|^[A-Z]+[a-z]*Config$")
+    names: Dict[str, Tuple[str, str]] = {}
+    plain = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    modules = {alias.asname or alias.name: alias.name for alias in plain if alias.name in FILES}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FILES:
+            package = (node.module or "").split(".")[0]
+            found = {alias.asname or alias.name: (package, alias.name) for alias in node.names}
+            names.update({name: target for name, target in found.items() if has_class(*target, relevant)})
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            package = modules.get(node.value.id, "")
+            if package and has_class(package, node.attr, relevant):
+                names[ast.unparse(node)] = (package, node.attr)
+    return names
+
+
+def has_class(package: str, name: str, relevant: Any) -> bool:
+    return bool(relevant.search(name)) and (package == "trl" or not name.endswith("Config"))
+
+
+def definition(package: str, name: str) -> Optional[ast.ClassDef]:
+    """The class in the source of the installed package, or of transformers, on which trl builds."""
+    for place in dict.fromkeys((package, "transformers")):
+        spec = find_spec(place)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            for file in (path for pattern in FILES[place] for path in sorted(Path(folder).glob(pattern))):
+                text = file.read_text(encoding="utf-8")
+                if re.search(r"^class %s\b" % re.escape(name), text, re.MULTILINE):
+                    nodes = ast.parse(text).body
+                    return next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name), None)
+    return None
+
+
+def arguments(package: str, name: str) -> Optional[Set[str]]:
+    """The keywords that a class takes, those of its bases and deprecated ones too; None where that cannot be said."""
+    found = definition(package, name)
+    if found is None:
+        return None
+    for item in found.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            if item.args.kwarg:
+                return None
+            old = [text for part in item.decorator_list for text in re.findall(r"'(\w+)'", ast.unparse(part))]
+            return {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]} | set(old)
+    known = {
+        item.target.id for item in found.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    for base in found.bases:
+        inherited = arguments(package, ast.unparse(base).split(".")[-1])
+        if inherited is None:
+            return None
+        known |= inherited
+    return known
+
+
+def arms(
+    name: str,
+    job: Callable[..., None],
+    fix: str,
+    expect: Expect,
+    because: str,
+    because_fixed: str,
+    packages: Dict[str, str],
+    **changes: Any,
+) -> Experiment:
+    """Two arms that differ by the keyword `fix`."""
+    control, treatment = partial(job, **{fix: False}), partial(job, **{fix: True})
+    fidelity = {"fidelity": changes.pop("fidelity", "cpu"), "stands_for": changes.pop("stands_for", "")}
+    settings = {"expected_s": (6.0, 6.0), "deadline_s": 90.0, "world_size": 1, "needs": Needs(packages=packages)}
+    return Experiment(
+        name,
+        Arm(control, expect, because, **fidelity),
+        Arm(treatment, completed(), because_fixed, **fidelity),
+        **{**settings, **changes},
+    )
+
+
+def refuses(argument: str, class_name: str = "") -> Expect:
+    owner = class_name and r"(%s\.)?" % class_name  # Python 3.9 names no class
+    return raised(r"%s__init__\(\) got an unexpected keyword argument '%s'" % (owner, argument))
+
+
+HF: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.51", "accelerate": ""}
+LOSS: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.57", "accelerate": ""}
+TRL: Dict[str, str] = {"torch": ">=2.1", "trl": ">=0.20", "datasets": "", "tokenizers": ""}
+OLD, NEW = "evaluation_strategy, which transformers 4.51 removed", "eval_strategy"
+
+probe = Probe(
+    check=check,
+    params={"script": Param("path", "a training script, which is read and not run")},
+    experiments=(
+        arms(
+            "transformers",
+            make_arguments,
+            "renamed",
+            refuses("evaluation_strategy", "TrainingArguments"),
+            OLD,
+            NEW,
+            HF,
+        ),
+        arms(
+            "call",
+            call,
+            "renamed",
+            refuses("evaluation_strategy", r"\S*TrainingArguments"),
+            OLD,
+            NEW,
+            {},
+            fidelity="stand-in",
+            stands_for="transformers: a dataclass of two fields with the same name refuses the same argument",
+            expected_s=(0.2, 0.2),
+        ),
+    ),
+    variants=(
+        arms(
+            "either-release",
+            make_arguments_for_either,
+            "asks",
+            refuses("evaluation_strategy", "TrainingArguments"),
+            OLD,
+            "the script asks the class which of the two names it has",
+            HF,
+        ),
+        arms(
+            "recipe",
+            parse,
+            "renamed",
+            raised(r"Some keys are not used by the HfArgumentParser: \['evaluation_strategy'\]"),
+            "a recipe with the old name",
+            "a recipe with the new name",
+            HF,
+        ),
+        arms(
+            "tokenizer",
+            partial(fine_tune, argument="tokenizer"),
+            "adapted",
+            refuses("tokenizer", "SFTTrainer"),
+            "tokenizer, which SFTTrainer of trl 0.16 and newer does not take",
+            "processing_class",
+            TRL,
+        ),
+        arms(
+            "moved",
+            partial(fine_tune, argument="dataset_text_field"),
+            "adapted",
+            refuses("dataset_text_field", "SFTTrainer"),
+            "dataset_text_field goes to SFTTrainer, which does not take it since trl 0.13",
+            "it goes to SFTConfig",
+            TRL,
+        ),
+        arms(
+            "filtered",
+            set_length,
+            "renamed",
+            symptom(r"no error, and samples are cut at 1024 tokens; 2048 were asked for"),
+            "the script leaves out what the class does not know, and the default is taken",
+            "max_length is known, and stays",
+            TRL,
+        ),
+        arms(
+            "compute-loss",
+            train,
+            "takes_count",
+            raised(r"compute_loss\(\) got an unexpected keyword argument 'num_items_in_batch'"),
+            "a compute_loss of one's own, in the form that it had before 4.46",
+            "it takes what the Trainer gives it",
+            LOSS,
+        ),
+        arms(
+            "accumulated",
+            partial(train, accumulation=4),
+            "says_mean",
+            symptom(r"the gradient is 4\.0 with 4 micro-batches, and 1\.0 with one"),
+            "compute_loss returns a mean and the forward takes **kwargs: nothing divides by the accumulation",
+            "model_accepts_loss_kwargs is False: the Trainer divides",
+            LOSS,
+        ),
+    ),
+)
