@@ -1,0 +1,278 @@
+"""A terminal hangs up while torchrun runs in it under nohup: does the training go on?"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pty
+import re
+import shlex
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+TORCHRUN = (
+    "torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --nproc-per-node=1"
+)
+ACCELERATE = (
+    "accelerate.commands.launch --multi_gpu --num_machines=1 --num_processes=2 --main_process_port=0 "
+    "--mixed_precision=no"
+)
+LAUNCHERS = re.compile(r"(^|/)(torchrun|accelerate|torch\.distributed\.(run|launch)|accelerate\.commands\.launch)$")
+
+
+def train() -> None:
+    """What a worker runs: it waits for the hang-up, trains some steps, and saves. It needs no torch."""
+    steps = 10
+    if "ignore" in sys.argv:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        steps = 50  # more than the second that it then has
+
+    def write(name: str, text: str) -> None:
+        part = Path("%s.%d" % (name, os.getpid()))
+        part.write_text(text)
+        part.rename(name)
+
+    write("started", "%d %d" % (os.getppid(), os.getpid()))
+    while not Path("hung-up").exists():
+        time.sleep(0.02)
+    for _ in range(steps):
+        time.sleep(0.05)
+    write("saved", str(os.getppid()))
+
+
+def hang_up(ctx: Context, *, start: str, launcher: str = TORCHRUN, argument: str = "") -> None:
+    """Type `start` in an interactive bash on a terminal of its own, wait for the worker, and close the terminal."""
+    script = "import os, signal, sys, time\nfrom pathlib import Path\n\n%s\ntrain()\n" % inspect.getsource(train)
+    Path("train.py").write_text(script)
+    command = "%s -m %s train.py %s > train.log 2>&1" % (shlex.quote(sys.executable), launcher, argument)
+    shell, terminal = pty.fork()
+    if shell == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        environment = {**os.environ, "HISTFILE": ctx.path("history"), "TERM": "xterm"}
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
+    processes: List[int] = []
+    try:
+        os.write(terminal, (start.format(command) + "\n").encode())
+        assert wait_for(lambda: Path("started").exists(), 60), "the worker did not start: " + log()
+        processes += map(int, Path("started").read_text().split())
+        parent, worker = processes
+        ctx.reached()
+        os.close(terminal)
+        os.waitpid(shell, 0)
+        Path("hung-up").touch()
+        saved = Path("saved")
+        wait_for(lambda: saved.exists() or not is_running(worker), 20)
+        if not saved.exists():
+            wait_for(lambda: not is_running(parent), 20)
+            last = re.search(r"\S*SignalException: .*", log())
+            raise Symptom("the worker was ended in mid-training: %s" % (last.group() if last else log()))
+        if int(saved.read_text()) != parent:
+            raise Symptom("the launcher is gone without a word (%r), and its worker trains on alone" % log())
+        assert wait_for(lambda: not is_running(parent), 20), "torchrun does not end"
+        assert "Exception" not in log(), log()
+    finally:
+        for process in filter(is_running, processes):
+            os.kill(process, signal.SIGKILL)
+
+
+def log() -> str:
+    return Path("train.log").read_text() if Path("train.log").exists() else ""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path("/proc/%d/stat" % process).read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# --- the check: what would a hang-up do to the launchers that run now? ---------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Reads /proc: which launchers of this user handle SIGHUP, and have a terminal that can hang up?"""
+    processes = [params["pid"]] if params["pid"] else launchers()
+    if not processes:
+        return unknown("no torchrun or accelerate of this user runs here", advice="start the job, or --set pid=12345")
+    findings = [judge(process) for process in processes]
+    evidence = [line for finding in findings for line in finding.evidence]
+    for state in ("exposed", "unknown", "clear"):
+        chosen = [finding for finding in findings if finding.state == state]
+        if chosen:
+            return Finding(state, evidence, chosen[0].advice)
+    return unknown(*evidence)
+
+
+def launchers() -> List[int]:
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if directory.stat().st_uid == os.getuid() and any(map(LAUNCHERS.search, words[:4])):
+                found.append(int(directory.name))
+        except OSError:
+            continue  # it has ended
+    return sorted(found)[:8]
+
+
+def judge(process: int) -> Finding:
+    try:
+        status = Path("/proc/%d/status" % process).read_text()
+        _, (parent, group, _, terminal, foreground) = stat_of(process)
+        cgroup = Path("/proc/%d/cgroup" % process).read_text()
+    except (OSError, ValueError) as error:
+        return unknown("process %d cannot be read: %s" % (process, error))
+    hang_up_bit = 1 << (signal.SIGHUP - 1)
+    masks = {
+        name: int(mask, 16) & hang_up_bit for name, mask in re.findall(r"^(Sig(?:Ign|Cgt)):\s+(\w+)", status, re.M)
+    }
+    if masks.get("SigIgn"):
+        return ends_with_session(cgroup, "process %d ignores SIGHUP" % process)
+    how = "handles SIGHUP and then ends its workers" if masks.get("SigCgt") else "is ended by SIGHUP"
+    what = "process %d %s" % (process, how)
+    if not terminal:
+        return ends_with_session(cgroup, what, "it has no terminal that could hang up")
+    multiplexer = ancestor(parent, ("tmux", "screen"))
+    if multiplexer:
+        inside = "its terminal belongs to %s, and outlives the connection, not the closing of its window" % multiplexer
+        return unknown(what, inside)
+    if group == foreground:
+        return exposed(what, "it runs in the foreground of a terminal", advice="start it in tmux, or by setsid")
+    return unknown(
+        what,
+        "it is in the background of a terminal; whether the shell will pass a hang-up on cannot be seen",
+        advice="in that shell: disown %1, with the number that jobs prints",
+    )
+
+
+def ends_with_session(cgroup: str, *evidence: str) -> Finding:
+    session = re.search(r"session-[^/\s]+\.scope", cgroup)
+    if session:
+        scope = "it belongs to %s: with KillUserProcesses=yes logind ends it at logout" % session.group()
+        return unknown(*evidence, scope, advice="loginctl show-session or the administrator knows; else systemd-run")
+    return clear(*evidence)
+
+
+def stat_of(process: int) -> Tuple[str, List[int]]:
+    """Its name; parent, process group, session, terminal (0: none), and the foreground group of that terminal."""
+    name, _, rest = Path("/proc/%d/stat" % process).read_text().partition("(")[2].rpartition(")")
+    return name, list(map(int, rest.split()[1:6]))
+
+
+def ancestor(process: int, names: Tuple[str, ...]) -> str:
+    while process > 1:
+        try:
+            name, (process, *_) = stat_of(process)
+        except (OSError, ValueError):
+            break
+        if name.lower().startswith(names):
+            return name
+    return ""
+
+
+HUNG_UP = r"in mid-training: .*SignalException: Process \d+ got signal: 1$"
+NOHUP = "nohup {} &"
+PASSED_ON = "bash passes the hang-up on to its jobs, and torchrun handles what nohup had set to ignore"
+
+
+def experiment(
+    name: str,
+    starts: Tuple[str, str],
+    because: Tuple[str, str],
+    pattern: str = HUNG_UP,
+    torch: str = ">=2.1",
+    program: str = "nohup",
+    packages: Tuple[str, ...] = (),
+    launcher: str = TORCHRUN,
+    argument: str = "",
+) -> Experiment:
+    """`starts` is the line that is typed without and with the fix."""
+    job = partial(hang_up, launcher=launcher, argument=argument)
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, start=starts[0]), symptom(pattern), because[0], "cpu"),
+        treatment=Arm(partial(job, start=starts[1]), completed(), because[1], "cpu"),
+        world_size=1,
+        needs=Needs(packages={"torch": torch, **dict.fromkeys(packages, "")}, programs=("bash", "nohup", program)),
+        deadline_s=110,
+        expected_s=(3.5, 4.5),
+    )
+
+
+probe = Probe(
+    check=check,
+    params={"pid": Param("int", "process id of the launcher (default: all torchrun and accelerate of this user)")},
+    experiments=(
+        experiment(
+            "setsid",
+            (NOHUP, "setsid nohup {} &"),
+            (PASSED_ON, "setsid puts torchrun into a session of its own, without a terminal and unknown to the shell"),
+            program="setsid",
+        ),
+    ),
+    variants=(
+        experiment(
+            "tmux",
+            (NOHUP, 'tmux -S ./tmux.socket -f /dev/null new-session -d "{}"'),
+            (PASSED_ON, "the terminal of torchrun is that of the tmux server, which stays"),
+            program="tmux",
+        ),
+        experiment(
+            "disown",
+            (NOHUP, "nohup {} & disown"),
+            (PASSED_ON, "bash has forgotten the job, and passes nothing on to it"),
+        ),
+        experiment(
+            "ignored-in-script",
+            (NOHUP, "setsid nohup {} &"),
+            ("the training script ignores SIGHUP; torchrun waits for it and then kills it", "no SIGHUP arrives"),
+            torch=">=2.12",  # --shutdown-timeout, without which torchrun waits for 30 s
+            program="setsid",
+            launcher=TORCHRUN + " --shutdown-timeout=1",
+            argument="ignore",
+        ),
+        experiment(
+            "signals-to-handle",
+            ("{} &", NOHUP),
+            ("torchrun has no handler for SIGHUP and is ended by it", "no handler replaces what nohup has set"),
+            pattern="launcher is gone without a word",
+            torch=">=2.10",
+            launcher=TORCHRUN + " --signals-to-handle=SIGTERM,SIGINT",
+        ),
+        experiment(
+            "accelerate",
+            (NOHUP, "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT nohup {} &"),
+            ("accelerate launch is torchrun in the same process", "torchrun's option reaches it by the variable"),
+            torch=">=2.10",
+            launcher=ACCELERATE,
+            packages=("accelerate",),
+        ),
+    ),
+)

@@ -1,0 +1,264 @@
+"""A program reads its rank and world size from Slurm's variables, and another number of processes was started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+SRUN = "Slurm: the job sets the variables of an allocation and starts its tasks itself"
+TIMEOUT_S = 3
+
+
+def train(ctx: Context, *, by_srun: bool = True, inherited: bool = True, processes: int = 2) -> None:
+    """As Lightning, mmengine and many scripts do it. A batch script of two tasks has the variables of task 0."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(SLURM_NTASKS="2", SLURM_PROCID=str(ctx.rank))
+    if not inherited:
+        del os.environ["SLURM_NTASKS"], os.environ["SLURM_PROCID"]
+    rank, world_size = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
+    port = Path(ctx.path("port"))
+    options: Dict[str, Any] = {}
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port.write_text(str(listener.getsockname()[1]))
+        options = {"master_listen_fd": listener.detach(), "use_libuv": False}  # older libuv stores take no socket
+    ctx.reached()
+    if by_srun or ctx.rank == 0:  # without srun nobody starts the other task
+        timeout = timedelta(seconds=TIMEOUT_S)
+        number = int(port.read_text())
+        store = dist.TCPStore("127.0.0.1", number, world_size, is_master=rank == 0, timeout=timeout, **options)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        assert count.item() == processes, count
+    ctx.meet("trained")
+
+
+def launch_per_task(ctx: Context, *, tasks_per_node: int) -> None:
+    """Each task of a node starts torchrun, with the one port that the batch script chose."""
+    script, port = Path(ctx.path("train.py")), Path(ctx.path("port"))
+    if ctx.rank == 0:
+        script.write_text("import os, time\ntime.sleep(4)\nprint('trained with', os.environ['WORLD_SIZE'])\n")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port.write_text(str(free.getsockname()[1]))
+    ctx.reached()
+    if ctx.rank >= tasks_per_node:
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    command += ["--master-addr=127.0.0.1", "--master-port=" + port.read_text(), str(script)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if ran.returncode:
+        reason = re.search(r".*(EADDRINUSE|address already in use).*", ran.stdout, re.IGNORECASE)
+        time.sleep(0.1)
+        raise Symptom("torchrun of task %d: %s" % (ctx.rank, reason.group() if reason else ran.stdout[-2000:]))
+    assert ran.stdout.count("trained with 2") == 2, ran.stdout
+
+
+def launch_lightning(ctx: Context, *, devices: int = 2, per_node: Optional[str] = "2") -> None:
+    """Two tasks of one node, as srun starts them."""
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+
+    os.environ.update(SLURM_NTASKS="2", SLURM_NNODES="1", SLURM_JOB_NAME="train", SLURM_NODEID="0")
+    os.environ.update(SLURM_PROCID=str(ctx.rank), SLURM_LOCALID=str(ctx.rank), MASTER_ADDR="127.0.0.1")
+    if per_node:
+        os.environ["SLURM_NTASKS_PER_NODE"] = per_node
+    port = Path(ctx.path("port"))
+    if ctx.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port.write_text(str(free.getsockname()[1]))
+    ctx.reached()
+    os.environ["MASTER_PORT"] = port.read_text()
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy="ddp")
+    fabric.launch()
+    assert (fabric.global_rank, fabric.world_size) == (ctx.rank, 2), (fabric.global_rank, fabric.world_size)
+    ctx.meet("launched")
+
+
+# --- the check -----------------------------------------------------------------------------------------------------
+
+LAUNCHER = re.compile(r"\b(torchrun|torch\.distributed\.(run|launch)|accelerate +launch)\b")
+NO_START = re.compile(r"(#|(module|conda|source|export|echo|pip) )")
+NAMES = {"-N": "nodes", "-n": "ntasks", "--nodes": "nodes", "--ntasks": "ntasks"}
+NAMES.update({"--ntasks-per-node": "per_node", "--gpus-per-node": "gpus", "--gres": "gpus"})
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Compare the tasks that a batch script asks for with what it starts; without one, look at this shell."""
+    if params["script"] is None:
+        return judge_shell(os.environ)
+    try:
+        return judge_script(params["script"].read_text(errors="replace"))
+    except OSError as error:
+        return unknown("%s cannot be read: %s" % (params["script"], error.strerror))
+
+
+def judge_shell(variables: Mapping[str, str]) -> Finding:
+    tasks = variables.get("SLURM_NTASKS", "")
+    if not tasks.isdigit():
+        return unknown("SLURM_NTASKS is not set here", advice="--set script=job.sh, or run this where the job starts")
+    evidence = "SLURM_NTASKS=%s, SLURM_NTASKS_PER_NODE=%s" % (tasks, variables.get("SLURM_NTASKS_PER_NODE"))
+    if int(tasks) > 1 and "SLURM_STEP_ID" not in variables:
+        alone = "what is started here without srun is one process, and may take itself for one of %s" % tasks
+        return exposed(evidence, alone, advice="srun in front; to train in this shell alone: unset ${!SLURM_@}")
+    if int(tasks) < int(variables.get("SLURM_NTASKS_PER_NODE") or 0):
+        return exposed(evidence, "--ntasks contradicts --ntasks-per-node", advice="remove --ntasks")
+    return unknown(evidence, "how many processes the program expects cannot be seen", advice="--set script=job.sh")
+
+
+def judge_script(text: str) -> Finding:
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
+    asked = options([word for line in lines if line.startswith("#SBATCH") for word in split(line)[1:]])
+    nodes = asked.get("nodes", 1)
+    tasks = asked.get("ntasks", nodes * asked.get("per_node", 1))
+    evidence = "%s nodes, %s tasks, %s tasks per node" % (nodes, tasks, asked.get("per_node", "no number of"))
+    if tasks < nodes * asked.get("per_node", 1):
+        return exposed(evidence, "--ntasks is less than nodes times --ntasks-per-node", advice="remove --ntasks")
+    commands = [
+        line
+        for line in lines
+        if not NO_START.match(line) and re.search(r"\bpython[\d.]*\b|%s" % LAUNCHER.pattern, line)
+    ]
+    steps = [line for line in commands if re.search(r"\bsrun\b", line)]
+    if len(commands) != 1:
+        what = "%d lines start python or a launcher, %d of them by srun" % (len(commands), len(steps))
+        return unknown(evidence, what, advice="srun in front of the one line that trains")
+    command, launches = commands[0], LAUNCHER.search(commands[0])
+    if not steps:
+        if nodes > 1 or (tasks > 1 and not launches):
+            return exposed(evidence, "no srun: one process, on the first node: " + command[:80], advice="srun in front")
+        return unknown(evidence, "no srun, one node: " + command[:80])
+    own = options(split(command[command.index("srun") :]), {"$SLURM_NNODES": nodes, "$SLURM_JOB_NUM_NODES": nodes})
+    if "ntasks" not in own and "nodes" in own:
+        return unknown(evidence, "srun -N without -n: Slurm 22.05 takes all tasks of the job, newer releases may not")
+    tasks = own.get("ntasks", tasks)
+    started = "srun starts %d on %d nodes: %s" % (tasks, nodes, command[:80])
+    if launches and tasks != nodes:
+        advice = "srun -N $SLURM_NNODES -n $SLURM_NNODES --ntasks-per-node=1"
+        return exposed(evidence, started, "a launcher is started once per node", advice=advice)
+    gpus = asked.get("gpus", 0)
+    if "nodes" in asked and (launches or ("per_node" in asked and tasks == nodes * gpus)):
+        return clear(evidence, started)
+    return unknown(evidence, started, "how many GPUs and devices they have cannot be seen")
+
+
+def split(line: str) -> List[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:
+        return line.split()
+
+
+def options(words: List[str], values: Mapping[str, int] = {}) -> Dict[str, int]:
+    """The numbers of the options that count; of `--gres=gpu:a100:4` the last."""
+    found: Dict[str, int] = {}
+    for place, word in enumerate(words):
+        following = words[place + 1] if place + 1 < len(words) else ""
+        name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
+        value = (value or following).replace("{", "").replace("}", "")
+        number = value.rpartition(":")[2]
+        if name in NAMES and (number.isdigit() or value in values):
+            found[NAMES[name]] = values.get(value) or int(number)
+    return found
+
+
+def experiment(
+    name: str,
+    job: Callable[..., None],
+    arms: Tuple[Mapping[str, Any], Mapping[str, Any]],
+    expect: Expect,
+    because: Tuple[str, str],
+    packages: Mapping[str, str],
+    world_size: int = 2,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **arms[0]), expect, because[0], "stand-in", SRUN),
+        treatment=Arm(partial(job, **arms[1]), completed(), because[1], "stand-in", SRUN),
+        world_size=world_size,
+        needs=Needs(packages=packages),
+        deadline_s=90,
+        expected_s=(4.0, 1.0),
+    )
+
+
+WAITS = raised(r"waiting for (clients|workers)\. 1/2 (clients|workers) joined")
+LIGHTNING = {"torch": ">=2.1", "lightning": ">=2.2"}
+probe = Probe(
+    check=check,
+    params={"script": Param("path", "the batch script")},
+    experiments=(
+        experiment(
+            "missing-task",
+            train,
+            ({"by_srun": False}, {"by_srun": True}),
+            WAITS,
+            ("the script runs python without srun: one process, which reads SLURM_NTASKS=2", "srun starts both tasks"),
+            {"torch": ">=2.2"},  # before, the host of the store did not complain of missing clients
+        ),
+    ),
+    variants=(
+        experiment(
+            "left-over",
+            partial(train, processes=1),
+            ({"inherited": True}, {"inherited": False}),
+            WAITS,
+            ("a shell inside an allocation: its variables say two tasks", "the variables are removed for this command"),
+            {"torch": ">=2.2"},
+            world_size=1,
+        ),
+        experiment(
+            "torchrun-per-task",
+            launch_per_task,
+            ({"tasks_per_node": 2}, {"tasks_per_node": 1}),
+            symptom(r"torchrun of task \d: .*(EADDRINUSE|address already in use)"),
+            ("two tasks of a node start torchrun, both with the same port", "one task per node starts torchrun"),
+            {"torch": ">=2.1"},
+        ),
+        experiment(
+            "devices",
+            launch_lightning,
+            ({"devices": 1}, {"devices": 2}),
+            raised(r"You set `devices=1` in Lightning, but the number of tasks per node configured in SLURM"),
+            ("Lightning is told one device, Slurm two tasks per node", "as many devices as tasks per node"),
+            LIGHTNING,
+        ),
+        experiment(
+            "ntasks-only",
+            launch_lightning,
+            ({"per_node": None}, {"per_node": "2"}),
+            raised(r"You set `--ntasks=2` in your SLURM bash script, but this variable is not supported"),
+            ("the batch script has --ntasks and no --ntasks-per-node", "it has --ntasks-per-node"),
+            LIGHTNING,
+        ),
+    ),
+)

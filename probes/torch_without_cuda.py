@@ -1,0 +1,181 @@
+"""A torch that was built without CUDA is asked for a GPU; and why installing it again changes nothing."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+HIDDEN = "a CPU build: the function by which torch sees that it has CUDA is hidden"
+
+
+def use_gpu(ctx: Context, *, hide: bool = False, device_by_build: bool) -> None:
+    """The first lines of a training script."""
+    import torch
+
+    if hide and hasattr(torch._C, "_cuda_getDeviceCount"):
+        del torch._C._cuda_getDeviceCount
+    if hasattr(torch._C, "_cuda_getDeviceCount"):
+        raise Unavailable("torch %s is built for CUDA %s" % (torch.__version__, torch.version.cuda))
+    ctx.reached()
+    if device_by_build:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        device = torch.device("cuda")
+    weights = torch.nn.Linear(4, 4).to(device).weight
+    assert weights.device.type == "cpu", weights.device
+
+
+def install_again(ctx: Context, *, requirement: str) -> None:
+    """Two wheels of one version, as torch has them; the one for the CPU is installed, the other is asked for."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", ctx.path("env")]
+    pip += ["install", "--no-index", "--no-deps"]
+    installed = wheel(Path(ctx.path("cpu")), "2.13.0+cpu")
+    wheel(Path(ctx.path("cuda")), "2.13.0+cu130")
+    run(ctx, [sys.executable, "-m", "venv", "--without-pip", ctx.path("env")])
+    run(ctx, [*pip, installed])
+    ctx.reached()
+    printed = run(ctx, [*pip, "--find-links", ctx.path("cuda"), requirement])
+    code = "import importlib.metadata as m; print(m.version('kbtorch'))"
+    version = run(ctx, [ctx.path("env/bin/python"), "-c", code]).strip()
+    if version != "2.13.0+cu130":
+        raise Symptom("%s is installed as before: %s" % (version, printed.strip().splitlines()[-1]))
+
+
+def wheel(folder: Path, version: str) -> str:
+    folder.mkdir()
+    info = "kbtorch-%s.dist-info" % version
+    path = folder / ("kbtorch-%s-py3-none-any.whl" % version)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("kbtorch.py", "")
+        archive.writestr(info + "/METADATA", "Metadata-Version: 2.1\nName: kbtorch\nVersion: %s\n" % version)
+        archive.writestr(
+            info + "/WHEEL", "Wheel-Version: 1.0\nGenerator: kb\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(
+            info + "/RECORD", "kbtorch.py,,\n%s/METADATA,,\n%s/WHEEL,,\n%s/RECORD,,\n" % (info, info, info)
+        )
+    return str(path)
+
+
+def run(ctx: Context, command: List[str]) -> str:
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if "No module named" in ran.stdout:
+        raise Unavailable("pip or venv is missing: " + ran.stdout.strip().splitlines()[-1])
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+# --- the check -----------------------------------------------------------------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Read torch/version.py of this environment without importing torch, and look for the device files of GPUs."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.origin:
+        return unknown("torch is not installed for %s" % sys.executable)
+    try:
+        text = Path(found.origin).with_name("version.py").read_text()
+    except OSError as error:
+        return unknown("torch/version.py cannot be read: %s" % error)
+    values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *'?([^'\n]*)'?$", text, re.MULTILINE))
+    return judge(values, glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg") + glob.glob("/dev/nvhost-gpu"))
+
+
+def judge(values: Mapping[str, str], devices: List[str]) -> Finding:
+    what = "torch %s, CUDA %s" % (values.get("__version__"), values.get("cuda"))
+    if "cuda" not in values:
+        return unknown(what, "torch/version.py does not say for what it was built")
+    if values["cuda"] != "None":
+        return clear(what, "this build has CUDA; whether it finds a GPU is another matter")
+    other = [name for name in ("hip", "xpu") if values.get(name, "None") != "None"]
+    if other:
+        return unknown(what, "it is built for other accelerators: " + ", ".join(other))
+    if devices:
+        advice = "a build for CUDA of the same version: torch==%s+cu..." % values.get("__version__", "").split("+")[0]
+        return exposed(what, "GPU devices are here: " + ", ".join(sorted(devices)[:4]), advice=advice)
+    return unknown(what, "no NVIDIA device file here", advice="on the machine that has the GPUs this build uses none")
+
+
+def on_build(name: str, fidelity: str, hide: bool, stands_for: str = "") -> Experiment:
+    job = partial(use_gpu, hide=hide)
+    message = r"Torch not compiled with CUDA enabled"
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(job, device_by_build=False),
+            raised(message),
+            "the script moves its model to cuda",
+            fidelity,
+            stands_for,
+            {"CUDA_HOME": "/usr/local/cuda", "FORCE_CUDA": "1"},  # tried in vain
+        ),
+        treatment=Arm(
+            partial(job, device_by_build=True),
+            completed(),
+            "the script takes the GPU only if there is one",
+            fidelity,
+            stands_for,
+            {"CUDA_HOME": "/usr/local/cuda", "FORCE_CUDA": "1"},
+        ),
+        world_size=1,
+        expected_s=(1.0, 1.0),
+    )
+
+
+def reinstall(requirements: Tuple[str, str]) -> Experiment:
+    packages = "torch: a package with wheels of the same versions"
+    return Experiment(
+        name="install-again",
+        control=Arm(
+            partial(install_again, requirement=requirements[0]),
+            symptom(r"2\.13\.0\+cpu is installed as before: Requirement already satisfied"),
+            "2.13.0+cpu satisfies ==2.13.0, so pip installs nothing",
+            "stand-in",
+            packages,
+        ),
+        treatment=Arm(
+            partial(install_again, requirement=requirements[1]),
+            completed(),
+            "the build is part of the version that is asked for",
+            "stand-in",
+            packages,
+        ),
+        world_size=1,
+        needs=Needs(packages={}),
+        deadline_s=60,
+        expected_s=(3.0, 3.0),
+    )
+
+
+probe = Probe(
+    check=check,
+    experiments=(
+        on_build("cpu-build", "cpu", hide=False),
+        on_build("hidden-cuda", "stand-in", hide=True, stands_for=HIDDEN),
+    ),
+    variants=(reinstall(("kbtorch==2.13.0", "kbtorch==2.13.0+cu130")),),
+)
