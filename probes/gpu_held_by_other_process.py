@@ -1,0 +1,262 @@
+"""A job is killed, a process of it lives on with the GPU's files open, and the next job finds the GPU taken.
+
+Without a GPU a locked file takes its part: the kernel frees the lock, as the driver frees the memory, when the last
+process that has the file open closes it or ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+GPU_FILES = "/dev/nvidia"
+
+
+def close_gpu_files(worker_id: int) -> None:
+    for handle in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{handle}")
+        except OSError:
+            continue
+        if path.startswith(GPU_FILES):
+            os.close(int(handle))
+
+
+TAKE_GPU = """
+import fcntl, os, sys, time
+
+GPU_FILES, on_gpu = sys.argv[1], sys.argv[2] == "cuda"
+if on_gpu:
+    import torch
+    held = torch.ones(128 << 20, device="cuda")  # 512 MiB
+else:
+    held = os.open(GPU_FILES, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+"""
+
+WAIT = """
+print(os.getpid(), file=open("running", "w"), flush=True)
+time.sleep(120)
+"""
+
+LOAD = """
+from torch.utils.data import DataLoader, IterableDataset
+
+class Samples(IterableDataset):
+    def __iter__(self):
+        yield 0
+        print(os.getpid(), file=open("running", "w"), flush=True)
+        time.sleep(120)  # the second sample is on storage that does not answer
+
+iterator = iter(DataLoader(Samples(), batch_size=1, num_workers=1, worker_init_fn=%s))
+next(iterator)
+time.sleep(120)
+"""
+
+LEAVE = """
+if os.fork() == 0:
+    print(os.getpid(), file=open("running", "w"), flush=True)
+time.sleep(120)
+"""
+
+
+def run_rank(ctx: Context, program: str, launcher: List[str]) -> Tuple[subprocess.Popen[bytes], int]:
+    """Start a rank that takes the GPU; return once it works, with the process that is to survive it or its launcher."""
+    Path("rank.py").write_text(TAKE_GPU + program)
+    Path("running").touch()
+    command = [sys.executable, *launcher, "rank.py", gpu_file(ctx), ctx.device.type]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 40
+    while not Path("running").read_text().strip() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return process, int(Path("running").read_text())
+
+
+def gpu_file(ctx: Context) -> str:
+    if ctx.device.type == "cuda":
+        return GPU_FILES
+    Path("nvidia0").touch()
+    return ctx.path("nvidia0")
+
+
+def used_mib(ctx: Context) -> int:
+    if ctx.device.type != "cuda":
+        return 0
+    return int(query("--query-gpu=memory.used", "-i", os.environ["CUDA_VISIBLE_DEVICES"])[0][0])
+
+
+def start_next_job(ctx: Context, before_mib: int, survivor: int) -> None:
+    """Take the GPU, its memory or the lock, within the moment that the driver needs to free it."""
+    end = time.monotonic() + (5 if ctx.device.type == "cuda" else 0.5)
+    with open(gpu_file(ctx), "r+") if ctx.device.type != "cuda" else nullcontext() as file:
+        while time.monotonic() < end:
+            with suppress(BlockingIOError):
+                if file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if used_mib(ctx) - before_mib < 256:
+                    return
+            time.sleep(0.05)
+    has = "which has it open" if survivor in holders(gpu_file(ctx)) else "which does not have it open"
+    raise Symptom(f"the GPU is still held: the job was killed, and process {survivor} of it lives, {has}")
+
+
+@contextmanager
+def ended(pid: int) -> Iterator[None]:
+    """End this process afterwards, if it still is there."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def holders(path: str) -> List[int]:
+    """The processes that have such a file open, as far as this user may see."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            if any(os.readlink(link).startswith(path) for link in folder.iterdir()):
+                pids.append(int(folder.parent.name))
+        except OSError:
+            continue  # it has ended, or is of another user
+    return pids
+
+
+def kill_rank(ctx: Context, *, closes: bool) -> None:
+    """A rank is killed while its DataLoader worker waits for storage; then the next job starts."""
+    before = used_mib(ctx)
+    program = inspect.getsource(close_gpu_files) + LOAD % ("close_gpu_files" if closes else "None")
+    rank, worker = run_rank(ctx, program, [])
+    with ended(worker):
+        ctx.reached()
+        rank.kill()
+        rank.wait()
+        start_next_job(ctx, before, worker)
+
+
+def find_holders(ctx: Context, *, ends: bool) -> None:
+    """A killed rank has left a child; the next job ends what has the file open, or just starts."""
+    rank, child = run_rank(ctx, LEAVE, [])
+    with ended(child):
+        rank.kill()
+        rank.wait()
+        ctx.reached()
+        for pid in holders(ctx.path("nvidia0")) if ends else ():
+            os.kill(pid, signal.SIGTERM)
+        start_next_job(ctx, 0, child)
+
+
+def kill_launcher(ctx: Context, *, by: signal.Signals) -> None:
+    """torchrun is ended by a signal; then the next job starts."""
+    launcher, rank = run_rank(ctx, WAIT, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"])
+    with ended(rank):
+        ctx.reached()
+        launcher.send_signal(by)
+        launcher.wait(timeout=20)
+        start_next_job(ctx, 0, rank)
+
+
+# --- the check: which GPUs are taken now, by whom, and may a second process use them? --------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Read memory, compute mode and processes of each GPU, and who has the GPU files open."""
+    gpus = query("--query-gpu=index,uuid,memory.used,memory.total,compute_mode")
+    if not gpus:
+        return unknown("nvidia-smi is missing or lists no GPU", advice="run this on the node of the job, as root")
+    apps = query("--query-compute-apps=gpu_uuid,pid,used_memory")
+    evidence = []
+    for index, uuid, used, total, mode in gpus:
+        pids = ", ".join(app[1] for app in apps if app[0] == uuid) or "no process that nvidia-smi lists"
+        if not used.isdigit():
+            return unknown(f"GPU {index} does not say how much memory is used ({used}): MIG, or a driver that hides it")
+        if int(used) > params["idle_mib"]:
+            evidence.append(f"GPU {index}: {used} of {total} MiB used, by {pids}")
+        elif mode == "Prohibited" or (mode.startswith("Exclusive") and pids[0].isdigit()):
+            evidence.append(f"GPU {index}: compute mode {mode}, taken by {pids}: it refuses a new process")
+    if not evidence and all(gpu[4] == "Default" for gpu in gpus):
+        return clear(f"all {len(gpus)} GPUs use {params['idle_mib']} MiB or less and are in the mode Default")
+    if not evidence:
+        return unknown("a GPU takes one process only, or does not say so, and whether it has one cannot be seen here")
+    seen = ", ".join(map(str, holders(GPU_FILES))) or "none that may be seen"
+    advice = "end those that are yours, by their id; in a container, or as a plain user, look on the host as root"
+    return exposed(*evidence, f"processes here that have GPU files open: {seen}", advice=advice)
+
+
+def query(*what: str) -> List[List[str]]:
+    command = ["nvidia-smi", *what, "--format=csv,noheader,nounits"]
+    try:
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = ran.stdout.decode(errors="replace").splitlines() if ran.returncode == 0 else []
+    return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
+
+
+LOCK = "the driver, which frees memory when the last process closes the GPU: a file lock, which the kernel frees so"
+
+
+def held(
+    name: str, fails: Callable[[Context], None], works: Callable[[Context], None], because: Tuple[str, str]
+) -> Experiment:
+    pattern = r"the GPU is still held: the job was killed, and process \d+ of it lives, which has it open"
+    return Experiment(
+        name=name,
+        control=Arm(fails, symptom(pattern), because[0], "stand-in", LOCK),
+        treatment=Arm(works, completed(), because[1], "stand-in", LOCK),
+        world_size=1,
+        deadline_s=60,
+        expected_s=(3.0, 2.0),
+    )
+
+
+inherited = held(
+    "inherited",
+    partial(kill_rank, closes=False),
+    partial(kill_rank, closes=True),
+    ("the worker inherited the open GPU files of the rank and outlives it", "the worker closes them when it starts"),
+)
+
+probe = Probe(
+    check=check,
+    params={"idle_mib": Param("int", "a GPU that uses no more than this is free", 1024)},
+    experiments=(inherited.on_gpus(gpus=1), inherited),
+    variants=(
+        held(
+            "holders-ended",
+            partial(find_holders, ends=False),
+            partial(find_holders, ends=True),
+            ("the next job is started at once", "the processes that have the GPU file open are ended first"),
+        ),
+        held(
+            "launcher",
+            partial(kill_launcher, by=signal.SIGKILL),
+            partial(kill_launcher, by=signal.SIGTERM),
+            ("torchrun is killed and can end nobody", "torchrun is asked to end and ends its ranks"),
+        ),
+    ),
+)
