@@ -1,0 +1,350 @@
+"""torch.compile and Triton build C and C++ at run time, and the image has no compiler, no Python.h or no libcuda.so."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, Optional
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+SOURCE = """
+#include <Python.h>
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cuda_utils", 0, -1, 0};
+PyMODINIT_FUNC PyInit_cuda_utils(void) { return PyModule_Create(&definition); }
+"""
+
+
+def hide_compilers(ctx: Context) -> None:
+    """A PATH with an assembler and a linker, as an image without gcc and clang may have it."""
+    folder = Path(ctx.path("bin"))
+    folder.mkdir()
+    for name in ("as", "ld"):
+        program = shutil.which(name)
+        if program:
+            (folder / name).symlink_to(program)
+    os.environ["PATH"] = str(folder)
+
+
+def train(ctx: Context, *, compiler_on_path: bool, uncompiled_by: str = "") -> None:
+    """One call of a compiled function. On a GPU Triton needs the compiler, on the CPU the inductor itself does."""
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=ctx.path("inductor"), TRITON_CACHE_DIR=ctx.path("triton"))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    for name in ("CC", "CXX"):
+        os.environ.pop(name, None)
+    if not compiler_on_path:
+        hide_compilers(ctx)
+
+    import torch
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._inductor.config.cpp_cache_precompile_headers = False  # saves seconds
+    hidden = torch.randn(64, device=ctx.device)
+    compiled = torch.compile(lambda hidden: torch.sin(hidden) * 2)
+    ctx.reached()
+    if uncompiled_by == "disable":  # TORCH_COMPILE_DISABLE=1
+        torch._dynamo.config.disable = True
+    elif uncompiled_by == "suppress_errors":
+        torch._dynamo.config.suppress_errors = True
+    assert torch.allclose(compiled(hidden), torch.sin(hidden) * 2, atol=1e-5)
+
+
+def name_compiler(ctx: Context, *, variable: str) -> None:
+    """The compiler is not on PATH, and an environment variable gives its place to a new process."""
+    program = shutil.which("g++" if variable == "CXX" else "gcc")
+    assert program
+    hide_compilers(ctx)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": ctx.path("inductor"), variable: program}
+    search = "from torch._inductor.cpp_builder import get_cpp_compiler; print(get_cpp_compiler())"
+    ctx.reached()
+    ran = subprocess.run(
+        [sys.executable, "-c", search], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    if ran.returncode:
+        raise Symptom("%s=%s: %s" % (variable, program, ran.stderr.strip().splitlines()[-1]))
+    assert ran.stdout.strip() == program, ran.stdout
+
+
+def build(ctx: Context, cache: str = "triton", **options: Any) -> None:
+    """What Triton does at the first kernel: it builds a small C module, here one without CUDA in it."""
+    os.environ["TRITON_CACHE_DIR"] = ctx.path(cache)
+    module = importlib.import_module("triton.runtime.build")
+    compile_module_from_src = getattr(module, "compile_module_from_src", None)
+    if compile_module_from_src is None:
+        raise Unavailable("this Triton has the function elsewhere")
+    if not (Path(ctx.path("reached-0")).exists()):
+        ctx.reached()
+    assert compile_module_from_src(SOURCE, "cuda_utils", **options).__name__ == "cuda_utils"
+
+
+def build_without_compiler(ctx: Context, *, compiler_on_path: bool) -> None:
+    os.environ.pop("CC", None)
+    if not compiler_on_path:
+        hide_compilers(ctx)
+    build(ctx)
+
+
+def build_from_cache(ctx: Context, *, same_cache: bool) -> None:
+    """The first job had a compiler, the second has none."""
+    build(ctx, "triton-1")
+    os.environ.pop("CC", None)
+    hide_compilers(ctx)
+    build(ctx, "triton-1" if same_cache else "triton-2")
+
+
+def build_with(ctx: Context, *, cc_is_one_program: bool) -> None:
+    program = str(shutil.which("gcc"))
+    os.environ["CC"] = program if cc_is_one_program else f"{program} -O1"
+    build(ctx)
+
+
+def build_without_headers(ctx: Context, *, headers_in_cpath: bool) -> None:
+    """Python.h is not where Python says that it is."""
+    from unittest.mock import patch
+
+    paths = sysconfig.get_paths()
+    headers = paths["include"]
+    if not Path(headers, "Python.h").exists():
+        raise Unavailable(f"no Python.h in {headers}")
+    if headers_in_cpath:
+        os.environ["CPATH"] = headers
+    with patch.object(sysconfig, "get_paths", lambda *_, **__: {**paths, "include": ctx.path("include")}):
+        build(ctx)
+
+
+def link(ctx: Context, *, linked: bool) -> None:
+    """The driver's library has no name for the linker: libcuda.so.1 without libcuda.so."""
+    driver, own = Path(ctx.path("driver")), Path(ctx.path("lib"))
+    driver.mkdir()
+    own.mkdir()
+    source, library = Path(ctx.path("empty.c")), driver / "libcuda.so.1"
+    source.write_text("int cuInit(unsigned flags) { return (int)flags; }\n")
+    command = ["gcc", "-shared", "-fPIC", str(source), "-o"]
+    found = subprocess.run([*command, ctx.path("a.so"), "-lcuda"], stderr=subprocess.DEVNULL, check=False)
+    if found.returncode == 0:
+        raise Unavailable("the linker of this machine finds libcuda.so")
+    subprocess.run([*command, str(library), "-Wl,-soname,libcuda.so.1"], check=True)
+    if linked:
+        (own / "libcuda.so").symlink_to(library)
+    os.environ["LIBRARY_PATH"] = str(own)
+    build(ctx, library_dirs=[str(driver)], libraries=["cuda"])
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Ask the compilers that Triton and the inductor would take to read Python.h; nothing is written or linked."""
+    c_compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
+    cxx_compiler = os.environ.get("CXX", "g++")
+    c_failure, cxx_failure = failure(c_compiler, "c"), failure(cxx_compiler, "c++")
+    evidence = [c_failure or f"{c_compiler} reads Python.h", cxx_failure or f"{cxx_compiler} reads Python.h"]
+    try:
+        release = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        release = ""
+    evidence.append(f"Triton {release}" if release else "Triton is not installed: torch.compile is for the CPU here")
+    if c_failure and (release or cxx_failure):
+        return exposed(*evidence, advice="install gcc, g++ and the headers of this Python, or set CC and CXX")
+    if cxx_failure:
+        message = "enough for Triton's kernels; what the inductor compiles for the CPU needs C++"
+        return unknown(*evidence, message, advice="install g++, or set CXX")
+    if not release:
+        return unknown(*evidence, advice="run this in the environment of the job")
+    folders = driver_folders()
+    if not folders:
+        message = "no libcuda.so.1 in the linker's cache"
+        return unknown(*evidence, message, advice="run this on a node with GPUs, in the container of the job")
+    numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
+    named = [*folders, *os.environ.get("LIBRARY_PATH", "").split(":")]
+    if numbers < [3, 6] and not any(Path(folder, "libcuda.so").exists() for folder in named if folder):
+        message = f"libcuda.so.1 is in {folders[0]}, libcuda.so is not: -lcuda is not found there"
+        return unknown(
+            *evidence, message, advice="if linking fails, the link of fix 4; the linker may know other folders"
+        )
+    if not shutil.which("ld"):
+        return unknown(*evidence, "there is no ld on PATH", advice="install binutils")
+    return clear(*evidence, f"libcuda.so.1 is in {folders[0]}")
+
+
+def failure(compiler: Optional[str], language: str) -> str:
+    """Why this compiler cannot read Python.h, or nothing."""
+    if not compiler or not shutil.which(compiler):
+        return f"no {language} compiler: {compiler!r} is not a program" if compiler else f"no {language} compiler"
+    include = sysconfig.get_paths(scheme="posix_prefix")["include"]
+    command = [compiler, "-x", language, "-fsyntax-only", f"-I{include}", "-"]
+    source = "#include <Python.h>\n"
+    try:
+        ran = subprocess.run(command, input=source, capture_output=True, text=True, timeout=3, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{compiler}: {error}"
+    lines = [line for line in ran.stderr.splitlines() if "error" in line] or ["it failed"]
+    return f"{compiler}: {lines[0]}" if ran.returncode else ""
+
+
+def driver_folders() -> List[str]:
+    """Where Triton would find the driver's library."""
+    named = os.environ.get("TRITON_LIBCUDA_PATH")
+    if named:
+        return [named] if Path(named, "libcuda.so.1").exists() else []
+    try:
+        ran = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=3, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(Path(line.split()[-1]).parent) for line in ran.stdout.splitlines() if "libcuda.so.1" in line]
+
+
+NO_CC = r"Failed to find C compiler\. Please specify via CC environment variable"
+NO_CXX = r"No working C\+\+ compiler found in torch\._inductor\.config\.cpp\.cxx"
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    keyword: str,
+    expect: Expect,
+    because: str,
+    fix: str,
+    values: Any = (False, True),
+    stands_for: str = "",
+    needs: Mapping[str, str] = {"triton": ">=3.5"},
+    programs: Any = ("gcc",),
+    seconds: float = 1.0,
+) -> Experiment:
+    """`keyword` has the first value in the control arm and the second in the treatment."""
+    fidelity = "stand-in" if stands_for else "cpu"
+    control, treatment = (partial(job, **{keyword: value}) for value in values)
+    return Experiment(
+        name=name,
+        control=Arm(control, expect, because, fidelity, stands_for),
+        treatment=Arm(treatment, completed(), fix, fidelity, stands_for),
+        world_size=1,
+        needs=Needs(packages=needs, programs=programs),
+        deadline_s=150,
+        expected_s=(seconds, 2 * seconds),
+    )
+
+
+NOTHING = "no compiler is on PATH"
+MODULE = "the C module that Triton builds for CUDA: here one that needs Python.h and no GPU"
+inductor = pair(
+    "inductor",
+    train,
+    "compiler_on_path",
+    raised(NO_CXX),
+    NOTHING,
+    "g++ is on PATH",
+    needs={"torch": ">=2.2"},
+    programs=("g++",),
+    seconds=6.0,
+)
+
+probe = Probe(
+    check=check,
+    experiments=(inductor.on_gpus(gpus=1, expect=raised(NO_CC), expected_s=(20.0, 30.0)), inductor),
+    variants=(
+        pair(
+            "cxx",
+            name_compiler,
+            "variable",
+            symptom(r"CC=\S+: .*" + NO_CXX),
+            "CC gives the place of gcc, which the inductor does not read",
+            "CXX gives the place of g++",
+            values=("CC", "CXX"),
+            needs={"torch": ">=2.5"},
+            programs=("gcc", "g++"),
+            seconds=2.0,
+        ),
+        pair(
+            "disabled",
+            partial(train, compiler_on_path=False),
+            "uncompiled_by",
+            raised(NO_CXX),
+            NOTHING,
+            "torch.compile is off: the same function runs uncompiled",
+            values=("", "disable"),
+            needs={"torch": ">=2.2"},
+            programs=(),
+            seconds=4.0,
+        ),
+        pair(
+            "suppressed",
+            partial(train, compiler_on_path=False),
+            "uncompiled_by",
+            raised(NO_CXX),
+            NOTHING,
+            "suppress_errors is on: what cannot be compiled runs uncompiled, with a warning",
+            values=("", "suppress_errors"),
+            needs={"torch": ">=2.2"},
+            programs=(),
+            seconds=4.0,
+        ),
+        pair(
+            "triton",
+            build_without_compiler,
+            "compiler_on_path",
+            raised(NO_CC),
+            NOTHING,
+            "gcc is on PATH",
+            stands_for=MODULE,
+        ),
+        pair(
+            "triton-cache",
+            build_from_cache,
+            "same_cache",
+            raised(NO_CC),
+            "another cache folder than in the job that had a compiler",
+            "the cache of the job that had a compiler",
+            stands_for=MODULE,
+        ),
+        pair(
+            "cc-words",
+            build_with,
+            "cc_is_one_program",
+            raised(r"No such file or directory: '\S+ -O1'"),
+            "CC holds a program and an option, which are taken for one name",
+            "CC holds the program alone",
+            stands_for=MODULE,
+        ),
+        pair(
+            "python-h",
+            build_without_headers,
+            "headers_in_cpath",
+            raised(r"Command '\['[^']*gcc', '[^']*cuda_utils\.c'.* returned non-zero exit status 1"),
+            "there is no Python.h where Python looks for its headers",
+            "CPATH gives the folder that has it",
+            stands_for=MODULE,
+        ),
+        pair(
+            "libcuda",
+            link,
+            "linked",
+            raised(r"Command '\['[^']*gcc', '[^']*cuda_utils\.c'.*'-lcuda'.* returned non-zero exit status 1"),
+            "the folder of the driver has libcuda.so.1 and no libcuda.so",
+            "a link libcuda.so leads to it",
+            stands_for=MODULE + "; and an empty library with the name of the driver's",
+        ),
+    ),
+)
