@@ -1,0 +1,250 @@
+"""A compiled op of DeepSpeed is missing: its build failed, here or on another rank, and what is seen only follows."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+
+LIBRARY = "curand-kb"  # no machine has it, where some have libcurand.so in the folders of the system
+MODULE = """
+#include <Python.h>
+extern "C" int curandCreateGenerator(void **, int);
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "cpu_adam"};
+PyMODINIT_FUNC PyInit_cpu_adam() {
+    PyObject *made = PyModule_Create(&module);
+    PyModule_AddIntConstant(made, "generator", curandCreateGenerator(0, 100));
+    return made;
+}
+"""
+
+
+class Op:
+    """An op that links to a library of CUDA, in a cache of its own, as torch builds the ops of DeepSpeed."""
+
+    def __init__(self, ctx: Context, named: bool = True) -> None:
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise Unavailable("Python.h is not installed")
+        self.source, self.libraries = Path(ctx.path("cpu_adam.cpp")), Path(ctx.path("cuda/lib64"))
+        self.cache = Path(ctx.path("torch_extensions"))
+        os.environ.update(TORCH_EXTENSIONS_DIR=str(self.cache), CC="cc", CXX="c++")
+        os.environ.pop("LIBRARY_PATH", None)
+        if ctx.rank == 0:
+            self.source.write_text(MODULE)
+            self.libraries.mkdir(parents=True)
+            code = Path(ctx.path("curand.cpp"))
+            code.write_text('extern "C" int curandCreateGenerator(void **, int kind) { return kind; }')
+            soname = str(self.libraries / f"lib{LIBRARY}.so.10")
+            options = ["-shared", "-fPIC", f"-Wl,-soname,{soname}"]  # found at run time, as torch's own is
+            subprocess.run(["c++", *options, str(code), "-o", soname], check=True)
+            if named:  # the name that the linker looks for; wheels of nvidia-curand have only the other
+                (self.libraries / f"lib{LIBRARY}.so").symlink_to(soname)
+
+    def load(self) -> None:
+        from torch.utils import cpp_extension
+
+        module: Any = cpp_extension.load("cpu_adam", [str(self.source)], extra_ldflags=[f"-l{LIBRARY}"])
+        assert module.generator == 100
+
+
+def build(
+    ctx: Context, *, library_path: bool, named: bool = True, runtime_path: bool = False, before: str = ""
+) -> None:
+    """The library is there, in a folder that the linker does not know; `before` has the op failed already."""
+    import torch.utils.cpp_extension as cpp_extension
+
+    op = Op(ctx, named)
+    if runtime_path:
+        os.environ["LD_LIBRARY_PATH"] = str(op.libraries)
+    if library_path and before != "deleted":
+        os.environ["LIBRARY_PATH"] = str(op.libraries)
+    ctx.meet("ready")
+    ctx.reached()
+    while ctx.rank == 1 and not (op.cache / "cpu_adam" / "lock").exists():
+        time.sleep(0.001)  # it comes while rank 0 builds
+    if before:
+        try:
+            op.load()
+        except RuntimeError as error:
+            ctx.note(first=str(error)[:40])
+    if before == "deleted":
+        shutil.rmtree(op.cache / "cpu_adam")
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.clear()  # as in a new process
+        if library_path:
+            os.environ["LIBRARY_PATH"] = str(op.libraries)
+    op.load()
+
+
+def find_ninja(ctx: Context, *, on_path: bool) -> None:
+    """The interpreter is called by its path, and ninja is in the bin of an environment that is not activated."""
+    op = Op(ctx)
+    os.environ["LIBRARY_PATH"] = str(op.libraries)
+    if not on_path:
+        os.environ["PATH"] = ctx.path("bin")
+    ctx.reached()
+    op.load()
+
+
+def offload(ctx: Context, *, torch_adam: bool) -> None:
+    """ZeRO-2 with the optimizer on the CPU, where cpu_adam cannot be built."""
+    from kb.cpu_arms import import_deepspeed
+
+    deepspeed = import_deepspeed()
+    import torch
+
+    os.environ.update(TORCH_EXTENSIONS_DIR=ctx.path("torch_extensions"), PATH=ctx.path("no-programs"))
+    ctx.init_process_group(timeout_s=20)
+    params: dict[str, Any] = {"lr": 0.1, "torch_adam": True} if torch_adam else {"lr": 0.1}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": params},
+    }
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    ctx.reached()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+    engine.step()
+    assert type(engine.optimizer.optimizer) is torch.optim.AdamW
+    assert (model.weight.float() - before).abs().min().item() > 0.05  # the first step of Adam is lr
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Was the op to be built when DeepSpeed was installed, and is it there? Has a build left a folder without it?"""
+    op = params["op"]
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.origin:
+        return unknown("DeepSpeed is not installed in this interpreter")
+    package, record = Path(spec.origin).parent, {}
+    try:
+        for line in (package / "git_version_info_installed.py").read_text().splitlines():
+            key, _, value = line.partition("=")
+            record[key] = ast.literal_eval(value)
+    except (OSError, ValueError, SyntaxError):
+        pass
+    evidence = [f"DeepSpeed {record.get('version', 'of an unknown release')}"]
+    if record.get("installed_ops", {}).get(op):
+        if not list(package.glob(f"ops/*/{op}_op*.so")):
+            why = f"its installation says that {op} was built, and {package}/ops has no {op}_op*.so"
+            return exposed(*evidence, why, advice="install DeepSpeed again, with the same DS_BUILD_ variables")
+        return unknown(*evidence, f"{op} was built with the installation; whether it loads, only a load shows")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
+        cache, "torch_extensions", "py%d%d*" % sys.version_info[:2]
+    )
+    for folder in map(Path, sorted(glob.glob(os.path.join(root, op)))):
+        if (folder / "build.ninja").exists() and not list(folder.glob(f"{op}*.so")) and not (folder / "lock").exists():
+            why = f"{folder} has a build.ninja and no {op}.so: a build failed there"
+            return exposed(*evidence, why, advice=f"cd {folder} && ninja -v, in the job's environment, shows why")
+    missing = [program for program in ("ninja", os.environ.get("CXX", "c++")) if not shutil.which(program)]
+    if missing:
+        why = f"{op} is built when it is first used, and PATH of this shell has no {' and no '.join(missing)}"
+        return exposed(*evidence, why, advice="export PATH=/path/of/the/environment/bin:$PATH in the job")
+    return unknown(*evidence, f"{op} is built when it is first used: try that on a node of the job")
+
+
+STAND_IN = "cpu_adam and libcurand: a module and a library of a few lines, built by torch in the same way"
+FAILED = raised(r"Error building extension 'cpu_adam'[\s\S]*(cannot find|unable to find library) -lcurand")
+NO_FILE = r"cpu_adam\.so: cannot open shared object file"
+NO_OP = raised(r"DeepSpeedCPUAdam requires the cpu_adam op|Unable to JIT load the cpu_adam op|Ninja is required")
+UNKNOWN_FOLDER = "the linker does not look into the folder of the library"
+
+
+def pair(
+    title: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    until: str = "",
+    ranks: int = 1,
+) -> Experiment:
+    return Experiment(
+        name=title,
+        control=Arm(fails, expect, because, "stand-in", STAND_IN),
+        treatment=Arm(works, completed(), fix, "stand-in", STAND_IN),
+        world_size=ranks,
+        needs=Needs(packages={"torch": ">=2.2" + until, "setuptools": ""}, programs=("cc", "c++", "ninja")),
+        deadline_s=60,
+        expected_s=(1.0, 1.0),
+    )
+
+
+def linker(title: str, expect: Expect = FAILED, because: str = UNKNOWN_FOLDER, **options: Any) -> Experiment:
+    shape = {key: options.pop(key) for key in ("until", "ranks") if key in options}
+    fails, works = (partial(build, library_path=known, **options) for known in (False, True))
+    return pair(title, fails, works, expect, because, "LIBRARY_PATH names the folder", **shape)
+
+
+probe = Probe(
+    check=check,
+    params={"op": Param("str", "the op that the job lacks", "cpu_adam")},
+    experiments=(linker("linker"),),
+    variants=(
+        linker("ld-library-path", because="LD_LIBRARY_PATH names the folder, not LIBRARY_PATH", runtime_path=True),
+        pair(
+            "link-name",
+            partial(build, library_path=True, named=False),
+            partial(build, library_path=True, named=True),
+            FAILED,
+            "the folder has the library under its name of run time only",
+            "a link has the name that the linker looks for",
+        ),
+        linker("cache-deleted", because="the folder of the failed build is deleted, no more", before="deleted"),
+        linker("second-call", raised(NO_FILE), "the first call failed, and the second does not build", before="called"),
+        linker(
+            "ranks",
+            raised(NO_FILE, after="Error building extension 'cpu_adam'"),
+            "the build of rank 0 fails, and rank 1, which waited for it, loads what is not there",
+            until=",<2.14",
+            ranks=2,
+        ),
+        pair(
+            "ninja",
+            partial(find_ninja, on_path=False),
+            partial(find_ninja, on_path=True),
+            raised(r"Ninja is required to load C\+\+ extensions"),
+            "ninja is installed, in a bin that is not on PATH",
+            "that bin is on PATH",
+        ),
+        Experiment(
+            name="deepspeed",
+            control=Arm(
+                partial(offload, torch_adam=False), NO_OP, "no program is on PATH, and cpu_adam not built", "cpu"
+            ),
+            treatment=Arm(partial(offload, torch_adam=True), completed(), "torch's AdamW needs no op", "cpu"),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.2", "deepspeed": ">=0.16"}),
+            deadline_s=60,
+            expected_s=(6.0, 6.0),
+        ),
+    ),
+)

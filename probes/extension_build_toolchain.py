@@ -1,0 +1,256 @@
+"""An extension of torch is compiled, and ninja, the compiler, a header or the GPU architecture is missing or unfit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, Tuple
+from unittest.mock import patch
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+PROGRAMS = ("c++", "g++", "gcc", "cc", "clang", "clang++", "as", "ld", "sh", "which", "ninja")
+VARIABLES = ("CC", "CXX", "CPATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "TORCH_CUDA_ARCH_LIST")
+
+
+def script(ctx: Context, name: str, text: str) -> None:
+    path = Path(ctx.path(name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text + "\n")
+    path.chmod(0o755)
+
+
+def build(
+    ctx: Context, environment: Mapping[str, str], suffix: str = "cpp", text: str = SOURCE, load: bool = True
+) -> None:
+    """Compile, load and call what torch builds at run time."""
+    import ctypes
+
+    from torch.utils import cpp_extension
+
+    source, folder = Path(ctx.path("answer." + suffix)), Path(ctx.path("torch_extensions/answer"))
+    source.write_text(text)
+    folder.mkdir(parents=True)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    ctx.reached()
+    cpp_extension.load("answer", [str(source)], build_directory=str(folder), is_python_module=False)
+    library = folder / "answer.so"
+    assert ctypes.CDLL(str(library)).answer() == 42 if load else library.stat().st_size > 1000
+
+
+def with_ninja(ctx: Context, *, on_path: bool) -> None:
+    """Two folders of links: ninja's, as the bin of an environment, and one with all else that a build needs."""
+    environment, system = ctx.path("environment"), ctx.path("system")
+    os.mkdir(environment)
+    os.mkdir(system)
+    for name in filter(shutil.which, PROGRAMS):
+        os.symlink(str(shutil.which(name)), os.path.join(environment if name == "ninja" else system, name))
+    build(ctx, {"PATH": environment + os.pathsep + system if on_path else system})
+
+
+def with_compiler(ctx: Context, *, present: bool) -> None:
+    build(ctx, {"CXX": str(shutil.which("c++")) if present else "/opt/gcc-toolset-99/bin/g++"})
+
+
+def with_headers(ctx: Context, *, cpath: bool) -> None:
+    """The folder that Python names for its headers is empty, as without python3-dev."""
+    headers = sysconfig.get_paths()["include"]
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        raise Unavailable("this Python has no headers: %s" % headers)
+    os.makedirs(ctx.path("empty"))
+    with patch("sysconfig.get_path", lambda *_, **__: ctx.path("empty")):
+        build(ctx, {"CPATH": headers} if cpath else {}, text="#include <Python.h>\n" + SOURCE)
+
+
+def flags_of_nvcc(ctx: Context, environment: Mapping[str, str]) -> List[str]:
+    """What torch hands to nvcc on a machine without GPUs: nvcc is a script that writes it down and fails."""
+    import torch
+    from torch.utils import cpp_extension
+
+    script(ctx, "cuda/bin/nvcc", 'echo "$@" > %s; exit 1' % ctx.path("flags"))
+    count = patch.object(torch.cuda, "device_count", lambda: 0)
+    with count, patch.object(cpp_extension, "CUDA_HOME", ctx.path("cuda")):
+        try:
+            build(ctx, environment, suffix="cu")
+        except RuntimeError as error:
+            assert "Error building extension" in str(error), error
+    return Path(ctx.path("flags")).read_text().split()
+
+
+def for_nvcc(ctx: Context, *, cc: bool) -> None:
+    compilers = {"CXX": str(shutil.which("c++")), **({"CC": "/opt/gcc-13/bin/gcc"} if cc else {})}
+    flags = flags_of_nvcc(ctx, {**compilers, "TORCH_CUDA_ARCH_LIST": "9.0"})
+    if "-ccbin" not in flags:
+        raise Symptom("CXX is set, and of %d arguments of nvcc none is -ccbin" % len(flags))
+    assert flags[flags.index("-ccbin") + 1] == "/opt/gcc-13/bin/gcc"
+
+
+def for_architectures(ctx: Context, *, named: bool) -> None:
+    flags = flags_of_nvcc(ctx, {"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"} if named else {})
+    wanted = {"compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"}
+    assert {flag.split("arch=")[-1] for flag in flags if flag.startswith("-gencode")} == wanted
+
+
+def with_nvcc(ctx: Context, *, cc: bool) -> None:
+    """The real nvcc, and first on PATH a gcc that says it is release 99."""
+    from torch.utils import cpp_extension
+
+    nvcc, gcc, cxx = str(shutil.which("nvcc")), str(shutil.which("gcc")), str(shutil.which("g++"))
+    script(ctx, "new/gcc", 'exec %s -U__GNUC__ -D__GNUC__=99 "$@"' % gcc)
+    environment = {"PATH": ctx.path("new") + os.pathsep + os.environ["PATH"], "CXX": cxx, "TORCH_CUDA_ARCH_LIST": "8.0"}
+    nothing: List[str] = []  # torch may be one for the CPU, without the libraries that this needs
+    replaced: Any = {"_prepare_ldflags": lambda *_: nothing, "_import_module_from_library": lambda *_: None}
+    with patch.multiple(cpp_extension, CUDA_HOME=str(Path(nvcc).parent.parent), **replaced):
+        build(ctx, {**environment, **({"CC": gcc} if cc else {})}, suffix="cu", load=False)
+
+
+def check_of_torch(ctx: Context, *, version: str) -> None:
+    """What BuildExtension asks before it compiles; a toolkit 11.7 takes gcc up to 11."""
+    import torch
+    from torch.utils import cpp_extension
+
+    script(ctx, "cuda/bin/nvcc", "echo 'Cuda compilation tools, release 11.7, V11.7.99'")
+    os.environ.pop("TORCH_DONT_CHECK_COMPILER_ABI", None)
+    with patch.object(cpp_extension, "CUDA_HOME", ctx.path("cuda")), patch.object(torch.version, "cuda", "11.7"):
+        ctx.reached()
+        cpp_extension._check_cuda_version("g++", torch.torch_version.TorchVersion(version))
+
+
+def edited(ctx: Context, *, asks_version: bool) -> None:
+    """The folklore: `ninja -v` in cpp_extension.py becomes `ninja --version`. The toolchain is complete."""
+    run: Callable[..., Any] = subprocess.run
+
+    def ask(command: Any, *args: Any, **options: Any) -> Any:
+        ninja = asks_version and command[:2] == ["ninja", "-v"]
+        return run(["ninja", "--version"] if ninja else command, *args, **options)
+
+    with patch("subprocess.run", ask):
+        build(ctx, {})
+
+
+def check(_: Mapping[str, Any]) -> Finding:
+    """Ninja, compiler, Python's headers, and the gcc that nvcc would take against the limit in nvcc's header."""
+    problems: List[str] = []
+    if shutil.which("ninja") is None:
+        beside = Path(sys.executable).with_name("ninja")
+        problems.append("ninja is not on PATH%s" % (", but here: %s" % beside if beside.exists() else ""))
+    compiler = os.environ.get("CXX") or "c++"
+    if shutil.which(compiler) is None:
+        problems.append("no program %r, which is the C++ compiler here (CXX, else c++)" % compiler)
+    if 0 < release_of(compiler) < 9:
+        problems.append("%s is release %d; torch 2.2.2 and newer need 9" % (compiler, release_of(compiler)))
+    headers = sysconfig.get_paths()["include"]
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        problems.append("no Python.h in %s" % headers)
+    host = os.environ.get("CC") or "gcc"
+    release, limit = release_of(host), limit_of_nvcc()
+    chosen = any("ccbin" in os.environ.get(name, "") for name in VARIABLES) or "NVCC_CCBIN" in os.environ
+    if 0 < limit < release and not chosen:
+        problems.append("nvcc takes gcc up to release %d, and %s is %d" % (limit, host, release))
+    if problems:
+        return exposed(*problems, advice="what is installed as a built wheel needs none of this")
+    evidence = "ninja, %s and Python.h are there" % compiler
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not os.path.exists("/dev/nvidiactl"):
+        return unknown(evidence, "there is no GPU, and a CUDA build then needs TORCH_CUDA_ARCH_LIST")
+    if chosen or not limit or not release:
+        return unknown(evidence, "what nvcc would take is not known: its flags, gcc, or the header with its limit")
+    return clear(evidence, "%s is release %d, nvcc takes gcc up to %d" % (host, release, limit))
+
+
+def release_of(compiler: str) -> int:
+    """Of a gcc; 0 for clang, and where it cannot be asked."""
+    try:
+        run = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=0.6, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = re.search(r"\) (\d+)\.\d", run.stdout.split("\n")[0])  # gcc (Debian 12.2.0-14) 12.2.0
+    return int(match.group(1)) if match and "clang" not in run.stdout else 0
+
+
+def limit_of_nvcc() -> int:
+    nvcc = shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).parent.parent))
+    root = Path(home or "/usr/local/cuda")
+    for path in (root / "include/crt/host_config.h", *root.glob("targets/*/include/crt/host_config.h")):
+        match = re.search(r"__GNUC__ > (\d+)", path.read_text(errors="replace")) if os.access(path, os.R_OK) else None
+        if match:
+            return int(match.group(1))
+    return 0
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    keyword: str,
+    values: Tuple[Any, Any],
+    expect: Expect,
+    because: str,
+    fix: str,
+    stands_for: str = "",
+    programs: Tuple[str, ...] = ("ninja", "c++"),
+) -> Experiment:
+    fidelity = "stand-in" if stands_for else "cpu"
+    fails, works = (partial(job, **{keyword: value}) for value in values)
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because, fidelity, stands_for),
+        treatment=Arm(works, completed(), fix, fidelity, stands_for),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.1", "setuptools": ""}, programs=programs),
+        deadline_s=60,
+        expected_s=(1.0, 2.0),
+    )
+
+
+OFF_ON = (False, True)
+BROKEN = r"Error building extension 'answer'[\s\S]*"
+NO_NINJA = raised(r"Ninja is required to load C\+\+ extensions")
+NOT_FOUND = raised(BROKEN + r"g\+\+: (not found|No such file)")
+NO_HEADER = raised(BROKEN + r"fatal error: '?Python\.h")
+REFUSED = raised(BROKEN + r"unsupported GNU version! gcc versions later than \d+ are not supported")
+NO_CCBIN = symptom(r"of \d+ arguments of nvcc none is -ccbin")
+NO_GPU = raised("list index out of range")
+TOO_NEW = raised(r"The current installed version of g\+\+ \(12\.2\.0\) is greater than the maximum required version")
+LATER, EMPTY = "a gcc that is too new: here one that says so", "a Python without headers: here its answer is changed"
+SCRIPT, REAL, VERSIONS = "nvcc: here a script", ("ninja", "gcc", "g++", "nvcc"), ("12.2.0", "11.4.0")
+
+probe = Probe(
+    check=check,
+    experiments=(
+        pair("ninja", with_ninja, "on_path", OFF_ON, NO_NINJA, "the folder of ninja is not on PATH", "it is on PATH"),
+    ),
+    variants=(
+        pair("compiler", with_compiler, "present", OFF_ON, NOT_FOUND, "CXX names no program", "CXX names a compiler"),
+        pair("headers", with_headers, "cpath", OFF_ON, NO_HEADER, "no Python.h", "CPATH names its folder", EMPTY),
+        pair("nvcc", with_nvcc, "cc", OFF_ON, REFUSED, "CXX alone names an older gcc", "CC does too", LATER, REAL),
+        pair("ccbin", for_nvcc, "cc", OFF_ON, NO_CCBIN, "CXX names a compiler, CC does not", "CC does too", SCRIPT),
+        pair("architectures", for_architectures, "named", OFF_ON, NO_GPU, "no GPU, no list", "a list", SCRIPT),
+        pair("limits", check_of_torch, "version", VERSIONS, TOO_NEW, "gcc 12, CUDA 11.7", "gcc 11", SCRIPT),
+        pair("edited", edited, "asks_version", (True, False), raised(r"answer\.so"), "ninja --version", "ninja -v"),
+    ),
+)
