@@ -1,0 +1,213 @@
+"""Two nodes train with DDP over a link of their own, whose rate is limited; each micro-batch computes for 0.1 s."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Dict, List, Mapping
+
+from kb.namespaces import join_nodes, own_network, run_two_nodes
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+NIC = "kb0"  # the cable's end on either node
+WIDTH, MICRO_BATCHES, COMPUTE_S, TOO_SLOW = 1024, 4, 0.1, 4.8
+MEGABYTES = WIDTH * WIDTH * 4 / 1e6
+
+
+def train_on_two_nodes(ctx: Context, *, modelled: bool = False, **how: Any) -> None:
+    """The same four micro-batches in every arm; if `modelled`, the link is a pause of as long as the bytes take."""
+    if modelled:
+        train(ctx, modelled=True, **how)
+    else:
+        run_two_nodes(ctx, partial(train, **how))
+
+
+def limit(mbit: int) -> None:
+    options = ["dev", NIC, "root", "tbf", "rate", "%dmbit" % mbit, "burst", "64kb", "latency", "400ms"]
+    ran = subprocess.run(["tc", "qdisc", "add", *options], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise Unavailable("tc cannot limit the rate of a link here: %s" % ran.stderr.strip())
+
+
+def train(
+    node: Context,
+    *,
+    mbit: int = 80,
+    accumulation: int = 1,
+    compressed: bool = False,
+    bucket_mb: int = 25,
+    modelled: bool = False,
+) -> None:
+    if not modelled:
+        own_network()
+        join_nodes(node, NIC)
+        os.environ["GLOO_SOCKET_IFNAME"] = NIC
+        if mbit:
+            limit(mbit)
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    def pause(group: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        time.sleep(buffer.numel() * buffer.element_size() * 8 / 1e6 / mbit if mbit else 0)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    def forward(batch: Any) -> Any:
+        time.sleep(COMPUTE_S)
+        return model(batch).sum()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    node.init_process_group(timeout_s=20)
+    model = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH, bias=False), bucket_cap_mb=bucket_mb)
+    if compressed:
+        model.register_comm_hook(None, fp16_compress_hook)
+    elif modelled:
+        pause.__annotations__.clear()  # torch compares them with its own
+        model.register_comm_hook(None, pause)
+    batch = torch.full((4, WIDTH), float(node.rank + 1))
+    forward(batch).backward()  # the first step builds the buckets
+    node.reached()
+    times: List[float] = []
+    for _ in range(MICRO_BATCHES // accumulation):
+        started = time.monotonic()
+        model.zero_grad()
+        for number in range(accumulation):
+            with nullcontext() if number == accumulation - 1 else model.no_sync():
+                loss = forward(batch) / accumulation
+                loss.backward()
+        times.append((time.monotonic() - started) / accumulation)
+    gradient = next(model.parameters()).grad
+    assert gradient is not None and torch.allclose(gradient, torch.full_like(gradient, 4 * 1.5)), gradient
+    seconds = median(times)
+    node.note(seconds_per_micro_batch=round(seconds, 3))
+    if seconds > TOO_SLOW * COMPUTE_S:
+        measured = "a micro-batch takes %.2f s on two nodes and computes for %.2f s" % (seconds, COMPUTE_S)
+        network = "%.1f MB of gradients at %d Mbit/s are %.2f s" % (MEGABYTES, mbit, MEGABYTES * 8 / max(mbit, 1))
+        raise Symptom("%s; %s" % (measured, network))
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """What the links of this node can carry at best, against what a step sends."""
+    nodes = params["nodes"] or next((int(os.environ[name]) for name in NODES if os.environ.get(name, "").isdigit()), 0)
+    if nodes == 1:
+        return clear("one node: gradients cross no network between nodes")
+    rdma, ethernet = rdma_ports(), ethernet_links()
+    evidence = ["InfiniBand or RoCE ports that are up: %s" % (listed(rdma) or "none")]
+    evidence.append("other links: %s" % (listed(ethernet) or "none whose speed can be read"))
+    forced = ["%s=%s" % setting for setting in TCP_ONLY if os.environ.get(setting[0]) == setting[1]]
+    if rdma and forced:
+        return exposed(*evidence, "%s: NCCL uses TCP" % ", ".join(forced), advice="unset it where the ports work")
+    best = sum(rdma.values()) or max(ethernet.values(), default=0)
+    if not best:
+        return unknown(*evidence, "no link speed can be read here: a virtual interface, or no rights")
+    if not params["trained"] or not params["step_s"]:
+        advice = "--set trained=7 (billions of trained parameters) --set step_s=1.5 (one step on one node)"
+        return unknown(*evidence, "the size of the model and the time of a step were not given", advice=advice)
+    nodes = max(nodes, 2)
+    at_least = 2 * (nodes - 1) / nodes * params["trained"] * params["bytes"] * 8 / best  # each link, in each direction
+    evidence.append("an all-reduce of the gradients takes at least %.2f s at %d Gbit/s" % (at_least, best))
+    if at_least > params["step_s"]:
+        advice = "accumulate, shard within the node, or use a faster network"
+        return exposed(*evidence, "a step on one node takes %.2f s" % params["step_s"], advice=advice)
+    return unknown(*evidence, "what NCCL uses and reaches cannot be seen here", advice="all_reduce_perf on two nodes")
+
+
+TCP_ONLY = (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket"))
+NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES")
+
+
+def listed(links: Mapping[str, float]) -> str:
+    return ", ".join("%s %g Gbit/s" % link for link in sorted(links.items()))
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def rdma_ports() -> Dict[str, float]:
+    """`rate` reads as "200 Gb/sec (4X HDR)", `state` as "4: ACTIVE"."""
+    ports: Dict[str, float] = {}
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        rate = re.match(r"([\d.]+) Gb/sec", read(port / "rate"))
+        if rate and "ACTIVE" in read(port / "state"):
+            ports["%s:%s" % (port.parts[-3], port.name)] = float(rate.group(1))
+    return ports
+
+
+def ethernet_links() -> Dict[str, float]:
+    links: Dict[str, float] = {}
+    for link in sorted(Path("/sys/class/net").glob("*")):
+        speed = read(link / "speed").strip()
+        if speed.isdigit() and int(speed) and read(link / "operstate").strip() == "up":
+            links[link.name] = int(speed) / 1000
+    return links
+
+
+CABLE = "two machines: two networks of this host and a cable of limited rate; gloo for nccl, sleep for what a GPU does"
+SLOW = r"a micro-batch takes \d\.\d\d s on two nodes and computes for 0\.10 s; 4\.2 MB of gradients at 80 Mbit/s are"
+
+
+def pair(name: str, because: str, fix: str, change: Mapping[str, Any], **common: Any) -> Experiment:
+    """`change` is the keyword of the fix with its value; the control arm has its default."""
+    modelled = "modelled" in common
+    fidelity, stands_for = ("model", PAUSE) if modelled else ("stand-in", CABLE)
+    treatment = partial(train_on_two_nodes, **common, **change)
+    return Experiment(
+        name=name,
+        control=Arm(partial(train_on_two_nodes, **common), symptom(SLOW), because, fidelity, stands_for),
+        treatment=Arm(treatment, completed(), fix, fidelity, stands_for),
+        world_size=2 if modelled else 1,
+        needs=Needs(packages={"torch": ">=2.1"}, programs=() if modelled else ("tc",)),
+        expected_s=(3.0, 2.0),
+    )
+
+
+PAUSE = "the network between two nodes: a pause of as long as the bytes of a bucket would take"
+ALL = "each micro-batch sends the gradients over a slow link"
+ONCE = "the gradients are sent once in four micro-batches"
+
+probe = Probe(
+    params={
+        "nodes": Param("int", "how many nodes the job has (default: from the launcher's variables)"),
+        "trained": Param("float", "trained parameters, in billions"),
+        "bytes": Param("float", "bytes of a gradient element: 2 for bf16, 4 for fp32", 2.0),
+        "step_s": Param("float", "seconds of a step on one node"),
+    },
+    check=check,
+    experiments=(
+        pair("link", ALL, "the link is not limited", {"mbit": 0}),
+        pair("model", ALL, "the link is not limited", {"mbit": 0}, modelled=True),
+    ),
+    variants=(
+        pair("accumulation", ALL, ONCE, {"accumulation": 4}),
+        pair("compressed", ALL, "the gradients are sent in fp16", {"compressed": True}),
+        pair("buckets", "larger buckets, which hold as many bytes", ONCE, {"accumulation": 4}, bucket_mb=200),
+    ),
+)
