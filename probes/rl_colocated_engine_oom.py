@@ -81,7 +81,8 @@ def share_card(kv_cache: int = KV_CACHE) -> Tuple[Pool, Engine]:
 def wake(ctx: Context, *, empties: bool = False, kv_cache: int = KV_CACHE) -> None:
     """A training step has ended and freed its tensors; the engine wakes for the next rollout."""
     if ctx.backend == "nccl":
-        return wake_on_gpu(ctx, empties=empties)
+        wake_on_gpu(ctx, empties=empties)
+        return
     pool, llm = share_card(kv_cache)
     pool.free(pool.take(STEP))
     ctx.reached()

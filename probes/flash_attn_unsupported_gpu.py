@@ -1,0 +1,220 @@
+"""FlashAttention on a GPU that its kernels are not made for, and the settings that turn it on all the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+AMPERE = (8, 0)
+
+
+def attend(ctx: Context, *, fallback: bool) -> None:
+    """The script allows torch the flash kernel only, or others as well; a CPU's takes no values of another width."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    dtype, width = torch.float32, 8
+    if ctx.device.type == "cuda":
+        dtype, width, capability = torch.float16, 16, torch.cuda.get_device_capability(ctx.device)
+        if capability >= AMPERE:
+            raise Unavailable(f"flash kernels are made for this GPU, of compute capability {capability}")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 32, size, device=ctx.device, dtype=dtype) for size in (16, 16, width))
+    ctx.reached()
+    if not fallback:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            output = scaled_dot_product_attention(q, k, v)
+    else:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            output = scaled_dot_product_attention(q, k, v)
+    weights = (q.double() @ k.double().transpose(-1, -2) / 4).softmax(-1)
+    assert torch.allclose(output.double(), weights @ v.double(), atol=5e-3)
+
+
+def small_model(attn_implementation: str) -> Any:
+    """Its config may name `pinned`, an attention that allows torch's flash kernel only; a CPU's knows no dropout."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def flash_only(*args: Any, **options: Any) -> Any:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            return sdpa_attention_forward(*args, **options)
+
+    AttentionInterface.register("pinned", flash_only)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    config = LlamaConfig(**sizes, **heads, attention_dropout=0.1, attn_implementation=attn_implementation)
+    return LlamaForCausalLM(config)
+
+
+def forward(model: Any) -> None:
+    assert model.train()(model.lm_head.weight.new_zeros(1, 8).long()).logits.isfinite().all()
+
+
+def from_config_file(ctx: Context, *, sdpa: bool) -> None:
+    """config.json of the model asks for a flash attention, as the one who saved it had it."""
+    from transformers import AutoModelForCausalLM
+
+    model_path, file = ctx.path("model"), Path(ctx.path("model"), "config.json")
+    small_model("sdpa").save_pretrained(model_path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "pinned"}))
+    ctx.reached()
+    if sdpa:
+        model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_path)
+    forward(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def own_switch(ctx: Context, *, use_flash_attn: bool) -> None:
+    """A model whose code chooses for its parts, as InternVL's did: the argument `sdpa` is given, and not asked."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class ChatModel(PreTrainedModel):  # type: ignore[misc]
+        config_class = PretrainedConfig
+        _supports_sdpa = True
+
+        def __init__(self, config: Any, use_flash_attn: bool = True) -> None:
+            super().__init__(config)
+            self.language_model = small_model("pinned" if use_flash_attn else "eager")
+            self.post_init()
+
+    ctx.reached()
+    model = ChatModel._from_config(PretrainedConfig(), attn_implementation="sdpa", use_flash_attn=use_flash_attn)
+    assert model.config._attn_implementation == "sdpa"
+    forward(model.language_model)
+
+
+SWITCH = re.compile(r"_?attn_impl(ementation)?(_internal)?|(use_)?flash_attn|(use_)?flash_attention(_2)?")
+
+
+def requests(values: Mapping[str, Any], parent: str = "") -> Iterator[str]:
+    """Settings that turn FlashAttention on, in a config.json or the arguments of a trainer, parts included."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from requests(value, parent + key + ".")
+        elif SWITCH.fullmatch(key) and (value is True or re.search(r"^fa\d|flash|^true$", str(value).lower())):
+            yield f"{parent}{key}: {value}"
+
+
+def capabilities(given: str) -> list[tuple[int, int]]:
+    if not given:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        try:
+            given = subprocess.run(command, capture_output=True, text=True, timeout=0.8, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return []
+    return [(int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d)", given)]
+
+
+def installed_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in re.findall(r"\d+", metadata.version("flash-attn"))[:3])
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """The GPUs of this node, the installed flash-attn, and what a configuration asks for."""
+    found, version = capabilities(params["capability"]), installed_version()
+    if not found:
+        advice = "on the GPU node, or with --set capability=7.5"
+        return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
+    values: dict[str, Any] = {}
+    if params["config"] is not None:
+        try:
+            values = read_config(params["config"]).values
+        except UnreadableConfig as error:
+            return unknown(str(error))
+    asked = list(requests(values))
+    evidence = [
+        "compute capability " + ", ".join(f"{major}.{minor}" for major, minor in sorted(set(found))),
+        "flash-attn " + (".".join(map(str, version)) or "is not installed in this interpreter"),
+        *(f"the configuration has {request}" for request in asked),
+    ]
+    if min(found) < AMPERE:
+        if asked:
+            return exposed(*evidence, advice='attn_implementation="sdpa", and the switch of the model\'s own code off')
+        return unknown(*evidence, "whether the model's own code turns FlashAttention on is not read here")
+    if max(found) > (9, 0):
+        if version and version < (2, 7, 3):
+            return exposed(*evidence, advice="flash-attn 2.7.3 or newer knows GPUs beyond 9.0")
+        return unknown(*evidence, "copies of flash-attn inside other packages, such as xformers, are not read here")
+    if any(re.search(r"3|4", request.rsplit(":", 1)[1]) for request in asked):
+        return unknown(*evidence, "FlashAttention 3 and 4 have requirements of their own")
+    return clear(*evidence, "FlashAttention-2 runs on every GPU that nvidia-smi lists here")
+
+
+Job = Callable[[Context], None]
+NO_KERNEL = raised(r"No available kernel\. +Aborting execution")
+NARROW = "a GPU below 8.0: values of another width, which the CPU's flash kernel does not take"
+DROPOUT = "flash_attention_2 on a GPU below 8.0: torch's flash kernel on a CPU, which takes no dropout"
+QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def pair(title: str, jobs: tuple[Job, Job], words: tuple[str, str], needs: Needs, stands_for: str = "") -> Experiment:
+    fidelity, env = ("stand-in", QUIET) if stands_for else ("hardware", {})
+    return Experiment(
+        name=title,
+        control=Arm(jobs[0], NO_KERNEL, words[0], fidelity, stands_for, env),
+        treatment=Arm(jobs[1], completed(), words[1], fidelity, stands_for, env),
+        world_size=1,
+        backend="gloo" if stands_for else "nccl",
+        needs=needs,
+        deadline_s=60,
+        expected_s=(4.0, 4.0),
+    )
+
+
+PINNED = (partial(attend, fallback=False), partial(attend, fallback=True))
+PINNED_WORDS = ("only the flash kernel is allowed, and it cannot run here", "torch may fall back to another kernel")
+library = partial(pair, needs=Needs(packages={"torch": ">=2.4", "transformers": ">=5"}), stands_for=DROPOUT)
+
+probe = Probe(
+    check=check,
+    params={
+        "config": Param("path", "config.json of the model, or the trainer's configuration"),
+        "capability": Param("str", "compute capability of the GPUs in question; default: nvidia-smi", ""),
+    },
+    experiments=(
+        pair("old-gpu", PINNED, PINNED_WORDS, Needs(gpus=1, packages={"torch": ">=2.3"})),
+        pair("pinned", PINNED, PINNED_WORDS, Needs(packages={"torch": ">=2.3"}), NARROW),
+    ),
+    variants=(
+        library(
+            "config-file",
+            (partial(from_config_file, sdpa=False), partial(from_config_file, sdpa=True)),
+            ("config.json asks for the flash kernel", "the call asks for sdpa, and config.json gives way"),
+        ),
+        library(
+            "own-switch",
+            (partial(own_switch, use_flash_attn=True), partial(own_switch, use_flash_attn=False)),
+            ("sdpa is asked for, and the model's own switch decides", "the model's own switch is off"),
+        ),
+    ),
+)
