@@ -57,8 +57,8 @@ def attend(ctx: Context, *, fallback: bool) -> None:
 def small_model(attn_implementation: str) -> Any:
     """Its config may name `pinned`, an attention that allows torch's flash kernel only; a CPU's knows no dropout."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # type: ignore[import-not-found]
 
     def flash_only(*args: Any, **options: Any) -> Any:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
