@@ -1,0 +1,219 @@
+"""ZeRO-3 shards the parameter of a quantized layer, and bitsandbytes keeps 8-bit weights in another attribute too."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+WIDTH = 128
+
+
+def judge(held: int, full: int, share: float = 0.75) -> None:
+    """Between two forwards a rank of two should hold about half of the weights under ZeRO-3, all in stage 2."""
+    if held > share * full:
+        raise Symptom("this rank holds %d bytes of a layer of %d bytes under ZeRO-3" % (held, full))
+
+
+def partition(ctx: Context, *, copy: bool) -> None:
+    """What a shard of a parameter frees: nothing, while another attribute refers to the whole tensor."""
+    import torch
+
+    layer = torch.nn.Module()
+    packed = torch.arange(WIDTH * WIDTH).to(torch.uint8)
+    layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    if copy:
+        layer.weight.CB = packed
+    ctx.init_process_group(timeout_s=20)
+    ctx.reached()
+    layer.weight.data = packed.chunk(ctx.world_size)[ctx.rank].clone()
+    parts = [torch.empty_like(layer.weight.data) for _ in range(ctx.world_size)]
+    torch.distributed.all_gather(parts, layer.weight.data)
+    assert torch.equal(torch.cat(parts), packed)
+    tensors = (layer.weight.data, getattr(layer.weight, "CB", None))
+    judge(sum(tensor.numel() for tensor in tensors if tensor is not None), packed.numel())
+
+
+def train(ctx: Context, *, bits: int, stage: int = 3, storage: str = "uint8") -> None:
+    """A quantized base layer and a trainable one, as in QLoRA, in DeepSpeed's engine."""
+    from kb.cpu_arms import import_deepspeed
+
+    deepspeed = import_deepspeed()
+    import bitsandbytes as bnb  # type: ignore[import-not-found]
+    import torch
+
+    torch.manual_seed(0)
+    ctx.init_process_group(timeout_s=20)
+    if bits == 8:
+        base = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+    else:
+        options = {"compute_dtype": torch.bfloat16, "quant_storage": getattr(torch, storage)}
+        base = bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, **options)
+    base = base.to("cpu")  # packs the weights
+    base.weight.requires_grad_(False)
+    packed = base.weight.data.view(torch.uint8).clone().flatten()
+    full = packed.numel()
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False), base)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+    }
+    ctx.reached()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    with deepspeed.zero.GatheredParameters([base.weight] if stage == 3 else []):
+        changed = int((base.weight.data.view(torch.uint8).flatten() != packed).sum())
+    if changed:
+        raise Symptom("%d of %d packed bytes are others after deepspeed.initialize" % (changed, full))
+    x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(3):
+        loss = engine(x).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    weight, state = base.weight, getattr(base, "state", None)
+    tensors = [weight.data, getattr(weight, "ds_tensor", None), getattr(weight, "CB", None), getattr(state, "CB", None)]
+    storages = {
+        t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors if t is not None and t.numel()
+    }
+    judge(sum(storages.values()), full, 0.75 if stage == 3 else 1.0)
+
+
+def load(ctx: Context, *, quantized: bool) -> None:
+    """from_pretrained while a configuration of stage 3 is known."""
+    from kb.cpu_arms import import_deepspeed
+
+    import_deepspeed()
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig  # type: ignore[import-not-found]
+    from transformers.integrations import HfDeepSpeedConfig  # type: ignore[import-not-found]
+
+    if ctx.rank == 0:
+        sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1}
+        AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(ctx.path("model"))
+    ctx.meet("saved")
+    ctx.init_process_group(timeout_s=20)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    kept = HfDeepSpeedConfig(config)
+    options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if quantized else {}
+    ctx.reached()
+    model = AutoModelForCausalLM.from_pretrained(ctx.path("model"), dtype=torch.bfloat16, **options)
+    assert kept.is_zero3()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    full = WIDTH * WIDTH // 2 if quantized else WIDTH * WIDTH * 2
+    tensors = [weight.data, getattr(weight, "ds_tensor", None)]
+    judge(sum(t.numel() * t.element_size() for t in tensors if t is not None), full)
+
+
+def quantization(model: Path) -> Any:
+    """The section of a model's config.json; None where it has none."""
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableConfig("%s cannot be read: %s" % (path, str(error)[:120])) from None
+    return values.get("quantization_config") if isinstance(values, dict) else None
+
+
+def stage_of(values: Mapping[str, Any]) -> Any:
+    section = values.get("zero_optimization") or values.get("deepspeed_config") or {}
+    return section.get("stage", section.get("zero_stage")) if isinstance(section, dict) else None
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Is a DeepSpeed configuration of stage 3 to be used with a model that is saved quantized?"""
+    if params["config"] is None:
+        return unknown("no configuration was given", advice="--config ds_config.json --set model=/path/of/the/model")
+    try:
+        stage = stage_of(read_config(Path(params["config"])).values)
+        section = quantization(Path(params["model"])) if params["model"] is not None else None
+    except UnreadableConfig as error:
+        return unknown(str(error))
+    if stage is None:
+        return unknown("the configuration names no ZeRO stage")
+    if stage in (0, 1, 2):
+        return clear("ZeRO stage %s does not shard parameters" % stage)
+    if stage != 3 or not isinstance(section, dict):
+        return unknown("ZeRO stage %s; whether the script quantizes at loading is not in this file" % stage)
+    method = str(section.get("quant_method", "bitsandbytes"))
+    if method in ("mxfp4", "fp8") or (method == "bitsandbytes" and section.get("load_in_4bit")):
+        return unknown("ZeRO stage 3 with %s: whole on every rank while it is loaded, or dequantized there" % method)
+    why = "ZeRO stage 3, and the model is saved quantized: %s" % method
+    return exposed(why, advice="stage 2 with LoRA, or the unquantized model")
+
+
+WHOLE = symptom(r"this rank holds \d+ bytes of a layer of \d+ bytes under ZeRO-3")
+REAL = {"torch": ">=2.4", "deepspeed": ">=0.16", "bitsandbytes": ">=0.48"}
+LOADER = {**REAL, "transformers": ">=5.0"}
+
+
+def pair(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    because: str,
+    fix: str,
+    packages: Any = REAL,
+    expect: Expect = WHOLE,
+    stands_for: str = "",
+) -> Experiment:
+    fidelity = "stand-in" if stands_for else "cpu"
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because, fidelity, stands_for),
+        treatment=Arm(works, completed(), fix, fidelity, stands_for),
+        needs=Needs(packages=packages, memory_mib=1500),
+        deadline_s=60,
+        expected_s=(1.0, 1.0) if stands_for else (7.0, 7.0),
+    )
+
+
+COPY, ALONE = (
+    "another attribute refers to the whole tensor",
+    "the parameter alone holds the packed weights, as in 4-bit",
+)
+TWICE, ONCE = "an 8-bit layer in stage 3: the whole tensor, and a shard besides", "stage 2: the whole tensor, once"
+CAST, SAME = (
+    "4-bit packed as float16, cast to bfloat16 by the engine",
+    "4-bit packed as bfloat16, the dtype of the engine",
+)
+LATE, SHARDED = "the model is quantized while it is loaded", "the model is not quantized"
+OTHERS = symptom(r"\d+ of \d+ packed bytes are others after deepspeed.initialize")
+STANDS_FOR = "the engine of ZeRO-3, and layers of bitsandbytes"
+half, bf16 = (partial(train, bits=4, storage=storage) for storage in ("float16", "bfloat16"))
+copied, alone = (partial(partition, copy=copy) for copy in (True, False))
+
+probe = Probe(
+    check=check,
+    params={
+        "config": Param("path", "a DeepSpeed JSON or an accelerate YAML"),
+        "model": Param("path", "the folder of the model, or its config.json"),
+    },
+    experiments=(pair("partition", copied, alone, COPY, ALONE, {"torch": ">=2.1"}, stands_for=STANDS_FOR),),
+    variants=(
+        pair("deepspeed", partial(train, bits=8), partial(train, bits=4), "an 8-bit layer", "a 4-bit layer"),
+        pair("stage-2", partial(train, bits=8, stage=3), partial(train, bits=8, stage=2), TWICE, ONCE),
+        pair("storage", half, bf16, CAST, SAME, expect=OTHERS),
+        pair("loading", partial(load, quantized=True), partial(load, quantized=False), LATE, SHARDED, LOADER),
+    ),
+)
