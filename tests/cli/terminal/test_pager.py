@@ -157,7 +157,7 @@ def test_code_is_whole_on_a_narrow_terminal() -> None:
 def test_titles_and_ids_of_lists_are_not_broken(kb: Kb, columns: int) -> None:
     for command in (("list",), ("search", "NCCL timeout", "--limit", "20")):
         document = kb(*command, "--json").json
-        lines = shown(*command, columns=columns, rows=500).splitlines()
+        lines = shown(*command, columns=columns, rows=5000).splitlines()
         words = " ".join(lines).split()
         for entry in document.get("entries") or document["hits"]:
             assert entry["id"] in words
