@@ -47,15 +47,6 @@ UNDECIDED = {
     ),
     "a bus error that no parent speaks for": ("dataloader-shm-bus-error", STEP.format(3) + "Bus error (core dumped)\n"),
     "a bus error in faulthandler's words": ("shm-too-small", "Fatal Python error: Bus error\n"),
-    "a symbol of CUDA behind a failed build": (
-        "extension-abi-mismatch",
-        "ninja: build stopped: subcommand failed.\nRuntimeError: Error building extension 'cpu_adam'\n"
-        "ImportError: /root/.cache/torch_extensions/py311_cu128/cpu_adam/cpu_adam.so: undefined symbol: curandCreateGenerator\n",
-    ),
-    "pdsh, where the other node has no such program": (
-        "cuda-toolkit-mismatch",
-        "node-4: bash: line 1: /opt/venv/bin/python: No such file or directory\npdsh@head: node-4: ssh exited with exit code 127\n",
-    ),
     "out of memory alone": ("oom-activations", STEP.format(70) + FULL.format(512)),
     "out of memory, weights": ("oom-activations", FULL_OF_WEIGHTS),
     "out of memory, copies of DataParallel": ("oom-activations", FULL_OF_COPIES),
