@@ -80,9 +80,9 @@ def exchange(
             while waiting and len(running) < AT_ONCE:
                 number = waiting.pop()
                 running[number] = _start(connections[number], make_text(number), limits_s(number), files)
-            for number, one in list(running.items()):
-                if one.process.poll() is not None or time.monotonic() > one.ends:
-                    replies[number] = _reply(one)
+            for number, child in list(running.items()):
+                if child.process.poll() is not None or time.monotonic() > child.ends:
+                    replies[number] = _reply(child)
                     del running[number]
             if running:
                 time.sleep(LOOK_S)
@@ -106,14 +106,14 @@ def _start(connection: Connection, text: str, limit_s: float, files: ExitStack) 
     return _Running(process, out, err, began, time.monotonic() + limit_s)
 
 
-def _reply(one: _Running) -> Reply:
-    code = one.process.poll()
+def _reply(child: _Running) -> Reply:
+    code = child.process.poll()
     ended = time.time()
     if code is None:
-        _end([one])
-    output = os.pread(one.out.fileno(), MOST_BYTES, 0)
-    errors = os.pread(one.err.fileno(), MOST_ERRORS, 0).decode("utf-8", "replace").strip()
-    return Reply(output, errors, code, one.began, ended)
+        _end([child])
+    output = os.pread(child.out.fileno(), MOST_BYTES, 0)
+    errors = os.pread(child.err.fileno(), MOST_ERRORS, 0).decode("utf-8", "replace").strip()
+    return Reply(output, errors, code, child.began, ended)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def _all_ended() -> Iterator[dict[int, _Running]]:
 def _end(given: Sequence[_Running]) -> None:
     """Together: asked first, so that ssh and srun end their far side, then killed; one in state D is left behind."""
     for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
-        left = [one.process for one in given if one.process.poll() is None]
+        left = [child.process for child in given if child.process.poll() is None]
         for process in left:
             try:
                 os.killpg(process.pid, number)
@@ -139,9 +139,9 @@ def _end(given: Sequence[_Running]) -> None:
         while left and time.monotonic() < until:
             time.sleep(LOOK_S)
             left = [process for process in left if process.poll() is None]
-    for one in given:
-        if one.process.returncode is None:
-            one.process.returncode = -signal.SIGKILL  # or Popen warns about it at its end
+    for child in given:
+        if child.process.returncode is None:
+            child.process.returncode = -signal.SIGKILL  # or Popen warns about it at its end
 
 
 def _memory(name: str) -> IO[bytes]:
