@@ -29,8 +29,10 @@ class _Log:
     ranks: set[int | None] = field(default_factory=set)
 
 
-def skews(lines: Iterable[StoryLine]) -> dict[str, float]:
+def skews(lines: Sequence[StoryLine]) -> dict[str, float]:
     """By log, the seconds that its clock is ahead of that of the first log with steps; only of logs that differ."""
+    if len({line.source for line in lines}) < 2:
+        return {}
     (_, reference), *others = _logs(lines).items() or [("", _Log())]
     known = ((source, _skew(log, reference)) for source, log in others)
     return {source: skew for source, skew in known if skew is not None}
