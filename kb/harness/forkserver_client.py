@@ -18,7 +18,7 @@ from typing import IO, Any
 from kb.errors import InterpreterError, LaunchError
 from kb.harness import scratch
 from kb.runtime import processes, start
-from kb.runtime.guard import NO_RECORD
+from kb.runtime.guard import KILLED_S, NO_RECORD
 
 START = Path(start.__file__)
 READY_S = {False: 30.0, True: 180.0}  # torch from a cold network disk takes minutes
@@ -174,9 +174,14 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def _kill_tree(pid: int) -> None:
+    """Kill a guard and what is below it, and wait for their ends: a kill is under way, not done, when it returns."""
     process = processes.read_process(pid)
-    for victim in [*processes.descendants(pid), *([process] if process else [])]:
+    victims = [*processes.descendants(pid), *([process] if process else [])]
+    for victim in victims:
         processes.send_signal(victim, signal.SIGKILL)
+    end = time.monotonic() + KILLED_S
+    while time.monotonic() < end and any(map(processes.is_running, victims)):
+        time.sleep(0.02)
 
 
 class _NotInTime(LaunchError):

@@ -38,6 +38,12 @@ def read_process(pid: int) -> Optional[Process]:
     return Process(pid, int(fields[1]), int(fields[19]), fields[0], head.partition("(")[2])
 
 
+def is_running(process: Process) -> bool:
+    """Whether this very process still runs; neither a zombie nor another one with its pid counts."""
+    now = read_process(process.pid)
+    return now is not None and now.start == process.start and now.is_alive
+
+
 def descendants(root: int) -> List[Process]:
     """Every live process below `root`. Complete when `root` is a child subreaper: orphans come back to it."""
     children: Dict[int, List[Process]] = {}
