@@ -159,15 +159,19 @@ def step(ctx: Context, *, divides: str) -> None:
         raise Symptom("update of the weights is %.2f times that of one batch" % times)
 
 
-def alone() -> None:
-    """accelerate and the Trainer wait for a launcher where these are set."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+def join(ctx: Context) -> None:
+    """accelerate and the Trainer read these; with one rank they would wait for a launcher."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
+    if ctx.world_size > 1:
+        rank, size = str(ctx.rank), str(ctx.world_size)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        ctx.init_process_group(timeout_s=30)
 
 
 def divide_twice(ctx: Context, *, own_division: bool) -> None:
     """accelerate's backward divides by the accumulation steps itself."""
-    alone()
+    join(ctx)
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
@@ -182,8 +186,8 @@ def divide_twice(ctx: Context, *, own_division: bool) -> None:
 
 
 def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str = "") -> None:
-    """One step of the Trainer with plain SGD: what the weights lose is the gradient that the step had."""
-    alone()
+    """One step of the Trainer with plain SGD over all ranks: what the weights lose is the gradient that it had."""
+    join(ctx)
     import torch
     from torch.nn.functional import cross_entropy
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
@@ -223,7 +227,7 @@ def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str 
         output_dir=ctx.path("out"),
         max_steps=1,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=len(batches),
+        gradient_accumulation_steps=len(batches) // ctx.world_size,
         optim="sgd",
         learning_rate=1.0,
         lr_scheduler_type="constant",
@@ -255,8 +259,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         hits.append("deepspeed 0.18.3 with %s: the gradient is divided by the steps once more" % name)
     if hits:
         return exposed(*hits, advice="transformers 4.54 to 5.1, or 5.5.4 and newer; it matters to N above 1 only")
+    smoothing = ["with label_smoothing_factor and a model that takes **kwargs: N times too large"]
     return unknown(
         "%s is in no row of the table" % name,
+        *(smoothing if (4, 46) <= transformers < (5, 15) else []),
         "a compute_loss of your own, or a model with **kwargs that ignores the count, is not visible here",
     )
 
@@ -270,8 +276,8 @@ def known(version: Tuple[int, ...]) -> List[str]:
 
 def release(package: str) -> Any:
     try:
-        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\+.*)?$", importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
+        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|\+.*)?$", importlib.metadata.version(package))
+    except Exception:  # not installed, or its metadata is damaged
         return None
     return tuple(int(part or 0) for part in match.groups()) if match else None
 
@@ -357,6 +363,15 @@ probe = Probe(
             FOUR,
             ("the model's forward takes **kwargs and its loss ignores the count", "it says so: accepts_loss_kwargs"),
             packages=TRAINER,
+        ),
+        pair(
+            "trainer-ranks",
+            partial(fit, tokens=(5, 5)),
+            partial(fit, tokens=(5, 5), accepts=False),
+            differs(r"2\.00", r"1\.00"),
+            ("two ranks, no accumulation, and a loss that ignores the count", "the model says so: accepts_loss_kwargs"),
+            ranks=2,
+            packages={**TRAINER, "transformers": RIGHT + ",>=4.54"},
         ),
         pair(
             "compute-loss",

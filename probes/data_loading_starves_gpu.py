@@ -191,7 +191,7 @@ def trainer(ctx: Context, *, dataloader_num_workers: int) -> None:
 
 
 def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
-    """accelerate and a streamed data set of two shards: how many samples each rank prepares."""
+    """accelerate and a streamed data set of four shards: how many samples each rank prepares."""
     from accelerate import Accelerator, DataLoaderConfiguration  # type: ignore[import-not-found]
     from datasets import IterableDataset  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader
@@ -202,11 +202,11 @@ def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
 
     def samples(shards: List[int]) -> Any:
         for shard in shards:
-            for index in range(8):
-                prepared.append(8 * shard + index)
-                yield {"x": 8 * shard + index}
+            for index in range(4):
+                prepared.append(4 * shard + index)
+                yield {"x": 4 * shard + index}
 
-    dataset = IterableDataset.from_generator(samples, gen_kwargs={"shards": [0, 1]})
+    dataset = IterableDataset.from_generator(samples, gen_kwargs={"shards": [0, 1, 2, 3]})
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch_batches))
     loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
     ctx.reached()
@@ -233,14 +233,16 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
         named = next((name for name in ("dataloader_num_workers", "num_workers") if name in values), "")
         workers = values[named] if named else None
-        if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool)):
-            return unknown("%s is %r, not a number" % (named, workers))
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
+        return unknown("%s is %r, not a number of workers" % (named, workers))
+    if not hasattr(os, "sched_getaffinity"):
+        return unknown("this system does not say which cores a process may use")
     allowed = len(os.sched_getaffinity(0))
     quota, group = quota_of(own_groups())
     cores = allowed if quota is None else min(float(allowed), quota)
     evidence = [
         "this process may use %d of %d cores" % (allowed, os.cpu_count() or allowed),
-        "the cgroup sets no CPU quota" if quota is None else "%s: the time of %.1f cores" % (group, quota),
+        "no CPU quota of a cgroup is visible" if quota is None else "%s: the time of %.1f cores" % (group, quota),
     ]
     throttled = throttling(own_groups())
     if throttled > 10:
@@ -256,8 +258,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "what that costs depends on the samples", advice="measure it: see `How to tell`")
     evidence.append("%d workers per rank (%s)" % (workers, named))
     if workers > cores or (ranks and source != "SLURM_NTASKS_PER_NODE" and ranks * workers > cores):
-        total = workers * (ranks or 1)
-        return exposed(*evidence, "%d workers take turns" % total, advice="more cores, or less work per sample")
+        shared = "%d workers take turns, if they compute" % (workers * (ranks or 1))
+        return exposed(*evidence, shared, advice="more cores, or less work per sample")
     if ranks * workers > cores:
         return unknown(*evidence, "enough if each task of Slurm has cores of its own", advice="run this under srun")
     return unknown(*evidence, "there is a core for each worker; whether they keep up was not measured")
@@ -267,7 +269,7 @@ def ranks_here(given: Optional[int]) -> Tuple[int, str]:
     if given:
         return given, "as given"
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if os.environ.get(name, "").isdigit():
+        if os.environ.get(name, "").isdecimal():
             return int(os.environ[name]), name
     return 0, ""
 
@@ -276,11 +278,11 @@ def own_groups() -> List[Path]:
     """This process's cgroup and those above it that are visible here, of version 2 or of the cpu controller."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return []
     groups: List[Path] = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         for base in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")):
@@ -298,7 +300,7 @@ def quota_of(groups: List[Path]) -> Tuple[Optional[float], str]:
                 quota, period = (group / "cpu.max").read_text().split()
             else:
                 quota, period = ((group / ("cpu.cfs_%s_us" % name)).read_text().strip() for name in ("quota", "period"))
-            if quota.isdigit():
+            if quota.isdecimal() and int(period) > 0:
                 quotas.append((int(quota) / int(period), str(group)))
         except (OSError, ValueError):
             continue

@@ -141,8 +141,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return exposed("torch is not installed in %s" % sys.executable, advice="install it first, in its own command")
-    file = Path(spec.origin).with_name("version.py")
-    text = file.read_text() if file.is_file() else ""
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
+    except OSError as error:
+        return unknown("the version of torch cannot be read: %s" % error)
     version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
     cuda = re.search(r"^cuda\b[^=]*= '(\d+)", text, re.MULTILINE)
     if not version or re.search(r"^hip\b[^=]*= '", text, re.MULTILINE):
@@ -151,11 +153,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = ["torch %s, cp%s" % (torch, python)]
     if not cuda:
         return exposed(*evidence, "this torch is built without CUDA", advice="install one with CUDA first")
-    if importlib.util.find_spec("flash_attn_2_cuda"):
+    extension, package = importlib.util.find_spec("flash_attn_2_cuda"), importlib.util.find_spec("flash_attn")
+    if extension and (extension.origin or "").endswith((".so", ".pyd")):
         return clear(*evidence, "flash_attn_2_cuda is installed; that it loads is not known: extension-abi-mismatch")
-    if importlib.util.find_spec("flash_attn"):
+    if package and package.origin:  # flash-attn-4 has a folder flash_attn without __init__.py
         advice = "uninstall flash-attn; install it again, without FLASH_ATTENTION_SKIP_CUDA_BUILD"
-        return exposed(*evidence, "flash_attn is installed, and flash_attn_2_cuda is not", advice=advice)
+        return exposed(*evidence, "%s is there, and flash_attn_2_cuda is not" % package.origin, advice=advice)
     if not importlib.util.find_spec("setuptools"):
         advice = "pip install setuptools wheel packaging psutil ninja"
         return exposed(*evidence, "setuptools is missing, which --no-build-isolation needs here", advice=advice)
@@ -180,8 +183,8 @@ def memory() -> List[str]:
     except (OSError, ValueError, IndexError):
         return ["how much memory a build may use cannot be read"]
     given, threads = os.environ.get("MAX_JOBS", ""), os.environ.get("NVCC_THREADS", "")
-    jobs = int(given) if given.isdigit() else max(1, min((os.cpu_count() or 1) // 2, int(free / 9)))
-    gigabytes = jobs * (int(threads) if threads.isdigit() else 4) * 5
+    jobs = int(given) if given.isdecimal() else max(1, min((os.cpu_count() or 1) // 2, int(free / 9)))
+    gigabytes = jobs * (int(threads) if threads.isdecimal() else 4) * 5
     may_use = min([free] + [limit / 2**30 for limit in limits])
     return ["a build would run %d compilers, up to %d GB; it may use %.0f GiB" % (jobs, gigabytes, may_use)]
 

@@ -1,7 +1,7 @@
 """A tensor that the backward needs is written first: by an in-place operation, or by an optimizer step."""
 
 from functools import partial
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, Unavailable, completed, raised, symptom
 
@@ -33,10 +33,15 @@ def alternate(ctx: Context, *, forward_after_step: bool) -> None:
     assert (generator.bias.grad + discriminator.weight[0]).abs().max().item() < 1e-6, generator.bias.grad
 
 
-def backward_both(ctx: Context, *, only_generator: bool) -> None:
+def backward_both(ctx: Context, *, only_generator: bool = True, reentrant: Optional[bool] = None) -> None:
     """The order that threads give: both backward passes, then the steps."""
+    from torch.utils.checkpoint import checkpoint
+
     generator, discriminator, _, noise = build(ctx)
-    fake = generator(noise)
+    if reentrant is None:
+        fake = generator(noise)
+    else:
+        fake = checkpoint(generator, noise.requires_grad_(), use_reentrant=reentrant)
     d_loss = discriminator(fake.detach()).square().mean()
     g_loss = -discriminator(fake).mean()
     ctx.reached()
@@ -46,7 +51,8 @@ def backward_both(ctx: Context, *, only_generator: bool) -> None:
         g_loss.backward(inputs=list(generator.parameters()))
     else:
         g_loss.backward()
-    assert generator.weight.grad is not None
+    if generator.weight.grad is None:
+        raise Symptom("the generator has no gradient, and no error")
     foreign = (discriminator.weight.grad - own).abs().max().item()
     if foreign:
         raise Symptom("%.3f of the discriminator's gradient is the generator's" % foreign)
@@ -250,6 +256,14 @@ probe = Probe(
             symptom(r"0\.\d+ of the discriminator's gradient is the generator's"),
             "both losses go backward before the steps, into the gradients of all",
             "the generator's loss goes backward into the generator only",
+        ),
+        pair(
+            "reentrant-inputs",
+            partial(backward_both, reentrant=True),
+            partial(backward_both, reentrant=False),
+            symptom(r"the generator has no gradient, and no error"),
+            "a reentrant checkpoint of the generator, and a backward with inputs",
+            "the checkpoint is not reentrant",
         ),
         pair(
             "hidden-state",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping
+from typing import Any, Callable, Dict, Mapping, Tuple
 
 from kb.namespaces import own_user, tmpfs_over
 from kb.probe import (
@@ -116,30 +116,43 @@ def launch_accelerate(ctx: Context, *, launcher: str) -> None:
     compare(ctx)
 
 
-def check(params: Mapping[str, Any]) -> Finding:
-    """Read the hostfile and look for the launcher's programs; asks no other host."""
+def settings(params: Mapping[str, Any]) -> Tuple[str, int, str]:
+    """Launcher, number of nodes (0 if not known) and hostfile; raises ValueError with what keeps them unknown."""
     values: Dict[str, Any] = {}
+    accelerate = False
     if params["config"]:
         from kb.training_config import UnreadableConfig, read_config
 
         try:
-            values = read_config(params["config"]).values
+            kind, values = read_config(params["config"])
         except UnreadableConfig as error:
-            return unknown(str(error))
-    deepspeed = values.get("deepspeed_config") or {}
-    launcher = str(params["launcher"] or deepspeed.get("deepspeed_multinode_launcher") or "pdsh")
-    nodes = int(params["nodes"] or values.get("num_machines") or 0)
+            raise ValueError(str(error)) from None
+        accelerate = kind == "accelerate"
+        if accelerate and str(values.get("distributed_type")).upper() != "DEEPSPEED":
+            uses = "distributed_type is %s: accelerate runs torchrun on each node, unless it is started with "
+            raise ValueError(uses % values.get("distributed_type") + "--use_deepspeed")
+    deepspeed = (values.get("deepspeed_config") if accelerate else None) or {}
+    nodes = params["nodes"] or (values.get("num_machines") if accelerate else 0) or 0
+    if not isinstance(deepspeed, dict) or not isinstance(nodes, int):
+        raise ValueError("deepspeed_config is no mapping, or num_machines is no number")
+    hostfile = params["hostfile"] or deepspeed.get("deepspeed_hostfile") or ("None" if accelerate else "/job/hostfile")
+    launcher = params["launcher"] or deepspeed.get("deepspeed_multinode_launcher") or "pdsh"
+    return str(launcher), nodes, str(hostfile)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Read the hostfile and look for the launcher's programs; asks no other host."""
+    try:
+        launcher, nodes, name = settings(params)
+        hostfile = Path(name)
+        lines = hostfile.read_text().splitlines() if hostfile.is_file() else None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        return unknown("cannot tell: %s" % error)
     if nodes == 1:
         return unknown("one node", "no other node is started; whether the job was meant to have more is not known")
     if launcher == "standard":
         each = "whether accelerate launch runs on each node cannot be seen here"
         return unknown("deepspeed_multinode_launcher is standard: no hostfile, no ssh", each)
-    named = params["hostfile"] or deepspeed.get("deepspeed_hostfile")
-    hostfile = Path(named or ("None" if "num_machines" in values else "/job/hostfile"))
-    try:
-        lines = hostfile.read_text().splitlines() if hostfile.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        return unknown("%s cannot be read: %s" % (hostfile, error))
     if lines is None:
         evidence = "there is no hostfile %s: DeepSpeed's launcher goes on with the devices of this node" % hostfile
         if nodes > 1:
@@ -150,16 +163,18 @@ def check(params: Mapping[str, Any]) -> Finding:
     hosts = [line.split()[0] for line in entries]
     evidence = "%s names %d hosts" % (hostfile, len(hosts))
     if bad or len(set(hosts)) < len(hosts):
-        return exposed(
-            evidence, "bad lines, or a host twice: %s" % (bad or hosts)[:2], advice="HOST slots=8, once each"
-        )
+        wrong = "bad lines, or a host twice: %s" % (bad or hosts)[:2]
+        return exposed(evidence, wrong, advice="HOST slots=8, once each")
     if len(hosts) < max(nodes, 1):
-        return exposed(evidence, "the job has %d nodes" % nodes, advice="one line for each node")
+        return exposed(evidence, "the job has %d nodes" % max(nodes, 1), advice="one line for each node")
+    if launcher == "nossh":
+        return unknown(evidence, "nossh: whether the launcher runs on each of them cannot be seen here")
     missing = [name for name in ("pdsh", "ssh") if launcher == "pdsh" and not shutil.which(name)]
     if missing and len(hosts) > 1:
-        return exposed(
-            evidence, "not on PATH here: %s" % ", ".join(missing), advice="install it, or a launcher per node"
-        )
+        where = "not on PATH here: %s" % ", ".join(missing)
+        if not any(params[name] for name in ("hostfile", "launcher", "config")):
+            return unknown(evidence, where, "whether this is the node that launches, and with pdsh, is not known")
+        return exposed(evidence, where, advice="install it, or a launcher per node")
     trial = "for each host: ssh -o BatchMode=yes HOST 'cd %s && %s -c 0'" % (os.getcwd(), sys.executable)
     return unknown(
         evidence, "whether they let us in and have the same paths cannot be seen without trying", advice=trial

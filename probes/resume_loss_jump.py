@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
@@ -32,6 +32,11 @@ from kb.probe import (
 WIDTH, PEAK, STEPS, WATCHED = 256, 0.02, 300, 15
 MOST_FILES = 2000
 OPTIMIZER_NAMES = ("exp_avg", "momentum_buffer", "optimizer", "optim_state")
+# Files of transformers and PEFT that hold weights alone, and files beside them that hold no optimizer.
+WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+BESIDE_WEIGHTS = re.compile(
+    r"(training_args\.bin|(rng_state\w*|scheduler|scaler)\.(pt|pth)|[^/]*\.(json|jinja|txt|md|model))"
+)
 
 
 def batch(step: int) -> Any:
@@ -120,8 +125,8 @@ def resume(ctx: Context, *, restores: str, at: int = 240) -> None:
         for group in optimizer.param_groups:
             group["lr"] = scheduler.get_last_lr()[0]
     elif restores == "warm-up":
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = saved["scheduler"]["_last_lr"][0]
+        for group, last in zip(optimizer.param_groups, saved["scheduler"]["_last_lr"]):
+            group["lr"] = group["initial_lr"] = last
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=1000)
     ctx.note(lr=optimizer.param_groups[0]["lr"], lr_of_checkpoint=rate)
     compare(ctx, train(model, optimizer, scheduler, range(at, at + WATCHED)), expected, at)
@@ -244,6 +249,35 @@ def scale(ctx: Context, *, restored: bool) -> None:
         raise Symptom("the first %d of 12 steps behind the resume were skipped" % skipped)
 
 
+def keep_master(ctx: Context, *, renewed: bool) -> None:
+    """The optimizer trains a float32 copy of bfloat16 weights, made before the weights are loaded."""
+    import torch
+
+    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    masters = [weight.detach().float() for weight in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    model.load_state_dict({"weight": torch.full((1, 4), 3.0)})
+    ctx.reached()
+    if renewed:
+        for master, weight in zip(masters, model.parameters()):
+            master.data.copy_(weight.data)
+    losses = []
+    for _ in range(2):
+        loss = (model(torch.ones(1, 4, dtype=torch.bfloat16)) - 11).pow(2).mean()
+        loss.backward()
+        for master, weight in zip(masters, model.parameters()):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        for master, weight in zip(masters, model.parameters()):
+            weight.data.copy_(master)
+        losses.append(loss.item())
+    assert losses[0] == 1.0, losses
+    if losses[1] > 10:
+        raise Symptom("the first loss is right, 1.0, and the second %.0f: the step wrote the old weights" % losses[1])
+    assert losses[1] <= 1.0, losses
+
+
 def number_words(ctx: Context, *, ordered: bool) -> None:
     """Two processes give ids to the same words; strings of a set have another order in each."""
     order = "sorted(words)" if ordered else "list(words)"
@@ -340,7 +374,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-1000")
     loads = "whether the script loads it, and in which order, cannot be seen here"
-    if not path.is_dir():
+    if not os.path.isdir(path):
         try:
             names = [tensor.name for tensor in read_checkpoint(path).tensors]
         except Unreadable as error:
@@ -349,16 +383,17 @@ def check(params: Mapping[str, Any]) -> Finding:
         if found:
             return unknown("optimizer state is there, for instance %s" % found[0], loads)
         return unknown("%d tensors in %s and no optimizer state; another file may have it" % (len(names), path.name))
-    files = [file.relative_to(path).as_posix() for file in islice(path.rglob("*"), MOST_FILES)]
-    states = sorted(name for name in files if "optim" in name.lower())
+    try:
+        files = [file.relative_to(path).as_posix() for file in islice(path.rglob("*"), MOST_FILES)]
+    except OSError as error:
+        return unknown("%s cannot be read: %s" % (path, error))
+    states = sorted(name for name in files if re.search(r"(^|[/_])optim(izer|_states?)?[^/a-z]", name.lower()))
     if states:
-        return unknown("optimizer state is there: %s" % ", ".join(states[:3]), loads)
-    weights = [name for name in files if Path(name).name.startswith(("model", "pytorch_model", "adapter_model"))]
-    others = [
-        name for name in files if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".distcp")) and name not in weights
-    ]
+        return unknown("by its name, optimizer state is there: %s" % ", ".join(states[:3]), loads)
+    weights = [name for name in files if WEIGHTS.fullmatch(name)]
+    others = [name for name in files if name not in weights and not BESIDE_WEIGHTS.fullmatch(name)]
     if not weights or others or len(files) >= MOST_FILES:
-        return unknown("what the files of %s hold is not told by their names" % path, advice="name one file of it")
+        return unknown("what %s holds is not told by the names of its files" % path, advice="name one file of it")
     return exposed(
         "%s has weights (%s) and no file of an optimizer" % (path, weights[0]),
         advice="a training that goes on from it begins with new moments: Fix 6",
@@ -458,6 +493,13 @@ probe = Probe(
             "the scaler is new, and its scale too large",
             "the state of the scaler is loaded",
             {"torch": ">=2.3"},
+        ),
+        pair(
+            "master",
+            (partial(keep_master, renewed=False), partial(keep_master, renewed=True)),
+            symptom(r"the first loss is right, 1\.0, and the second \d\d+: the step wrote the old weights"),
+            "weights are loaded behind the making of the float32 copy, which the optimizer trains",
+            "the copy is renewed from the loaded weights",
         ),
         pair(
             "vocabulary",

@@ -160,26 +160,58 @@ def load_whole(ctx: Context, *, unset: bool) -> None:
     assert hf_deepspeed.is_deepspeed_zero3_enabled(), "the model to train would not be partitioned"
 
 
-def own_loss(ctx: Context, *, in_forward: bool) -> None:
-    """A product with the embedding, once by own code behind the forward, once by the forward itself."""
+def train_engine(ctx: Context) -> Tuple[Any, Any, Any]:
+    import torch
+
+    deepspeed, model = start_deepspeed(ctx), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return deepspeed, model, deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+
+
+def own_loss(ctx: Context, *, by: str) -> None:
+    """A product with the embedding: behind the forward, by a forward past the engine, or by that of the engine."""
     import torch
     from torch.nn import functional
 
-    deepspeed, ids = start_deepspeed(ctx), sample(ctx)
-    model = build()
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), config=CONFIG)[
-        0
-    ]
+    _, model, engine = train_engine(ctx)
+    ids = sample(ctx)
     ctx.reached()
-    if in_forward:
+    if by == "engine":
         logits = engine(ids)
+    elif by == "module":
+        logits = engine.module(ids)
     else:
-        hidden = engine.module.body(engine(ids, only_features=True))
-        logits = functional.linear(hidden, engine.module.embed.weight)
+        logits = functional.linear(model.body(engine(ids, only_features=True)), model.embed.weight)
     assert torch.allclose(logits, build()(ids), atol=1e-5)
     engine.backward(logits.sum())
     engine.step()
     assert not torch.allclose(engine(ids), build()(ids), atol=1e-3)
+
+
+def gathered_loss(ctx: Context, *, backward_inside: bool) -> None:
+    """A weight that the forward does not use is gathered for the loss; the backward is inside or behind."""
+    import torch
+    from torch.nn import functional
+
+    deepspeed, model, engine = train_engine(ctx)
+    ids, plain = sample(ctx), build()
+    hidden = engine(ids, only_features=True)
+    ctx.reached()
+    if backward_inside:
+        with deepspeed.zero.GatheredParameters(model.body.weight):
+            loss = functional.linear(hidden, model.body.weight).square().mean()
+            engine.backward(loss)
+    else:
+        with deepspeed.zero.GatheredParameters(model.body.weight):
+            loss = functional.linear(hidden, model.body.weight).square().mean()
+        engine.backward(loss)
+    engine.step()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    functional.linear(plain(ids, only_features=True), plain.body.weight).square().mean().backward()
+    optimizer.step()
+    for ours, theirs in ((model.body.weight, plain.body.weight), (model.embed.weight, plain.embed.weight)):
+        with deepspeed.zero.GatheredParameters(ours):
+            assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 def initialise(ctx: Context, *, from_rank_0: bool) -> None:
@@ -207,6 +239,7 @@ def initialise(ctx: Context, *, from_rank_0: bool) -> None:
 
 
 TWO_D = r"'weight' must be 2-D"
+EMPTY = r"size mismatch, got input \(10\), mat \(10x16\), vec \(0\)"
 
 
 def pair(
@@ -272,10 +305,26 @@ probe = Probe(
         ),
         pair(
             "own-loss",
-            (partial(own_loss, in_forward=False), partial(own_loss, in_forward=True)),
-            raised(r"size mismatch, got input \(10\), mat \(10x16\), vec \(0\)"),
+            (partial(own_loss, by="script"), partial(own_loss, by="engine")),
+            raised(EMPTY),
             "own code behind the forward multiplies with a weight of the engine",
             "the forward multiplies, where ZeRO-3 gathers the weight of another module too",
+            ZERO3,
+        ),
+        pair(
+            "past-engine",
+            (partial(own_loss, by="module"), partial(own_loss, by="engine")),
+            raised(EMPTY),
+            "the forward is called past the engine: its modules gather, the weight that it reads by name is empty",
+            "the engine calls the same forward",
+            ZERO3,
+        ),
+        pair(
+            "gathered-loss",
+            (partial(gathered_loss, backward_inside=False), partial(gathered_loss, backward_inside=True)),
+            raised(r"The size of tensor a \(0\) must match the size of tensor b \(16\)"),
+            "the weight is gathered for the loss, and empty again in the backward",
+            "it is gathered for the loss and the backward",
             ZERO3,
         ),
         pair(

@@ -50,6 +50,7 @@ HINTS = {
     "no_cuda": "use_cpu",
     "group_by_length": 'train_sampling_strategy="group_by_length"',
 }
+OVERRIDDEN = ("compute_loss", "training_step", "log", "_get_train_sampler")  # the Trainer passes more than it did
 ASKED = 2048  # tokens
 
 
@@ -60,27 +61,16 @@ def load(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def make_arguments(ctx: Context, *, renamed: bool) -> None:
-    """The real TrainingArguments."""
+def make_arguments(ctx: Context, *, renamed: bool = False, asks: bool = False) -> None:
+    """The real TrainingArguments; `asks` is one script for releases before and after the renaming."""
     TrainingArguments: Any = load("transformers").TrainingArguments  # noqa: N806
     ctx.reached()
-    if renamed:
-        args = TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, eval_strategy="steps", eval_steps=5)
-    else:
-        args = TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, evaluation_strategy="steps", eval_steps=5)
-    assert args.eval_strategy == "steps"
-
-
-def make_arguments_for_either(ctx: Context, *, asks: bool) -> None:
-    """One script for releases before and after the renaming."""
-    TrainingArguments: Any = load("transformers").TrainingArguments  # noqa: N806
-    ctx.reached()
-    known = inspect.signature(TrainingArguments).parameters
+    when = "eval_strategy" if renamed else "evaluation_strategy"
     if asks:
+        known = inspect.signature(TrainingArguments).parameters
         when = "eval_strategy" if "eval_strategy" in known else "evaluation_strategy"
-    else:
-        when = "evaluation_strategy"
-    assert TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, **{when: "steps"}).eval_strategy == "steps"
+    args = TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, eval_steps=5, **{when: "steps"})
+    assert args.eval_strategy == "steps"
 
 
 def parse(ctx: Context, *, renamed: bool) -> None:
@@ -126,10 +116,8 @@ def set_length(ctx: Context, *, renamed: bool) -> None:
         raise Symptom(f"no error, and samples are cut at {args.max_length} tokens; {ASKED} were asked for")
 
 
-def train(
-    ctx: Context, *, takes_count: bool = True, says_mean: bool = True, accumulation: int = 1, planned: float = 1.0
-) -> None:
-    """The real Trainer, with a loss of one's own; the gradient of the only weight is 1 in every micro-batch."""
+def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool = True, accumulation: int = 1) -> None:
+    """The real Trainer, with a loss or step of one's own; the gradient of the only weight is 1 per micro-batch."""
     import torch
 
     hf = load("transformers")
@@ -146,40 +134,47 @@ def train(
     def own_loss(outputs: Any, inputs: Any) -> Any:
         return (outputs["logits"] * inputs["labels"]).mean()
 
-    class Old(Base):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
-            outputs = model(**inputs)
-            loss = own_loss(outputs, inputs)
-            return (loss, outputs) if return_outputs else loss
-
-    class New(Base):  # type: ignore[misc]
+    class Loss(Base):  # type: ignore[misc]
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN202, ARG002
             outputs = model(**inputs)
             loss = own_loss(outputs, inputs)
             return (loss, outputs) if return_outputs else loss
 
+    class OldLoss(Loss):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
+            return Loss.compute_loss(self, model, inputs, return_outputs)  # type: ignore[no-untyped-call]
+
+    class Step(Loss):
+        def training_step(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    class OldStep(Loss):
+        def training_step(self, model: Any, inputs: Any) -> Any:
+            return super().training_step(model, inputs)
+
     args = hf.TrainingArguments(
         output_dir=ctx.path("out"),
         use_cpu=True,
         report_to="none",
+        save_strategy="no",
         max_steps=1,
         optim="sgd",
         learning_rate=1.0,
         max_grad_norm=0.0,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=accumulation,
-        save_strategy="no",
     )
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * accumulation
     model = Model()
-    trainer = (New if takes_count else Old)(model=model, args=args, train_dataset=rows)
+    classes = {"loss": (OldLoss, Loss), "step": (OldStep, Step)}
+    trainer = classes[own][fits](model=model, args=args, train_dataset=rows)
     if says_mean:
         trainer.model_accepts_loss_kwargs = False
     ctx.reached()
     trainer.train()
     step = -model.weight.item()
-    if abs(step - planned) > 1e-4:
-        raise Symptom(f"the gradient is {step:.1f} with {accumulation} micro-batches, and {planned:.1f} with one")
+    if abs(step - 1.0) > 1e-4:
+        raise Symptom(f"the gradient is {step:.1f} with {accumulation} micro-batches, and 1.0 with one")
 
 
 def call(ctx: Context, *, renamed: bool) -> None:
@@ -201,11 +196,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     if script is None:
         return unknown("no script was named", advice="--set script=train.py")
     try:
-        if script.stat().st_size > LARGEST_SCRIPT:
-            return unknown("%s is too large to be a script" % script)
-        tree = ast.parse(script.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
-        return unknown("%s cannot be read: %s" % (script, error))
+        if not script.is_file() or script.stat().st_size > LARGEST_SCRIPT:
+            return unknown("%s is no file, or too large to be a script" % script)
+        return judge(script, ast.parse(script.read_text(encoding="utf-8")))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return unknown("%s, or the source of a package, cannot be read: %r" % (script, error))
+
+
+def judge(script: Path, tree: ast.Module) -> Finding:
     names = imported(tree)
     refused, judged, unseen = [], [], []
     if re.search(r"^\s*(import|from) unsloth\b", ast.unparse(tree), re.MULTILINE):
@@ -218,9 +216,13 @@ def check(params: Mapping[str, Any]) -> Finding:
                 unseen.append("line %d: %s has an __init__ of its own" % (node.lineno, node.name))
             else:
                 names[node.name] = base
-            if lacks_count(own.get("compute_loss")) and not lacks_count(method(("transformers", "Trainer"))):
-                where = (node.lineno, installed("transformers"))
-                refused.append("line %d: compute_loss takes no num_items_in_batch, which %s passes" % where)
+            for name in [name for name in OVERRIDDEN if name in own and base[1].endswith("Trainer")]:
+                theirs = method(("transformers", "Trainer"), name)
+                if theirs is None:
+                    unseen.append("line %d: how %s is called was not found" % (own[name].lineno, name))
+                elif takes_less(own[name], theirs):
+                    where = (own[name].lineno, name, installed("transformers"))
+                    refused.append("line %d: %s takes fewer arguments than %s passes" % where)
     for node in ast.walk(tree):
         target = names.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
         if not isinstance(node, ast.Call) or target is None:
@@ -244,13 +246,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     return clear(*judged, "all their keywords are taken; other files of the program were not read")
 
 
-def lacks_count(function: Optional[ast.FunctionDef]) -> bool:
-    if function is None or function.args.kwarg:
+def takes_less(own: ast.FunctionDef, theirs: ast.FunctionDef) -> bool:
+    """Whether a method that a script overrides lacks a parameter of the installed Trainer, which passes them all."""
+    if own.args.kwarg if own.name == "compute_loss" else own.args.vararg:
         return False
-    return "num_items_in_batch" not in {item.arg for item in [*function.args.args, *function.args.kwonlyargs]}
+    return len(own.args.args) + len(own.args.kwonlyargs) < len(theirs.args.args)
 
 
-def method(target: Tuple[str, str], name: str = "compute_loss") -> Optional[ast.FunctionDef]:
+def method(target: Tuple[str, str], name: str) -> Optional[ast.FunctionDef]:
     found = definition(*target)
     body = found.body if found else []
     return next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == name), None)
@@ -265,7 +268,7 @@ def installed(package: str) -> str:
 
 def imported(tree: ast.Module) -> Dict[str, Tuple[str, str]]:
     """What a script calls the trainers, arguments and configs of transformers and trl: to package and class."""
-    relevant = re.compile(r"(Trainer|TrainingArguments)$|^[A-Z]+[a-z]*Config$")
+    relevant = re.compile(r"(Trainer|TrainingArguments|Config)$")
     names: Dict[str, Tuple[str, str]] = {}
     plain = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     modules = {alias.asname or alias.name: alias.name for alias in plain if alias.name in FILES}
@@ -351,20 +354,13 @@ HF: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.51", "accelerate": 
 LOSS: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.57", "accelerate": ""}
 TRL: Dict[str, str] = {"torch": ">=2.1", "trl": ">=0.20", "datasets": "", "tokenizers": ""}
 OLD, NEW = "evaluation_strategy, which transformers 4.51 removed", "eval_strategy"
+REFUSED = refuses("evaluation_strategy", "TrainingArguments")
 
 probe = Probe(
     check=check,
     params={"script": Param("path", "a training script, which is read and not run")},
     experiments=(
-        arms(
-            "transformers",
-            make_arguments,
-            "renamed",
-            refuses("evaluation_strategy", "TrainingArguments"),
-            OLD,
-            NEW,
-            HF,
-        ),
+        arms("transformers", make_arguments, "renamed", REFUSED, OLD, NEW, HF),
         arms(
             "call",
             call,
@@ -374,20 +370,12 @@ probe = Probe(
             NEW,
             {},
             fidelity="stand-in",
-            stands_for="transformers: a dataclass of two fields with the same name refuses the same argument",
             expected_s=(0.2, 0.2),
+            stands_for="transformers: a dataclass of two fields with the same name refuses the same argument",
         ),
     ),
     variants=(
-        arms(
-            "either-release",
-            make_arguments_for_either,
-            "asks",
-            refuses("evaluation_strategy", "TrainingArguments"),
-            OLD,
-            "the script asks the class which of the two names it has",
-            HF,
-        ),
+        arms("either-release", make_arguments, "asks", REFUSED, OLD, "the script asks the class for its name", HF),
         arms(
             "recipe",
             parse,
@@ -427,10 +415,19 @@ probe = Probe(
         arms(
             "compute-loss",
             train,
-            "takes_count",
+            "fits",
             raised(r"compute_loss\(\) got an unexpected keyword argument 'num_items_in_batch'"),
             "a compute_loss of one's own, in the form that it had before 4.46",
             "it takes what the Trainer gives it",
+            LOSS,
+        ),
+        arms(
+            "training-step",
+            partial(train, own="step"),
+            "fits",
+            raised(r"training_step\(\) takes 3 positional arguments but 4 were given"),
+            "a training_step of one's own, in the form that it had before 4.46",
+            "it takes what the Trainer gives it, and hands it on",
             LOSS,
         ),
         arms(

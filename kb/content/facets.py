@@ -85,6 +85,8 @@ class Subject(_Facet):
 
     ASCEND = "ascend", "Ascend NPUs and HCCL: https://www.hiascend.com/document"
     TPU = "tpu", "TPUs and XLA: https://docs.pytorch.org/xla"
+    ACCELERATOR = "accelerator", "other accelerators than GPUs (Gaudi, MLU, Apple's): the vendor's documentation"
+    FRAMEWORK = "framework", "other frameworks than PyTorch (Paddle, MindSpore, JAX): the framework's issues"
     SERVING = "serving", "inference servers: the documentation and issues of the engine, such as https://docs.vllm.ai"
     GRAPHICS = "graphics", "rendering: the support of the program"
     WEB_SERVER = "web-server", "web servers and proxies: the documentation of the server"

@@ -31,6 +31,13 @@ def cues() -> dict[Key, int]:
     return table
 
 
+def outside() -> int:
+    """The values that are subjects kb is not about, for the index to keep too."""
+    from kb.content.facets import Subject, bits
+
+    return bits(f"subjects:{subject}" for subject in Subject)
+
+
 def named(units: Sequence[Unit], table: Cues) -> int:
     """The values that these units name, one by one or several as a phrase."""
     longest = max(map(len, table), default=0)

@@ -148,6 +148,7 @@ def generation_tables(
         "causes": causes,
         "masks": masks,
         "cues": list(cues.cues().items()),
+        "outside": cues.outside(),
         "synonyms": list(synonyms.synonyms().items()),
         "problems": problems,
     }

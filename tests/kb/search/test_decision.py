@@ -128,6 +128,22 @@ def test_another_subject_is_said_by_name(index: Index) -> None:
     assert observations(answer, TRIAGE) == ()
 
 
+@pytest.mark.parametrize("stack", ["with HCCL on an Ascend NPU", "in paddle.distributed", "on Gaudi with habana"])
+def test_the_words_of_an_entry_are_no_answer_about_another_stack(index: Index, stack: str) -> None:
+    question = "ALLGATHER timeout in the save of a checkpoint on rank 0"
+    assert search(index, question).kind is Kind.ANSWER
+    answer = search(index, f"{question} {stack}")
+    assert answer.kind is Kind.RELATED
+    assert answer.probability <= 0.1
+    assert subjects(answer)
+
+
+def test_a_root_of_an_entry_is_one_in_a_log_that_names_another_stack(index: Index) -> None:
+    log = "RuntimeError: Expected to mark a variable ready only once.\nthe API server of the rollout had ended before"
+    answer = search(index, log)
+    assert (answer.kind, answer.best) == (Kind.ANSWER, "ddp-marked-ready-twice")
+
+
 def test_every_symptom_has_observations() -> None:
     assert set(TRIAGE) == set(Symptom)
 
