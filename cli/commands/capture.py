@@ -113,7 +113,8 @@ def _over_nodes(
     where: str, name: str | None, settings: Settings, *, is_asked: bool
 ) -> tuple[Capture | None, list[str]]:
     """The capture of a job on all its nodes. `CaptureFailed` if no node answers."""
-    from kb.capture import gather, jobs, nodes, session
+    from kb.capture import gather, jobs, session
+    from kb.capture.transport import nodes
 
     asked = nodes.resolve(where)
     problems = list(asked.problems)

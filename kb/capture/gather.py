@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from kb.capture.connection import Connection, here
-from kb.capture.exchange import Reply, exchange
-from kb.capture.refusal import reason
 from kb.capture.skew import Skew
+from kb.capture.transport.connection import Connection, here
+from kb.capture.transport.exchange import Reply, exchange
+from kb.capture.transport.refusal import reason
 from kb.errors import CaptureFailed
 
 # In the order of their imports:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kb.capture import archive, bundle, gather, plan
-from kb.capture.connection import here
 from kb.capture.gather import Collected, Listing
 from kb.capture.jobs import Job, Part
 from kb.capture.summary import NodeSummary, about_nodes, identity, offered_windows, summarize
+from kb.capture.transport.connection import here
 from kb.errors import CaptureFailed
 from kb.installation import install_command
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kb.capture.connection import Connection
 from kb.capture.gather import Listing
 from kb.capture.jobs import Job, choose, group_over_nodes
+from kb.capture.transport.connection import Connection
 from kb.errors import UsageError
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kb.capture import nodes
-from kb.capture.connection import Connection
-from kb.capture.exchange import Reply
 from kb.capture.gather import _document, agent_script
-from kb.capture.kubernetes import FORM
-from kb.capture.refusal import reason
 from kb.capture.skew import Skew
+from kb.capture.transport import nodes
+from kb.capture.transport.connection import Connection
+from kb.capture.transport.exchange import Reply
+from kb.capture.transport.kubernetes import FORM
+from kb.capture.transport.refusal import reason
 from kb.errors import CaptureFailed, UsageError
 from tests.support.nodes import script
 

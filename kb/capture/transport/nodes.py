@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kb.capture import kubernetes, slurm, ssh
-from kb.capture.connection import Connection
+from kb.capture.transport import kubernetes, slurm, ssh
+from kb.capture.transport.connection import Connection
 from kb.errors import UsageError
 
 FORMS = "slurm:JOBID, ssh:host1,host2, ssh:@FILE or kubectl:SELECTOR"

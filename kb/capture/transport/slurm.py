@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-from kb.capture.connection import AGENT, Connection
-from kb.capture.tools import output_of
+from kb.capture.transport.connection import AGENT, Connection
+from kb.capture.transport.tools import output_of
 from kb.errors import UsageError
 
 JOB_ID = re.compile(r"\d{1,10}(_\d{1,7})?(\+\d{1,4})?")  # of an array `_`, of a heterogeneous job `+`

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kb.capture.connection import Connection
-from kb.capture.exchange import NOT_RETURNED, Reply
+from kb.capture.transport.connection import Connection
+from kb.capture.transport.exchange import NOT_RETURNED, Reply
 
 LONGEST = 200
 AFTERTHOUGHT = re.compile(

@@ -9,8 +9,8 @@ import json
 import re
 from typing import Any
 
-from kb.capture.connection import AGENT, Connection
-from kb.capture.tools import output_of
+from kb.capture.transport.connection import AGENT, Connection
+from kb.capture.transport.tools import output_of
 from kb.errors import CaptureFailed, UsageError
 
 FORM = re.compile(r"(?:(?P<namespace>[a-z0-9][a-z0-9-]*)/)?(?P<selector>[^#]+)(?:#(?P<container>[a-z0-9][a-z0-9-]*))?")

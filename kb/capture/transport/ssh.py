@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kb.capture.connection import AGENT, Connection
+from kb.capture.transport.connection import AGENT, Connection
 from kb.errors import UsageError
 
 HOST = re.compile(r"([\w.-]+@)?[\w:][\w.:%-]*")  # it never begins with a dash, and so is no option

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from kb.capture.connection import Connection
+from kb.capture.transport.connection import Connection
 from kb.errors import CaptureFailed
 
 AT_ONCE = 32

@@ -1,0 +1,1 @@
+"""How a capture reaches the nodes of a job: through Slurm, Kubernetes or ssh, or on this machine."""
