@@ -174,7 +174,7 @@ def test_what_an_interpreter_leaves_in_the_background_is_not_waited_for(content:
         left = [int(pid) for pid in note.read_text().split()]
         end(process)
     assert json.loads(out)["verdict"] == "verified"
-    assert not any(map(is_running, left))
+    wait_for(lambda: not any(map(is_running, left)), "what was killed to be gone")
 
 
 def test_the_overall_deadline_ends_an_interpreter_that_hangs(kb: Kb, content: ContentRoot, tmp_path: Path) -> None:
