@@ -1,0 +1,196 @@
+"""A backward reaches a part of the graph whose saved tensors an earlier backward has freed."""
+
+from functools import partial
+from typing import Callable
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+
+def unroll(ctx: Context, *, detached: bool) -> None:
+    """A hidden state goes from one step to the next."""
+    import torch
+
+    torch.manual_seed(0)
+    cell = torch.nn.RNNCell(3, 4).to(ctx.device)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+    hidden = torch.zeros(2, 4, device=ctx.device)
+    ctx.reached()
+    for step in range(3):
+        ctx.note(step=step + 1)
+        if detached:
+            hidden = hidden.detach()
+        hidden = cell(torch.randn(2, 3, device=ctx.device), hidden)
+        optimizer.zero_grad()
+        hidden.sum().backward()
+        optimizer.step()
+    assert cell.weight_hh.grad is not None
+
+
+def add_up(ctx: Context, *, detached: bool, retained: bool = False) -> None:
+    """A running loss for the progress bar; the gradient of each step is 1."""
+    import torch
+
+    weight = torch.ones(1, requires_grad=True, device=ctx.device)
+    batch = torch.ones(1, device=ctx.device)
+    total = torch.zeros(1, device=ctx.device)
+    ctx.reached()
+    for _ in range(2):
+        weight.grad = None
+        loss = (weight * batch).sum()
+        if detached:
+            loss.backward()
+            total += loss.detach()
+        else:
+            total = total + loss
+            total.backward(retain_graph=retained)
+    assert weight.grad is not None and total.item() == 2
+    if abs(weight.grad.item() - 1) > 1e-6:
+        raise Symptom("gradient %.1f instead of 1.0, and no error" % weight.grad.item())
+
+
+def share(ctx: Context, *, together: bool) -> None:
+    """Two losses of one forward."""
+    import torch
+
+    torch.manual_seed(0)
+    backbone, head, auxiliary = (torch.nn.Linear(3, 3).to(ctx.device) for _ in range(3))
+    features = backbone(torch.randn(2, 3, device=ctx.device)).tanh()
+    task_loss, auxiliary_loss = head(features).square().mean(), auxiliary(features).square().mean()
+    ctx.reached()
+    if together:
+        (task_loss + auxiliary_loss).backward()
+    else:
+        task_loss.backward()
+        auxiliary_loss.backward()
+    assert all(layer.weight.grad is not None for layer in (backbone, head, auxiliary))
+
+
+def oppose(ctx: Context, *, detached: bool) -> None:
+    """The discriminator's loss goes through the generator, whose own loss comes next."""
+    import torch
+
+    torch.manual_seed(0)
+    generator, discriminator = torch.nn.Linear(3, 4).to(ctx.device), torch.nn.Linear(4, 1).to(ctx.device)
+    fake = generator(torch.randn(2, 3, device=ctx.device)).tanh()
+    ctx.reached()
+    if detached:
+        discriminator(fake.detach()).mean().backward()
+    else:
+        discriminator(fake).mean().backward()
+    (-discriminator(fake).mean()).backward()
+    assert generator.weight.grad is not None
+
+
+def reuse(ctx: Context, *, inside: bool) -> None:
+    """Mixing weights that come from a parameter are computed above the loop."""
+    import torch
+
+    alpha = torch.zeros(3, requires_grad=True, device=ctx.device)
+    optimizer = torch.optim.SGD([alpha], lr=0.1)
+    mixing = alpha.softmax(0)
+    ctx.reached()
+    for _ in range(2):
+        if inside:
+            mixing = alpha.softmax(0)
+        optimizer.zero_grad()
+        (mixing * torch.arange(3.0, device=ctx.device)).sum().backward()
+        optimizer.step()
+    assert alpha.grad is not None
+
+
+def keep_mean(ctx: Context, *, under_no_grad: bool) -> None:
+    """A running mean that the loss reads: a center, a codebook, a statistic that is no BatchNorm's."""
+    import torch
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2).to(ctx.device)
+    center = torch.zeros(2, device=ctx.device)
+    ctx.reached()
+    for _ in range(2):
+        output = layer(torch.randn(4, 3, device=ctx.device))
+        if under_no_grad:
+            with torch.no_grad():
+                center = 0.9 * center + 0.1 * output.mean(0)
+        else:
+            center = 0.9 * center + 0.1 * output.mean(0)
+        (output - center).square().mean().backward()
+    assert layer.weight.grad is not None
+
+
+AGAIN = raised(r"Trying to backward through the graph a second time")
+
+
+def pair(
+    name: str,
+    broken: Callable[..., None],
+    fixed: Callable[..., None],
+    because: str,
+    fix: str,
+    expect: Expect = AGAIN,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages={"torch": ">=2.1"}),
+        world_size=1,
+        expected_s=(0.3, 0.3),
+    )
+
+
+probe = Probe(
+    experiments=(
+        pair(
+            "hidden-state",
+            partial(unroll, detached=False),
+            partial(unroll, detached=True),
+            "the hidden state still belongs to the graph of the step before",
+            "it is detached at the border of the step",
+        ),
+    ),
+    variants=(
+        pair(
+            "running-loss",
+            partial(add_up, detached=False),
+            partial(add_up, detached=True),
+            "the sum of the losses goes backward in each step",
+            "the loss of the step goes backward, the sum holds no graph",
+        ),
+        pair(
+            "two-losses",
+            partial(share, together=False),
+            partial(share, together=True),
+            "two losses of one forward go backward one after the other",
+            "their sum goes backward once",
+        ),
+        pair(
+            "gan",
+            partial(oppose, detached=False),
+            partial(oppose, detached=True),
+            "the discriminator's loss goes backward through the generator",
+            "the discriminator gets a detached image",
+        ),
+        pair(
+            "above-the-loop",
+            partial(reuse, inside=False),
+            partial(reuse, inside=True),
+            "a tensor that depends on a parameter is computed once",
+            "it is computed in each step",
+        ),
+        pair(
+            "running-mean",
+            partial(keep_mean, under_no_grad=False),
+            partial(keep_mean, under_no_grad=True),
+            "a running mean holds the graph of the step before",
+            "it is updated under no_grad",
+        ),
+        pair(
+            "retained-sum",
+            partial(add_up, detached=False, retained=True),
+            partial(add_up, detached=True, retained=True),
+            "the sum of the losses goes backward in each step, and retain_graph=True keeps the graphs",
+            "the loss of the step goes backward",
+            symptom(r"gradient 2\.0 instead of 1\.0, and no error"),
+        ),
+    ),
+)
