@@ -51,8 +51,9 @@ def backward_both(ctx: Context, *, only_generator: bool = True, reentrant: Optio
         g_loss.backward(inputs=list(generator.parameters()))
     else:
         g_loss.backward()
-    if generator.weight.grad is None:
-        raise Symptom("the generator has no gradient, and no error")
+    trained = sum(p.grad is not None for p in generator.parameters())
+    if trained < 2:
+        raise Symptom("%d of 2 parameters of the generator have a gradient, and no error" % trained)
     foreign = (discriminator.weight.grad - own).abs().max().item()
     if foreign:
         raise Symptom("%.3f of the discriminator's gradient is the generator's" % foreign)
@@ -261,7 +262,7 @@ probe = Probe(
             "reentrant-inputs",
             partial(backward_both, reentrant=True),
             partial(backward_both, reentrant=False),
-            symptom(r"the generator has no gradient, and no error"),
+            symptom(r"0 of 2 parameters of the generator have a gradient, and no error"),
             "a reentrant checkpoint of the generator, and a backward with inputs",
             "the checkpoint is not reentrant",
         ),

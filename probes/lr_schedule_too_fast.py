@@ -75,10 +75,11 @@ def train(
     if has_loader:
         batches = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(until * 2 * ctx.world_size, 2), 2))
     max_train_steps, warmup_steps = STEPS, WARMUP
+    schedule_steps, schedule_warmup = max_train_steps, warmup_steps
     if multiplied:
-        max_train_steps *= accelerator.num_processes
-        warmup_steps *= accelerator.num_processes
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, form(max_train_steps, warmup_steps))
+        schedule_steps = max_train_steps * accelerator.num_processes
+        schedule_warmup = warmup_steps * accelerator.num_processes
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, form(schedule_steps, schedule_warmup))
     model, optimizer = accelerator.prepare(model, optimizer)
     if prepared:
         scheduler = accelerator.prepare(scheduler)

@@ -26,6 +26,8 @@ from kb.probe import (
 )
 
 LARGEST_CONFIG = 1 << 20  # bytes
+LARGEST_DEGREE = 4096
+TOWERS = ("vision_config", "audio_config", "thinker_config")
 WIDTH, HEAD = 32, 64
 # Names of config.json, by what they count.
 COUNTS = {
@@ -33,6 +35,8 @@ COUNTS = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "vocabulary": ("vocab_size", "padded_vocab_size"),
+    "width": ("intermediate_size", "ffn_hidden_size", "n_inner"),
 }
 
 
@@ -110,64 +114,86 @@ def check(params: Mapping[str, Any]) -> Finding:
     if any(degree < 1 for degree in degrees.values()):
         return unknown("a degree below 1: %s" % degrees)
     counts: Dict[str, int] = {}
+    uncompared: List[str] = []
     if params["model_config"] is not None:
         try:
-            counts = read_counts(params["model_config"])
-        except (OSError, ValueError) as error:
+            counts, uncompared = read_counts(params["model_config"])
+        except (OSError, ValueError, RecursionError) as error:
             return unknown("%s cannot be read: %s" % (params["model_config"], error))
-    counts.update({name: params[name] for name in COUNTS if params.get(name) is not None})
-    if params["world_size"] is not None:
-        counts["world_size"] = params["world_size"]
+    counts.update({name: params[name] for name in (*COUNTS, "world_size") if params.get(name) is not None})
+    if any(count < 1 for count in counts.values()):
+        return unknown("a count below 1: %s" % counts)
     tp, pp, cp, ep = (degrees.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
-    kv_heads = counts.get("kv_heads", counts.get("heads"))
-    rules: List[Tuple[str, Optional[int], int]] = [
-        ("world_size, by tp * pp * cp", counts.get("world_size"), tp * pp * cp),
-        ("heads, by tp", counts.get("heads"), tp),
+    uncompared = [name for name in uncompared if tp > 1 and not (name == "KV heads" and "kv_heads" in counts)]
+    heads, ranks = counts.get("heads"), counts.get("world_size")
+    kv_heads = counts.get("kv_heads", None if "KV heads" in uncompared else heads)
+    required = [
+        ("world_size, by tp * pp * cp", ranks, tp * pp * cp),
+        ("world_size, by ep * pp", ranks, ep * pp),
+        ("heads, by tp", heads, tp),
+    ]
+    usual = [  # where some frameworks copy, pad or cut unevenly
+        ("world_size, by tp * ep * pp", ranks, tp * ep * pp),
         ("kv_heads, by tp", kv_heads, tp),
         ("layers, by pp", counts.get("layers"), pp),
         ("experts, by ep", counts.get("experts"), ep),
-        ("world_size, by ep * pp", counts.get("world_size"), ep * pp),
+        ("vocabulary, by tp", counts.get("vocabulary"), tp),
+        ("width, by tp", counts.get("width"), tp),
     ]
-    broken = ["%s: %d by %d" % (name, count, by) for name, count, by in rules if count is not None and count % by]
-    missing = [name for name, count, by in rules if count is None and by > 1]
-    soft = [rule for rule in broken if rule.startswith(("kv_heads", "layers"))]
-    if len(broken) > len(soft):
-        return exposed(*broken, advice=fitting(counts.get("heads"), kv_heads))
-    if soft:
-        return unknown(
-            *soft, "some frameworks copy KV heads or cut layers unevenly, others refuse", advice="see the Fix"
-        )
-    if missing:
+    if broken := name_broken(required):
+        return exposed(*broken, *name_broken(usual), advice=fitting(heads, kv_heads))
+    if broken := name_broken(usual):
+        reason = "some frameworks copy KV heads, pad, or cut layers and experts unevenly; others refuse"
+        return unknown(*broken, reason, advice="see the Fix")
+    if missing := [name for name, count, by in required + usual if count is None and by > 1]:
         return unknown("not given: %s" % "; ".join(missing), advice="--set model_config=config.json --set world_size=8")
-    if cp > 1 or "vision_heads" in counts:
-        return unknown("the sequence length, or the heads of a vision tower, were not compared with the degrees")
-    return clear(*["%s: %d by %d" % (name, count, by) for name, count, by in rules if count is not None])
+    if cp > 1:
+        uncompared.append("the sequence length")
+    if ep > 1:
+        uncompared.append("replicas: ep is taken from the ranks of one")
+    if uncompared:
+        return unknown("not compared with the degrees: %s" % "; ".join(uncompared))
+    return clear(*["%s: %s by %d" % rule for rule in required + usual if rule[1] is not None])
+
+
+def name_broken(rules: List[Tuple[str, Optional[int], int]]) -> List[str]:
+    return ["%s: %d by %d" % (name, count, by) for name, count, by in rules if count is not None and count % by]
 
 
 def fitting(heads: Optional[int], kv_heads: Optional[int]) -> str:
     if not heads:
         return "choose degrees whose product divides the ranks"
-    degrees = [tp for tp in range(1, heads + 1) if heads % tp == 0]
+    degrees = [tp for tp in range(1, min(heads, LARGEST_DEGREE) + 1) if heads % tp == 0]
     plain = [tp for tp in degrees if not (kv_heads or heads) % tp]
     copied = [tp for tp in degrees if tp not in plain and not tp % (kv_heads or heads)]
     return "tp that cuts no head: %s; with copied KV heads also %s" % (plain, copied)
 
 
-def read_counts(path: Path) -> Dict[str, int]:
-    """Raises OSError or ValueError."""
-    if path.stat().st_size > LARGEST_CONFIG:
-        raise ValueError("larger than any config.json")
+def read_counts(path: Path) -> Tuple[Dict[str, int], List[str]]:
+    """Counts by name, and what else the degrees cut. Raises OSError, ValueError or RecursionError."""
+    if path.stat().st_size > LARGEST_CONFIG or not path.is_file():
+        raise ValueError("not a file, or larger than any config.json")
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError("not a mapping")
-    text = values.get("text_config")
-    both = {**values, **(text if isinstance(text, dict) else {})}
+    text: Dict[str, Any] = next(
+        (values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), {}
+    )
+    both = {**values, **text}
     found = {
-        name: next((both[key] for key in keys if isinstance(both.get(key), int)), None) for name, keys in COUNTS.items()
+        name: next((both[key] for key in keys if type(both.get(key)) is int), None) for name, keys in COUNTS.items()
     }
-    if isinstance(values.get("vision_config"), dict):
-        found["vision_heads"] = 1  # which of its names count heads differs from model to model
-    return {name: count for name, count in found.items() if count}
+    others = {
+        "KV heads": found["kv_heads"] is None
+        and (both.get("multi_query") or any(key in both for key in (*COUNTS["kv_heads"], "block_configs"))),
+        "heads of linear attention": any(key.startswith(("linear_num", "mamba", "ssm")) for key in both),
+        "the heads of a vision or audio tower": any(isinstance(both.get(key), dict) for key in TOWERS),
+        "blocks of quantized weights": isinstance(both.get("quantization_config"), dict),
+        "the width of an expert": "moe_intermediate_size" in both,
+    }
+    return {name: count for name, count in found.items() if count is not None}, [
+        name for name in others if others[name]
+    ]
 
 
 def pair(

@@ -32,6 +32,23 @@ def prepare(ctx: Context, *, own_gpu: bool) -> None:
     assert prepared(torch.ones(2, 4, device=model.weight.device)).shape == (2, 4)
 
 
+def prepare_alone(ctx: Context, *, on_first: bool) -> None:
+    """The same in a single process, whose device has a kind and no number."""
+    import torch
+    from accelerate import Accelerator
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda"
+    model = torch.nn.Linear(4, 4)
+    model.is_loaded_in_4bit = True
+    model.hf_device_map = {"": 0 if on_first else 3}
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.device == torch.device("cuda"), accelerator.device
+    ctx.reached()
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
 def launched(ctx: Context) -> None:
     """The variables of torchrun; where there is no GPU, a device that exists by name."""
     rank, size = str(ctx.rank), str(ctx.world_size)
@@ -163,6 +180,15 @@ probe = Probe(
         ),
     ),
     variants=(
+        pair(
+            "one-process",
+            prepare_alone,
+            "on_first",
+            raised(OTHER_DEVICE),
+            ("one process, and its model is on GPU 3", "it is on the GPU that the process counts as 0"),
+            ACCELERATE,
+            stands_for=MARKED.replace("two GPUs", "one of several GPUs"),
+        ),
         pair(
             "bypass",
             bypass,

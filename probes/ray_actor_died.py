@@ -151,7 +151,7 @@ def retry(ctx: Context, *, max_retries: int) -> None:
 
 ANY_ERROR = r"^\w[\w.]*(?:Error|Exception): .*"  # may be one that was caught
 CAUSES = (
-    ("raylet.out", r"due to memory pressure|running low on memory|memory monitor.*[Kk]ill"),
+    ("raylet.out", r"[1-9]\d* Workers .*due to memory pressure|running low on memory"),
     ("worker-*.err", r"Fatal Python error: .*|\*\*\* SIG\w+ received|Resource temporarily unavailable"),
     ("worker-*.err", r"Watchdog caught collective operation timeout.*|CUDA out of memory.*|OutOfMemoryError.*"),
     ("worker-*.err", ANY_ERROR),
@@ -160,15 +160,18 @@ NEWEST, TAIL = 60, 1 << 16  # files, and bytes of each
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    folder = params["logs"] or Path(os.environ.get("RAY_TMPDIR", "/tmp/ray")) / "session_latest" / "logs"
-    if not folder.is_dir():
-        return unknown(f"{folder} does not exist here", advice="run this on the node of `ip:`, or --set logs=FOLDER")
+    folder = params["logs"] or default_folder()
+    if not os.path.isdir(folder):
+        return unknown(
+            f"{folder} does not exist here, or cannot be read",
+            advice="run this on the node of `ip:`, or --set logs=FOLDER",
+        )
     evidence: List[str] = []
     other: List[str] = []
     read = 0
     for pattern, cause in CAUSES:
         try:
-            files = sorted(folder.glob(pattern), key=lambda file: file.stat().st_mtime, reverse=True)[:NEWEST]
+            files = sorted(filter(Path.is_file, folder.glob(pattern)), key=lambda f: f.stat().st_mtime)[-NEWEST:][::-1]
             read += len(files)
             (other if cause == ANY_ERROR else evidence).extend(line for file in files for line in found(file, cause))
         except OSError as error:
@@ -179,6 +182,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     if other:
         return unknown(*dict.fromkeys(other[:8]), "errors, which may have been caught", silent)
     return unknown(f"{read} files of {folder} name no cause", silent)
+
+
+def default_folder() -> Path:
+    """The first that exists of those that Ray may take; the TMPDIR of a check is a folder in the caller's."""
+    own = Path(os.environ.get("TMPDIR") or "/tmp")
+    parents = (Path(os.environ.get("RAY_TMPDIR") or own), own, own.parent, Path("/tmp"))
+    folders = [parent / "ray" / "session_latest" / "logs" for parent in parents]
+    return next((folder for folder in folders if os.path.isdir(folder)), folders[-1])
 
 
 def found(file: Path, cause: str) -> Iterator[str]:
@@ -212,7 +223,9 @@ def in_ray(name: str, control: Arm, treatment: Arm) -> Experiment:
 
 probe = Probe(
     check=check,
-    params={"logs": Param("path", "logs of a Ray session on this node (default: /tmp/ray/session_latest/logs)")},
+    params={
+        "logs": Param("path", "logs of a Ray session on this node (default: session_latest/logs in the folder of Ray)")
+    },
     experiments=(
         Experiment(
             name="connection",
