@@ -113,23 +113,29 @@ def own_switch(ctx: Context, *, use_flash_attn: bool) -> None:
 SWITCH = re.compile(r"_?attn_impl(ementation)?(_internal)?|(use_)?flash_attn|(use_)?flash_attention(_2)?")
 
 
-def requests(values: Mapping[str, Any], parent: str = "") -> Iterator[str]:
+def requests(values: Mapping[str, Any], parent: str = "", named: bool = False) -> Iterator[str]:
     """Settings that turn FlashAttention on, in a config.json or the arguments of a trainer, parts included."""
     for key, value in values.items():
+        switch = named or bool(SWITCH.fullmatch(key))
+        if isinstance(value, list):
+            value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, dict):
-            yield from requests(value, parent + key + ".")
-        elif SWITCH.fullmatch(key) and (value is True or re.search(r"^fa\d|flash|^true$", str(value).lower())):
+            yield from requests(value, f"{parent}{key}.", switch)
+        elif switch and (value is True or re.search(r"^fa\d|flash|^true$", str(value).lower())):
             yield f"{parent}{key}: {value}"
 
 
 def capabilities(given: str) -> list[tuple[int, int]]:
+    """One for each GPU, or none where a single one cannot be read."""
     if not given:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         try:
-            given = subprocess.run(command, capture_output=True, text=True, timeout=0.8, check=True).stdout
+            ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=0.8, check=True)
         except (OSError, subprocess.SubprocessError):
             return []
-    return [(int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d)", given)]
+        given = ran.stdout
+    found = [re.fullmatch(r"(\d{1,2})\.(\d)", word) for word in re.split(r"[\s,]+", given.strip())]
+    return [(int(each[1]), int(each[2])) for each in found if each] if all(found) else []
 
 
 def installed_version() -> tuple[int, ...]:

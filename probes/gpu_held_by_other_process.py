@@ -72,7 +72,7 @@ class Samples(IterableDataset):
         print(os.getpid(), file=open("running", "w"), flush=True)
         time.sleep(120)  # the second sample is on storage that does not answer
 
-iterator = iter(DataLoader(Samples(), batch_size=1, num_workers=1, worker_init_fn=%s))
+iterator = iter(DataLoader(Samples(), num_workers=1, multiprocessing_context="fork", worker_init_fn=%s))
 next(iterator)
 time.sleep(120)
 """
@@ -186,12 +186,13 @@ def kill_launcher(ctx: Context, *, by: signal.Signals) -> None:
 def check(params: Mapping[str, Any]) -> Finding:
     """Read memory, compute mode and processes of each GPU, and who has the GPU files open."""
     gpus = query("--query-gpu=index,uuid,memory.used,memory.total,compute_mode")
-    if not gpus:
-        return unknown("nvidia-smi is missing or lists no GPU", advice="run this on the node of the job, as root")
-    apps = query("--query-compute-apps=gpu_uuid,pid,used_memory")
+    if not gpus or any(len(gpu) != 5 for gpu in gpus):
+        advice = "run this on the node of the job, as root; if it hangs there, look for processes in state D"
+        return unknown("nvidia-smi is missing, does not answer, or does not list the GPUs", advice=advice)
+    apps = query("--query-compute-apps=gpu_uuid,pid")
     evidence = []
     for index, uuid, used, total, mode in gpus:
-        pids = ", ".join(app[1] for app in apps if app[0] == uuid) or "no process that nvidia-smi lists"
+        pids = ", ".join(app[1] for app in apps if app[0] == uuid and app[1:]) or "no process that nvidia-smi lists"
         if not used.isdigit():
             return unknown(f"GPU {index} does not say how much memory is used ({used}): MIG, or a driver that hides it")
         if int(used) > params["idle_mib"]:
@@ -210,10 +211,15 @@ def check(params: Mapping[str, Any]) -> Finding:
 def query(*what: str) -> List[List[str]]:
     command = ["nvidia-smi", *what, "--format=csv,noheader,nounits"]
     try:
-        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
         return []
-    lines = ran.stdout.decode(errors="replace").splitlines() if ran.returncode == 0 else []
+    try:
+        output = process.communicate(timeout=3)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()  # without waiting: in state D it does not end
+        return []
+    lines = output.decode(errors="replace").splitlines() if process.returncode == 0 else []
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from functools import partial
@@ -227,16 +228,21 @@ def check(params: Mapping[str, Any]) -> Finding:
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     folder, name = Path(os.path.expandvars(os.path.expanduser(cache))), str(params["repo"])
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        return unknown("%s is a path, not the name of a repository" % name)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or params["kind"] not in ("model", "dataset"):
+        return unknown("%s is not the name of a repository, or %s not a kind" % (name, params["kind"]))
     repo = folder / ("%ss--%s" % (params["kind"], name.replace("/", "--")))
     try:
         ref = repo / "refs" / "main"
         commit = ref.read_text().strip() if ref.exists() else ""
+        for part in (repo, repo / "snapshots"):  # glob passes over what it may not read
+            if part.exists():
+                os.listdir(part)
+        if not re.fullmatch("([0-9a-f]{40})?", commit):
+            return unknown("%s does not hold a commit" % ref)
         files = [path for path in sorted(repo.glob("snapshots/%s/**/*" % (commit or "*")))[:5000] if not path.is_dir()]
         lost = [path.name for path in files if not path.exists()]
-    except OSError as error:
-        return unknown("%s cannot be read: %s" % (repo, error.strerror))
+    except (OSError, ValueError) as error:
+        return unknown("%s cannot be read: %s" % (repo, error))
     evidence = ["the cache is %s" % folder, "%d files of %s are in it" % (len(files), name)]
     if lost:
         return exposed(*evidence, "links without their files: %s" % ", ".join(lost[:3]), advice="fetch them again")

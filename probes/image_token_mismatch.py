@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 from kb.probe import (
     Arm,
@@ -132,6 +133,33 @@ def roll_out(ctx: Context, *, blocks: bool, replaces: bool = False) -> None:
     assert logits.shape[:2] == full_ids.shape
 
 
+def stream(ctx: Context, *, dispatches: bool) -> None:
+    """The Trainer of transformers and a streamed data set, each sample of which has two images."""
+    import torch
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer, TrainingArguments
+
+    class Samples(IterableDataset):  # type: ignore[misc,type-arg,unused-ignore]
+        def __iter__(self) -> Iterator[List[int]]:
+            return iter([SHORT + SHORT] * 2)
+
+    def collate(samples: List[List[int]]) -> Dict[str, Any]:
+        input_ids = torch.tensor(samples)
+        return {"input_ids": input_ids, "labels": input_ids, "pixel_values": torch.randn(2 * len(samples), 3, 8, 8)}
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)  # a job of one process, without a launcher
+    output_dir = ctx.path("out")
+    options = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none"}
+    if dispatches:
+        args = TrainingArguments(output_dir, **options)
+    else:
+        args = TrainingArguments(output_dir, accelerator_config={"dispatch_batches": False}, **options)
+    trainer = Trainer(build(), args, train_dataset=Samples(), data_collator=collate)
+    ctx.reached()
+    assert trainer.train().global_step == 1
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Do the placeholders of the largest images fit into the sequence?"""
     length, pixels, side, images = (params[name] for name in ("max_length", "max_pixels", "side", "images"))
@@ -162,13 +190,14 @@ def pair(
     because: str,
     fix: str,
     env: Mapping[str, str] = MappingProxyType({}),
+    packages: Mapping[str, str] = MappingProxyType({}),
 ) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(fails, expect, because, "cpu", env=env),
         treatment=Arm(works, completed(), fix, "cpu", env=env),
         world_size=1,
-        needs=Needs(packages=LLAVA),
+        needs=Needs(packages={**LLAVA, **packages}),
         deadline_s=60,
         expected_s=(4.0, 4.0),
     )
@@ -216,6 +245,15 @@ probe = Probe(
             CUT + "; the comparison is switched off",
             WHOLE,
             {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"},
+        ),
+        pair(
+            "dispatched",
+            partial(stream, dispatches=True),
+            partial(stream, dispatches=False),
+            MISMATCH,
+            "accelerate dispatches the batch of a streamed data set, and slices the pixels by the number of samples",
+            "dispatch_batches=False: the batch stays as the collator made it",
+            packages={"accelerate": ">=0.30"},
         ),
         pair(
             "generated",
