@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, List, Mapping, Tuple
 
@@ -109,10 +110,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence: List[str] = []
     if params["log"]:
         try:
+            if not params["log"].is_file():
+                return unknown(f"{params['log']} is no file")
             with params["log"].open("rb") as file:
                 lines = file.read(8 * MIB).decode(errors="replace").splitlines()
-        except OSError as error:
-            return unknown(f"{params['log']}: {error.strerror}")
+        except (OSError, ValueError) as error:
+            return unknown(f"{params['log']}: {error}")
         places = [number for number, line in enumerate(lines) if STATUS.search(line)]
         if not places:
             return unknown(f"no status of cuBLAS or cuDNN in the first 8 MiB of {params['log']}")
@@ -131,8 +134,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence += [f"LD_LIBRARY_PATH has {path}" for path in shadows]
     if any(mib < params["least_mib"] for _, mib in free):
         return exposed(*evidence, advice="see who has the memory: nvidia-smi, and gpu-held-by-other-process")
-    if shadows:
-        return exposed(*evidence, advice="if memory is not the cause: unset LD_LIBRARY_PATH for the job")
+    own = own_libraries() if shadows else []
+    if own:
+        return exposed(*evidence, *own, advice="if memory is not the cause: unset LD_LIBRARY_PATH for the job")
     return unknown(*(evidence or [gpus]), advice="the state when it failed counts: --set log=FILE, all ranks")
 
 
@@ -143,7 +147,7 @@ def free_memory() -> Tuple[List[Tuple[str, int]], str]:
     except (OSError, subprocess.TimeoutExpired):
         return [], "nvidia-smi is missing or does not answer"
     rows = [line.split(",") for line in ran.stdout.decode(errors="replace").splitlines() if ran.returncode == 0]
-    known = [(row[0].strip(), int(row[1])) for row in rows if len(row) == 2 and row[1].strip().isdigit()]
+    known = [(row[0].strip(), int(row[1])) for row in rows if len(row) == 2 and row[1].strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return known, "nvidia-smi does not say how much memory is free"
@@ -154,11 +158,25 @@ def free_memory() -> Tuple[List[Tuple[str, int]], str]:
 
 
 def shadowing_libraries() -> List[str]:
-    folders = [Path(name) for name in os.environ.get("LD_LIBRARY_PATH", "").split(":") if name]
-    paths = [
-        path for folder in folders[:20] for name in ("libcublas.so*", "libcudnn.so*") for path in folder.glob(name)
-    ]
+    paths: List[Path] = []
+    for folder in [name for name in os.environ.get("LD_LIBRARY_PATH", "").split(":") if name][:20]:
+        for name in ("libcublas.so*", "libcudnn.so*"):
+            try:
+                paths += Path(folder).glob(name)
+            except (OSError, ValueError):
+                continue  # a folder that cannot be read shows nothing
     return [str(path) for path in paths if "site-packages" not in str(path)][:4]
+
+
+def own_libraries() -> List[str]:
+    """The cuBLAS and cuDNN that pip installed for torch; where there are none, torch was built for the system's."""
+    own = []
+    for name in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
+        try:
+            own.append(f"torch has its own: {name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return own
 
 
 STANDS_FOR = "cuBLAS beside torch's caching allocator on a GPU: MKL's FFT beside a pool, under one limit of the kernel"

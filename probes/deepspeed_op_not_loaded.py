@@ -72,15 +72,13 @@ class Op:
         assert module.generator == 100
 
 
-def build(
-    ctx: Context, *, library_path: bool, named: bool = True, runtime_path: bool = False, before: str = ""
-) -> None:
+def build(ctx: Context, *, library_path: bool, named: bool = True, variable: str = "", before: str = "") -> None:
     """The library is there, in a folder that the linker does not know; `before` has the op failed already."""
     import torch.utils.cpp_extension as cpp_extension
 
     op = Op(ctx, named)
-    if runtime_path:
-        os.environ["LD_LIBRARY_PATH"] = str(op.libraries)
+    if variable:
+        os.environ[variable] = f"-L{op.libraries}" if variable == "LDFLAGS" else str(op.libraries)
     if library_path and before != "deleted":
         os.environ["LIBRARY_PATH"] = str(op.libraries)
     ctx.meet("ready")
@@ -147,11 +145,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         for line in (package / "git_version_info_installed.py").read_text().splitlines():
             key, _, value = line.partition("=")
             record[key] = ast.literal_eval(value)
-    except (OSError, ValueError, SyntaxError):
-        pass
+    except (OSError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        record = {}
     evidence = [f"DeepSpeed {record.get('version', 'of an unknown release')}"]
-    if record.get("installed_ops", {}).get(op):
-        if not list(package.glob(f"ops/*/{op}_op*.so")):
+    installed = record.get("installed_ops")
+    if isinstance(installed, dict) and installed.get(op):
+        if not list(package.glob(f"ops/**/{op}_op*.so")):
             why = f"its installation says that {op} was built, and {package}/ops has no {op}_op*.so"
             return exposed(*evidence, why, advice="install DeepSpeed again, with the same DS_BUILD_ variables")
         return unknown(*evidence, f"{op} was built with the installation; whether it loads, only a load shows")
@@ -160,10 +159,16 @@ def check(params: Mapping[str, Any]) -> Finding:
         cache, "torch_extensions", "py%d%d*" % sys.version_info[:2]
     )
     for folder in map(Path, sorted(glob.glob(os.path.join(root, op)))):
-        if (folder / "build.ninja").exists() and not list(folder.glob(f"{op}*.so")) and not (folder / "lock").exists():
+        try:
+            files = os.listdir(folder)
+        except OSError as error:
+            return unknown(*evidence, f"{folder} cannot be read: {error.strerror}")
+        made = [name for name in files if name.startswith(op) and name.endswith(".so")]
+        if "build.ninja" in files and not made and "lock" not in files:
             why = f"{folder} has a build.ninja and no {op}.so: a build failed there"
             return exposed(*evidence, why, advice=f"cd {folder} && ninja -v, in the job's environment, shows why")
-    missing = [program for program in ("ninja", os.environ.get("CXX", "c++")) if not shutil.which(program)]
+    compiler = (os.environ.get("CXX", "").split() or ["c++"])[0]
+    missing = [program for program in ("ninja", compiler) if not shutil.which(program)]
     if missing:
         why = f"{op} is built when it is first used, and PATH of this shell has no {' and no '.join(missing)}"
         return exposed(*evidence, why, advice="export PATH=/path/of/the/environment/bin:$PATH in the job")
@@ -209,7 +214,8 @@ probe = Probe(
     params={"op": Param("str", "the op that the job lacks", "cpu_adam")},
     experiments=(linker("linker"),),
     variants=(
-        linker("ld-library-path", because="LD_LIBRARY_PATH names the folder, not LIBRARY_PATH", runtime_path=True),
+        linker("ld-library-path", because="the folder is in LD_LIBRARY_PATH", variable="LD_LIBRARY_PATH"),
+        linker("ldflags", because="the folder is in LDFLAGS", variable="LDFLAGS"),
         pair(
             "link-name",
             partial(build, library_path=True, named=False),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Tuple
 from unittest.mock import patch
@@ -156,50 +157,87 @@ def edited(ctx: Context, *, asks_version: bool) -> None:
 def check(_: Mapping[str, Any]) -> Finding:
     """Ninja, compiler, Python's headers, and the gcc that nvcc would take against the limit in nvcc's header."""
     problems: List[str] = []
-    if shutil.which("ninja") is None:
+    ninja = shutil.which("ninja")
+    if ninja is None:
         beside = Path(sys.executable).with_name("ninja")
         problems.append("ninja is not on PATH%s" % (", but here: %s" % beside if beside.exists() else ""))
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler) is None:
+    elif answer(ninja)[0] not in (0, None):
+        problems.append("%s --version ends with status %s" % (ninja, answer(ninja)[0]))
+    compiler, host = os.environ.get("CXX", "c++"), os.environ.get("CC", "gcc")
+    if shutil.which((compiler.split() or [""])[0]) is None:
         problems.append("no program %r, which is the C++ compiler here (CXX, else c++)" % compiler)
-    if 0 < release_of(compiler) < 9:
-        problems.append("%s is release %d; torch 2.2.2 and newer need 9" % (compiler, release_of(compiler)))
-    headers = sysconfig.get_paths()["include"]
-    if not os.path.exists(os.path.join(headers, "Python.h")):
-        problems.append("no Python.h in %s" % headers)
-    host = os.environ.get("CC") or "gcc"
-    release, limit = release_of(host), limit_of_nvcc()
+    release, of_host, limit = release_of(compiler), release_of(host), limit_of_nvcc()
+    if 0 < release < 9 or (release == 9 and torch_release() >= (2, 13)):
+        problems.append("%s is release %d; torch 2.2.2 needs 9, torch 2.13 needs 10" % (compiler, release))
+    headers = [sysconfig.get_paths()["include"], *os.environ.get("CPATH", "").split(os.pathsep)]
+    if not any(folder and os.path.exists(os.path.join(folder, "Python.h")) for folder in headers):
+        problems.append("no Python.h in %s, nor in CPATH" % headers[0])
+    if not host:
+        problems.append("CC is set and empty, and torch hands it to nvcc: unset CC")
     chosen = any("ccbin" in os.environ.get(name, "") for name in VARIABLES) or "NVCC_CCBIN" in os.environ
-    if 0 < limit < release and not chosen:
-        problems.append("nvcc takes gcc up to release %d, and %s is %d" % (limit, host, release))
+    if 0 < limit < of_host and not chosen:
+        problems.append("nvcc takes gcc up to release %d, and %s is %d" % (limit, host, of_host))
     if problems:
         return exposed(*problems, advice="what is installed as a built wheel needs none of this")
     evidence = "ninja, %s and Python.h are there" % compiler
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not os.path.exists("/dev/nvidiactl"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "NoDevFiles")
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not (visible and os.path.exists("/dev/nvidiactl")):
         return unknown(evidence, "there is no GPU, and a CUDA build then needs TORCH_CUDA_ARCH_LIST")
-    if chosen or not limit or not release:
+    if chosen or not limit or not of_host or not release:
         return unknown(evidence, "what nvcc would take is not known: its flags, gcc, or the header with its limit")
-    return clear(evidence, "%s is release %d, nvcc takes gcc up to %d" % (host, release, limit))
+    if release == 9 or glibc() >= (2, 41):
+        return unknown(evidence, "gcc 9, or glibc 2.41 with a toolkit up to 12.9, may still be refused")
+    return clear(evidence, "%s is release %d, nvcc takes gcc up to %d" % (host, of_host, limit))
+
+
+def answer(program: str) -> Tuple[Any, str]:
+    """Exit status and output of `program --version`; None where that cannot be had."""
+    try:
+        run = subprocess.run(
+            [program, "--version"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=0.3, check=False
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None, ""
+    return run.returncode, run.stdout.decode(errors="replace")
 
 
 def release_of(compiler: str) -> int:
     """Of a gcc; 0 for clang, and where it cannot be asked."""
+    text = answer(compiler)[1]
+    match = re.search(r"\) (\d+)\.\d", text.split("\n")[0])  # gcc (Debian 12.2.0-14) 12.2.0
+    return int(match.group(1)) if match and "clang" not in text else 0
+
+
+def numbers(text: str) -> Tuple[int, ...]:
+    found = re.search(r"(\d+)\.(\d+)", text)
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
+
+
+def torch_release() -> Tuple[int, ...]:
     try:
-        run = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=0.6, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    match = re.search(r"\) (\d+)\.\d", run.stdout.split("\n")[0])  # gcc (Debian 12.2.0-14) 12.2.0
-    return int(match.group(1)) if match and "clang" not in run.stdout else 0
+        return numbers(version("torch"))
+    except (PackageNotFoundError, TypeError):
+        return (0, 0)
+
+
+def glibc() -> Tuple[int, ...]:
+    try:
+        return numbers(os.confstr("CS_GNU_LIBC_VERSION") or "")
+    except (AttributeError, OSError, ValueError):
+        return (0, 0)
 
 
 def limit_of_nvcc() -> int:
     nvcc = shutil.which("nvcc")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).parent.parent))
     root = Path(home or "/usr/local/cuda")
-    for path in (root / "include/crt/host_config.h", *root.glob("targets/*/include/crt/host_config.h")):
-        match = re.search(r"__GNUC__ > (\d+)", path.read_text(errors="replace")) if os.access(path, os.R_OK) else None
-        if match:
-            return int(match.group(1))
+    try:
+        for path in (root / "include/crt/host_config.h", *root.glob("targets/*/include/crt/host_config.h")):
+            match = re.search(r"__GNUC__ > (\d+)", path.read_text(errors="replace")) if path.is_file() else None
+            if match:
+                return int(match.group(1))
+    except (OSError, ValueError):
+        pass
     return 0
 
 

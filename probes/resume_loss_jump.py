@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
@@ -129,7 +128,10 @@ def resume(ctx: Context, *, restores: str, at: int = 240) -> None:
             group["lr"] = group["initial_lr"] = last
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=1000)
     ctx.note(lr=optimizer.param_groups[0]["lr"], lr_of_checkpoint=rate)
-    compare(ctx, train(model, optimizer, scheduler, range(at, at + WATCHED)), expected, at)
+    losses = train(model, optimizer, scheduler, range(at, at + WATCHED))
+    compare(ctx, losses, expected, at)
+    if restores == "all":
+        assert max(abs(loss - other) for loss, other in zip(losses, expected)) < 1e-5, "equal, step by step"
 
 
 def follow(ctx: Context, *, kind: str, restores: str) -> None:
@@ -400,130 +402,128 @@ def check(params: Mapping[str, Any]) -> Finding:
     )
 
 
-JUMP = r"the first loss is right, then loss 0\.\d\d at step \d+, 0\.\d\d without the interruption"
+JUMP = symptom(r"the first loss is right, then loss 0\.\d\d at step \d+, 0\.\d\d without the interruption")
 
 
 def pair(
     name: str,
-    arms: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    job: Callable[..., None],
+    keyword: str,
+    values: Tuple[Any, Any],  # of the control arm, of the treatment arm
     expect: Expect,
-    because: str,
-    fix: str,
-    packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
+    because: Tuple[str, str],
+    **packages: str,
 ) -> Experiment:
-    slow = len(packages) > 1
+    """Two arms of one job that differ by one keyword."""
+    libraries = [package for package in packages if package != "torch"]
     return Experiment(
         name=name,
-        control=Arm(arms[0], expect=expect, because=because, fidelity="cpu"),
-        treatment=Arm(arms[1], expect=completed(), because=fix, fidelity="cpu"),
+        control=Arm(partial(job, **{keyword: values[0]}), expect, because[0], "cpu"),
+        treatment=Arm(partial(job, **{keyword: values[1]}), completed(), because[1], "cpu"),
         world_size=1,
         needs=Needs(packages=packages),
-        deadline_s=90 if slow else 20,
-        expected_s=(8.0, 8.0) if slow else (1.0, 1.0),
+        deadline_s=90 if libraries else 20,
+        expected_s=(8.0, 8.0) if libraries else (1.0, 1.0),
     )
 
 
-def restored(name: str, what: str, instead: str, because: str, fix: str, at: int = 240) -> Experiment:
-    arms = partial(resume, restores=what, at=at), partial(resume, restores=instead, at=at)
-    return pair(name, arms, symptom(JUMP), because, fix)
-
-
+ANY = {"torch": ">=2.1"}
 ALL = "scheduler first, then weights, optimizer and scheduler are loaded: equal to an uninterrupted run, step by step"
+ALONE = "the weights are loaded, optimizer and scheduler are new"
+WARM_UP = "the moments stay lost; the rate rises from 1 % to that of the checkpoint in 1000 steps"
+BUILT_LAST = "the scheduler is built behind the loading of the optimizer, whose rate it overwrites"
+NO_OPTIMIZER = "the scheduler is loaded and the optimizer is not, whose rate is the first one"
+MOMENTS = "weights and learning rate are restored, the moments of AdamW are new"
+MASTER = "weights are loaded behind the making of the float32 copy, which the optimizer trains"
 
 probe = Probe(
     check=check,
     params={"checkpoint": Param("path", "a checkpoint: a folder, or a file of torch.save or safetensors")},
-    experiments=(
-        restored("weights-only", "weights", "all", "the weights are loaded, optimizer and scheduler are new", ALL),
-    ),
+    experiments=(pair("weights-only", resume, "restores", ("weights", "all"), JUMP, (ALONE, ALL), **ANY),),
     variants=(
         pair(
             "order",
-            (
-                partial(follow, kind="warm-up", restores="built last"),
-                partial(follow, kind="warm-up", restores="built first"),
-            ),
+            partial(follow, kind="warm-up"),
+            "restores",
+            ("built last", "built first"),
             symptom(r"20 steps on the rate is 9\.\de-05, and 9\.\de-04 without"),
-            "the scheduler is built behind the loading of the optimizer, whose rate it overwrites",
-            "it is built first",
+            (BUILT_LAST, "it is built first"),
+            **ANY,
         ),
         pair(
             "scheduler-alone",
-            (
-                partial(follow, kind="cosine", restores="scheduler"),
-                partial(follow, kind="cosine", restores="scheduler and rate"),
-            ),
+            partial(follow, kind="cosine"),
+            "restores",
+            ("scheduler", "scheduler and rate"),
             symptom(r"20 steps on the rate is 9\.\de-03, and 8\.\de-04 without"),
-            "the scheduler is loaded and the optimizer is not, whose rate is the first one",
-            "the rate of the scheduler is written into the optimizer",
+            (NO_OPTIMIZER, "the rate of the scheduler is written into the optimizer"),
+            **ANY,
         ),
-        restored(
-            "moments",
-            "no optimizer",
-            "all",
-            "weights and learning rate are restored, the moments of AdamW are new",
-            ALL,
-            at=60,
-        ),
-        restored(
-            "warm-up",
-            "weights",
-            "warm-up",
-            "the weights are loaded, optimizer and scheduler are new",
-            "the moments stay lost; the rate rises from 1 % to that of the checkpoint in 1000 steps",
-        ),
+        pair("moments", partial(resume, at=60), "restores", ("no optimizer", "all"), JUMP, (MOMENTS, ALL), **ANY),
+        pair("warm-up", resume, "restores", ("weights", "warm-up"), JUMP, (ALONE, WARM_UP), **ANY),
         pair(
             "positions",
-            (partial(regroup, same_order=False), partial(regroup, same_order=True)),
+            regroup,
+            "same_order",
+            (False, True),
             symptom(r"weight a got the moment of b, 10\.0 instead of 0\.1; no error"),
-            "the weights are given to the optimizer in another order",
-            "the order is that of the names",
+            ("the weights are given to the optimizer in another order", "the order is that of the names"),
+            **ANY,
         ),
         pair(
             "ema",
-            (partial(average, restored=False), partial(average, restored=True)),
+            average,
+            "restored",
+            (False, True),
             symptom(r"the average moved by 1\.00 in one update"),
-            "the average is not restored, and starts anew",
-            "the state of the average is loaded too",
+            ("the average is not restored, and starts anew", "the state of the average is loaded too"),
+            **ANY,
         ),
         pair(
             "scaler",
-            (partial(scale, restored=False), partial(scale, restored=True)),
+            scale,
+            "restored",
+            (False, True),
             symptom(r"the first \d+ of 12 steps behind the resume were skipped"),
-            "the scaler is new, and its scale too large",
-            "the state of the scaler is loaded",
-            {"torch": ">=2.3"},
+            ("the scaler is new, and its scale too large", "the state of the scaler is loaded"),
+            torch=">=2.3",
         ),
         pair(
             "master",
-            (partial(keep_master, renewed=False), partial(keep_master, renewed=True)),
+            keep_master,
+            "renewed",
+            (False, True),
             symptom(r"the first loss is right, 1\.0, and the second \d\d+: the step wrote the old weights"),
-            "weights are loaded behind the making of the float32 copy, which the optimizer trains",
-            "the copy is renewed from the loaded weights",
+            (MASTER, "the copy is renewed from the loaded weights"),
+            **ANY,
         ),
         pair(
             "vocabulary",
-            (partial(number_words, ordered=False), partial(number_words, ordered=True)),
+            number_words,
+            "ordered",
+            (False, True),
             symptom(r"\d of \d words have another id in the next process"),
-            "ids are given in the order of a set",
-            "ids are given in sorted order",
-            {},
+            ("ids are given in the order of a set", "ids are given in sorted order"),
         ),
         pair(
             "trainer",
-            (partial(use_trainer, given_to_train=False), partial(use_trainer, given_to_train=True)),
+            use_trainer,
+            "given_to_train",
+            (False, True),
             symptom(r"the argument was ignored: steps 1 to 8 were made"),
-            "resume_from_checkpoint is given to TrainingArguments",
-            "it is given to train()",
-            {"torch": ">=2.1", "transformers": ">=4.46"},
+            ("resume_from_checkpoint is given to TrainingArguments", "it is given to train()"),
+            **ANY,
+            transformers=">=4.46",
         ),
         pair(
             "accelerate",
-            (partial(use_accelerate, prepared_first=False), partial(use_accelerate, prepared_first=True)),
+            use_accelerate,
+            "prepared_first",
+            (False, True),
             symptom(r"load_state returned, the weights are new and 0 of 2 optimizer states are there"),
-            "load_state is called before prepare",
-            "load_state is called behind prepare",
-            {"torch": ">=2.1", "accelerate": ">=0.30"},
+            ("load_state is called before prepare", "load_state is called behind prepare"),
+            **ANY,
+            accelerate=">=0.30",
         ),
     ),
 )

@@ -143,33 +143,48 @@ def wake_on_gpu(ctx: Context, *, empties: bool) -> None:
         raise Symptom(f"the engine cannot map its share again, {share // MIB} MiB: the driver has {free // MIB} MiB")
 
 
-SLEEP = re.compile(r"Sleep mode freed ([\d.]+) GiB memory, ([\d.]+) GiB memory is still in use")
+NUMBER = r"(\d+(?:\.\d+)?)"
+SLEEP = re.compile(rf"Sleep mode freed {NUMBER} GiB memory, {NUMBER} GiB memory is still in use")
 PROCESS = re.compile(r"pid=\d+(?:, ip=[\d.]+)?|\[?rank ?\d+\]?")
+UNNAMED = "lines that name no process"
+
+
+def read_sleeps(log: Path) -> Dict[str, List[Tuple[float, float]]]:
+    """What was freed and what stayed in use, sleep by sleep, for each process. Raises OSError."""
+    sleeps: Dict[str, List[Tuple[float, float]]] = {}
+    if not log.is_file():
+        raise OSError(f"{log} is no regular file")
+    with open(log, encoding="utf-8", errors="replace") as file:
+        for line in islice(iter(lambda: file.readline(10_000), ""), 300_000):  # within a second
+            if found := SLEEP.search(line):
+                process = PROCESS.search(line)
+                name = process.group() if process else UNNAMED
+                sleeps.setdefault(name, []).append((float(found.group(1)), float(found.group(2))))
+    return sleeps
 
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Read in a log what vLLM says at each sleep: nothing freed, or more in use from step to step."""
     if params["log"] is None:
         return unknown("no log was given to read", advice="--set log=train.log, a log with vLLM's lines at INFO")
-    sleeps: Dict[str, List[Tuple[float, float]]] = {}
     try:
-        with open(params["log"], encoding="utf-8", errors="replace") as file:
-            for line in islice(file, 300_000):  # within a second
-                if found := SLEEP.search(line):
-                    process = PROCESS.search(line)
-                    name = process.group() if process else "the engine"
-                    sleeps.setdefault(name, []).append((float(found.group(1)), float(found.group(2))))
+        sleeps = read_sleeps(params["log"])
     except OSError as error:
         return unknown(f"the log cannot be read: {error}")
-    evidence = []
+    evidence: List[str] = []
+    uncertain: List[str] = []
     for name, pairs in sleeps.items():
         freed, left = pairs[-1]
+        known = evidence if name != UNNAMED or all(pair[0] < 0.01 for pair in pairs) else uncertain
         if freed < 0.01 and len(pairs) > 1 and left > params["growth_gib"]:
-            evidence.append(f"{name}: the last sleep freed nothing, {left} GiB of the card are in use")
+            known.append(f"{name}: the last sleep freed nothing, {left} GiB of the card are in use")
+        known = evidence if name != UNNAMED else uncertain
         if len(pairs) > 2 and left - pairs[1][1] > params["growth_gib"]:
-            evidence.append(f"{name}: {pairs[1][1]} GiB in use after its second sleep, {left} after its last")
+            known.append(f"{name}: {pairs[1][1]} GiB in use after its second sleep, {left} after its last")
     if evidence:
         return exposed(*evidence, advice="log torch.cuda.memory_reserved() of the trainer beside it: whose is it?")
+    if uncertain:
+        return unknown(*uncertain, "these may be several processes, each with a card of its own")
     count = sum(map(len, sleeps.values()))
     return unknown(f"{count} sleeps in the log, none frees nothing and none leaves more than the second did")
 

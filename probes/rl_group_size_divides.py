@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import re
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Dict, Mapping, Optional, Tuple
@@ -34,6 +36,13 @@ KEYS = {
     "generations": "num_generations",
     "eval_batch": "per_device_eval_batch_size",
 }
+UNJUDGED = (
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations_eval",
+    "auto_find_batch_size",
+    "evaluation_strategy",  # the name of eval_strategy in older releases
+)
 GROUP = 4  # completions of a prompt, in the experiment without trl
 DEFAULTS = {"batch": 8, "accumulation": 1, "generations": 8, "eval_batch": 8}  # of trl 0.15 to 1.16
 
@@ -99,20 +108,21 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
         if kind != "arguments" or "num_generations" not in recipe:
             return unknown("%s has no num_generations" % params["config"])
-        if "generation_batch_size" in recipe or "steps_per_generation" in recipe:
-            return unknown("the recipe sets generation_batch_size or steps_per_generation, which are not judged here")
+        unjudged = [key for key in UNJUDGED if recipe.get(key) not in (None, False)]
+        if unjudged:
+            return unknown("the recipe sets %s, which is not judged here" % " and ".join(unjudged))
         values = {name: recipe.get(key) if values[name] is None else values[name] for name, key in KEYS.items()}
-        if recipe.get("eval_strategy", "no") == "no":
+        if recipe.get("eval_strategy", "no") in ("no", "false", False, None):  # YAML reads a bare no as False
             values["eval_batch"] = None
         elif values["eval_batch"] is None:
             values["eval_batch"] = DEFAULTS["eval_batch"]
     if values["generations"] is None:
         return unknown("num_generations was not given", advice="--set generations=8 --set batch=1 --set processes=7")
     numbers = {name: DEFAULTS[name] if values[name] is None else values[name] for name in KEYS}
-    if not all(isinstance(number, int) and number > 0 for number in numbers.values()):
+    if not all(type(number) is int and number > 0 for number in numbers.values()):
         return unknown("these are no numbers above 0: %s" % numbers)
     processes = params["processes"]
-    if processes is None and os.environ.get("WORLD_SIZE", "").isdigit():
+    if processes is None and re.fullmatch(r"[0-9]{1,7}", os.environ.get("WORLD_SIZE", "")):
         processes = int(os.environ["WORLD_SIZE"])
     if not processes or processes < 0:
         return unknown(
@@ -125,10 +135,13 @@ def judge(numbers: Mapping[str, int], processes: int, *, has_eval: bool) -> Find
     batch, accumulation, generations = numbers["batch"], numbers["accumulation"], numbers["generations"]
     total = processes * batch * accumulation
     line = "%d processes x batch %d x accumulation %d = %d completions" % (processes, batch, accumulation, total)
+    release = installed_release()
+    if release and release < (0, 15):
+        return unknown("trl %s counts prompts, and this rule is that of 0.15 and newer" % version("trl"))
     if generations < 2:
         return exposed("a group of %d has no advantage" % generations, advice="num_generations of 2 or more")
     if total % generations:
-        step = next(count for count in range(1, generations + 1) if processes * batch * count % generations == 0)
+        step = generations // math.gcd(processes * batch, generations)
         return exposed(
             "%s, which %d does not divide; trl 0.15 and newer refuse that" % (line, generations),
             advice="gradient_accumulation_steps=%d, or num_generations out of %s" % (step, divisors(total)),
@@ -137,25 +150,20 @@ def judge(numbers: Mapping[str, int], processes: int, *, has_eval: bool) -> Find
         shown = (processes, numbers["eval_batch"], generations)
         return exposed("evaluation: %d processes x batch %d, which %d does not divide" % shown)
     groups = "%s, %d prompts of %d" % (line, total // generations, generations)
-    if processes * batch % generations:
-        return judge_release(groups, processes * batch, generations)
-    return clear(groups)
-
-
-def judge_release(groups: str, without: int, generations: int) -> Finding:
-    """The groups are whole only where the accumulation is counted: that depends on the release."""
-    needed = "trl 0.15 and 0.16 do not count the accumulation, and %d does not divide %d" % (generations, without)
-    try:
-        major, minor = (int(part) for part in version("trl").split(".")[:2])
-    except (PackageNotFoundError, ValueError):
-        return unknown(
-            groups, needed, "which release of trl will run is not known", advice="--python of that environment"
-        )
-    if (major, minor) < (0, 15):
-        return unknown("trl %d.%d counts prompts, and this rule is that of 0.15 and newer" % (major, minor))
-    if (major, minor) < (0, 17):
+    if processes * batch % generations == 0 or (release and release >= (0, 17)):
+        return clear(groups)
+    needed = "trl 0.15 and 0.16 do not count the accumulation, and %d does not divide %d"
+    needed %= (generations, processes * batch)
+    if release:
         return exposed(needed, advice="a larger per_device_train_batch_size, or trl 0.17 and newer")
-    return clear(groups, "trl %d.%d counts the accumulation" % (major, minor))
+    return unknown(groups, needed, "which release of trl will run is not known", advice="--python of that environment")
+
+
+def installed_release() -> Tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version("trl").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return ()
 
 
 def divisors(total: int) -> Tuple[int, ...]:

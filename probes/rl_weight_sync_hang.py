@@ -181,9 +181,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence.append("this machine reaches %s from %s" % (server, route or "no address"))
     if route in ("", server) or server.startswith("127.") or server == "::1":
         return unknown(*evidence, "that is this machine itself, or out of its reach")
-    if announced.startswith(("0.0.0.0", "127.")) or announced in ("::", "::1"):
+    if announced.startswith(("0.0.0.0", "127.")) or announced in ("::", "::1", "localhost"):
         advice = "export VLLM_HOST_IP=%s for the trainer" % (route or "ADDRESS")
-        return exposed(*evidence, "an engine elsewhere would look for it on itself (TRL 1.11 and newer)", advice=advice)
+        return exposed(
+            *evidence, "an engine elsewhere would look for it on itself (AsyncGRPO; TRL 1.11 and newer)", advice=advice
+        )
     return unknown(*evidence, "whether the engine can reach the announced address cannot be seen here")
 
 

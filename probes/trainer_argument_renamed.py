@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Mapping, Optional, Set, Tuple
 
 from kb.probe import (
     Arm,
@@ -144,29 +144,20 @@ def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
             return Loss.compute_loss(self, model, inputs, return_outputs)  # type: ignore[no-untyped-call]
 
-    class Step(Loss):
+    class StepTrainer(Loss):
         def training_step(self, model, inputs, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
             return super().training_step(model, inputs, *args, **kwargs)
 
-    class OldStep(Loss):
+    class OldStepTrainer(Loss):
         def training_step(self, model: Any, inputs: Any) -> Any:
             return super().training_step(model, inputs)
 
-    args = hf.TrainingArguments(
-        output_dir=ctx.path("out"),
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        max_steps=1,
-        optim="sgd",
-        learning_rate=1.0,
-        max_grad_norm=0.0,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=accumulation,
-    )
+    plain = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1, "max_grad_norm": 0.0}
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
+    args = hf.TrainingArguments(output_dir=ctx.path("out"), optim="sgd", learning_rate=1.0, **plain, **sizes)
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * accumulation
     model = Model()
-    classes = {"loss": (OldLoss, Loss), "step": (OldStep, Step)}
+    classes = {"loss": (OldLoss, Loss), "step": (OldStepTrainer, StepTrainer)}
     trainer = classes[own][fits](model=model, args=args, train_dataset=rows)
     if says_mean:
         trainer.model_accepts_loss_kwargs = False
@@ -325,23 +316,23 @@ def arguments(package: str, name: str) -> Optional[Set[str]]:
 
 def arms(
     name: str,
-    job: Callable[..., None],
+    job: Any,
     fix: str,
     expect: Expect,
-    because: str,
-    because_fixed: str,
+    because: Tuple[str, str],
     packages: Dict[str, str],
-    **changes: Any,
+    stands_for: str = "",
 ) -> Experiment:
-    """Two arms that differ by the keyword `fix`."""
-    control, treatment = partial(job, **{fix: False}), partial(job, **{fix: True})
-    fidelity = {"fidelity": changes.pop("fidelity", "cpu"), "stands_for": changes.pop("stands_for", "")}
-    settings = {"expected_s": (6.0, 6.0), "deadline_s": 90.0, "world_size": 1, "needs": Needs(packages=packages)}
+    """Two arms that differ by the keyword `fix`; `because` says what the control and what the treatment does."""
+    fidelity = "stand-in" if stands_for else "cpu"
     return Experiment(
         name,
-        Arm(control, expect, because, **fidelity),
-        Arm(treatment, completed(), because_fixed, **fidelity),
-        **{**settings, **changes},
+        Arm(partial(job, **{fix: False}), expect, because[0], fidelity, stands_for),
+        Arm(partial(job, **{fix: True}), completed(), because[1], fidelity, stands_for),
+        world_size=1,
+        needs=Needs(packages=packages),
+        deadline_s=90.0,
+        expected_s=(6.0, 6.0) if packages else (0.2, 0.2),
     )
 
 
@@ -353,91 +344,46 @@ def refuses(argument: str, class_name: str = "") -> Expect:
 HF: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.51", "accelerate": ""}
 LOSS: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.57", "accelerate": ""}
 TRL: Dict[str, str] = {"torch": ">=2.1", "trl": ">=0.20", "datasets": "", "tokenizers": ""}
-OLD, NEW = "evaluation_strategy, which transformers 4.51 removed", "eval_strategy"
 REFUSED = refuses("evaluation_strategy", "TrainingArguments")
+REFUSED_BY_PARSER = raised(r"Some keys are not used by the HfArgumentParser: \['evaluation_strategy'\]")
+CUT = symptom(r"no error, and samples are cut at 1024 tokens; 2048 were asked for")
+LACKS_COUNT = raised(r"compute_loss\(\) got an unexpected keyword argument 'num_items_in_batch'")
+LACKS_ARGUMENT = raised(r"training_step\(\) takes 3 positional arguments but 4 were given")
+GROWN = symptom(r"the gradient is 4\.0 with 4 micro-batches, and 1\.0 with one")
+DATACLASS = "transformers: a dataclass of two fields with the same name refuses the same argument"
+# What each control does, and what its treatment does instead.
+OLD_NAME = ("evaluation_strategy, which transformers 4.51 removed", "eval_strategy")
+ASKS = (OLD_NAME[0], "the script asks the class which of the two names it has")
+RECIPE = ("a recipe with the old name", "a recipe with the new name")
+TOKENIZER = ("tokenizer, which SFTTrainer of trl 0.16 and newer does not take", "processing_class")
+MOVED = ("dataset_text_field goes to SFTTrainer, which does not take it since trl 0.13", "it goes to SFTConfig")
+FILTERED = ("the script leaves out what the class does not know", "max_length is known, and stays")
+OWN_LOSS = ("a compute_loss of one's own, in the form that it had before 4.46", "it takes what the Trainer gives it")
+OWN_STEP = (
+    "a training_step of one's own, in the form that it had before 4.46",
+    "it hands on what it is given",
+)
+MEAN = (
+    "compute_loss returns a mean and the forward takes **kwargs: nothing divides by the accumulation",
+    "model_accepts_loss_kwargs is False: the Trainer divides",
+)
+NAMED, FIELD = partial(fine_tune, argument="tokenizer"), partial(fine_tune, argument="dataset_text_field")
 
 probe = Probe(
     check=check,
     params={"script": Param("path", "a training script, which is read and not run")},
     experiments=(
-        arms("transformers", make_arguments, "renamed", REFUSED, OLD, NEW, HF),
-        arms(
-            "call",
-            call,
-            "renamed",
-            refuses("evaluation_strategy", r"\S*TrainingArguments"),
-            OLD,
-            NEW,
-            {},
-            fidelity="stand-in",
-            expected_s=(0.2, 0.2),
-            stands_for="transformers: a dataclass of two fields with the same name refuses the same argument",
-        ),
+        arms("transformers", make_arguments, "renamed", REFUSED, OLD_NAME, HF),
+        arms("call", call, "renamed", refuses("evaluation_strategy", r"\S*TrainingArguments"), OLD_NAME, {}, DATACLASS),
     ),
     variants=(
-        arms("either-release", make_arguments, "asks", REFUSED, OLD, "the script asks the class for its name", HF),
-        arms(
-            "recipe",
-            parse,
-            "renamed",
-            raised(r"Some keys are not used by the HfArgumentParser: \['evaluation_strategy'\]"),
-            "a recipe with the old name",
-            "a recipe with the new name",
-            HF,
-        ),
-        arms(
-            "tokenizer",
-            partial(fine_tune, argument="tokenizer"),
-            "adapted",
-            refuses("tokenizer", "SFTTrainer"),
-            "tokenizer, which SFTTrainer of trl 0.16 and newer does not take",
-            "processing_class",
-            TRL,
-        ),
-        arms(
-            "moved",
-            partial(fine_tune, argument="dataset_text_field"),
-            "adapted",
-            refuses("dataset_text_field", "SFTTrainer"),
-            "dataset_text_field goes to SFTTrainer, which does not take it since trl 0.13",
-            "it goes to SFTConfig",
-            TRL,
-        ),
-        arms(
-            "filtered",
-            set_length,
-            "renamed",
-            symptom(r"no error, and samples are cut at 1024 tokens; 2048 were asked for"),
-            "the script leaves out what the class does not know, and the default is taken",
-            "max_length is known, and stays",
-            TRL,
-        ),
-        arms(
-            "compute-loss",
-            train,
-            "fits",
-            raised(r"compute_loss\(\) got an unexpected keyword argument 'num_items_in_batch'"),
-            "a compute_loss of one's own, in the form that it had before 4.46",
-            "it takes what the Trainer gives it",
-            LOSS,
-        ),
-        arms(
-            "training-step",
-            partial(train, own="step"),
-            "fits",
-            raised(r"training_step\(\) takes 3 positional arguments but 4 were given"),
-            "a training_step of one's own, in the form that it had before 4.46",
-            "it takes what the Trainer gives it, and hands it on",
-            LOSS,
-        ),
-        arms(
-            "accumulated",
-            partial(train, accumulation=4),
-            "says_mean",
-            symptom(r"the gradient is 4\.0 with 4 micro-batches, and 1\.0 with one"),
-            "compute_loss returns a mean and the forward takes **kwargs: nothing divides by the accumulation",
-            "model_accepts_loss_kwargs is False: the Trainer divides",
-            LOSS,
-        ),
+        arms("either-release", make_arguments, "asks", REFUSED, ASKS, HF),
+        arms("recipe", parse, "renamed", REFUSED_BY_PARSER, RECIPE, HF),
+        arms("tokenizer", NAMED, "adapted", refuses("tokenizer", "SFTTrainer"), TOKENIZER, TRL),
+        arms("moved", FIELD, "adapted", refuses("dataset_text_field", "SFTTrainer"), MOVED, TRL),
+        arms("filtered", set_length, "renamed", CUT, FILTERED, TRL),
+        arms("compute-loss", train, "fits", LACKS_COUNT, OWN_LOSS, LOSS),
+        arms("training-step", partial(train, own="step"), "fits", LACKS_ARGUMENT, OWN_STEP, LOSS),
+        arms("accumulated", partial(train, accumulation=4), "says_mean", GROWN, MEAN, LOSS),
     ),
 )
