@@ -112,32 +112,44 @@ def train(
 
 def check(params: Mapping[str, Any]) -> Finding:
     """What the links of this node can carry at best, against what a step sends."""
-    nodes = params["nodes"] or next((int(os.environ[name]) for name in NODES if os.environ.get(name, "").isdigit()), 0)
+    nodes = params["nodes"] or max(digits(os.environ.get(name, "")) for name in NODES)
     if nodes == 1:
         return clear("one node: gradients cross no network between nodes")
     rdma, ethernet = rdma_ports(), ethernet_links()
     evidence = ["InfiniBand or RoCE ports that are up: %s" % (listed(rdma) or "none")]
     evidence.append("other links: %s" % (listed(ethernet) or "none whose speed can be read"))
-    forced = ["%s=%s" % setting for setting in TCP_ONLY if os.environ.get(setting[0]) == setting[1]]
-    if rdma and forced:
+    forced = tcp_only(rdma)
+    if forced:
         return exposed(*evidence, "%s: NCCL uses TCP" % ", ".join(forced), advice="unset it where the ports work")
-    best = sum(rdma.values()) or max(ethernet.values(), default=0)
+    best = sum(rdma.values()) or sum(ethernet.values())
     if not best:
         return unknown(*evidence, "no link speed can be read here: a virtual interface, or no rights")
-    if not params["trained"] or not params["step_s"]:
+    trained, step_s, size = (params[name] or 0 for name in ("trained", "step_s", "bytes"))
+    if not min(trained, step_s, size) > 0:
         advice = "--set trained=7 (billions of trained parameters) --set step_s=1.5 (one step on one node)"
         return unknown(*evidence, "the size of the model and the time of a step were not given", advice=advice)
     nodes = max(nodes, 2)
-    at_least = 2 * (nodes - 1) / nodes * params["trained"] * params["bytes"] * 8 / best  # each link, in each direction
-    evidence.append("an all-reduce of the gradients takes at least %.2f s at %d Gbit/s" % (at_least, best))
-    if at_least > params["step_s"]:
+    at_least = 2 * (nodes - 1) / nodes * trained * size * 8 / best  # all links, in each direction
+    evidence.append("an all-reduce of the gradients takes at least %.2f s at %g Gbit/s" % (at_least, best))
+    if at_least > step_s:
         advice = "accumulate, shard within the node, or use a faster network"
-        return exposed(*evidence, "a step on one node takes %.2f s" % params["step_s"], advice=advice)
+        return exposed(*evidence, "a step on one node takes %.2f s" % step_s, advice=advice)
     return unknown(*evidence, "what NCCL uses and reaches cannot be seen here", advice="all_reduce_perf on two nodes")
 
 
-TCP_ONLY = (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket"))
-NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES")
+NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+EFA = ("rdmap", "efa_")  # a plugin drives these, which NCCL_IB_DISABLE does not concern
+
+
+def tcp_only(rdma: Mapping[str, float]) -> List[str]:
+    disable, net = os.environ.get("NCCL_IB_DISABLE", ""), os.environ.get("NCCL_NET", "")
+    verbs = any(not port.startswith(EFA) for port in rdma)
+    found = ["NCCL_IB_DISABLE=%s" % disable] if verbs and digits(disable) else []
+    return found + (["NCCL_NET=%s" % net] if rdma and net.lower() == "socket" else [])
+
+
+def digits(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def listed(links: Mapping[str, float]) -> str:
@@ -155,18 +167,20 @@ def rdma_ports() -> Dict[str, float]:
     """`rate` reads as "200 Gb/sec (4X HDR)", `state` as "4: ACTIVE"."""
     ports: Dict[str, float] = {}
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        rate = re.match(r"([\d.]+) Gb/sec", read(port / "rate"))
+        rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", read(port / "rate"))
         if rate and "ACTIVE" in read(port / "state"):
             ports["%s:%s" % (port.parts[-3], port.name)] = float(rate.group(1))
     return ports
 
 
 def ethernet_links() -> Dict[str, float]:
+    """Without a `device` it is software: a container's veth always says 10 Gbit/s, a bridge or bond repeats others."""
     links: Dict[str, float] = {}
     for link in sorted(Path("/sys/class/net").glob("*")):
-        speed = read(link / "speed").strip()
-        if speed.isdigit() and int(speed) and read(link / "operstate").strip() == "up":
-            links[link.name] = int(speed) / 1000
+        up = read(link / "operstate").strip() == "up" and os.path.exists(str(link / "device"))
+        speed = digits(read(link / "speed").strip())
+        if up and speed:
+            links[link.name] = speed / 1000
     return links
 
 

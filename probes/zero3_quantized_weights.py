@@ -15,7 +15,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    clear,
     completed,
     exposed,
     symptom,
@@ -99,28 +98,50 @@ def train(ctx: Context, *, bits: int, stage: int = 3, storage: str = "uint8") ->
     judge(sum(storages.values()), full, 0.75 if stage == 3 else 1.0)
 
 
-def load(ctx: Context, *, quantized: bool) -> None:
+def save_fp8(folder: Path) -> None:
+    """Make the saved model one that is published in FP8, all scales 1."""
+    import torch
+    from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
+
+    weights = load_file(str(folder / "model.safetensors"))
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        weights[name + "_scale_inv"] = torch.ones(1, 1)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [WIDTH, WIDTH]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def load(ctx: Context, *, quantized: str) -> None:
     """from_pretrained while a configuration of stage 3 is known."""
     from kb.cpu_arms import import_deepspeed
 
     import_deepspeed()
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig  # type: ignore[import-not-found]
+    import transformers  # type: ignore[import-not-found]
     from transformers.integrations import HfDeepSpeedConfig  # type: ignore[import-not-found]
 
+    make, folder = transformers.AutoModelForCausalLM, Path(ctx.path("model"))
     if ctx.rank == 0:
         sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1}
-        AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(ctx.path("model"))
+        make.from_config(transformers.LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(folder)
+        if quantized == "fp8":
+            save_fp8(folder)
     ctx.meet("saved")
     ctx.init_process_group(timeout_s=20)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     kept = HfDeepSpeedConfig(config)
-    options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if quantized else {}
+    options = {}
+    if quantized == "fp8":
+        options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+    elif quantized:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True)
     ctx.reached()
-    model = AutoModelForCausalLM.from_pretrained(ctx.path("model"), dtype=torch.bfloat16, **options)
+    model = make.from_pretrained(folder, dtype=torch.bfloat16, **options)
     assert kept.is_zero3()
     weight = model.model.layers[0].mlp.up_proj.weight
-    full = WIDTH * WIDTH // 2 if quantized else WIDTH * WIDTH * 2
+    full = WIDTH * WIDTH // 2 if quantized == "4bit" else WIDTH * WIDTH * 2
     tensors = [weight.data, getattr(weight, "ds_tensor", None)]
     judge(sum(t.numel() * t.element_size() for t in tensors if t is not None), full)
 
@@ -132,7 +153,9 @@ def quantization(model: Path) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableConfig("%s cannot be read: %s" % (path, str(error)[:120])) from None
-    return values.get("quantization_config") if isinstance(values, dict) else None
+    text = values.get("text_config") if isinstance(values, dict) else None
+    sections = [part.get("quantization_config") for part in (values, text) if isinstance(part, dict)]
+    return next((section for section in sections if section), None)
 
 
 def stage_of(values: Mapping[str, Any]) -> Any:
@@ -151,11 +174,14 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     if stage is None:
         return unknown("the configuration names no ZeRO stage")
-    if stage in (0, 1, 2):
-        return clear("ZeRO stage %s does not shard parameters" % stage)
-    if stage != 3 or not isinstance(section, dict):
+    if stage in (0, 1, 2) and not isinstance(stage, bool):
+        what = "ZeRO stage %s does not shard parameters" % stage
+        return unknown(what, "whether 4-bit weights are packed in another float type than the engine's is not here")
+    if stage != 3 or isinstance(stage, bool) or not isinstance(section, dict):
         return unknown("ZeRO stage %s; whether the script quantizes at loading is not in this file" % stage)
-    method = str(section.get("quant_method", "bitsandbytes"))
+    method = section.get("quant_method", "bitsandbytes")
+    if not isinstance(method, str):
+        return unknown("the model's quantization_config names no method")
     if method in ("mxfp4", "fp8") or (method == "bitsandbytes" and section.get("load_in_4bit")):
         return unknown("ZeRO stage 3 with %s: whole on every rank while it is loaded, or dequantized there" % method)
     why = "ZeRO stage 3, and the model is saved quantized: %s" % method
@@ -165,6 +191,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 WHOLE = symptom(r"this rank holds \d+ bytes of a layer of \d+ bytes under ZeRO-3")
 REAL = {"torch": ">=2.4", "deepspeed": ">=0.16", "bitsandbytes": ">=0.48"}
 LOADER = {**REAL, "transformers": ">=5.0"}
+FP8 = {"torch": ">=2.4", "deepspeed": ">=0.16", "transformers": ">=5.0"}
 
 
 def pair(
@@ -201,6 +228,7 @@ LATE, SHARDED = "the model is quantized while it is loaded", "the model is not q
 OTHERS = symptom(r"\d+ of \d+ packed bytes are others after deepspeed.initialize")
 STANDS_FOR = "the engine of ZeRO-3, and layers of bitsandbytes"
 half, bf16 = (partial(train, bits=4, storage=storage) for storage in ("float16", "bfloat16"))
+packed, fp8, whole = (partial(load, quantized=how) for how in ("4bit", "fp8", ""))
 copied, alone = (partial(partition, copy=copy) for copy in (True, False))
 
 probe = Probe(
@@ -214,6 +242,8 @@ probe = Probe(
         pair("deepspeed", partial(train, bits=8), partial(train, bits=4), "an 8-bit layer", "a 4-bit layer"),
         pair("stage-2", partial(train, bits=8, stage=3), partial(train, bits=8, stage=2), TWICE, ONCE),
         pair("storage", half, bf16, CAST, SAME, expect=OTHERS),
-        pair("loading", partial(load, quantized=True), partial(load, quantized=False), LATE, SHARDED, LOADER),
+        pair("storage-stage-2", partial(half, stage=2), partial(bf16, stage=2), CAST, SAME, expect=OTHERS),
+        pair("loading", packed, whole, LATE, SHARDED, LOADER),
+        pair("dequantized", fp8, whole, "the model is saved in FP8 and dequantized at loading", SHARDED, FP8),
     ),
 )

@@ -53,10 +53,10 @@ def partition(ctx: Context, *, reduced_each_time: bool) -> None:
     ctx.meet("done")
 
 
-def settings(stage: int) -> Dict[str, Any]:
+def settings(stage: int, steps: int = STEPS) -> Dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": STEPS,
+        "gradient_accumulation_steps": steps,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -94,6 +94,27 @@ def train(ctx: Context, *, reduced_each_time: bool) -> None:
     compare(ctx, engine.module.weight)
 
 
+def coalesce(ctx: Context, *, coalesced: bool) -> None:
+    """The gradients of all micro-batches of a step are sent once."""
+    from kb.cpu_arms import import_deepspeed
+
+    deepspeed = import_deepspeed()
+    model, optimizer = model_and_optimizer(ctx)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage=2, steps=1))[0]
+    ctx.reached()
+    with engine.coalesce_grad_reduction() if coalesced else engine.no_sync():
+        for step in range(STEPS):
+            engine.backward(engine(batch(ctx.rank, step)).sum() / STEPS)
+    engine.step()
+    compare(ctx, engine.module.weight)
+
+
+def older_backward(wrapper: Any, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+    """As in accelerate below 1.8.0."""
+    wrapper.engine.backward(loss, **kwargs)
+    wrapper.engine.step()
+
+
 @contextlib.contextmanager
 def older_no_sync(accelerator: Any, model: Any) -> Iterator[None]:
     """As in accelerate up to 1.8.1."""
@@ -104,13 +125,14 @@ def older_no_sync(accelerator: Any, model: Any) -> Iterator[None]:
         yield
 
 
-def accumulate(ctx: Context, *, older: bool = False, sync_each_batch: bool = False, stage: int = 2) -> None:
-    """accelerate, with the installed release or with what an older one does."""
+def accumulate(ctx: Context, *, older: str = "", sync_each_batch: bool = False, stage: int = 2) -> None:
+    """accelerate, with the installed release or with what an older one does: `1.8` or `1.7`."""
     from kb.cpu_arms import import_deepspeed
 
     import_deepspeed()
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs  # type: ignore[import-not-found]
     from accelerate.utils import GradientAccumulationPlugin  # type: ignore[import-not-found]
+    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper  # type: ignore[import-not-found]
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     model, optimizer = model_and_optimizer(ctx)
@@ -122,6 +144,8 @@ def accumulate(ctx: Context, *, older: bool = False, sync_each_batch: bool = Fal
     model, optimizer = accelerator.prepare(model, optimizer)
     if older:
         Accelerator.no_sync = older_no_sync
+    if older == "1.7":
+        DeepSpeedEngineWrapper.backward = older_backward
     ctx.reached()
     for step in range(STEPS):
         with accelerator.accumulate(model):
@@ -135,7 +159,7 @@ def accumulate(ctx: Context, *, older: bool = False, sync_each_batch: bool = Fal
 
 def release(package: str) -> Tuple[int, ...]:
     try:
-        return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version(package))[:3])
+        return tuple(int(number) for number in re.findall(r"\d+", str(importlib.metadata.version(package)))[:3])
     except importlib.metadata.PackageNotFoundError:
         return ()
 
@@ -152,7 +176,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "whether a loop of your own calls engine.no_sync() cannot be seen here")
     if found["accelerate"] >= (1, 9):
         return unknown(*evidence, "accelerate skips it for ZeRO-2 and ZeRO-3; a loop of your own may call the engine's")
-    what = "accelerator.accumulate() enters no_sync for ZeRO-2 and ZeRO-3 with two or more processes"
+    stages = "ZeRO-2 and ZeRO-3" if found["accelerate"] >= (1, 8) else "every stage"
+    what = "accelerator.accumulate() with two or more processes enters no_sync, which fails for " + stages
     if found["transformers"] and found["transformers"] < (4, 47, 1):
         what += ", and so does the Trainer"
     return exposed(*evidence, what, advice="accelerate 1.9.0 or newer; for the Trainer alone transformers 4.47.1")
@@ -160,7 +185,8 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 REFUSED = raised(r"AssertionError: no_sync context manager is incompatible with gradient partitioning logic of ZeRO")
 DS = {"torch": ">=2.2", "deepspeed": ">=0.16"}
-OLDER = "accelerate below 1.9.0: its method no_sync, in the place of the installed one"
+INSIDE = raised(r"AssertionError: It is illegal to call Engine\.step\(\) inside no_sync context manager")
+OLDER = "an older accelerate: its methods no_sync and, below 1.8.0, backward, in the place of the installed ones"
 
 
 def pair(
@@ -188,56 +214,62 @@ def pair(
 
 TORCH = {"torch": ">=2.1"}
 ACCELERATE = {**DS, "accelerate": ">=1.9"}
-NOT_REDUCED = "the gradient of the first micro-batch is not to be reduced"
+LOST = symptom(r"gradient 2\.0 instead of 2\.5: one micro-batch of the other rank is lost")
+BY_HAND = "ZeRO-2 without its assertion: each rank keeps its half of a gradient of two numbers"
+ENTERS = "accumulate() of accelerate up to 1.8.1 enters the engine's no_sync"
+alone, together = (partial(train, reduced_each_time=value) for value in (False, True))
+first_lost, all_reduced = (partial(partition, reduced_each_time=value) for value in (False, True))
+below_1_8 = partial(accumulate, older="1.7")
+below_1_9 = partial(accumulate, older="1.8")
+library = partial(pair, packages=ACCELERATE, stands_for=OLDER)
+
 probe = Probe(
     check=check,
     experiments=(
         pair(
             "engine",
-            partial(train, reduced_each_time=False),
-            partial(train, reduced_each_time=True),
+            alone,
+            together,
             "engine.no_sync() around every micro-batch but the last",
             "no context; DeepSpeed counts the micro-batches",
             ranks=1,
         ),
         pair(
             "partition",
-            partial(partition, reduced_each_time=False),
-            partial(partition, reduced_each_time=True),
-            NOT_REDUCED,
+            first_lost,
+            all_reduced,
+            "the gradient of the first micro-batch is not to be reduced",
             "every gradient is reduced",
-            symptom(r"gradient 2\.0 instead of 2\.5: one micro-batch of the other rank is lost"),
+            LOST,
             TORCH,
-            "ZeRO-2 without its assertion: each rank keeps its half of a gradient of two numbers",
+            BY_HAND,
         ),
     ),
     variants=(
-        pair(
-            "accelerate",
-            partial(accumulate, older=True),
-            partial(accumulate, older=False),
-            "accumulate() of accelerate up to 1.8.1 enters the engine's no_sync",
-            "the installed accelerate does not, for ZeRO-2",
-            packages=ACCELERATE,
-            stands_for=OLDER,
-        ),
-        pair(
+        library("accelerate", below_1_8, accumulate, ENTERS, "the installed accelerate does not, for ZeRO-2"),
+        library(
             "sync-each-batch",
-            partial(accumulate, older=True, sync_each_batch=False),
-            partial(accumulate, older=True, sync_each_batch=True),
-            "accumulate() of accelerate up to 1.8.1 enters the engine's no_sync",
+            below_1_8,
+            partial(below_1_8, sync_each_batch=True),
+            ENTERS,
             "sync_each_batch=True keeps accumulate() from it",
-            packages=ACCELERATE,
-            stands_for=OLDER,
+        ),
+        library("stage-1", below_1_9, partial(below_1_9, stage=1), "stage 2 partitions gradients", "stage 1 does not"),
+        library(
+            "stage-1-older",
+            partial(below_1_8, stage=1),
+            partial(below_1_9, stage=1),
+            "backward() of accelerate below 1.8.0 steps inside no_sync, which stage 1 allows",
+            "from 1.8.0 on it steps at the last micro-batch only",
+            INSIDE,
         ),
         pair(
-            "stage-1",
-            partial(accumulate, older=True, stage=2),
-            partial(accumulate, older=True, stage=1),
-            "stage 2 partitions gradients",
-            "stage 1 does not",
-            packages=ACCELERATE,
-            stands_for=OLDER,
+            "coalesce",
+            partial(coalesce, coalesced=False),
+            partial(coalesce, coalesced=True),
+            "engine.no_sync() around all micro-batches of a step",
+            "engine.coalesce_grad_reduction() around them",
+            packages={**DS, "deepspeed": ">=0.19.2"},
         ),
     ),
 )
