@@ -168,35 +168,68 @@ def remember(ctx: Context, *, way: str) -> None:
         raise Symptom(f"after 3 steps the counter of the model is {model.steps}: forward wrote it in replicas")
 
 
-def trainer(ctx: Context, *, visible: int) -> None:
+def train_with_trainer(ctx: Context, model: Any, *, visible: int) -> Any:
     """transformers' Trainer, started without a launcher where so many GPUs are visible."""
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)  # python train.py
-    seen: List[Tuple[int, str]] = []
+    options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
+    arguments = TrainingArguments(ctx.path("out"), per_device_train_batch_size=4, **options)
+    assert arguments.device.type == "cpu"  # reading it also counts the GPUs
+    arguments._n_gpu = visible
+    samples = [{"x": torch.ones(1), "labels": torch.zeros(1, dtype=torch.long)}] * 64
+    job = Trainer(model, arguments, train_dataset=samples)
+    ctx.reached()
+    return job, job.train()
+
+
+def trainer(ctx: Context, *, visible: int) -> None:
+    """Whether the Trainer wraps the model."""
+    import torch
+
+    sizes: List[int] = []
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(1))
 
-        def forward(self, x: Any) -> Any:
-            seen.append((len(x), job.model_wrapped.__class__.__name__))
+        def forward(self, x: Any, labels: Any) -> Any:  # noqa: ARG002
+            sizes.append(len(x))
             return {"loss": (self.weight * x).mean()}
 
-    options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
-    arguments = TrainingArguments(ctx.path("out"), per_device_train_batch_size=4, **options)
-    assert arguments.device.type == "cpu"  # reading it also counts the GPUs
-    arguments._n_gpu = visible
-    job = Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(1)}] * 64)
-    ctx.reached()
-    job.train()
-    size, wrapped = seen[0]
+    job, _ = train_with_trainer(ctx, Model(), visible=visible)
+    wrapped = job.model_wrapped.__class__.__name__
     if wrapped == "DataParallel":
-        raise Symptom(f"the Trainer wrapped the model in DataParallel, and a step has {size} samples instead of 4")
-    assert (size, wrapped) == (4, "Model"), seen
+        raise Symptom(f"the Trainer wrapped the model in DataParallel, and a step has {sizes[0]} samples instead of 4")
+    assert (sizes[0], wrapped) == (4, "Model"), (sizes, wrapped)
+
+
+def quantized(ctx: Context, *, visible: int) -> None:
+    """A model that says it is in 8 bits, whose loss is divided by the count of tokens as in transformers."""
+    import torch
+
+    sizes: List[int] = []
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        is_loaded_in_8bit = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any, labels: Any, num_items_in_batch: Any, **_: Any) -> Any:  # noqa: ARG002
+            sizes.append(len(x))
+            return {"loss": (self.weight * x).sum() / torch.as_tensor(num_items_in_batch).flatten()[0]}
+
+    job, result = train_with_trainer(ctx, Model(), visible=visible)
+    assert job.model_wrapped.__class__.__name__ == "Model"
+    loss = round(result.training_loss, 2)  # of every sample it is 1, and the learning rate is small
+    if loss > 1.5:
+        raise Symptom(f"not wrapped, {sizes[0]} samples a step instead of 4, and a loss of {loss} instead of 1.0")
+    assert (sizes[0], loss) == (4, 1.0), (sizes, loss)
 
 
 def dtype(ctx: Context, *, way: str) -> None:
@@ -227,44 +260,56 @@ def dtype(ctx: Context, *, way: str) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     gpus, how = visible_gpus(params["gpus"])
-    launcher = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
+    code, found, names_gpus = params["code"], [], False
     evidence = [f"{gpus} GPUs are visible ({how})" if gpus >= 0 else how]
+    if code is not None:
+        try:
+            text = code.read_text("utf-8")
+            found, names_gpus = wrapping(ast.parse(text)), "CUDA_VISIBLE_DEVICES" in text
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return unknown(*evidence, f"{code} cannot be read: {type(error).__name__}")
+    if names_gpus and params["gpus"] is None:
+        return unknown(*evidence, f"{code} names CUDA_VISIBLE_DEVICES itself", advice="--set gpus=4, what it sets")
     if gpus in (0, 1):
         return clear(*evidence, "with fewer than two there is nothing to spread a model over")
-    code = params["code"]
     if code is None:
         return unknown(*evidence, "no code was given to read", advice="--set code=train.py")
-    try:
-        found = wrapping(ast.parse(code.read_text("utf-8")))
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        return unknown(*evidence, f"{code} cannot be read: {type(error).__name__}")
     explicit = [f"{code}:{line}: {what}" for line, what in found if what == "DataParallel"]
     implicit = [f"{code}:{line}: {what}" for line, what in found if what != "DataParallel"]
     if gpus < 0:
         return unknown(*evidence, *explicit, *implicit, advice="run this on the node of the job, or --set gpus=4")
     if explicit:
         return exposed(*evidence, *explicit, advice="DistributedDataParallel, and torchrun to start it")
-    if implicit and not launcher:
+    if implicit and os.environ.get("LOCAL_RANK", "-1").isdecimal():
+        return clear(*evidence, "LOCAL_RANK is set: the Trainer takes one GPU for this process")
+    if implicit:  # RANK alone, as a Kubernetes operator sets it, does not count for the Trainer
         one = "torchrun --nproc-per-node %d %s, or CUDA_VISIBLE_DEVICES=0" % (gpus, code.name)
-        start = "no launcher's variables here: python %s alone would use DataParallel" % code.name
+        start = "LOCAL_RANK is not set here: python %s alone would use DataParallel" % code.name
         return exposed(*evidence, *implicit, start, advice=one)
-    if implicit:
-        return clear(*evidence, f"{launcher[0]} is set: the Trainer takes one GPU for this process")
     return unknown(*evidence, f"{code} names neither DataParallel nor a Trainer; what it imports was not read")
 
 
 def visible_gpus(given: Any) -> Tuple[int, str]:
+    """How many GPUs CUDA would count, or -1 and why that is not known."""
     if given is not None:
         return given, "as given"
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None:
-        entries = [entry for entry in variable.split(",") if entry.strip() not in ("", "-1")]
+        entries = [entry.strip() for entry in variable.split(",")]
+        entries = entries[: entries.index("-1")] if "-1" in entries else entries  # CUDA counts up to the first bad one
+        if entries in ([], [""]):
+            return 0, f"CUDA_VISIBLE_DEVICES={variable}"
+        if len(set(entries)) < len(entries) or not all(re.fullmatch(r"\d+|GPU-[\w-]+", entry) for entry in entries):
+            return -1, f"CUDA_VISIBLE_DEVICES={variable}: how many GPUs that makes is not known"
         return len(entries), f"CUDA_VISIBLE_DEVICES={variable}"
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=0.8, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return -1, "CUDA_VISIBLE_DEVICES is not set, and nvidia-smi does not answer"
-    return len(re.findall(r"^GPU \d+:", ran.stdout, re.MULTILINE)), "nvidia-smi -L"
+    gpus = len(re.findall(r"^GPU \d+:", ran.stdout, re.MULTILINE))
+    if not gpus or re.search(r"^\s*MIG ", ran.stdout, re.MULTILINE):
+        return -1, "nvidia-smi -L lists %s" % ("MIG instances, and CUDA does not count each" if gpus else "no GPU")
+    return gpus, "nvidia-smi -L"
 
 
 def wrapping(tree: ast.AST) -> List[Tuple[int, str]]:
@@ -353,6 +398,17 @@ probe = Probe(
             fix="one GPU is visible",
             stands_for="the number of visible GPUs",
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ""}),
+            expected_s=(6.0, 6.0),
+        ),
+        experiment(
+            "quantized",
+            partial(quantized, visible=2),
+            partial(quantized, visible=1),
+            symptom(r"not wrapped, 8 samples a step instead of 4, and a loss of 2\.0 instead of 1\.0"),
+            because="the model stays on one GPU, and the Trainer counts two for the batch and for the loss",
+            fix="one GPU is visible",
+            stands_for="the number of visible GPUs, and the weights in 8 bits",
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=5.0", "accelerate": ""}),
             expected_s=(6.0, 6.0),
         ),
         experiment(

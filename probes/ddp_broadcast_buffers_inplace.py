@@ -180,12 +180,14 @@ def pair(
     *,
     torch: str = ">=2.2",
     fidelity: str = "stand-in",
+    ranks: int = 2,
 ) -> Experiment:
     stands_for = EARLIER if fidelity == "stand-in" else ""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity=fidelity, stands_for=stands_for),
         treatment=Arm(fixed, expect=completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
+        world_size=ranks,
         needs=Needs(packages={"torch": torch}),
         expected_s=(0.5, 0.5),
     )
@@ -220,6 +222,7 @@ probe = Probe(
         pair("unguarded", step, partial(step, broadcast=False), AGAIN, LOCAL, torch=NEW),
     ),
     variants=(
+        pair("one-rank", step, partial(step, broadcast=False), AGAIN, LOCAL, ranks=1),
         pair("update", step, partial(step, guarded=True), AGAIN, "DDP as released since 2.12", torch=NEW),
         *(
             pair(name, partial(step, **broken), partial(step, **{**broken, **fixed}), because, fix, expect)

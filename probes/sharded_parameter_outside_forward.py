@@ -34,11 +34,11 @@ def build(wrap: Callable[[Any], Any] = lambda layer: layer) -> Any:
         def features(self, ids: Any) -> Any:
             return self.embed(ids)
 
+        def score(self, ids: Any) -> Any:
+            return functional.linear(self.body(self.features(ids)), self.embed.weight)  # the weight of another module
+
         def forward(self, ids: Any, only_features: bool = False) -> Any:
-            hidden = self.features(ids)
-            if only_features:
-                return hidden
-            return functional.linear(self.body(hidden), self.embed.weight)  # the weight of another module
+            return self.features(ids) if only_features else self.score(ids)
 
     return Net()
 
@@ -169,7 +169,7 @@ def train_engine(ctx: Context) -> Tuple[Any, Any, Any]:
 
 
 def own_loss(ctx: Context, *, by: str) -> None:
-    """A product with the embedding: behind the forward, by a forward past the engine, or by that of the engine."""
+    """A product with the embedding: behind the forward, by a method past the engine, or by the engine's forward."""
     import torch
     from torch.nn import functional
 
@@ -178,8 +178,8 @@ def own_loss(ctx: Context, *, by: str) -> None:
     ctx.reached()
     if by == "engine":
         logits = engine(ids)
-    elif by == "module":
-        logits = engine.module(ids)
+    elif by == "method":
+        logits = engine.module.score(ids)
     else:
         logits = functional.linear(model.body(engine(ids, only_features=True)), model.embed.weight)
     assert torch.allclose(logits, build()(ids), atol=1e-5)
@@ -313,10 +313,10 @@ probe = Probe(
         ),
         pair(
             "past-engine",
-            (partial(own_loss, by="module"), partial(own_loss, by="engine")),
+            (partial(own_loss, by="method"), partial(own_loss, by="engine")),
             raised(EMPTY),
-            "the forward is called past the engine: its modules gather, the weight that it reads by name is empty",
-            "the engine calls the same forward",
+            "a method is called past the engine: its modules gather, the weight that it reads by name is empty",
+            "the forward of the engine calls the same method",
             ZERO3,
         ),
         pair(

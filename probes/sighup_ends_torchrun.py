@@ -37,6 +37,8 @@ ACCELERATE = (
     "accelerate.commands.launch --multi_gpu --num_machines=1 --num_processes=2 --main_process_port=0 "
     "--mixed_precision=no"
 )
+# Terminals of these programs outlive the connection; the kernel keeps 15 characters of a name.
+KEEPERS = ("tmux", "screen", "zellij", "dtach", "abduco", "mosh-server")
 LAUNCHERS = re.compile(r"(^|/)(torchrun|accelerate|torch\.distributed\.(run|launch)|accelerate\.commands\.launch)$")
 
 
@@ -134,12 +136,16 @@ def launchers() -> List[int]:
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if directory.stat().st_uid == os.getuid() and any(map(LAUNCHERS.search, words[:4])):
+            if directory.stat().st_uid == os.getuid() and is_launcher(int(directory.name)):
                 found.append(int(directory.name))
         except OSError:
             continue  # it has ended
     return sorted(found)[:8]
+
+
+def is_launcher(process: int) -> bool:
+    words = Path("/proc/%d/cmdline" % process).read_bytes().decode(errors="replace").split("\0")
+    return any(map(LAUNCHERS.search, words[:8]))
 
 
 def judge(process: int) -> Finding:
@@ -147,19 +153,24 @@ def judge(process: int) -> Finding:
         status = Path("/proc/%d/status" % process).read_text()
         _, (parent, group, _, terminal, foreground) = stat_of(process)
         cgroup = Path("/proc/%d/cgroup" % process).read_text()
+        if not is_launcher(process):
+            return unknown(
+                "process %d is no launcher; that of its launcher counts" % process, advice="pgrep -f torchrun"
+            )
     except (OSError, ValueError) as error:
         return unknown("process %d cannot be read: %s" % (process, error))
     hang_up_bit = 1 << (signal.SIGHUP - 1)
-    masks = {
-        name: int(mask, 16) & hang_up_bit for name, mask in re.findall(r"^(Sig(?:Ign|Cgt)):\s+(\w+)", status, re.M)
-    }
-    if masks.get("SigIgn"):
+    masks = re.findall(r"^(Sig(?:Ign|Cgt)):\s+([0-9a-fA-F]+)$", status, re.M)
+    reactions = {name: int(mask, 16) & hang_up_bit for name, mask in masks}
+    if len(reactions) < 2:
+        return unknown("/proc/%d/status does not say which signals it handles" % process)
+    if reactions["SigIgn"]:
         return ends_with_session(cgroup, "process %d ignores SIGHUP" % process)
-    how = "handles SIGHUP and then ends its workers" if masks.get("SigCgt") else "is ended by SIGHUP"
+    how = "handles SIGHUP and then ends its workers" if reactions["SigCgt"] else "is ended by SIGHUP"
     what = "process %d %s" % (process, how)
     if not terminal:
         return ends_with_session(cgroup, what, "it has no terminal that could hang up")
-    multiplexer = ancestor(parent, ("tmux", "screen"))
+    multiplexer = ancestor(parent, KEEPERS)
     if multiplexer:
         inside = "its terminal belongs to %s, and outlives the connection, not the closing of its window" % multiplexer
         return unknown(what, inside)
@@ -173,10 +184,20 @@ def judge(process: int) -> Finding:
 
 
 def ends_with_session(cgroup: str, *evidence: str) -> Finding:
-    session = re.search(r"session-[^/\s]+\.scope", cgroup)
+    session = re.search(r"session-[^/\s]+\.scope|user@\d+\.service", cgroup)
     if session:
-        scope = "it belongs to %s: with KillUserProcesses=yes logind ends it at logout" % session.group()
-        return unknown(*evidence, scope, advice="loginctl show-session or the administrator knows; else systemd-run")
+        way = "with KillUserProcesses=yes" if session.group().startswith("session") else "without enable-linger"
+        scope = "it belongs to %s: %s systemd ends it at the last logout" % (session.group(), way)
+        return unknown(*evidence, scope, advice="loginctl show-user $USER -p Linger; the administrator knows the rest")
+    step = re.search(r"job_\d+/step_(?!batch)\w+", cgroup)
+    if step:
+        return unknown(*evidence, "it belongs to Slurm's %s, and ends with the command of that step" % step.group())
+    try:
+        keeper, numbers = stat_of(1)
+    except (OSError, ValueError) as error:
+        return unknown(*evidence, "process 1 cannot be read: %s" % error)
+    if numbers[3]:
+        return unknown(*evidence, "process 1 (%s) has a terminal; with it the container ends, and all in it" % keeper)
     return clear(*evidence)
 
 

@@ -107,9 +107,11 @@ def launch_lightning(ctx: Context, *, devices: int = 2, per_node: Optional[str] 
 # --- the check -----------------------------------------------------------------------------------------------------
 
 LAUNCHER = re.compile(r"\b(torchrun|torch\.distributed\.(run|launch)|accelerate +launch)\b")
-NO_START = re.compile(r"(#|(module|conda|source|export|echo|pip) )")
-NAMES = {"-N": "nodes", "-n": "ntasks", "--nodes": "nodes", "--ntasks": "ntasks"}
-NAMES.update({"--ntasks-per-node": "per_node", "--gpus-per-node": "gpus", "--gres": "gpus"})
+START = re.compile(r"\bpython[\d.]*\b|" + LAUNCHER.pattern)
+NO_START = re.compile(r"#|(module|conda|source|export|echo|pip) ")
+HELD = re.compile(r"(export +|local +|readonly +)?\w+\+?=(['\"`]|\$\()")  # a variable, which may hold the command
+OTHERS = re.compile(r"\b(mpirun|mpiexec|prun|jsrun|pdsh|clush|ssh|parallel|xargs|deepspeed|ray)\b")
+NAMES = {"-N": "nodes", "-n": "ntasks", "--nodes": "nodes", "--ntasks": "ntasks", "--ntasks-per-node": "per_node"}
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -123,52 +125,61 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def judge_shell(variables: Mapping[str, str]) -> Finding:
-    tasks = variables.get("SLURM_NTASKS", "")
-    if not tasks.isdigit():
-        return unknown("SLURM_NTASKS is not set here", advice="--set script=job.sh, or run this where the job starts")
-    evidence = "SLURM_NTASKS=%s, SLURM_NTASKS_PER_NODE=%s" % (tasks, variables.get("SLURM_NTASKS_PER_NODE"))
-    if int(tasks) > 1 and "SLURM_STEP_ID" not in variables:
+    tasks, per_node = (number(variables.get(name, "")) for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"))
+    if tasks is None:
+        return unknown("no number in SLURM_NTASKS here", advice="--set script=job.sh, or run this where the job starts")
+    evidence = "SLURM_NTASKS=%s, SLURM_NTASKS_PER_NODE=%s" % (tasks, per_node)
+    if tasks > 1 and "SLURM_STEP_ID" not in variables:
         alone = "what is started here without srun is one process, and may take itself for one of %s" % tasks
         return exposed(evidence, alone, advice="srun in front; to train in this shell alone: unset ${!SLURM_@}")
-    if int(tasks) < int(variables.get("SLURM_NTASKS_PER_NODE") or 0):
+    if tasks < (per_node or 0):
         return exposed(evidence, "--ntasks contradicts --ntasks-per-node", advice="remove --ntasks")
     return unknown(evidence, "how many processes the program expects cannot be seen", advice="--set script=job.sh")
 
 
 def judge_script(text: str) -> Finding:
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
-    asked = options([word for line in lines if line.startswith("#SBATCH") for word in split(line)[1:]])
+    words = [word for line in lines if line.startswith("#SBATCH") for word in split(line)[1:]]
+    asked = options(words)
     nodes = asked.get("nodes", 1)
     tasks = asked.get("ntasks", nodes * asked.get("per_node", 1))
     evidence = "%s nodes, %s tasks, %s tasks per node" % (nodes, tasks, asked.get("per_node", "no number of"))
-    if tasks < nodes * asked.get("per_node", 1):
-        return exposed(evidence, "--ntasks is less than nodes times --ntasks-per-node", advice="remove --ntasks")
-    commands = [
-        line
-        for line in lines
-        if not NO_START.match(line) and re.search(r"\bpython[\d.]*\b|%s" % LAUNCHER.pattern, line)
-    ]
-    steps = [line for line in commands if re.search(r"\bsrun\b", line)]
-    if len(commands) != 1:
-        what = "%d lines start python or a launcher, %d of them by srun" % (len(commands), len(steps))
-        return unknown(evidence, what, advice="srun in front of the one line that trains")
+    if "hetjob" in words or ("nodes" not in asked and any(re.match(r"--nodes\b|-N", word) for word in words)):
+        return unknown("the number of nodes is not one number")
+    held = [line for line in lines if HELD.match(line) and "$(" not in line and START.search(line)]
+    commands = [line for line in lines if not NO_START.match(line) and not HELD.match(line) and START.search(line)]
+    steps = [line for line in lines if not NO_START.match(line) and re.search(r"\bsrun\b", line)]
+    if held or len(commands) != 1 or (steps and steps != commands) or OTHERS.search(commands[0]):
+        what = "%d lines start python or a launcher, %d have srun" % (len(commands), len(steps))
+        return unknown(
+            evidence, what, *(line[:80] for line in held), advice="srun in front of the one line that trains"
+        )
     command, launches = commands[0], LAUNCHER.search(commands[0])
     if not steps:
         if nodes > 1 or (tasks > 1 and not launches):
             return exposed(evidence, "no srun: one process, on the first node: " + command[:80], advice="srun in front")
         return unknown(evidence, "no srun, one node: " + command[:80])
-    own = options(split(command[command.index("srun") :]), {"$SLURM_NNODES": nodes, "$SLURM_JOB_NUM_NODES": nodes})
+    first = command.index("srun")
+    start = START.search(command, first)
+    values = {"$SLURM_NNODES": nodes, "$SLURM_JOB_NUM_NODES": nodes}
+    own = options(split(command[first : start.start() if start else None]), values)
+    if own.get("nodes", nodes) != nodes:
+        return unknown(evidence, "srun takes %d of the nodes: %s" % (own["nodes"], command[:80]))
     if "ntasks" not in own and "nodes" in own:
-        return unknown(evidence, "srun -N without -n: Slurm 22.05 takes all tasks of the job, newer releases may not")
-    tasks = own.get("ntasks", tasks)
-    started = "srun starts %d on %d nodes: %s" % (tasks, nodes, command[:80])
-    if launches and tasks != nodes:
+        return unknown(evidence, "srun -N without -n: before Slurm 23.02.5 it starts all tasks of the job")
+    started = "srun starts %d on %d nodes: %s" % (own.get("ntasks", tasks), nodes, command[:80])
+    if launches and own.get("ntasks", tasks) != nodes:
         advice = "srun -N $SLURM_NNODES -n $SLURM_NNODES --ntasks-per-node=1"
         return exposed(evidence, started, "a launcher is started once per node", advice=advice)
-    gpus = asked.get("gpus", 0)
-    if "nodes" in asked and (launches or ("per_node" in asked and tasks == nodes * gpus)):
+    if launches and "nodes" in asked:
         return clear(evidence, started)
-    return unknown(evidence, started, "how many GPUs and devices they have cannot be seen")
+    if tasks < nodes * asked.get("per_node", 1):
+        return exposed(evidence, "--ntasks is less than nodes times --ntasks-per-node", advice="remove --ntasks")
+    return unknown(evidence, started, "whether the program reads Slurm's variables, and for how many GPUs, is not seen")
+
+
+def number(text: str) -> Optional[int]:
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def split(line: str) -> List[str]:
@@ -179,15 +190,15 @@ def split(line: str) -> List[str]:
 
 
 def options(words: List[str], values: Mapping[str, int] = {}) -> Dict[str, int]:
-    """The numbers of the options that count; of `--gres=gpu:a100:4` the last."""
+    """The numbers of the options that count."""
     found: Dict[str, int] = {}
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         value = (value or following).replace("{", "").replace("}", "")
-        number = value.rpartition(":")[2]
-        if name in NAMES and (number.isdigit() or value in values):
-            found[NAMES[name]] = values.get(value) or int(number)
+        count = values.get(value, number(value))
+        if name in NAMES and count is not None:
+            found[NAMES[name]] = count
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,10 +17,12 @@ from kb.probe import (
     Needs,
     Param,
     Probe,
+    Symptom,
     Unavailable,
     completed,
     exposed,
     raised,
+    symptom,
     unknown,
 )
 
@@ -172,6 +175,41 @@ def second_rank(ctx: Context, *, follows: bool) -> None:
         assert (hidden * mask).device == device
 
 
+def loaded(ctx: Context, *, initialised: bool) -> None:
+    """transformers 5 builds a model on meta: what is not in the checkpoint has no values then."""
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, initialization  # type: ignore[import-not-found]
+
+    class Config(PretrainedConfig):  # type: ignore[misc]
+        model_type = "positions"
+
+    class Positions(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    class Model(PreTrainedModel):  # type: ignore[misc]
+        config_class = Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.positions, self.head = Positions(), torch.nn.Linear(4, 4)
+            self.post_init()
+
+        def _init_weights(self, module: Any) -> None:
+            if not initialised:
+                return
+            if isinstance(module, Positions):
+                initialization.copy_(module.table, torch.arange(4.0))  # transformers.initialization
+
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    Model(Config()).save_pretrained(ctx.path("model"))
+    ctx.reached()
+    table = Model.from_pretrained(ctx.path("model")).positions.table
+    if not torch.equal(table, torch.arange(4.0)):
+        raise Symptom("the table of the loaded model is %s; no error" % table.tolist())
+
+
 # --- the check: where a file makes tensors without a device, or names one ---------------------------------------
 
 MAKE = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
@@ -180,9 +218,10 @@ MOVES = ("to", "cuda", "type_as", "item", "tolist")
 
 def check(params: Mapping[str, Any]) -> Finding:
     code = params["code"]
-    if code is None or not code.exists():
-        why = "no code was given to read" if code is None else "there is no %s" % code
-        return unknown(why, advice="--set code=model.py, or a folder")
+    if code is None:
+        return unknown("no code was given to read", advice="--set code=model.py, or a folder")
+    if not os.path.isfile(code) and not os.path.isdir(code):
+        return unknown("%s is no file or folder, or may not be read" % code, advice="--set code=model.py, or a folder")
     end, read, result = time.monotonic() + 0.5, 0, []
     for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
         if time.monotonic() > end:
@@ -274,6 +313,20 @@ meta = Experiment(
     needs=Needs(packages={"torch": ">=2.2"}),
     expected_s=(0.3, 0.3),
 )
+from_checkpoint = Experiment(
+    name="loaded",
+    control=Arm(
+        partial(loaded, initialised=False),
+        symptom(r"the table of the loaded model is \[nan, nan, nan, nan\]; no error"),
+        "the model is built on meta, and the buffer is not in the checkpoint",
+        "cpu",
+    ),
+    treatment=Arm(partial(loaded, initialised=True), completed(), "_init_weights sets the buffer too", "cpu"),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.4", "transformers": ">=5"}, memory_mib=2048),
+    deadline_s=60,
+    expected_s=(5.0, 5.0),
+)
 probe = Probe(
     check=check,
     params={"code": Param("path", "the file of your model, or a folder of Python files, to look for such tensors")},
@@ -289,6 +342,7 @@ probe = Probe(
         pair("criterion", criterion, "moved", "the class weights are on the CPU", "the loss is moved"),
         pair("list", layers, "module_list", "the layers are in a Python list", "the layers are in a ModuleList"),
         pair("cuda-0", second_rank, "follows", "cuda:0 is written in a line", "the device of the other operand"),
+        from_checkpoint,
         pair("zero-dim", scalar, "zero_dim", "a CPU tensor of shape (1,)", "a CPU tensor without dimensions"),
     ),
 )

@@ -49,7 +49,27 @@ def use_gpu(ctx: Context, *, hide: bool = False, device_by_build: bool) -> None:
     assert weights.device.type == "cpu", weights.device
 
 
-def install_again(ctx: Context, *, requirement: str) -> None:
+def start_rank(ctx: Context, *, line: str, device_by_build: bool) -> None:
+    """The first lines of a rank."""
+    import torch
+    import torch.distributed as dist
+
+    if hasattr(torch._C, "_cuda_getDeviceCount"):
+        raise Unavailable("torch %s is built for CUDA %s" % (torch.__version__, torch.version.cuda))
+    ctx.reached()
+    if line == "set-device":
+        if torch.cuda.is_available() or not device_by_build:
+            torch.cuda.set_device(ctx.rank)
+        return
+    backend = "nccl"
+    if device_by_build:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+
+
+def install_again(ctx: Context, *, requirement: str, options: Tuple[str, ...] = ()) -> None:
     """Two wheels of one version, as torch has them; the one for the CPU is installed, the other is asked for."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", ctx.path("env")]
     pip += ["install", "--no-index", "--no-deps"]
@@ -58,7 +78,7 @@ def install_again(ctx: Context, *, requirement: str) -> None:
     run(ctx, [sys.executable, "-m", "venv", "--without-pip", ctx.path("env")])
     run(ctx, [*pip, installed])
     ctx.reached()
-    printed = run(ctx, [*pip, "--find-links", ctx.path("cuda"), requirement])
+    printed = run(ctx, [*pip, *options, "--find-links", ctx.path("cuda"), requirement])
     code = "import importlib.metadata as m; print(m.version('kbtorch'))"
     version = run(ctx, [ctx.path("env/bin/python"), "-c", code]).strip()
     if version != "2.13.0+cu130":
@@ -83,8 +103,8 @@ def wheel(folder: Path, version: str) -> str:
 
 def run(ctx: Context, command: List[str]) -> str:
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if "No module named" in ran.stdout:
-        raise Unavailable("pip or venv is missing: " + ran.stdout.strip().splitlines()[-1])
+    if "No module named" in ran.stdout or "no such option: --python" in ran.stdout:
+        raise Unavailable("pip or venv is missing or too old: " + ran.stdout.strip().splitlines()[-1])
     assert ran.returncode == 0, ran.stdout
     return ran.stdout
 
@@ -94,14 +114,17 @@ def run(ctx: Context, command: List[str]) -> str:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Read torch/version.py of this environment without importing torch, and look for the device files of GPUs."""
-    found = importlib.util.find_spec("torch")
+    try:
+        found = importlib.util.find_spec("torch")
+    except (ImportError, ValueError) as error:
+        return unknown("torch cannot be looked up: %s" % error)
     if found is None or not found.origin:
         return unknown("torch is not installed for %s" % sys.executable)
     try:
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(found.origin).with_name("version.py").read_text(errors="replace")
     except OSError as error:
         return unknown("torch/version.py cannot be read: %s" % error)
-    values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *'?([^'\n]*)'?$", text, re.MULTILINE))
+    values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *['\"]?([^'\"\n]*)['\"]?$", text, re.MULTILINE))
     return judge(values, glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg") + glob.glob("/dev/nvhost-gpu"))
 
 
@@ -146,23 +169,29 @@ def on_build(name: str, fidelity: str, hide: bool, stands_for: str = "") -> Expe
     )
 
 
-def reinstall(requirements: Tuple[str, str]) -> Experiment:
+def rank(name: str, message: str, because: str, fix: str) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(partial(start_rank, line=name, device_by_build=False), raised(message), because, "cpu"),
+        treatment=Arm(partial(start_rank, line=name, device_by_build=True), completed(), fix, "cpu"),
+        world_size=1,
+        expected_s=(1.0, 1.0),
+    )
+
+
+def reinstall(name: str, requirement: str, options: Tuple[str, ...], fix: str) -> Experiment:
     packages = "torch: a package with wheels of the same versions"
     return Experiment(
-        name="install-again",
+        name=name,
         control=Arm(
-            partial(install_again, requirement=requirements[0]),
+            partial(install_again, requirement="kbtorch==2.13.0"),
             symptom(r"2\.13\.0\+cpu is installed as before: Requirement already satisfied"),
             "2.13.0+cpu satisfies ==2.13.0, so pip installs nothing",
             "stand-in",
             packages,
         ),
         treatment=Arm(
-            partial(install_again, requirement=requirements[1]),
-            completed(),
-            "the build is part of the version that is asked for",
-            "stand-in",
-            packages,
+            partial(install_again, requirement=requirement, options=options), completed(), fix, "stand-in", packages
         ),
         world_size=1,
         needs=Needs(packages={}),
@@ -177,5 +206,20 @@ probe = Probe(
         on_build("cpu-build", "cpu", hide=False),
         on_build("hidden-cuda", "stand-in", hide=True, stands_for=HIDDEN),
     ),
-    variants=(reinstall(("kbtorch==2.13.0", "kbtorch==2.13.0+cu130")),),
+    variants=(
+        rank(
+            "set-device",
+            r"module 'torch._C' has no attribute '_cuda_setDevice'",
+            "set_device is called with a build that has no CUDA",
+            "it is called only if there is a GPU",
+        ),
+        rank(
+            "nccl-backend",
+            "Distributed package doesn't have NCCL built in",
+            "a build without CUDA has no NCCL",
+            "the backend is gloo where there is no GPU",
+        ),
+        reinstall("install-again", "kbtorch==2.13.0+cu130", (), "the build is part of the version that is asked for"),
+        reinstall("upgrade", "kbtorch==2.13.0", ("-U",), "2.13.0+cu130 counts as newer than 2.13.0+cpu"),
+    ),
 )
