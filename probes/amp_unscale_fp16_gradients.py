@@ -24,7 +24,7 @@ def train(ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on"
     model = build(ctx)
     if float32:
         for p in model.parameters():
-            if p.requires_grad and p.dtype == torch.float16:
+            if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
                 p.data = p.data.float()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4, **({"fused": True} if fused else {}))

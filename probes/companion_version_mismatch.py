@@ -181,14 +181,29 @@ PAIRS: Sequence[Tuple[str, str, str, str, str, str, str]] = (
     ("peft", "0.5.0", "", "accelerate", "", "0.21.0", "import of is_npu_available"),
     ("trl", "", "0.8.0", "transformers", "4.39.0", "", "import of top_k_top_p_filtering"),
     ("trl", "", "0.12.0", "transformers", "5.0.0", "", "argument 'tokenizer' of Trainer"),
+    (
+        "trl",
+        "",
+        "0.29.0",
+        "transformers",
+        "5.3.0",
+        "",
+        "No module named vllm_ascend or weave",
+    ),
+    ("transformers", "4.43.0", "4.45.0", "accelerate", "", "0.29.0", "import of is_mlu_available"),
+    ("transformers", "4.56.0", "4.57.0", "accelerate", "", "1.10.1", "the name ParallelismConfig"),
     ("transformers", "4.30", "5.0.0", "huggingface-hub", "1.0", "", "huggingface-hub<1.0 is required"),
+    ("transformers", "5.0.0", "", "huggingface-hub", "", "1.2.1", "import of is_offline_mode"),
+    ("accelerate", "0.32.0", "", "huggingface-hub", "", "0.21.0", "import of split_torch_state_dict_into_shards"),
 )
+
+
+FINAL = r"\d+(\.\d+)*(\.post\d+)?(\+[\w.]+)?$"
 
 
 def within(release: str, low: str, high: str) -> bool:
     def numbers(text: str) -> List[int]:
-        match = re.match(r"[\d.]*\d", text)
-        parts = [int(part) for part in match.group().split(".")] if match else []
+        parts = [int(part) for part in re.findall(r"\d+", re.split(r"\+|\.post", text)[0])]
         return parts + [0] * (4 - len(parts))
 
     return numbers(release) >= numbers(low) and (not high or numbers(release) < numbers(high))
@@ -197,10 +212,13 @@ def within(release: str, low: str, high: str) -> bool:
 def check(params: Mapping[str, Any]) -> Finding:
     """The releases that are installed, by their metadata, against the pairs that are known not to fit."""
     names = sorted({name for pair in PAIRS for name in (pair[0], pair[3])})
-    installed = (params["installed"] or "").replace("_", "-").replace(" ", "")
+    installed = (params["installed"] or "").replace("_", "-").replace(" ", "").lower()
     given = dict(part.split("==", 1) for part in installed.split(",") if "==" in part)
     found = {name: [given[name]] if name in given else [] if given else releases(name) for name in names}
     evidence = [f"{name} {', '.join(versions)}" for name, versions in found.items() if versions]
+    odd = [text for versions in found.values() for text in versions if not re.match(FINAL, text, re.ASCII)]
+    if odd:
+        return unknown(*evidence, "not a final release, which the table cannot judge: " + ", ".join(odd))
     if len(evidence) < 2:
         return unknown(*evidence, "fewer than two of these packages are installed: " + ", ".join(names))
     twice = [name for name, versions in found.items() if len(versions) > 1]
@@ -221,8 +239,9 @@ def releases(name: str) -> List[str]:
     """The releases of a package on sys.path; more than one if there are several copies."""
     versions: List[str] = []
     for distribution in importlib.metadata.distributions(name=name):
-        if distribution.version not in versions:
-            versions.append(distribution.version)
+        version = str(distribution.version)  # None where the metadata is damaged
+        if version not in versions:
+            versions.append(version)
     return versions
 
 

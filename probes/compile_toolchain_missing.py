@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Optional
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.probe import (
     Arm,
@@ -63,7 +64,8 @@ def train(ctx: Context, *, compiler_on_path: bool, uncompiled_by: str = "") -> N
     import torch._dynamo
     import torch._inductor.config
 
-    torch._inductor.config.cpp_cache_precompile_headers = False  # saves seconds
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    torch._inductor.config.cpp.vec_isa_ok = False  # no vectors: one call of g++, not ten, and a short one
     hidden = torch.randn(64, device=ctx.device)
     compiled = torch.compile(lambda hidden: torch.sin(hidden) * 2)
     ctx.reached()
@@ -158,62 +160,71 @@ def link(ctx: Context, *, linked: bool) -> None:
 def check(_: Mapping[str, Any]) -> Finding:
     """Ask the compilers that Triton and the inductor would take to read Python.h; nothing is written or linked."""
     c_compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
-    cxx_compiler = os.environ.get("CXX", "g++")
-    c_failure, cxx_failure = failure(c_compiler, "c"), failure(cxx_compiler, "c++")
-    evidence = [c_failure or f"{c_compiler} reads Python.h", cxx_failure or f"{cxx_compiler} reads Python.h"]
+    (c_reads, c_text), (cxx_reads, cxx_text) = reads(c_compiler, "c"), reads(os.environ.get("CXX", "g++"), "c++")
     try:
-        release = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+        release = str(importlib.metadata.version("triton"))
+    except Exception:  # not installed, or its metadata is damaged
         release = ""
+    evidence = [c_text, cxx_text]
     evidence.append(f"Triton {release}" if release else "Triton is not installed: torch.compile is for the CPU here")
-    if c_failure and (release or cxx_failure):
+    if c_reads is None or cxx_reads is None:
+        return unknown(*evidence, advice="try again when the machine is less busy")
+    if not c_reads and (release or not cxx_reads):
         return exposed(*evidence, advice="install gcc, g++ and the headers of this Python, or set CC and CXX")
-    if cxx_failure:
+    if not cxx_reads:
         message = "enough for Triton's kernels; what the inductor compiles for the CPU needs C++"
         return unknown(*evidence, message, advice="install g++, or set CXX")
     if not release:
         return unknown(*evidence, advice="run this in the environment of the job")
     folders = driver_folders()
     if not folders:
-        message = "no libcuda.so.1 in the linker's cache"
+        message = "no libcuda.so.1 where Triton looks; of an AMD GPU's library this check knows nothing"
         return unknown(*evidence, message, advice="run this on a node with GPUs, in the container of the job")
+    spec = importlib.util.find_spec("triton")
+    header = os.path.join(os.path.dirname(spec.origin or ""), "backends/nvidia/include/cuda.h") if spec else ""
+    if not os.path.exists(header):
+        return unknown(*evidence, "this Triton has no cuda.h of its own", advice="the wheel of PyPI has one")
     numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
     named = [*folders, *os.environ.get("LIBRARY_PATH", "").split(":")]
-    if numbers < [3, 6] and not any(Path(folder, "libcuda.so").exists() for folder in named if folder):
+    if numbers < [3, 6] and not any(os.path.exists(os.path.join(folder, "libcuda.so")) for folder in named if folder):
         message = f"libcuda.so.1 is in {folders[0]}, libcuda.so is not: -lcuda is not found there"
-        return unknown(
-            *evidence, message, advice="if linking fails, the link of fix 4; the linker may know other folders"
-        )
+        advice = "if linking fails, the link of fix 4; the linker may know other folders"
+        return unknown(*evidence, message, advice=advice)
     if not shutil.which("ld"):
         return unknown(*evidence, "there is no ld on PATH", advice="install binutils")
     return clear(*evidence, f"libcuda.so.1 is in {folders[0]}")
 
 
-def failure(compiler: Optional[str], language: str) -> str:
-    """Why this compiler cannot read Python.h, or nothing."""
+def reads(compiler: Optional[str], language: str) -> Tuple[Optional[bool], str]:
+    """Whether this compiler reads Python.h; None where it did not answer in time."""
     if not compiler or not shutil.which(compiler):
-        return f"no {language} compiler: {compiler!r} is not a program" if compiler else f"no {language} compiler"
+        return False, f"no {language} compiler" + (f": {compiler!r} is not a program" if compiler else "")
     include = sysconfig.get_paths(scheme="posix_prefix")["include"]
-    command = [compiler, "-x", language, "-fsyntax-only", f"-I{include}", "-"]
-    source = "#include <Python.h>\n"
-    try:
-        ran = subprocess.run(command, input=source, capture_output=True, text=True, timeout=3, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler}: {error}"
+    ran = run([compiler, "-x", language, "-fsyntax-only", f"-I{include}", "-"], "#include <Python.h>\n")
+    if ran is None:
+        return None, f"{compiler} did not answer"
     lines = [line for line in ran.stderr.splitlines() if "error" in line] or ["it failed"]
-    return f"{compiler}: {lines[0]}" if ran.returncode else ""
+    return ran.returncode == 0, f"{compiler}: {lines[0]}" if ran.returncode else f"{compiler} reads Python.h"
+
+
+def run(command: List[str], text: str = "") -> Any:
+    """None where the program does not start or takes too long."""
+    try:
+        return subprocess.run(
+            command, input=text, capture_output=True, encoding="utf-8", errors="replace", timeout=3, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def driver_folders() -> List[str]:
-    """Where Triton would find the driver's library."""
+    """Where Triton would find the driver's library: first the linker's cache, else LD_LIBRARY_PATH."""
     named = os.environ.get("TRITON_LIBCUDA_PATH")
-    if named:
-        return [named] if Path(named, "libcuda.so.1").exists() else []
-    try:
-        ran = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=3, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(Path(line.split()[-1]).parent) for line in ran.stdout.splitlines() if "libcuda.so.1" in line]
+    ran = None if named else run(["/sbin/ldconfig", "-p"])
+    lines = ran.stdout.splitlines() if ran else []
+    folders = [os.path.dirname(line.split()[-1]) for line in lines if "libcuda.so.1" in line]
+    others = [named] if named else folders or os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return [folder for folder in others if folder and os.path.exists(os.path.join(folder, "libcuda.so.1"))]
 
 
 NO_CC = r"Failed to find C compiler\. Please specify via CC environment variable"

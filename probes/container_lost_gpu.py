@@ -124,7 +124,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         names = ", ".join(name for name, why in refused.items() if why == errno.EPERM)
         return unknown(f"{names}: refused by a device cgroup, as a scheduler does with the GPUs of others")
     if refused:
-        return unknown(f"{', '.join(refused)}: refused by file modes or SELinux, not by a device cgroup")
+        reasons = ", ".join(sorted({errno.errorcode.get(why, str(why)) for why in refused.values()}))
+        why = "file modes or SELinux refuse it" if reasons == "EACCES" else "the driver or the card answers so"
+        return unknown(f"{', '.join(refused)}: {reasons}, not a device cgroup: {why}")
     evidence = f"all {len(nodes)} GPU nodes may be opened here"
     listed, lacking, hidden = containers_with_gpus()
     if lacking:
@@ -150,24 +152,41 @@ def refusal(node: Path) -> int:
 
 
 def containers_with_gpus() -> Tuple[List[str], List[str], bool]:
-    """Scopes whose processes have GPU nodes open: those whose rules name them, those that lack them, is any hidden?"""
-    scopes: Dict[str, bool] = {}
-    for name in {path.name.replace(".scope.d", ".scope") for path in UNITS.glob("*.scope*")}:
-        files = [UNITS / name, UNITS / f"{name}.d/50-DevicePolicy.conf", UNITS / f"{name}.d/50-DeviceAllow.conf"]
-        text = "".join(file.read_text() for file in files if file.is_file())
-        if "DevicePolicy=strict" in text:  # else every device is allowed: a privileged container
-            scopes[name] = bool(re.search(r"/dev/char/195:|/dev/nvidia|char-(195|nvidia)", text))
-    users, hidden = set(), False
+    """Scopes whose processes have GPU nodes open: those that list all of them, those that lack one, is any hidden?"""
+    scopes: Dict[str, str] = {}
+    used: Dict[str, bool] = {}
+    hidden = False
+    try:
+        for name in {path.name.replace(".scope.d", ".scope") for path in UNITS.glob("*.scope*")}:
+            files = [UNITS / name, UNITS / f"{name}.d/50-DevicePolicy.conf", UNITS / f"{name}.d/50-DeviceAllow.conf"]
+            text = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+            if "DevicePolicy=strict" in text:  # else every device is allowed: a privileged container
+                scopes[name] = text
+                hidden = hidden or not re.search("DeviceAllow=.", text)  # crun keeps its rules in a BPF program
+    except OSError:
+        hidden = True
     for group in Path("/proc").glob("[0-9]*/cgroup"):
         try:
-            scope = next((name for name in scopes if name in group.read_text()), "")
-            if scope and any("/dev/nvidia" in os.readlink(link) for link in (group.parent / "fd").iterdir()):
-                users.add(scope)
+            text = group.read_text(errors="replace")
+            scope = next((name for name in scopes if name in text), "")
+            for link in (group.parent / "fd").iterdir() if scope else ():
+                if os.readlink(link).startswith("/dev/nvidia"):
+                    used[scope] = used.get(scope, True) and allowed(link, scopes[scope])
         except PermissionError:
             hidden = True
         except OSError:
             continue  # it has ended
-    return [name for name in users if scopes[name]], [name for name in users if not scopes[name]], hidden
+    known = [name for name in used if re.search("DeviceAllow=.", scopes[name])]
+    return [name for name in known if used[name]], [name for name in known if not used[name]], hidden
+
+
+def allowed(link: Path, text: str) -> bool:
+    """Whether the rules of a unit name this open node: by number, by path, or by the name of its kind."""
+    device = os.stat(link).st_rdev
+    major, minor = os.major(device), os.minor(device)
+    kinds = re.findall(rf"^ *{major} (\S+)$", Path("/proc/devices").read_text(errors="replace"), re.M)
+    names = [f"/dev/char/{major}:{minor}", os.readlink(link), *(f"char-{kind}" for kind in [major, *kinds])]
+    return any(re.search(rf"DeviceAllow=(-|\+)?{re.escape(str(name))}( |$)", text, re.M) for name in names)
 
 
 NO_CGROUP = "the device cgroup, which systemd fills again from the unit: a mount with nodev, /dev/null for the GPU"

@@ -152,7 +152,7 @@ def retry(ctx: Context, *, max_retries: int) -> None:
 ANY_ERROR = r"^\w[\w.]*(?:Error|Exception): .*"  # may be one that was caught
 CAUSES = (
     ("raylet.out", r"[1-9]\d* Workers .*due to memory pressure|running low on memory"),
-    ("worker-*.err", r"Fatal Python error: .*|\*\*\* SIG\w+ received|Resource temporarily unavailable"),
+    ("worker-*.err", r"Fatal Python error: .*|\*\*\* SIG(?!TERM)\w+ received|Resource temporarily unavailable"),
     ("worker-*.err", r"Watchdog caught collective operation timeout.*|CUDA out of memory.*|OutOfMemoryError.*"),
     ("worker-*.err", ANY_ERROR),
 )

@@ -113,15 +113,17 @@ def train(
 def check(params: Mapping[str, Any]) -> Finding:
     """What the links of this node can carry at best, against what a step sends."""
     nodes = params["nodes"] or max(digits(os.environ.get(name, "")) for name in NODES)
-    if nodes == 1:
+    if params["nodes"] == 1:
         return clear("one node: gradients cross no network between nodes")
+    if nodes == 1:
+        return unknown("one node in this allocation; whether others join the job is not known", advice="--set nodes=N")
     rdma, ethernet = rdma_ports(), ethernet_links()
     evidence = ["InfiniBand or RoCE ports that are up: %s" % (listed(rdma) or "none")]
     evidence.append("other links: %s" % (listed(ethernet) or "none whose speed can be read"))
     forced = tcp_only(rdma)
     if forced:
         return exposed(*evidence, "%s: NCCL uses TCP" % ", ".join(forced), advice="unset it where the ports work")
-    best = sum(rdma.values()) or sum(ethernet.values())
+    best = max(sum(rdma.values()), sum(ethernet.values()))
     if not best:
         return unknown(*evidence, "no link speed can be read here: a virtual interface, or no rights")
     trained, step_s, size = (params[name] or 0 for name in ("trained", "step_s", "bytes"))
