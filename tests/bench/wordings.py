@@ -37,6 +37,7 @@ RELEASES = {
     "bitsandbytes": "0.42.0 0.43.3 0.46.1 0.50.2",
     "datasets": "2.21.0 3.6.0 5.2.0",
     "filelock": "3.16.1 4.2.11",
+    "ray": "2.9.3 2.24.0 2.40.0 2.50.1 2.60.0",
 }
 LONG = 20
 JOINED = re.compile(r"""["']\s*\\?\n\s*[rfbu]{0,2}["']""")  # a text that is written on two lines of Python
