@@ -195,17 +195,23 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def judge(script: Path, tree: ast.Module) -> Finding:
-    names = imported(tree)
+    names, source = imported(tree), ast.unparse(tree)
+    fields: Dict[str, Set[str]] = {}  # of the script's own dataclasses
     refused, judged, unseen = [], [], []
-    if re.search(r"^\s*(import|from) unsloth\b", ast.unparse(tree), re.MULTILINE):
+    if re.search(r"^\s*(import|from) unsloth\b", source, re.MULTILINE):
         return unknown("%s imports unsloth, which replaces the classes of trl" % script)
+    if re.search(r"\b(HfArgumentParser|TrlParser)\b", source):
+        unseen.append("a parser fills the arguments, from a recipe or command line that cannot be seen here")
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in names for base in node.bases):
-            base = next(names[ast.unparse(base)] for base in node.bases if ast.unparse(base) in names)
+            bases = [ast.unparse(base) for base in node.bases]
+            base = next(names[name] for name in bases if name in names)
             own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
-            if "__init__" in own:
-                unseen.append("line %d: %s has an __init__ of its own" % (node.lineno, node.name))
+            if {"__init__", "__new__"} & set(own) or not all(name in names for name in bases):
+                unseen.append("line %d: what %s takes is decided elsewhere" % (node.lineno, node.name))
+                names.pop(node.name, None)
             else:
+                fields[node.name] = annotated(node).union(*(fields.get(name, set()) for name in bases))
                 names[node.name] = base
             for name in [name for name in OVERRIDDEN if name in own and base[1].endswith("Trainer")]:
                 theirs = method(("transformers", "Trainer"), name)
@@ -217,12 +223,15 @@ def judge(script: Path, tree: ast.Module) -> Finding:
     for node in ast.walk(tree):
         target = names.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
         if not isinstance(node, ast.Call) or target is None:
+            if isinstance(node, ast.Call) and any(ast.unparse(argument) in names for argument in node.args):
+                unseen.append("line %d: a class is handed on, and may be called elsewhere" % node.lineno)
             continue
         package, name = target
         known = arguments(package, name)
         if known is None:
             unseen.append("line %d: what %s of %s takes was not found" % (node.lineno, name, package))
             continue
+        known = known | fields.get(ast.unparse(node.func), set())
         judged.append("line %d: %s of %s" % (node.lineno, name, installed(package)))
         for keyword in node.keywords:
             if keyword.arg is None:
@@ -230,11 +239,19 @@ def judge(script: Path, tree: ast.Module) -> Finding:
             elif keyword.arg not in known:
                 hint = HINTS.get(keyword.arg, "renamed, moved or removed")
                 refused.append("line %d: %s takes no %s (%s)" % (node.lineno, name, keyword.arg, hint))
+    if refused and re.search(r"__version__|\bsignature\(|\bversion\(|\bTypeError\b", source):
+        return unknown("the script looks at releases, so these lines may not run:", *refused, *judged)
     if refused:
         return exposed(*refused, *judged, advice="Fix 1 of the entry: rename or move them, do not delete them")
     if unseen or not judged:
         return unknown(*(unseen or ["no call of a class imported from transformers or trl was found"]), *judged)
     return clear(*judged, "all their keywords are taken; other files of the program were not read")
+
+
+def annotated(node: ast.ClassDef) -> Set[str]:
+    """The fields of a dataclass."""
+    items = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+    return {target.id for target in items if isinstance(target, ast.Name)}
 
 
 def takes_less(own: ast.FunctionDef, theirs: ast.FunctionDef) -> bool:
@@ -303,9 +320,7 @@ def arguments(package: str, name: str) -> Optional[Set[str]]:
                 return None
             old = [text for part in item.decorator_list for text in re.findall(r"'(\w+)'", ast.unparse(part))]
             return {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]} | set(old)
-    known = {
-        item.target.id for item in found.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
+    known = annotated(found)
     for base in found.bases:
         inherited = arguments(package, ast.unparse(base).split(".")[-1])
         if inherited is None:
