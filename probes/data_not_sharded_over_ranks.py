@@ -1,0 +1,192 @@
+"""Which samples each rank gets: of 32, with two ranks, 16 each and none twice."""
+
+import os
+from functools import partial
+from itertools import islice
+from typing import Any, Callable, Iterator, List
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
+
+SAMPLES = 32
+
+
+def compare(ctx: Context, dist: Any, seen: List[int]) -> None:
+    """Raise a symptom where ranks have seen the same samples, or samples are missing."""
+    everyones: List[Any] = [None] * ctx.world_size
+    dist.all_gather_object(everyones, sorted(seen))
+    ctx.note(samples=len(seen))
+    twice = len(set(everyones[0]) & set(everyones[1]))
+    never = SAMPLES - len(set(everyones[0]) | set(everyones[1]))
+    if twice or never:
+        raise Symptom("of %d samples %d came to both ranks, %d to none" % (SAMPLES, twice, never))
+
+
+def load(ctx: Context, *, way: str) -> None:
+    """One epoch of a loader with batches of 4."""
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dist = ctx.init_process_group(timeout_s=10)
+    dataset = list(range(SAMPLES))
+    torch.manual_seed(0)
+    ctx.reached()
+    if way == "sampler":
+        sampler = DistributedSampler(dataset, shuffle=True, seed=0)
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+        for epoch in range(1):
+            sampler.set_epoch(epoch)
+            seen = [sample for batch in loader for sample in batch.tolist()]
+    elif way == "shuffle":
+        loader = DataLoader(dataset, batch_size=4, shuffle=True)
+        seen = [sample for batch in loader for sample in batch.tolist()]
+    else:  # two nodes of one GPU each: the local rank is 0 on both
+        rank = {"local rank": 0, "own seed": ctx.rank}[way]
+        seed = ctx.rank if way == "own seed" else 0
+        seen = list(DistributedSampler(dataset, num_replicas=2, rank=rank, seed=seed))
+    compare(ctx, dist, seen)
+
+
+def stream(ctx: Context, *, sliced: bool) -> None:
+    """A dataset without indices, read by two workers on each rank."""
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+    class Stream(IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            if not sliced:
+                return iter(range(SAMPLES))
+            worker = get_worker_info()
+            count, number = (worker.num_workers, worker.id) if worker else (1, 0)
+            return islice(range(SAMPLES), rank * count + number, None, world_size * count)
+
+    dist = ctx.init_process_group(timeout_s=10)
+    rank, world_size = ctx.rank, ctx.world_size
+    torch.manual_seed(0)
+    ctx.reached()
+    loader = DataLoader(Stream(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    compare(ctx, dist, [sample for batch in loader for sample in batch.tolist()])
+
+
+def split(ctx: Context, *, shared_generator: bool) -> None:
+    """Training and validation parts, where each rank has a seed of its own for its augmentation."""
+    import torch
+    from torch.utils.data import random_split
+
+    dist = ctx.init_process_group(timeout_s=10)
+    dataset: Any = list(range(SAMPLES))
+    torch.manual_seed(1234 + ctx.rank)
+    ctx.reached()
+    if shared_generator:
+        generator = torch.Generator().manual_seed(42)
+        training, validation = random_split(dataset, [24, 8], generator=generator)
+    else:
+        training, validation = random_split(dataset, [24, 8])
+    trained: List[Any] = [None] * ctx.world_size
+    dist.all_gather_object(trained, list(training.indices))
+    leaked = set(validation.indices) & {index for indices in trained for index in indices}
+    if leaked:
+        raise Symptom("%d of 8 validation samples are training samples of another rank" % len(leaked))
+
+
+def prepare(ctx: Context, *, way: str) -> None:
+    """accelerate shards what `prepare` gets, also what is sharded already."""
+    import torch
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dist = ctx.init_process_group(timeout_s=10)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
+    accelerator = Accelerator(cpu=True)
+    dataset: Any = list(range(SAMPLES))
+    torch.manual_seed(0)
+    ctx.reached()
+    if way == "twice":
+        loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))
+    else:
+        loader = DataLoader(dataset, batch_size=4, shuffle=True)
+    if way != "never":
+        loader = accelerator.prepare(loader)
+    compare(ctx, dist, [sample for batch in loader for sample in batch.tolist()])
+
+
+ALL_TWICE = symptom(r"of 32 samples 32 came to both ranks, 0 to none")
+
+
+def pair(
+    name: str, broken: Callable[..., None], fixed: Callable[..., None], expect: Expect, because: str, fix: str
+) -> Experiment:
+    packages = {"torch": ">=2.1", **({"accelerate": ""} if "prepare" in name else {})}
+    return Experiment(
+        name=name,
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages=packages),
+        world_size=2,
+        expected_s=(0.5, 0.5),
+    )
+
+
+SHARDED = "a DistributedSampler gives each rank its part"
+
+probe = Probe(
+    experiments=(
+        pair(
+            "sampler",
+            partial(load, way="shuffle"),
+            partial(load, way="sampler"),
+            ALL_TWICE,
+            "the loader has shuffle=True and no sampler",
+            SHARDED,
+        ),
+    ),
+    variants=(
+        pair(
+            "local-rank",
+            partial(load, way="local rank"),
+            partial(load, way="sampler"),
+            symptom(r"of 32 samples 16 came to both ranks, 16 to none"),
+            "the sampler got the local rank, which is 0 on each of two nodes",
+            "the sampler takes the rank of the process group",
+        ),
+        pair(
+            "seed",
+            partial(load, way="own seed"),
+            partial(load, way="sampler"),
+            symptom(r"of 32 samples [1-9]\d* came to both ranks, [1-9]\d* to none"),
+            "each rank gave the sampler a seed of its own",
+            "the seed is the same on all ranks",
+        ),
+        pair(
+            "stream",
+            partial(stream, sliced=False),
+            partial(stream, sliced=True),
+            ALL_TWICE,
+            "each worker of each rank reads the whole stream",
+            "each takes every fourth sample, from a place of its own",
+        ),
+        pair(
+            "split",
+            partial(split, shared_generator=False),
+            partial(split, shared_generator=True),
+            symptom(r"[1-9] of 8 validation samples are training samples of another rank"),
+            "random_split takes the global generator, whose seed differs from rank to rank",
+            "random_split gets a generator with the same seed everywhere",
+        ),
+        pair(
+            "prepare",
+            partial(prepare, way="never"),
+            partial(prepare, way="once"),
+            ALL_TWICE,
+            "accelerate was not given the loader",
+            "prepare shards the loader",
+        ),
+        pair(
+            "prepare-twice",
+            partial(prepare, way="twice"),
+            partial(prepare, way="once"),
+            symptom(r"of 32 samples 0 came to both ranks, 16 to none"),
+            "the loader has a DistributedSampler, and prepare shards it once more",
+            "prepare gets a plain loader",
+        ),
+    ),
+)
