@@ -172,8 +172,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     missing = [name for name in ("pdsh", "ssh") if launcher == "pdsh" and not shutil.which(name)]
     if missing and len(hosts) > 1:
         where = "not on PATH here: %s" % ", ".join(missing)
-        if not any(params[name] for name in ("hostfile", "launcher", "config")):
-            return unknown(evidence, where, "whether this is the node that launches, and with pdsh, is not known")
+        if socket.gethostname().split(".")[0] != hosts[0].split(".")[0]:
+            return unknown(evidence, where, "only the node that launches needs it; whether this is it is not known")
         return exposed(evidence, where, advice="install it, or a launcher per node")
     trial = "for each host: ssh -o BatchMode=yes HOST 'cd %s && %s -c 0'" % (os.getcwd(), sys.executable)
     return unknown(

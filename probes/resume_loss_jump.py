@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -178,6 +179,34 @@ def follow(ctx: Context, *, kind: str, restores: str) -> None:
     resumed = rate_after(20, optimizer, scheduler)
     if abs(resumed - expected) > 0.01 * expected:
         raise Symptom("20 steps on the rate is %.1e, and %.1e without the interruption" % (resumed, expected))
+
+
+def extend(ctx: Context, *, total: int) -> None:
+    """A cosine of 300 steps as a function, which is not saved; behind the resume it is made for `total` steps."""
+    import torch
+
+    def make_scheduler(optimizer: Any, total: int) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / total)) / 2)
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer, STEPS)
+    for _ in range(240):
+        optimizer.step()
+        scheduler.step()
+    saved = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer, total)
+    ctx.reached()
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    rates = [optimizer.param_groups[0]["lr"]]
+    optimizer.step()
+    scheduler.step()
+    rates.append(optimizer.param_groups[0]["lr"])
+    if rates[1] > 2 * rates[0]:
+        raise Symptom("the loaded rate is %.1e, and %.1e one step later" % tuple(rates))
+    assert 0.9 * rates[0] < rates[1] < rates[0], rates
 
 
 def regroup(ctx: Context, *, same_order: bool) -> None:
@@ -457,6 +486,15 @@ probe = Probe(
             ("scheduler", "scheduler and rate"),
             symptom(r"20 steps on the rate is 9\.\de-03, and 8\.\de-04 without"),
             (NO_OPTIMIZER, "the rate of the scheduler is written into the optimizer"),
+            **ANY,
+        ),
+        pair(
+            "longer",
+            extend,
+            "total",
+            (1200, STEPS),
+            symptom(r"the loaded rate is 1\.9e-03, and 1\.8e-02 one step later"),
+            ("the schedule is built for more steps, and the rate follows it", "it is built for as many as before"),
             **ANY,
         ),
         pair("moments", partial(resume, at=60), "restores", ("no optimizer", "all"), JUMP, (MOMENTS, ALL), **ANY),
