@@ -1,0 +1,456 @@
+"""Weights, gradients and Adam's state of a model do not fit on a rank: whole under DDP, a part of them under FSDP."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import traceback
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+
+from kb.checkpoint import Unreadable, read_checkpoint
+from kb.cpu_arms import import_deepspeed, limit_address_space
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+WIDTH = 2048  # a float32 layer has 4 Mi parameters, 16 MiB
+CPU_ROOM = 240 * MIB  # for four layers: DDP keeps 20 bytes a parameter, 320 MiB; FSDP2 half of 16, and a layer or two
+ADAPTER_ROOM = 176 * MIB  # in full 16 bytes, 256 MiB; the frozen weights 4, 64 MiB
+LOAD_ROOM = 168 * MIB  # for twelve layers, 192 MiB: the half of a rank and a layer or two
+LAYERS, NARROW, BUDGET = 8, 1024, 12  # of a model whose bytes are counted; and bytes a parameter that a rank may have
+FLOATS = ("bfloat16", "float16", "float32")
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
+def build(layers: int, width: int = WIDTH) -> Any:
+    from torch import nn
+
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def sharded(layers: int, device: Any, width: int = WIDTH, **options: Any) -> Any:
+    """Each layer is a unit of its own, made on no device and then allocated as the part of this rank."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = build(layers, width)
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    model.to_empty(device=device)
+    return model
+
+
+def read_tensor(name: str) -> Any:
+    """From a checkpoint, one tensor at a time."""
+    import torch
+
+    return torch.full((WIDTH, WIDTH), 1.0 + int(name.split(".")[0]))
+
+
+def fill(model: Any, device: Any) -> None:
+    import torch
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        for name, part in model.state_dict().items():
+            tensor = read_tensor(name).to(device)
+            part.copy_(distribute_tensor(tensor, part.device_mesh, part.placements))
+
+
+def step(model: Any, optimizer: Any, device: Any, autocast: bool = False) -> None:
+    """The smallest batch there is: one row."""
+    import torch
+
+    weight = next(iter(model.parameters()))
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        loss = model(torch.ones(1, weight.shape[1], device=device, dtype=weight.dtype)).float().sum()
+    loss.backward()
+    optimizer.step()
+
+
+def train(ctx: Context, *, shards: bool) -> None:
+    """One step with AdamW: all states on each rank, or a part."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist = ctx.init_process_group(timeout_s=30)
+    on_gpu = ctx.device.type == "cuda"
+    dist.all_reduce(torch.ones(1, device=ctx.device))
+    if not on_gpu:
+        limit_address_space(CPU_ROOM)
+    ctx.reached()
+    try:
+        layers = 16 if on_gpu else 4
+        model = sharded(layers, ctx.device) if shards else DistributedDataParallel(build(layers).to(ctx.device))
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 1 / WIDTH)
+        before = next(iter(model.parameters())).detach().sum().item()
+        step(model, torch.optim.AdamW(model.parameters()), ctx.device)
+    except Exception:
+        traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
+        raise
+    assert next(iter(model.parameters())).detach().sum().item() != before, "the step moved nothing"
+
+
+def adapt(ctx: Context, *, adapter: bool) -> None:
+    """One step of all weights, or of an adapter of rank 8 beside each frozen layer."""
+    import torch
+    from torch import nn
+
+    class Adapted(nn.Module):  # type: ignore[misc]
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.into, self.out_of = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return self.base(x) + self.out_of(self.into(x))
+
+    on_gpu = ctx.device.type == "cuda"
+    if not on_gpu:
+        limit_address_space(ADAPTER_ROOM)
+    ctx.reached()
+    try:
+        model = build(20 if on_gpu else 4)
+        if adapter:
+            model = nn.Sequential(*(Adapted(layer) for layer in model))
+        model.to(ctx.device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        step(model, torch.optim.AdamW(trained), ctx.device)
+    except Exception:
+        traceback.print_exc()
+        raise
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    ctx.note(trained_share=round(sum(parameter.numel() for parameter in trained) / everything, 4))
+
+
+def load(ctx: Context, *, whole_first: bool) -> None:
+    """A model that is to be sharded: made whole on the device and then divided, or allocated as parts and filled."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    ctx.init_process_group(timeout_s=30).all_reduce(torch.ones(1))
+    limit_address_space(LOAD_ROOM)
+    ctx.reached()
+    try:
+        if whole_first:
+            model = build(12)
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+        else:
+            model = sharded(12, ctx.device)
+    except Exception:
+        traceback.print_exc()
+        raise
+    fill(model, ctx.device)
+    for name, part in model.state_dict().items():
+        assert torch.equal(part.to_local(), read_tensor(name)[: WIDTH // 2]), name
+
+
+def resident() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def methods(mesh: Any, shards: bool) -> Dict[str, Callable[[], Any]]:
+    """How to make the model, by what is measured: whole on each rank, or in parts."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.nn.parallel import DistributedDataParallel
+
+    def ddp(dtype: Any = torch.float32, **options: Any) -> Any:
+        return DistributedDataParallel(build(LAYERS, NARROW).to(dtype), **options)
+
+    def fsdp(**options: Any) -> Any:
+        return sharded(LAYERS, torch.device("cpu"), NARROW, **options)
+
+    if shards:
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        return {
+            "fsdp of 1": partial(fsdp, mesh=mesh["parts"]),
+            "fsdp of 2": fsdp,
+            "fsdp of 2, bf16 policy": partial(fsdp, mp_policy=bf16),
+        }
+    return {
+        "ddp of 1": partial(ddp, process_group=mesh["parts"].get_group()),
+        "ddp of 2": ddp,
+        "ddp, gradient_as_bucket_view": partial(ddp, gradient_as_bucket_view=True),
+        "ddp, bf16 autocast": ddp,
+        "ddp, bf16 weights": partial(ddp, dtype=torch.bfloat16),
+        "ZeroRedundancyOptimizer of 2": ddp,
+    }
+
+
+def count(ctx: Context, *, shards: bool) -> None:
+    """Bytes a parameter that a rank holds after two steps with AdamW, by method."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ctx.init_process_group(timeout_s=30)
+    torch.set_num_threads(1)
+    limit_address_space(4 * GIB)  # none here; but so freed blocks go back to the system
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+    ctx.reached()
+    measured: Dict[str, float] = {}
+    made = methods(mesh, shards)
+    for name in [list(made)[-1], *made]:  # what is loaded once is loaded in the first round
+        before = resident()
+        model = made[name]()
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 1 / NARROW)
+        if name.startswith("Zero"):
+            optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            step(model, optimizer, ctx.device, autocast="autocast" in name)
+        measured[name] = round((resident() - before) / (LAYERS * NARROW * NARROW), 1)
+        del model, optimizer, parameter
+    ctx.note(bytes_per_parameter=measured)
+    if any(size > BUDGET for name, size in measured.items() if name.endswith("of 2")):
+        raise Symptom("bytes a parameter on each of 2 ranks: %s" % json.dumps(measured))
+    for name, size in {"fsdp of 1": 16, "fsdp of 2": 8, "fsdp of 2, bf16 policy": 8}.items():
+        assert abs(measured[name] - size) < 1, measured
+
+
+def partition(ctx: Context, *, stage: int) -> None:
+    """DeepSpeed, bf16, AdamW: bytes a parameter of the weights when the model is built, of all after two steps."""
+    import torch
+
+    os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=str(ctx.world_size))
+    deepspeed = import_deepspeed()
+    ctx.init_process_group(timeout_s=60)
+    numbers = LAYERS * 512 * 512
+    zero = {"stage": stage, "reduce_bucket_size": 512 * 512, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    ctx.reached()
+    before = live()
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        model = build(LAYERS, 512)
+    if stage < 3:
+        model.bfloat16()
+    weights = sum((p.ds_tensor if stage == 3 else p).untyped_storage().nbytes() for p in model.parameters()) / numbers
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, **UNTESTED})[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+    everything = (live() - before) / numbers
+    ctx.note(stage=stage, weights=round(weights, 1), everything=round(everything, 1))
+    if weights > 1.5:
+        raise Symptom("stage %d: weights of %.1f bytes a parameter on each of 2 ranks" % (stage, weights))
+    assert abs(weights - 1) < 0.1, weights
+
+
+def live() -> int:
+    """Bytes of the storages of all tensors, each once."""
+    import torch
+
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+# --- the check: do the states of this model fit on one of these GPUs? ------------------------------------------------
+
+# Bytes a parameter on each of N ranks, with Adam: (whole, divided by N) at least, and the same at most.
+STATES: Dict[str, Tuple[Tuple[float, float], Tuple[float, float]]] = {
+    # all weights trained, except the last
+    "ddp-fp32": ((16, 0), (24, 0)),  # autocast or not
+    "ddp-bf16": ((8, 0), (14, 0)),  # weights, gradients and moments in bf16
+    "zero1": ((2, 12), (8, 18)),
+    "zero2": ((2, 12), (8, 18)),
+    "zero3": ((0, 14), (8, 18)),  # at most: no layer is a unit of its own, and the whole model is gathered
+    "fsdp": ((0, 8), (8, 20)),  # at least: all in bf16
+    "ddp-lora": ((2, 0), (4, 0)),  # the frozen weights, in 16 or 32 bits
+}
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+ADVICE = "--set model=config.json (or model.safetensors.index.json, or --set params=8, in billions)"
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Add up weights, gradients and the state of Adam for one model; all else comes on top."""
+    method, gpus = str(params["method"]).lower(), params["gpus"]
+    if method not in STATES:
+        return unknown("the method was not given", advice="--set method= one of " + ", ".join(STATES))
+    if gpus is None and method.startswith(("zero", "fsdp")):
+        return unknown("the number of GPUs that share the states was not given", advice="--set gpus=8")
+    number, source = params["params"], "as given"
+    if number is None:
+        number, source = parameters_of(params["model"]) if params["model"] else (None, "the model was not given")
+    if number is None or not 0 < number < 1e5 or not (gpus or 1) > 0:
+        return unknown(source if number is None else "params, in billions, and gpus are above zero", advice=ADVICE)
+    largest, free, seen = gpu_memory(params["gpu_memory"])
+    least, most = (number * 1e9 * (whole + part / (gpus or 1)) / GIB for whole, part in STATES[method])
+    text = "%.2f billion parameters (%s), %s: %.1f to %.1f GiB a GPU, AdamW in 32 bits, no offload"
+    message = text % (number, source, method + (" on %d" % gpus if gpus else ""), least, most)
+    if largest is None or free is None:
+        return unknown(message, seen, advice="--set gpu_memory=79.1, GiB of one GPU")
+    has = "a GPU has %.1f GiB, and of one %.1f are free (%s)" % (largest, free, seen)
+    if least > largest:
+        return exposed(message, has, advice="ZeRO-3 or FSDP over more GPUs, an adapter, offload, a smaller model")
+    if least > free:
+        return unknown(message, has, "it would fit on an empty card: gpu-held-by-other-process")
+    if most > 0.6 * free or "MIG" in seen or method == "ddp-lora":
+        return unknown(message, has, "what activations and whatever else is on the card need is not known here")
+    return clear(message, has, "for one model; activations, a reference model or an engine come on top")
+
+
+def parameters_of(path: Path) -> Tuple[Optional[float], str]:
+    """Billions of parameters by a config.json, an index of safetensors or a single file, or None and why not."""
+    if path.suffix == ".safetensors":
+        try:
+            tensors = read_checkpoint(path).tensors
+        except Unreadable as error:
+            return None, str(error)
+        if "-of-" in path.name or any(tensor.dtype not in FLOATS for tensor in tensors):
+            return None, "%s is one file of several, or quantized" % path.name
+        return sum(prod(tensor.shape) for tensor in tensors) / 1e9, path.name
+    try:
+        values: Dict[str, Any] = json.loads(path.read_text()) if path.stat().st_size < 64 * MIB else {}
+        if "weight_map" in values:
+            return float(values["metadata"]["total_parameters"]) / 1e9, path.name
+        if values["model_type"] not in DENSE or "quantization_config" in values:
+            return None, "the parameters of a %s cannot be counted here" % values["model_type"]
+        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        per_head = values.get("head_dim") or hidden // heads
+        attention = 2 * hidden * per_head * (heads + values.get("num_key_value_heads", heads))
+        layer = attention + 3 * hidden * values["intermediate_size"]
+        embeddings = values["vocab_size"] * hidden * (1 if values.get("tie_word_embeddings") else 2)
+        return (values["num_hidden_layers"] * layer + embeddings) / 1e9, path.name
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return None, "%s does not say how many parameters there are: %r" % (path.name, error)
+
+
+def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], Optional[float], str]:
+    """GiB of the largest GPU that nvidia-smi lists, the least that is free on one, and the source."""
+    if given is not None:
+        return given, given, "as given"
+    query = ["nvidia-smi", "--query-gpu=memory.total,memory.free,mig.mode.current", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
+        gpus = [line.split(",") for line in output.splitlines() if line.strip()]
+        source = "with MIG, which divides it" if any("Enabled" in gpu[2] for gpu in gpus) else "nvidia-smi"
+        return max(int(gpu[0]) for gpu in gpus) / 1024, min(int(gpu[1]) for gpu in gpus) / 1024, source
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        return None, None, "nvidia-smi does not tell the memory of the GPUs: %s" % type(error).__name__
+
+
+STANDS = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
+HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
+CUDA = raised(r"out of memory\. Tried to allocate")
+FSDP2 = {"torch": ">=2.7"}  # earlier fully_shard does not run on the CPU
+
+
+def experiment(
+    name: str,
+    control: Callable[[Context], None],
+    treatment: Callable[[Context], None],
+    because: Tuple[str, str],
+    packages: Mapping[str, str] = MappingProxyType(FSDP2),
+    world_size: int = 2,
+    expect: Optional[Expect] = None,
+    expected_s: Tuple[float, float] = (1.0, 1.5),
+) -> Experiment:
+    """Without `expect` the arms are short of memory, by a limit; with it they count."""
+    fidelity, stands_for = ("cpu", "") if expect else ("stand-in", STANDS)
+    return Experiment(
+        name=name,
+        control=Arm(control, expect or HOST, because[0], fidelity, stands_for),
+        treatment=Arm(treatment, completed(), because[1], fidelity, stands_for),
+        world_size=world_size,
+        needs=Needs(packages=packages),
+        deadline_s=60,
+        expected_s=expected_s,
+    )
+
+
+rlimit = experiment(
+    "rlimit",
+    partial(train, shards=False),
+    partial(train, shards=True),
+    ("DDP: each rank has all weights, gradients, their buckets and Adam's moments", "FSDP2: each rank has half"),
+)
+adapter = experiment(
+    "adapter",
+    partial(adapt, adapter=False),
+    partial(adapt, adapter=True),
+    ("all weights are trained", "the weights are frozen, an adapter of rank 8 is trained"),
+    packages={"torch": ">=2.1"},
+    world_size=1,
+    expected_s=(0.3, 0.3),
+)
+
+probe = Probe(
+    check=check,
+    params={
+        "model": Param("path", "config.json, model.safetensors.index.json or one safetensors file"),
+        "params": Param("float", "parameters of the model, in billions"),
+        "method": Param("str", "one of " + ", ".join(STATES), ""),
+        "gpus": Param("int", "GPUs over which ZeRO or FSDP divides"),
+        "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
+    },
+    experiments=(
+        rlimit.on_gpus(2, expect=CUDA, gpu_memory_mib=1024),
+        adapter.on_gpus(1, name="gpu", expect=CUDA, gpu_memory_mib=1024),
+        rlimit,
+    ),
+    variants=(
+        adapter,
+        experiment(
+            "whole-first",
+            partial(load, whole_first=True),
+            partial(load, whole_first=False),
+            ("each rank makes the whole model, to divide it then", "each rank allocates its part and fills it"),
+        ),
+        experiment(
+            "bytes",
+            partial(count, shards=False),
+            partial(count, shards=True),
+            ("six ways that keep a copy of the weights on each rank, counted", "FSDP2 on one rank and on two, counted"),
+            expect=symptom(
+                r'"ddp of 1": (19|20)\.\d, "ddp of 2": (19|20)\.\d, "ddp, gradient_as_bucket_view": (15|16)\.\d'
+            ),
+            expected_s=(4.5, 3.0),
+        ),
+        experiment(
+            "deepspeed",
+            partial(partition, stage=2),
+            partial(partition, stage=3),
+            (
+                "ZeRO-2: each rank builds all weights and keeps them",
+                "ZeRO-3 with zero.Init: each rank has half of them",
+            ),
+            packages={"torch": ">=2.1", "deepspeed": ">=0.14"},
+            expect=symptom(r"stage 2: weights of 2\.0 bytes a parameter on each of 2 ranks"),
+            expected_s=(9.0, 9.0),
+        ),
+    ),
+)
