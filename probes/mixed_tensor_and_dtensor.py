@@ -1,0 +1,278 @@
+"""A sharded weight (DTensor) and a plain tensor meet in one operation: past an FSDP2 unit, in a loss, in a list."""
+
+import warnings
+from functools import partial
+from typing import Any, Callable, Tuple
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+WORDS, WIDTH = 32, 16
+
+
+def build() -> Any:
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(WORDS, WIDTH)
+            self.body = nn.Linear(WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+        def features(self, ids: Any) -> Any:
+            return self.body(self.embed(ids))
+
+        def forward(self, ids: Any, hidden: Any = None) -> Any:
+            return self.head(self.features(ids) if hidden is None else hidden)
+
+    return Net()
+
+
+def start(ctx: Context, *names: str) -> Tuple[Any, Any, Any]:
+    """A model, ids of this rank and a mesh of both ranks, which has a second dimension of 1 with two names."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    warnings.simplefilter("ignore")
+    ctx.init_process_group(timeout_s=10)
+    mesh = init_device_mesh(ctx.device.type, (2, 1)[: len(names)], mesh_dim_names=names)
+    ids = torch.arange(10 * ctx.rank, 10 * ctx.rank + 10, device=ctx.device).view(2, 5)
+    return build().to(ctx.device), ids, mesh
+
+
+def call(ctx: Context, *, way: str) -> None:
+    """A method that is not forward, as generate or an evaluation is."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+
+    model, ids, mesh = start(ctx, "dp")
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ctx.reached()
+    if way in ("direct", "called"):
+        logits = model.forward(ids) if way == "direct" else model(ids)
+        assert torch.allclose(logits.cpu(), build()(ids.cpu()), atol=1e-5)
+        return
+    if way == "registered":
+        register_fsdp_forward_method(model, "features")
+        hidden = model.features(ids)
+    elif way == "unshard":
+        model.unshard()
+        hidden = model.features(ids)
+        model.reshard()
+    elif way == "summon":
+        with FullyShardedDataParallel.summon_full_params(model):
+            hidden = model.features(ids)
+    else:
+        hidden = model.features(ids)
+    assert torch.allclose(hidden.cpu(), build().features(ids.cpu()), atol=1e-5)
+
+
+def generate(ctx: Context, *, registered: bool) -> None:
+    """generate of a LoRA: the unit is the PeftModel, and the model inside runs without its forward."""
+    import torch
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found]
+
+    _, ids, mesh = start(ctx, "dp")
+    config = GPT2Config(n_embd=WIDTH, n_layer=1, n_head=2, vocab_size=WORDS, bos_token_id=0, eos_token_id=0)
+    adapter = LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(GPT2LMHeadModel(config).to(ctx.device), adapter).eval()
+        if sharded:
+            fully_shard(model, mesh=mesh)
+            ctx.reached()
+        if registered:
+            register_fsdp_forward_method(model, "generate")
+        results.append(model.generate(input_ids=ids, **options))
+    assert torch.equal(*results)
+
+
+def own_loss(ctx: Context, *, way: str) -> None:
+    """A loss with the weight of the head: rank 0 has ones as hidden states, rank 1 twos; the mean gradient is 1.5."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.experimental import implicit_replication
+    from torch.nn import functional
+
+    model, ids, mesh = start(ctx, "dp")
+    fully_shard(model, mesh=mesh)
+    hidden = torch.full((1, WIDTH), ctx.rank + 1.0, device=ctx.device)
+    expected = build().head(hidden.cpu())
+    ctx.reached()
+    if way == "forward":
+        logits = model(ids, hidden=hidden)  # forward() has self.head(hidden)
+    elif way == "full":
+        logits = functional.linear(hidden, model.head.weight.full_tensor())
+    elif way == "implicit":
+        with implicit_replication():
+            logits = functional.linear(hidden, model.head.weight).full_tensor()
+    else:
+        logits = functional.linear(hidden, model.head.weight)
+    if not torch.allclose(logits.cpu(), expected, atol=1e-5):
+        raise Symptom("no error, and the logits of rank %d are not those of its input" % ctx.rank)
+    logits.sum().backward()
+    gradient = model.head.weight.grad.to_local()[0, 0].item()
+    if abs(gradient - 1.5) > 1e-6:
+        raise Symptom("no error, gradient %.1f in the piece of rank %d, the mean is 1.5" % (gradient, ctx.rank))
+
+
+def left_out(ctx: Context, *, root: bool, clip: bool) -> None:
+    """Embedding and head are in no unit of FSDP2, unless `root`; rank by rank the input differs."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    model, ids, mesh = start(ctx, "dp")
+    fully_shard(model.body, mesh=mesh)
+    if root:
+        fully_shard(model, mesh=mesh)
+    model(ids).square().mean().backward()
+    ctx.reached()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+    gradient = model.head.weight.grad.full_tensor() if root else model.head.weight.grad
+    mean = gradient.clone()
+    torch.distributed.all_reduce(mean)
+    if not torch.allclose(mean / 2, gradient):
+        raise Symptom("no error, and the gradient of rank %d is its own, not averaged" % ctx.rank)
+
+
+def step(ctx: Context, *, grouped: bool, names: Tuple[str, ...]) -> None:
+    """A plan of tensor parallelism that has the body only: the rest is plain, or has FSDP2's mesh with two names."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, _, mesh = start(ctx, *names)
+    plain, ids, max_norm = build(), torch.arange(10, device=ctx.device).view(2, 5), 1e-3
+    parallelize_module(model, mesh["tp"], {"body": ColwiseParallel(output_layouts=Replicate())})
+    if "dp" in names:
+        fully_shard(model, mesh=mesh["dp"])
+    model(ids).square().mean().backward()
+    ctx.reached()
+    if grouped:
+        params = [p for p in model.parameters() if p.requires_grad]
+        meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in params]
+        groups = [[p for p, mesh in zip(params, meshes) if mesh == key] for key in dict.fromkeys(meshes)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.1, foreach=True)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+        total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+        for group in groups:
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    else:
+        if "dp" in names:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    optimizer.step()
+    plain(ids.cpu()).square().mean().backward()
+    assert torch.allclose(total.cpu(), torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm), rtol=1e-4)
+    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    assert torch.allclose(model(ids).cpu(), plain(ids.cpu()), atol=1e-3)
+
+
+def load(ctx: Context, *, distributed: bool) -> None:
+    """A whole state dict, as from a file, for a model that is sharded already."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model, _, mesh = start(ctx, "dp")
+    fully_shard(model, mesh=mesh)
+    state_dict = {name: weight + 1 for name, weight in build().state_dict().items()}
+    ctx.reached()
+    if distributed:
+        set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True))
+    else:
+        model.load_state_dict(state_dict)
+    assert torch.allclose(model.head.weight.full_tensor().cpu(), build().head.weight + 1)
+
+
+def operate(ctx: Context, *, local: bool) -> None:
+    """An operator of a library, which has no rule for DTensors."""
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import local_map
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    kernel = torch.library.custom_op("kb_probe::double", double, mutates_args=())
+    kernel.register_fake(torch.empty_like)
+    _, _, mesh = start(ctx, "tp")
+    whole = torch.arange(8.0, device=ctx.device).view(4, 2)
+    hidden = distribute_tensor(whole, mesh, [Shard(0)])
+    ctx.reached()
+    if local:
+        kernel = local_map(kernel, out_placements=[Shard(0)], in_placements=([Shard(0)],), device_mesh=mesh)
+    result = kernel(hidden)
+    assert torch.equal(result.full_tensor(), whole * 2)
+
+
+MIXED = raised(r"got mixed torch\.Tensor and DTensor, need to convert all")
+MESHES = raised(r"must have the same mesh|different mesh|cross-mesh operation")
+WRONG = symptom(r"no error, and the logits of rank [01] are not those of its input")
+PIECES = symptom(r"no error, gradient [12]\.0 in the piece of rank [01], the mean is 1\.5")
+APART = symptom(r"no error, and the gradient of rank [01] is its own, not averaged")
+UNKNOWN = raised(r"Operator kb_probe\.double\.default does not have a sharding strategy registered")
+
+
+def pair(
+    name: str, job: Callable[..., None], change: Tuple[str, Any, Any], expect: Expect, *because: str, needs: str = ""
+) -> Experiment:
+    """`change` is the keyword that differs, with its value in the control and in the treatment arm."""
+    control, treatment = (partial(job, **{change[0]: value}) for value in change[1:])
+    return Experiment(
+        name=name,
+        control=Arm(control, expect=expect, because=because[0], fidelity="cpu"),
+        treatment=Arm(treatment, expect=completed(), because=because[1], fidelity="cpu"),
+        needs=Needs(
+            packages={"torch": ">=2.7", **dict.fromkeys(needs.split(), "")}, memory_mib=1536 if needs else 1024
+        ),
+        expected_s=(3.0, 3.0) if needs else (0.4, 0.4),
+    )
+
+
+gloo = pair(
+    "gloo", call, ("way", "method", "registered"), MIXED, "FSDP2 gathers for forward", "the method is registered"
+)
+root = ("root", False, True)
+grouped = ("grouped", False, True)
+tensor_parallel = partial(step, names=("tp",))
+both = partial(step, names=("dp", "tp"))
+
+probe = Probe(
+    experiments=(gloo.on_gpus(), gloo),
+    variants=(
+        pair("direct", call, ("way", "direct", "called"), MIXED, "model.forward(x) has no hooks", "model(x) has them"),
+        pair("summon", call, ("way", "summon", "unshard"), MIXED, "summon_full_params is FSDP1's", "unshard() gathers"),
+        pair(
+            "peft",
+            generate,
+            ("registered", False, True),
+            MIXED,
+            "a LoRA",
+            "it is registered",
+            needs="peft transformers",
+        ),
+        pair("own-loss", own_loss, ("way", "plain", "forward"), MIXED, "a loss reads a weight", "forward multiplies"),
+        pair(
+            "full-tensor", own_loss, ("way", "full", "forward"), PIECES, "full_tensor() in a loss", "forward multiplies"
+        ),
+        pair(
+            "implicit", own_loss, ("way", "implicit", "forward"), WRONG, "implicit_replication()", "forward multiplies"
+        ),
+        pair("left-out", partial(left_out, clip=True), root, MIXED, "modules are in no unit", "a unit for the root"),
+        pair("drift", partial(left_out, clip=False), root, APART, "modules are in no unit", "a unit for the root"),
+        pair("optimizer", tensor_parallel, grouped, MIXED, "the plan leaves modules out", "a group for each kind"),
+        pair("meshes", both, grouped, MESHES, "gradients of two meshes are clipped", "a group for each mesh"),
+        pair("load", load, ("distributed", False, True), MIXED, "load_state_dict", "set_model_state_dict"),
+        pair("operator", operate, ("local", False, True), UNKNOWN, "an operator without a rule", "local_map around it"),
+    ),
+)
