@@ -63,7 +63,7 @@ def start_rank(ctx: Context, *, line: str, device_by_build: bool) -> None:
         return
     backend = "nccl"
     if device_by_build:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "gloo"
     dist.destroy_process_group()

@@ -1,0 +1,237 @@
+"""A script that wants a process per GPU is one process: nobody has set its rank, and nobody starts the others."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ALONE = dict(zip(VARIABLES, ("0", "1", "0", "127.0.0.1", "0")))
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+processes = torch.ones(1)
+dist.all_reduce(processes)
+print("trained on %d" % processes.item())
+"""
+
+COUNT = """
+from accelerate import Accelerator
+
+print("trained on %d" % Accelerator(cpu=True).num_processes)
+"""
+
+BY_HAND = """
+import os
+import torch.distributed as dist
+
+for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+    %s
+dist.init_process_group("gloo")
+print("trained on %%d" %% dist.get_world_size())
+"""
+
+# A rank that exits first would break the connections of one that is still at work.
+TOGETHER = """
+import glob, os, time
+
+open("trained-" + os.environ.get("RANK", "0"), "w").close()
+while len(glob.glob("trained-*")) < int(os.environ.get("WORLD_SIZE", "1")):
+    time.sleep(0.01)
+"""
+
+
+def start(ctx: Context, *, script: str, launched: bool) -> None:
+    """`python train.py`, or `torchrun --standalone --nproc-per-node 2 train.py`."""
+    path = Path(ctx.path("train.py"))
+    path.write_text(script + TOGETHER)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if launched else ()
+    forget_launcher()
+    ctx.reached()
+    command = [sys.executable, *launcher, str(path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise Symptom(ran.stderr.strip().splitlines()[-1])
+    if ran.stdout.count("trained on 2") != 2:
+        raise Symptom(f"asked for 2 processes, the script {ran.stdout.strip()}")
+
+
+def forget_launcher() -> None:
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+
+
+def start_alone(ctx: Context, *, filled_in: bool) -> None:
+    """A script that nobody has launched."""
+    import torch.distributed as dist
+
+    forget_launcher()
+    ctx.reached()
+    if filled_in:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == 1
+
+
+def start_by_hand(ctx: Context, *, respected: bool) -> None:
+    """torchrun, and a script that brings a rank and a world size of its own."""
+    value = "os.environ.setdefault(name, value)" if respected else "os.environ[name] = value"
+    start(ctx, script=BY_HAND % value, launched=True)
+
+
+def sample(ctx: Context, *, group_first: bool) -> None:
+    """The sampler asks the group for the number of ranks as soon as it is made."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    dataset = list(range(6))
+    ctx.reached()
+    if group_first:
+        ctx.init_process_group(timeout_s=10)
+    sampler = DistributedSampler(dataset, shuffle=False)
+    if not group_first:
+        ctx.init_process_group(timeout_s=10)
+    assert list(sampler) == [ctx.rank, ctx.rank + 2, ctx.rank + 4]
+
+
+def save(ctx: Context, *, guarded: bool) -> None:
+    """One process, no group; the code was written for several."""
+    import torch.distributed as dist
+
+    ctx.reached()
+    if guarded:
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+    else:
+        dist.barrier()
+
+
+def finish(ctx: Context, *, destroyed_last: bool) -> None:
+    """The end of the job: a last barrier, and the group is destroyed."""
+    dist = ctx.init_process_group(timeout_s=10)
+    steps = [dist.barrier, dist.destroy_process_group]
+    ctx.reached()
+    for step in steps if destroyed_last else reversed(steps):
+        step()
+
+
+def start_deepspeed(ctx: Context, *, launched: bool) -> None:
+    """DeepSpeed looks for MPI where the variables of a launcher are missing."""
+    from importlib.util import find_spec
+
+    from kb.cpu_arms import import_deepspeed
+
+    if find_spec("mpi4py"):
+        raise Unavailable("mpi4py is installed here")
+    comm = import_deepspeed().comm
+    forget_launcher()
+    ctx.reached()
+    if launched:
+        os.environ.update(ALONE)
+    comm.init_distributed("gloo")
+    assert comm.get_world_size() == 1
+
+
+# --- the check: left-over variables in this shell, and a script that plain `python` cannot start -------------------
+
+OTHERWISE = re.compile(
+    r"\b(spawn|Process|Popen|notebook_launcher|start_processes|elastic_launch|putenv)\b"
+    r"|\benviron(\.(update|setdefault)\b|\[.{1,20}\] *=[^=])"
+)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    missing = [name for name in VARIABLES if name not in found and name != "LOCAL_RANK"]
+    evidence = "set here: " + (", ".join(map("=".join, found.items())) or "none of " + ", ".join(VARIABLES))
+    code = params["code"]
+    if not missing:
+        whose = "of a launcher, of the platform, or left over: which, and whether the other ranks run, cannot be seen"
+        return unknown(evidence, whose, advice="one process without them: ( unset %s; ... )" % " ".join(found))
+    if code is None:
+        return unknown(evidence, "no code was given to read", advice="--set code=train.py")
+    try:
+        text = code.read_text("utf-8")
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and from_environment(node)]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return unknown(evidence, f"{code} cannot be read: {type(error).__name__}")
+    if not calls or OTHERWISE.search(text):
+        return unknown(evidence, f"{code}: whether a launcher has to start it cannot be seen")
+    where = f"{code}:{calls[0].lineno}: init_process_group takes {missing[0]} from the environment"
+    return exposed(evidence, where, advice=f"not python, but torchrun --standalone --nproc-per-node N {code.name}")
+
+
+def from_environment(call: ast.Call) -> bool:
+    named = {keyword.arg for keyword in call.keywords} <= {"backend", "timeout", "device_id"}
+    return ast.unparse(call.func).split(".")[-1] == "init_process_group" and len(call.args) < 2 and named
+
+
+RANK_MISSING = r"environment variable RANK expected, but not set"
+NO_GROUP = raised(r"Default process group has not been initialized, please make sure to call init_process_group")
+
+
+def pair(
+    name: str, job: Callable[..., None], keyword: str, expect: Expect, because: str, fix: str, **changes: Any
+) -> Experiment:
+    packages = {"torch": ">=2.1", **({name: ""} if name in ("accelerate", "deepspeed") else {})}
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{keyword: False}), expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{keyword: True}), completed(), because=fix, fidelity="cpu"),
+        **{"needs": Needs(packages=packages), "world_size": 1, "deadline_s": 60, **changes},
+    )
+
+
+ONE, TWO = "python starts one process, without a rank", "torchrun starts two, each with its rank"
+TORCHRUN = pair("launcher", partial(start, script=TRAIN), "launched", symptom(RANK_MISSING), ONE, TWO)
+OF_ONE = symptom(r"asked for 2 processes, the script trained on 1")
+
+probe = Probe(
+    check=check,
+    params={"code": Param("path", "your training script")},
+    experiments=(TORCHRUN,),
+    variants=(
+        pair("one-process", start_alone, "filled_in", raised(RANK_MISSING), ONE, "the script fills in what is missing"),
+        pair("by-hand", start_by_hand, "respected", OF_ONE, f"{TWO}, which the script overwrites", "which it respects"),
+        pair("order", sample, "group_first", NO_GROUP, "the sampler is made before the group", "after", world_size=2),
+        pair("guard", save, "guarded", NO_GROUP, "a barrier without a group", "a barrier only where there is a group"),
+        pair("destroyed", finish, "destroyed_last", NO_GROUP, "a barrier after the group", "before", world_size=2),
+        pair("accelerate", partial(start, script=COUNT), "launched", OF_ONE, f"{ONE}; accelerate accepts that", TWO),
+        pair(
+            "deepspeed",
+            start_deepspeed,
+            "launched",
+            raised(r"No module named .mpi4py"),
+            ONE,
+            "the variables are set, for one process",
+        ),
+    ),
+)
