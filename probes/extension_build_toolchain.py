@@ -34,7 +34,8 @@ from kb.probe import (
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 PROGRAMS = ("c++", "g++", "gcc", "cc", "clang", "clang++", "as", "ld", "sh", "which", "ninja")
-VARIABLES = ("CC", "CXX", "CPATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "TORCH_CUDA_ARCH_LIST")
+VARIABLES = ("CC", "CXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "TORCH_CUDA_ARCH_LIST")
+PATHS = ("CPATH", "LIBRARY_PATH")
 
 
 def script(ctx: Context, name: str, text: str) -> None:
@@ -45,7 +46,12 @@ def script(ctx: Context, name: str, text: str) -> None:
 
 
 def build(
-    ctx: Context, environment: Mapping[str, str], suffix: str = "cpp", text: str = SOURCE, load: bool = True
+    ctx: Context,
+    environment: Mapping[str, str],
+    suffix: str = "cpp",
+    text: str = SOURCE,
+    load: bool = True,
+    link: Tuple[str, ...] = (),
 ) -> None:
     """Compile, load and call what torch builds at run time."""
     import ctypes
@@ -55,11 +61,12 @@ def build(
     source, folder = Path(ctx.path("answer." + suffix)), Path(ctx.path("torch_extensions/answer"))
     source.write_text(text)
     folder.mkdir(parents=True)
-    for name in VARIABLES:
+    for name in VARIABLES + PATHS:
         os.environ.pop(name, None)
     os.environ.update(environment)
     ctx.reached()
-    cpp_extension.load("answer", [str(source)], build_directory=str(folder), is_python_module=False)
+    options: Any = {"extra_ldflags": list(link), "build_directory": str(folder), "is_python_module": False}
+    cpp_extension.load("answer", [str(source)], **options)
     library = folder / "answer.so"
     assert ctypes.CDLL(str(library)).answer() == 42 if load else library.stat().st_size > 1000
 
@@ -86,6 +93,17 @@ def with_headers(ctx: Context, *, cpath: bool) -> None:
     os.makedirs(ctx.path("empty"))
     with patch("sysconfig.get_path", lambda *_, **__: ctx.path("empty")):
         build(ctx, {"CPATH": headers} if cpath else {}, text="#include <Python.h>\n" + SOURCE)
+
+
+def with_library(ctx: Context, *, named: bool) -> None:
+    """What torch links an extension with CUDA to; here it is a text for the linker, in a folder of its own."""
+    Path(ctx.path("lib")).mkdir()
+    Path(ctx.path("lib/libcudart.so")).write_text("INPUT(-lc)\n")
+    plain = {name: value for name, value in os.environ.items() if name not in PATHS}
+    found = ["c++", "-shared", "-x", "c++", "/dev/null", "-lcudart", "-o", ctx.path("found.so")]
+    if subprocess.run(found, env=plain, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+        raise Unavailable("the linker finds libcudart by itself here")
+    build(ctx, {"LIBRARY_PATH": ctx.path("lib")} if named else {}, link=("-lcudart",))
 
 
 def flags_of_nvcc(ctx: Context, environment: Mapping[str, str]) -> List[str]:
@@ -270,11 +288,13 @@ BROKEN = r"Error building extension 'answer'[\s\S]*"
 NO_NINJA = raised(r"Ninja is required to load C\+\+ extensions")
 NOT_FOUND = raised(BROKEN + r"g\+\+: (not found|No such file)")
 NO_HEADER = raised(BROKEN + r"fatal error: '?Python\.h")
+NO_LIBRARY = raised(BROKEN + r"cannot find -lcudart")
 REFUSED = raised(BROKEN + r"unsupported GNU version! gcc versions later than \d+ are not supported")
 NO_CCBIN = symptom(r"of \d+ arguments of nvcc none is -ccbin")
 NO_GPU = raised("list index out of range")
 TOO_NEW = raised(r"The current installed version of g\+\+ \(12\.2\.0\) is greater than the maximum required version")
 LATER, EMPTY = "a gcc that is too new: here one that says so", "a Python without headers: here its answer is changed"
+STUB = "libcudart: here a text for the linker"
 SCRIPT, REAL, VERSIONS = "nvcc: here a script", ("ninja", "gcc", "g++", "nvcc"), ("12.2.0", "11.4.0")
 
 probe = Probe(
@@ -285,6 +305,7 @@ probe = Probe(
     variants=(
         pair("compiler", with_compiler, "present", OFF_ON, NOT_FOUND, "CXX names no program", "CXX names a compiler"),
         pair("headers", with_headers, "cpath", OFF_ON, NO_HEADER, "no Python.h", "CPATH names its folder", EMPTY),
+        pair("linker", with_library, "named", OFF_ON, NO_LIBRARY, "no folder is named", "LIBRARY_PATH names it", STUB),
         pair("nvcc", with_nvcc, "cc", OFF_ON, REFUSED, "CXX alone names an older gcc", "CC does too", LATER, REAL),
         pair("ccbin", for_nvcc, "cc", OFF_ON, NO_CCBIN, "CXX names a compiler, CC does not", "CC does too", SCRIPT),
         pair("architectures", for_architectures, "named", OFF_ON, NO_GPU, "no GPU, no list", "a list", SCRIPT),

@@ -153,7 +153,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = ["torch %s, cp%s" % (torch, python)]
     if not cuda:
         return exposed(*evidence, "this torch is built without CUDA", advice="install one with CUDA first")
-    extension, package = importlib.util.find_spec("flash_attn_2_cuda"), importlib.util.find_spec("flash_attn")
+    try:
+        extension, package = importlib.util.find_spec("flash_attn_2_cuda"), importlib.util.find_spec("flash_attn")
+    except (ImportError, ValueError) as error:
+        return unknown(*evidence, "whether flash-attn is installed cannot be seen: %s" % error)
     if extension and (extension.origin or "").endswith((".so", ".pyd")):
         return clear(*evidence, "flash_attn_2_cuda is installed; that it loads is not known: extension-abi-mismatch")
     if package and package.origin:  # flash-attn-4 has a folder flash_attn without __init__.py
@@ -163,7 +166,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = "pip install setuptools wheel packaging psutil ninja"
         return exposed(*evidence, "setuptools is missing, which --no-build-isolation needs here", advice=advice)
     abi = "TRUE" if tuple(map(int, version.groups())) >= (2, 7) else "TRUE-or-FALSE"
-    values = (params["release"], cuda[1], torch, abi, python, python, platform.machine())
+    # 2.8.3 has wheels for torch 2.4 to 2.8 and CUDA 12; a later release asks for cu13 where torch has it.
+    has_wheels = (2, 4) <= tuple(map(int, version.groups())) <= (2, 8) and cuda[1] == "12"
+    release = params["release"] or ("2.8.3" if has_wheels else "2.8.3.post2")
+    values = (release, cuda[1], torch, abi, python, python, platform.machine())
     name = "flash_attn-%s+cu%storch%scxx11abi%s-cp%s-cp%s-linux_%s.whl" % values
     told = "the wheel for this torch is %s; whether the release has it was not asked" % name
     return unknown(*evidence, told, *memory(), advice="without that file nvcc compiles: mind MAX_JOBS")
@@ -183,8 +189,9 @@ def memory() -> List[str]:
     except (OSError, ValueError, IndexError):
         return ["how much memory a build may use cannot be read"]
     given, threads = os.environ.get("MAX_JOBS", ""), os.environ.get("NVCC_THREADS", "")
-    jobs = int(given) if given.isdecimal() else max(1, min((os.cpu_count() or 1) // 2, int(free / 9)))
-    gigabytes = jobs * (int(threads) if threads.isdecimal() else 4) * 5
+    given, threads = (value if re.fullmatch(r"[1-9]\d{0,5}", value) else "" for value in (given, threads))
+    jobs = int(given) if given else max(1, min((os.cpu_count() or 1) // 2, int(free / 9)))
+    gigabytes = jobs * int(threads or 4) * 5
     may_use = min([free] + [limit / 2**30 for limit in limits])
     return ["a build would run %d compilers, up to %d GB; it may use %.0f GiB" % (jobs, gigabytes, may_use)]
 
@@ -215,7 +222,7 @@ SHARED = ["--no-build-isolation"]
 
 probe = Probe(
     check=check,
-    params={"release": Param("str", "the release of flash-attn whose wheel is named", "2.8.3.post2")},
+    params={"release": Param("str", "the release of flash-attn whose wheel is named, by default one for this torch")},
     experiments=(
         pair(
             "isolation",

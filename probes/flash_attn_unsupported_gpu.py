@@ -18,11 +18,13 @@ from kb.probe import (
     Needs,
     Param,
     Probe,
+    Symptom,
     Unavailable,
     clear,
     completed,
     exposed,
     raised,
+    symptom,
     unknown,
 )
 from kb.training_config import UnreadableConfig, read_config
@@ -110,6 +112,23 @@ def own_switch(ctx: Context, *, use_flash_attn: bool) -> None:
     forward(model.language_model)
 
 
+def packed(ctx: Context, *, without_cache: bool) -> None:
+    """Two samples of four tokens in one row, by position ids, with sdpa; then the first one is another."""
+    import torch
+
+    model = small_model("sdpa").eval()
+    positions = torch.arange(4).repeat(2)[None]
+    row, other = torch.arange(8)[None], torch.arange(8)[None]
+    other[0, :4] += 8
+    ctx.reached()
+    options = {"use_cache": False} if without_cache else {}
+    with torch.no_grad():
+        outputs = [model(ids, position_ids=positions, **options).logits[0, 4:] for ids in (row, other)]
+    change = (outputs[0] - outputs[1]).abs().max().item()
+    if change > 0:
+        raise Symptom(f"the second sample changes by {change:.1e} with the first, without an error")
+
+
 SWITCH = re.compile(r"_?attn_impl(ementation)?(_internal)?|(use_)?flash_attn|(use_)?flash_attention(_2)?")
 
 
@@ -141,7 +160,7 @@ def capabilities(given: str) -> list[tuple[int, int]]:
 def installed_version() -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in re.findall(r"\d+", metadata.version("flash-attn"))[:3])
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, TypeError, KeyError, OSError):
         return ()
 
 
@@ -199,7 +218,10 @@ def pair(title: str, jobs: tuple[Job, Job], words: tuple[str, str], needs: Needs
 
 PINNED = (partial(attend, fallback=False), partial(attend, fallback=True))
 PINNED_WORDS = ("only the flash kernel is allowed, and it cannot run here", "torch may fall back to another kernel")
-library = partial(pair, needs=Needs(packages={"torch": ">=2.4", "transformers": ">=5"}), stands_for=DROPOUT)
+LIBRARY = Needs(packages={"torch": ">=2.4", "transformers": ">=5"})
+library = partial(pair, needs=LIBRARY, stands_for=DROPOUT)
+SEEN, KEPT = partial(packed, without_cache=False), partial(packed, without_cache=True)
+LEAK = symptom(r"the second sample changes by \S+ with the first, without an error")
 
 probe = Probe(
     check=check,
@@ -221,6 +243,15 @@ probe = Probe(
             "own-switch",
             (partial(own_switch, use_flash_attn=True), partial(own_switch, use_flash_attn=False)),
             ("sdpa is asked for, and the model's own switch decides", "the model's own switch is off"),
+        ),
+        Experiment(
+            name="packed",
+            control=Arm(SEEN, LEAK, "the model makes a cache, and no mask by the position ids", "cpu", env=QUIET),
+            treatment=Arm(KEPT, completed(), "use_cache=False: the mask keeps the samples apart", "cpu", env=QUIET),
+            world_size=1,
+            needs=LIBRARY,
+            deadline_s=60,
+            expected_s=(4.0, 4.0),
         ),
     ),
 )
