@@ -254,7 +254,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if transformers is None:
         return unknown("no final release of transformers is installed in this interpreter")
     name = "transformers " + ".".join(map(str, transformers))
-    hits = ["%s, N = gradient_accumulation_steps: %s" % (name, text) for text in known(transformers)]
+    texts = [text for text in known(transformers) if deepspeed or not text.startswith("with DeepSpeed")]
+    hits = ["%s, N = gradient_accumulation_steps: %s" % (name, text) for text in texts]
     if deepspeed == (0, 18, 3) and transformers >= (4, 49):
         hits.append("deepspeed 0.18.3 with %s: the gradient is divided by the steps once more" % name)
     if hits:
@@ -276,7 +277,7 @@ def known(version: Tuple[int, ...]) -> List[str]:
 
 def release(package: str) -> Any:
     try:
-        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|\+.*)?$", importlib.metadata.version(package))
+        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|\+.*)?$", importlib.metadata.version(package), re.ASCII)
     except Exception:  # not installed, or its metadata is damaged
         return None
     return tuple(int(part or 0) for part in match.groups()) if match else None

@@ -181,15 +181,8 @@ PAIRS: Sequence[Tuple[str, str, str, str, str, str, str]] = (
     ("peft", "0.5.0", "", "accelerate", "", "0.21.0", "import of is_npu_available"),
     ("trl", "", "0.8.0", "transformers", "4.39.0", "", "import of top_k_top_p_filtering"),
     ("trl", "", "0.12.0", "transformers", "5.0.0", "", "argument 'tokenizer' of Trainer"),
-    (
-        "trl",
-        "",
-        "0.29.0",
-        "transformers",
-        "5.3.0",
-        "",
-        "No module named vllm_ascend or weave",
-    ),
+    ("trl", "", "0.29.0", "transformers", "5.3.0", "", "No module named vllm_ascend or weave"),
+    ("trl", "0.29.0", "1.14.0", "torch", "", "2.6.0", "import of FSDPModule"),
     ("transformers", "4.43.0", "4.45.0", "accelerate", "", "0.29.0", "import of is_mlu_available"),
     ("transformers", "4.56.0", "4.57.0", "accelerate", "", "1.10.1", "the name ParallelismConfig"),
     ("transformers", "4.30", "5.0.0", "huggingface-hub", "1.0", "", "huggingface-hub<1.0 is required"),
@@ -217,21 +210,21 @@ def check(params: Mapping[str, Any]) -> Finding:
     found = {name: [given[name]] if name in given else [] if given else releases(name) for name in names}
     evidence = [f"{name} {', '.join(versions)}" for name, versions in found.items() if versions]
     odd = [text for versions in found.values() for text in versions if not re.match(FINAL, text, re.ASCII)]
-    if odd:
-        return unknown(*evidence, "not a final release, which the table cannot judge: " + ", ".join(odd))
     if len(evidence) < 2:
         return unknown(*evidence, "fewer than two of these packages are installed: " + ", ".join(names))
-    twice = [name for name, versions in found.items() if len(versions) > 1]
+    twice = [name for name, versions in found.items() if len(set(versions) - set(odd)) > 1]
     if twice:
         advice = "python -c 'import NAME; print(NAME.__file__)' shows which copy wins; hide or remove the other"
         return exposed(*evidence, f"installed twice, in different releases: {', '.join(twice)}", advice=advice)
     bad = []
     for name, low, high, companion, first, last, text in PAIRS:
         both = found[name] + found[companion]
-        if len(both) == 2 and within(both[0], low, high) and within(both[1], first, last):
+        if len(both) == 2 and not set(odd) & set(both) and within(both[0], low, high) and within(both[1], first, last):
             bad.append(f"{name} {both[0]} does not fit {companion} {both[1]}: {text}")
     if bad:
         return exposed(*bad, advice="change one of the two, as the table of the entry says")
+    if odd:
+        return unknown(*evidence, "not a final release, which the table cannot judge: " + ", ".join(odd))
     return unknown(*evidence, "no pair of the table; others may not fit, and `pip check` knows declared ones only")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -234,9 +235,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         workers = values[named] if named else None
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
         return unknown("%s is %r, not a number of workers" % (named, workers))
-    if not hasattr(os, "sched_getaffinity"):
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
         return unknown("this system does not say which cores a process may use")
-    allowed = len(os.sched_getaffinity(0))
     quota, group = quota_of(own_groups())
     cores = allowed if quota is None else min(float(allowed), quota)
     evidence = [
@@ -268,7 +270,7 @@ def ranks_here(given: Optional[int]) -> Tuple[int, str]:
     if given:
         return given, "as given"
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if os.environ.get(name, "").isdecimal():
+        if re.fullmatch(r"[1-9][0-9]{0,4}", os.environ.get(name, "")):
             return int(os.environ[name]), name
     return 0, ""
 

@@ -255,6 +255,27 @@ def dtype(ctx: Context, *, way: str) -> None:
         assert wrapper(torch.ones(BATCH, FEATURES)).shape == (BATCH, 1)
 
 
+def scatter(ctx: Context, *, repeated: bool) -> None:
+    """How torch splits a batch for two devices, where the count of tokens is one of the arguments of forward."""
+    from types import SimpleNamespace
+
+    import torch
+    from torch.nn.parallel import scatter_gather
+
+    count = torch.tensor(30).unsqueeze(0)
+    if repeated:
+        count = count.expand(2, -1)  # as transformers 4.57 does
+    batch = {"input_ids": torch.arange(BATCH), "num_items_in_batch": count}
+    copies = SimpleNamespace(apply=lambda devices, _, dim, tensor: tensor.chunk(len(devices), dim))
+    ctx.reached()
+    with patch.object(scatter_gather, "Scatter", copies):
+        _, parts = scatter_gather.scatter_kwargs((), batch, [0, 1])
+    samples = sum(len(part["input_ids"]) for part in parts)
+    if samples < BATCH:
+        raise Symptom(f"{len(parts)} of 2 devices gets samples, {samples} of {BATCH}")
+    assert [part["input_ids"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 # --- the check: does this code wrap a model without a launcher where several GPUs are visible? -------------------
 
 
@@ -319,6 +340,8 @@ def wrapping(tree: ast.AST) -> List[Tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in hugging_face:
             trainers |= {alias.asname or alias.name for alias in node.names if alias.name.endswith("Trainer")}
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).split(".")[-1] in trainers for base in node.bases):
+            trainers.add(node.name)
     result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -388,6 +411,15 @@ probe = Probe(
             symptom(r"after 3 steps the counter of the model is 0: forward wrote it in replicas"),
             because=DP + ", which is thrown away with what forward wrote into it",
             fix="one model, as in a process of its own",
+        ),
+        experiment(
+            "dropped",
+            partial(scatter, repeated=False),
+            partial(scatter, repeated=True),
+            symptom(r"1 of 2 devices gets samples, 4 of 8"),
+            because="the count of tokens has one element, which two devices cannot share",
+            fix="the element is repeated for each device",
+            stands_for="two GPUs: the parts stay on the CPU; how many there are is decided by torch's own code",
         ),
         experiment(
             "trainer",
