@@ -104,6 +104,22 @@ def start_inside(ctx: Context, *, root_first: bool) -> None:
     assert torch.allclose(model(ids).cpu(), expected(ids.cpu()), atol=1e-5)
 
 
+def tied(ctx: Context, *, own_unit: bool) -> None:
+    """The embedding is a unit of its own, and the head, in the unit around it, uses the same weight."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    warnings.simplefilter("ignore")
+    ctx.init_process_group(timeout_s=10)
+    wrap = partial(FullyShardedDataParallel, device_id=ctx.device, use_orig_params=True)
+    model, expected, ids = build().to(ctx.device), build(), sample(ctx)
+    if own_unit:
+        model.embed = wrap(model.embed)
+    model = wrap(model)
+    ctx.reached()
+    assert torch.allclose(model(ids).cpu(), expected(ids.cpu()), atol=1e-5)
+
+
 def start_deepspeed(ctx: Context) -> Any:
     deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=30)
@@ -286,6 +302,13 @@ probe = Probe(
             raised(r"Non-root FSDP instance's `_is_root` should not have been"),
             "an inner unit makes its forward before the whole model has made one",
             "the whole model makes the first forward",
+        ),
+        pair(
+            "tied",
+            (partial(tied, own_unit=True), partial(tied, own_unit=False)),
+            raised(r"size mismatch, got input \(10\), mat \(10x16\), vec \(\d+\)"),
+            "the embedding is a unit of its own, and the head uses its weight when that unit is sharded again",
+            "embedding and head are in one unit",
         ),
         pair(
             "second-model",

@@ -175,6 +175,34 @@ def second_rank(ctx: Context, *, follows: bool) -> None:
         assert (hidden * mask).device == device
 
 
+def resumed(ctx: Context, *, moved_first: bool) -> None:
+    """State of an optimizer is put where the parameters are at that moment, and model.to moves no optimizer."""
+    import torch
+
+    def start() -> Any:
+        model = torch.nn.Linear(4, 4)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    device = ctx.device
+    if device.type != "cuda":
+        device = torch.device("meta")
+        torch.__future__.set_swap_module_params_on_conversion(True)  # on a GPU .to() keeps the parameters by itself
+    (model, optimizer), (first, first_optimizer) = start(), start()
+    first(torch.ones(2, 4)).sum().backward()
+    first_optimizer.step()
+    saved = first_optimizer.state_dict()
+    ctx.reached()
+    if moved_first:
+        model.to(device)
+        optimizer.load_state_dict(saved)
+    else:
+        optimizer.load_state_dict(saved)
+        model.to(device)
+    model(torch.ones(2, 4, device=device)).sum().backward()
+    optimizer.step()
+    assert all(optimizer.state[weight]["exp_avg"].device == device for weight in model.parameters())
+
+
 def loaded(ctx: Context, *, initialised: bool) -> None:
     """transformers 5 builds a model on meta: what is not in the checkpoint has no values then."""
     import torch
@@ -223,11 +251,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not os.path.isfile(code) and not os.path.isdir(code):
         return unknown("%s is no file or folder, or may not be read" % code, advice="--set code=model.py, or a folder")
     end, read, result = time.monotonic() + 0.5, 0, []
-    for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
-        if time.monotonic() > end:
-            break
+    for file in python_files(str(code), end):
         try:
-            result += ["%s:%d: %s" % (file, line, what) for line, what in suspects(ast.parse(file.read_text("utf-8")))]
+            with open(file, encoding="utf-8") as stream:
+                source = stream.read()
+            result += ["%s:%d: %s" % (file, line, what) for line, what in suspects(ast.parse(source))]
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
@@ -238,15 +266,36 @@ def check(params: Mapping[str, Any]) -> Finding:
     return unknown("nothing suspicious in %d Python files; batches, losses and libraries are not looked at" % read)
 
 
+def python_files(code: str, end: float) -> Iterator[str]:
+    """One by one, so that a large tree does not delay the first; none after `end`."""
+    if not os.path.isdir(code):
+        yield code
+    for folder, folders, names in os.walk(code):
+        folders.sort()
+        for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")):
+            if os.path.isfile(path) and time.monotonic() < end:
+                yield path
+        if time.monotonic() > end:
+            return
+
+
 def suspects(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """In classes with a forward: plain tensor attributes that it uses, factories without a device, and cuda:0."""
+    """In classes with a forward: plain tensor attributes that it uses, factories without a device, and cuda:0.
+
+    What forward moves anywhere is left out, and so are the attributes of a class with an `_apply` or `to` of its own.
+    """
     for owner in ast.walk(tree):
-        methods = {item.name: item for item in getattr(owner, "body", []) if isinstance(item, ast.FunctionDef)}
-        if not isinstance(owner, ast.ClassDef) or "forward" not in methods:
+        if not isinstance(owner, ast.ClassDef):
             continue
-        inside = list(ast.walk(methods["forward"]))
+        methods = {item.name: item for item in owner.body if isinstance(item, ast.FunctionDef)}
+        if "forward" not in methods:
+            continue
+        inside: Any = list(ast.walk(methods["forward"]))
+        moved = {ast.unparse(node.func.value) for node in inside if moves(node)}
         excused = {id(node) for outer in inside for node in harmless(outer)}
+        excused |= {id(n.value) for n in inside if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in moved}
         used = {ast.unparse(node) for node in inside if isinstance(node, ast.Attribute) and id(node) not in excused}
+        used -= used if methods.keys() & {"_apply", "to", "cuda"} else moved
         for node in ast.walk(methods.get("__init__", ast.Pass())):
             if isinstance(node, ast.Assign) and makes(node.value) and ast.unparse(node.targets[0]) in used:
                 yield node.lineno, "%s is a plain attribute" % ast.unparse(node.targets[0])
@@ -254,12 +303,18 @@ def suspects(tree: ast.AST) -> Iterator[Tuple[int, str]]:
             if isinstance(node, ast.Call) and makes(node) and id(node) not in excused:
                 yield node.lineno, "%s names no device" % ast.unparse(node)[:60]
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
+                if id(node) in excused:
+                    continue
                 yield node.lineno, node.value + " is the same GPU on every rank"
 
 
-def harmless(node: ast.AST) -> Iterator[ast.AST]:
+def moves(node: Any) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES
+
+
+def harmless(node: Any) -> Iterator[ast.AST]:
     """What is moved at once, an index (a GPU takes one from the host), and what an `if` asks."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
+    if moves(node):
         yield node.func.value
     elif isinstance(node, ast.Subscript):
         yield from ast.walk(node.slice)
@@ -313,6 +368,25 @@ meta = Experiment(
     needs=Needs(packages={"torch": ">=2.2"}),
     expected_s=(0.3, 0.3),
 )
+order = Experiment(
+    name="resumed",
+    control=Arm(
+        partial(resumed, moved_first=False),
+        raised("is not on the expected device|of the same index must be on the same device|" + SAME),
+        "the state is loaded while the model is on the CPU, and .to() leaves it there",
+        "stand-in",
+        META,
+    ),
+    treatment=Arm(
+        partial(resumed, moved_first=True),
+        completed(),
+        "the model is moved, then the state is loaded",
+        "stand-in",
+        META,
+    ),
+    world_size=1,
+    needs=Needs(packages={"torch": ">=2.3"}),
+)
 from_checkpoint = Experiment(
     name="loaded",
     control=Arm(
@@ -342,6 +416,7 @@ probe = Probe(
         pair("criterion", criterion, "moved", "the class weights are on the CPU", "the loss is moved"),
         pair("list", layers, "module_list", "the layers are in a Python list", "the layers are in a ModuleList"),
         pair("cuda-0", second_rank, "follows", "cuda:0 is written in a line", "the device of the other operand"),
+        order,
         from_checkpoint,
         pair("zero-dim", scalar, "zero_dim", "a CPU tensor of shape (1,)", "a CPU tensor without dimensions"),
     ),
