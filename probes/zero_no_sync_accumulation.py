@@ -160,7 +160,7 @@ def accumulate(ctx: Context, *, older: str = "", sync_each_batch: bool = False, 
 def release(package: str) -> Tuple[int, ...]:
     try:
         return tuple(int(number) for number in re.findall(r"\d+", str(importlib.metadata.version(package)))[:3])
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, KeyError, OSError, ValueError):  # the latter: damaged metadata
         return ()
 
 

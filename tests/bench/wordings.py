@@ -109,9 +109,21 @@ def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
     whole = {text for text in wanted | ends if any(text in longer for longer in found)}
     missing = [piece for piece in wanted - whole if not _ends(piece) or not whole.issuperset(_ends(piece))]
     python = "\n".join(
-        JOINED.sub("", path.read_text(encoding="utf-8", errors="replace")) for path in sorted(folder.rglob("*.py"))
+        line for path in folder.rglob("*.py") for line in _joined(path.read_text(encoding="utf-8", errors="replace"))
     )
     return (piece for piece in wanted if piece not in missing or piece in python)
+
+
+def _joined(source: str) -> Iterator[str]:
+    """The texts that are written on several lines, each with what stands beside it."""
+    first, *others = JOINED.split(source)
+    line = first.rpartition("\n")[2]
+    for number, part in enumerate(others, 1):
+        head, newline, _ = part.partition("\n")
+        line += head
+        if newline or number == len(others):
+            yield line
+            line = part.rpartition("\n")[2]
 
 
 if __name__ == "__main__":
