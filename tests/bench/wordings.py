@@ -99,19 +99,30 @@ def _ends(piece: str) -> tuple[str, ...]:
 
 def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
     """Those of the pieces that the files contain: anywhere, or in Python in a text that goes on in the next line."""
-    ends = {end for piece in wanted for end in _ends(piece)}
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-        file.write("\n".join(wanted | ends) + "\n")
-        file.flush()
-        grep = ["grep", "--recursive", "--text", "--only-matching", "--no-filename", "--fixed-strings", "-f", file.name]
-        ended = subprocess.run([*grep, str(folder)], stdout=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"})
-    found = set(ended.stdout.decode(errors="replace").splitlines())
-    whole = {text for text in wanted | ends if any(text in longer for longer in found)}
+    wanted_or_ends = wanted | {end for piece in wanted for end in _ends(piece)}
+    whole = set(_found(folder, wanted_or_ends))
     missing = [piece for piece in wanted - whole if not _ends(piece) or not whole.issuperset(_ends(piece))]
     python = "\n".join(
         line for path in folder.rglob("*.py") for line in _joined(path.read_text(encoding="utf-8", errors="replace"))
     )
     return (piece for piece in wanted if piece not in missing or piece in python)
+
+
+def _found(folder: Path, texts: set[str]) -> Iterator[str]:
+    """Those that some file contains. A match hides others that overlap it, so what is missing is looked for again."""
+    while texts:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+            file.write("\n".join(texts) + "\n")
+            file.flush()
+            grep = ["grep", "--recursive", "--text", "--only-matching", "--no-filename", "--fixed-strings"]
+            argv = [*grep, "-f", file.name, str(folder)]
+            ended = subprocess.run(argv, stdout=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"})
+        lines = set(ended.stdout.decode(errors="replace").splitlines())
+        found = {text for text in texts if any(text in line for line in lines)}
+        if not found:
+            return
+        yield from found
+        texts = texts - found
 
 
 def _joined(source: str) -> Iterator[str]:
