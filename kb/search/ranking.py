@@ -141,7 +141,7 @@ def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Coll
     if not ranked:
         return Kind.UNKNOWN, 0.0
     if scoring.named & index.outside and ranked[0] not in scoring.lifts:
-        return Kind.RELATED, MOST_UNKNOWN
+        return Kind.UNKNOWN, MOST_UNKNOWN
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)

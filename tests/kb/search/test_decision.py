@@ -133,7 +133,7 @@ def test_the_words_of_an_entry_are_no_answer_about_another_stack(index: Index, s
     question = "ALLGATHER timeout in the save of a checkpoint on rank 0"
     assert search(index, question).kind is Kind.ANSWER
     answer = search(index, f"{question} {stack}")
-    assert answer.kind is Kind.RELATED
+    assert answer.kind is Kind.UNKNOWN
     assert answer.probability <= 0.1
     assert subjects(answer)
 
