@@ -132,7 +132,8 @@ def test_a_rank_that_ends_in_between_is_said_and_the_others_are_captured(tmp_pat
         os.kill(job.pids[CULPRIT], signal.SIGKILL)
         wait_for(lambda: not is_running(job.pids[CULPRIT]), "the end of a rank")
         taken = session.capture(listed, session.Settings(interval_s=0.5))
-    assert any("rank-1: the process has ended" in problem for problem in taken.problems), taken.problems
+    ended = [problem for problem in taken.problems if problem.endswith(": the process has ended")]
+    assert any("rank-1" in problem for problem in ended), taken.problems  # the others soon lose their peer and end too
     assert len(taken.data) > 1000
 
 
