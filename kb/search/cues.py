@@ -31,8 +31,8 @@ def cues() -> dict[Key, int]:
     return table
 
 
-def outside() -> int:
-    """The values that are subjects kb is not about, for the index to keep too."""
+def out_of_scope() -> int:
+    """The values that are subjects kb is not about: a search reads them from the index too."""
     from kb.content.facets import Subject, bits
 
     return bits(f"subjects:{subject}" for subject in Subject)

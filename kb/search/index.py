@@ -43,7 +43,7 @@ class Index:
         self.problems: list[str] = tables["problems"]
         self.declared = dict(chain.from_iterable(segment.declared() for segment in segments))
         self.cues = {tuple(key): values for key, values in tables["cues"]}
-        self.outside: int = tables["outside"]
+        self.out_of_scope: int = tables["out_of_scope"]
         self.synonyms = {tuple(key): tuple(map(tuple, others)) for key, others in tables["synonyms"]}
 
     def __enter__(self) -> Self:

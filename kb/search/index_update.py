@@ -148,7 +148,7 @@ def generation_tables(
         "causes": causes,
         "masks": masks,
         "cues": list(cues.cues().items()),
-        "outside": cues.outside(),
+        "out_of_scope": cues.out_of_scope(),
         "synonyms": list(synonyms.synonyms().items()),
         "problems": problems,
     }

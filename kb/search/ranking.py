@@ -134,14 +134,12 @@ def _nearest(index: Index, scoring: _Scoring, admitted: Collection[int]) -> list
 
 
 def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Collection[int]) -> tuple[Kind, float]:
-    """What the best hit is, and how likely it is an answer. Of 640 questions the 11 that name a subject outside of kb
-    have none, so only a signature that matches makes one.
-    """
+    """What the best hit is, and how likely it is an answer."""
     ranked = _nearest(index, scoring, admitted)
     if not ranked:
         return Kind.UNKNOWN, 0.0
-    if scoring.named & index.outside and ranked[0] not in scoring.lifts:
-        return Kind.UNKNOWN, MOST_UNKNOWN
+    if scoring.named & index.out_of_scope and ranked[0] not in scoring.lifts:
+        return Kind.UNKNOWN, MOST_UNKNOWN  # no entry is about any of the 11 among 640 questions that name such a subject
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)

@@ -22,7 +22,7 @@ from kb.content.causes import edges
 from kb.content.parser import read_entry
 from kb.content.roots import builtin_root
 from kb.search import decision
-from kb.search.cues import cues, outside
+from kb.search.cues import cues, out_of_scope
 from kb.search.decision import Observations
 from kb.search.entry_record import EntryRecord
 from kb.search.fingerprints import recipe
@@ -108,7 +108,7 @@ class Indexes:
             "causes": causes,
             "masks": masks,
             "cues": cues().items(),
-            "outside": outside(),
+            "out_of_scope": out_of_scope(),
             "synonyms": synonyms().items(),
             "problems": [],
         }
