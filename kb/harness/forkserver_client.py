@@ -174,7 +174,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a guard and what is below it, and wait for their ends: a kill is under way, not done, when it returns."""
+    """Kill a guard and its descendants, and wait until they are gone: a signal is sent before it takes effect."""
     process = processes.read_process(pid)
     victims = [*processes.descendants(pid), *([process] if process else [])]
     for victim in victims:

@@ -139,7 +139,7 @@ def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Coll
     if not ranked:
         return Kind.UNKNOWN, 0.0
     if scoring.named & index.out_of_scope and ranked[0] not in scoring.lifts:
-        return Kind.UNKNOWN, MOST_UNKNOWN  # no entry is about any of the 11 among 640 questions that name such a subject
+        return Kind.UNKNOWN, MOST_UNKNOWN  # of 640 questions 11 name such a subject, and no entry is about any
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)

@@ -99,16 +99,18 @@ def _ends(piece: str) -> tuple[str, ...]:
 
 def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
     """Those of the pieces that the files contain: anywhere, or in Python in a text that goes on in the next line."""
-    wanted_or_ends = wanted | {end for piece in wanted for end in _ends(piece)}
-    whole = set(_found(folder, wanted_or_ends))
+    texts = wanted | {end for piece in wanted for end in _ends(piece)}
+    whole = set(_matches(folder, texts))
     missing = [piece for piece in wanted - whole if not _ends(piece) or not whole.issuperset(_ends(piece))]
     python = "\n".join(
-        line for path in folder.rglob("*.py") for line in _joined(path.read_text(encoding="utf-8", errors="replace"))
+        line
+        for path in folder.rglob("*.py")
+        for line in _continued_lines(path.read_text(encoding="utf-8", errors="replace"))
     )
     return (piece for piece in wanted if piece not in missing or piece in python)
 
 
-def _found(folder: Path, texts: set[str]) -> Iterator[str]:
+def _matches(folder: Path, texts: set[str]) -> Iterator[str]:
     """Those that some file contains. A match hides others that overlap it, so what is missing is looked for again."""
     while texts:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
@@ -125,7 +127,7 @@ def _found(folder: Path, texts: set[str]) -> Iterator[str]:
         texts = texts - found
 
 
-def _joined(source: str) -> Iterator[str]:
+def _continued_lines(source: str) -> Iterator[str]:
     """The texts that are written on several lines, each with what stands beside it."""
     first, *others = JOINED.split(source)
     line = first.rpartition("\n")[2]

@@ -20,7 +20,7 @@ from kb.diagnose.isolation.client import ScanServer
 from kb.diagnose.isolation.job import Answer, Excess
 from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import Limits
-from kb.runtime.processes import Process, descendants, read_process, resident_bytes
+from kb.runtime.processes import Process, descendants, is_running, read_process, resident_bytes
 from tests.support.console import GENEROUS_S, wait_for
 from tests.support.kb_serve import Serving, serving
 
@@ -88,7 +88,7 @@ def test_scans_go_on_when_the_process_that_forks_them_is_killed(server: ScanServ
     with endless_scan(server) as (running, end):
         first = _server_of(server)
         os.kill(first.pid, signal.SIGKILL)
-        wait_for(lambda: not _alive([first]), "it to end", GENEROUS_S)
+        wait_for(lambda: not is_running(first), "it to end", GENEROUS_S)
         assert matches(scan(server, LOG)) == ["broken-thing"]
         assert _server_of(server).pid != first.pid
         end.set()
@@ -109,7 +109,7 @@ def test_a_server_that_is_closed_leaves_no_process(server: ScanServer) -> None:
         assert scans
         server.close()
         assert running.result(GENEROUS_S) is None
-    assert not _alive([process, *scans])
+    assert not any(map(is_running, [process, *scans]))
     with pytest.raises(OSError, match="ended"):
         scan(server, LOG)
 
@@ -144,12 +144,6 @@ def _server_of(server: ScanServer) -> Process:
     return process
 
 
-def _alive(processes: list[Process]) -> list[Process]:
-    now = [read_process(process.pid) for process in processes]
-    started = {process.start for process in processes}
-    return [process for process in now if process and process.start in started and process.is_alive]
-
-
 @pytest.mark.slow
 def test_costly_bodies_at_once_leave_a_service_its_memory_and_other_clients_an_answer(
     tmp_path: Path, built_in_index: Path
@@ -170,7 +164,7 @@ def test_costly_bodies_at_once_leave_a_service_its_memory_and_other_clients_an_a
         assert service.ask("POST", "/v1/diagnose", b"RuntimeError: CUDA out of memory")[0] == 200
         processes = descendants(service.process.pid)
         service.stop(signal.SIGTERM)
-        assert not _alive(processes)
+        assert not any(map(is_running, processes))
 
 
 @pytest.mark.slow
@@ -185,7 +179,7 @@ def test_a_service_that_is_killed_leaves_no_process_and_holds_no_port(tmp_path: 
             held = {os.readlink(file) for file in Path(f"/proc/{process.pid}/fd").iterdir()}
             assert not {file for file in sockets & held if file.startswith("socket:") or file.endswith(".db")}
         service.stop(signal.SIGKILL)
-        wait_for(lambda: not _alive(processes), "its processes to end", GENEROUS_S)
+        wait_for(lambda: not any(map(is_running, processes)), "its processes to end", GENEROUS_S)
 
 
 def _memory(service: Serving) -> int:
