@@ -172,7 +172,9 @@ def find_holders(ctx: Context, *, ends: bool) -> None:
 
 def kill_launcher(ctx: Context, *, by: signal.Signals) -> None:
     """torchrun is ended by a signal; then the next job starts."""
-    launcher, rank = run_rank(ctx, WAIT, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"])
+    # Without --local-addr it would look for the host by its name, which not every container can resolve.
+    options = ["--standalone", "--local-addr=localhost", "--nproc-per-node=1"]
+    launcher, rank = run_rank(ctx, WAIT, ["-m", "torch.distributed.run", *options])
     with ended(rank):
         ctx.reached()
         launcher.send_signal(by)

@@ -30,6 +30,7 @@ from kb.probe import (
 )
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = "-m torch.distributed.run --local-addr=localhost"
 ALONE = dict(zip(VARIABLES, ("0", "1", "0", "127.0.0.1", "0")))
 
 TRAIN = """
@@ -69,10 +70,13 @@ while len(glob.glob("trained-*")) < int(os.environ.get("WORLD_SIZE", "1")):
 
 
 def start(ctx: Context, *, script: str, launched: bool) -> None:
-    """`python train.py`, or `torchrun --standalone --nproc-per-node 2 train.py`."""
+    """`python train.py`, or `torchrun --standalone --nproc-per-node 2 train.py`.
+
+    `--local-addr`: the ranks would look for the host by its name, which not every container can resolve.
+    """
     path = Path(ctx.path("train.py"))
     path.write_text(script + TOGETHER)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if launched else ()
+    launcher = [*TORCHRUN.split(), "--standalone", "--nproc-per-node=2"] if launched else []
     forget_launcher()
     ctx.reached()
     command = [sys.executable, *launcher, str(path)]
@@ -211,13 +215,13 @@ def pair(
 
 
 ONE, TWO = "python starts one process, without a rank", "torchrun starts two, each with its rank"
-TORCHRUN = pair("launcher", partial(start, script=TRAIN), "launched", symptom(RANK_MISSING), ONE, TWO)
+LAUNCHER = pair("launcher", partial(start, script=TRAIN), "launched", symptom(RANK_MISSING), ONE, TWO)
 OF_ONE = symptom(r"asked for 2 processes, the script trained on 1")
 
 probe = Probe(
     check=check,
     params={"code": Param("path", "your training script")},
-    experiments=(TORCHRUN,),
+    experiments=(LAUNCHER,),
     variants=(
         pair("one-process", start_alone, "filled_in", raised(RANK_MISSING), ONE, "the script fills in what is missing"),
         pair("by-hand", start_by_hand, "respected", OF_ONE, f"{TWO}, which the script overwrites", "which it respects"),
