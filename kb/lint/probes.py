@@ -19,6 +19,8 @@ PROBE_API = (  # they run in the training interpreter
     "kb.training_config",
 )
 
+LOCAL_RENDEZVOUS = re.compile(r"-(.* -)?-(standalone|rdzv[-_]backend[= ]c10d)\b")
+
 
 def broken_probe(file: ProbeFile) -> Iterator[Remark]:
     """A probe file loads and satisfies the contract of kb.probe."""
@@ -66,6 +68,15 @@ def own_words(file: ProbeFile) -> Iterator[Remark]:
             yield line, f"the control arm expects {text!r}, which the probe itself raises here"
 
 
+def torchrun_address(file: ProbeFile) -> Iterator[Remark]:
+    """A probe that runs torchrun with c10d gives it `--local-addr`: a host need not resolve its own name."""
+    if file.declaration is None or "--local-addr" in file.source:
+        return
+    for node in ast.walk(ast.parse(file.source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and LOCAL_RENDEZVOUS.match(node.value):
+            yield node.lineno, "add --local-addr=localhost, or ranks look for the host by a name that may not resolve"
+
+
 def unfinished_probe(file: ProbeFile) -> Iterator[Remark]:
     """No TODO is left in a probe."""
     for number, line in enumerate(file.source.splitlines(), 1):
@@ -97,4 +108,12 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-RULES: tuple[ProbeRule, ...] = (broken_probe, orphan_probe, probe_import, unseen_gpu_arms, own_words, unfinished_probe)
+RULES: tuple[ProbeRule, ...] = (
+    broken_probe,
+    orphan_probe,
+    probe_import,
+    unseen_gpu_arms,
+    own_words,
+    torchrun_address,
+    unfinished_probe,
+)

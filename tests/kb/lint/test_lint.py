@@ -104,6 +104,7 @@ FILES = {
     "unfinished-probe": "probes/begun.py",
     "unseen-gpu-arms": "probes/claims.py",
     "own-words": "probes/talks.py",
+    "torchrun-address": "probes/launches.py",
     "unreadable-triage": "entries/triage/crash.toml",
     "triage": "entries/triage/hang.toml",
 }
@@ -133,6 +134,8 @@ def broken_root(content: ContentRoot) -> None:
     content.raw_probe("broken", "from kb.probe import Probe\n\nprobe = Probe()\n")
     content.probe("orphan")
     content.incident("begun", body="pass  # TODO")
+    content.incident("launches", body='run("torchrun", "--standalone")')
+    content.incident("launches-here", body='run("torchrun", "--standalone", "--local-addr=localhost")')
     content.incident("claims", body="pass  # one.on_gpus()")
     content.incident("imports")
     path = content.path / "probes" / "imports.py"
