@@ -1,0 +1,198 @@
+"""accelerate refuses to start beside several RTX 40 cards with a driver older than 550.40.07, before NCCL is asked.
+
+The stand-in for the cards is a program `nvidia-smi` on the PATH: accelerate asks nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+BOTH = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+NEITHER: Mapping[str, str] = {}
+OLD, NEW = "535.183.01", "550.54.15"
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+*driver_version*) echo %(driver)s; echo %(driver)s ;;
+*) echo "2, NVIDIA GeForce RTX 4090"; echo "2, NVIDIA GeForce RTX 4090" ;;
+esac
+"""
+
+SCRIPT = """
+from accelerate import PartialState
+
+print("started on", PartialState().device)
+"""
+
+
+def pretend(ctx: Context, driver: str, variables: Mapping[str, str]) -> None:
+    """Two RTX 4090 with this driver, and a process that would use a GPU."""
+    folder = Path(ctx.path("bin"))
+    folder.mkdir()
+    program = folder / "nvidia-smi"
+    program.write_text(NVIDIA_SMI % {"driver": driver})
+    program.chmod(0o755)
+    for name in BOTH:
+        os.environ.pop(name, None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)  # one process: the refusal does not depend on how many there are
+    os.environ.update({"PATH": f"{folder}:{os.environ['PATH']}", "ACCELERATE_TORCH_DEVICE": "cuda", **variables})
+
+
+def start(ctx: Context, *, variables: Mapping[str, str] = NEITHER, driver: str = OLD) -> None:
+    pretend(ctx, driver, variables)
+    from accelerate import PartialState  # type: ignore[import-not-found]
+
+    ctx.reached()
+    assert PartialState().device.type == "cuda"
+
+
+def start_alone(ctx: Context, *, variables: Mapping[str, str]) -> None:
+    """`accelerate launch` with one process."""
+    pretend(ctx, OLD, variables)
+    script = Path(ctx.path("train.py"))
+    script.write_text(SCRIPT)
+    options = ("--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+    ctx.reached()
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "started on cuda" not in ran.stdout:
+        refused = re.search(r"NotImplementedError: .*", ran.stderr)
+        raise Symptom(refused.group() if refused else ran.stderr[-300:])
+
+
+# --- the check: these cards, this driver, this accelerate, these variables ------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Asks what accelerate asks: nvidia-smi."""
+    release = release_of_accelerate()
+    if release is None:
+        return unknown("accelerate is not installed in this environment, or its release cannot be read")
+    gpus = query("name,driver_version")
+    if not gpus or any(len(gpu) != 2 for gpu in gpus):
+        return unknown("nvidia-smi is missing, does not answer, or does not list the GPUs")
+    names, drivers = zip(*gpus)
+    evidence = (
+        f"accelerate {release[0]}.{release[1]}, {len(names)} GPUs: {', '.join(sorted(set(names)))}, driver {drivers[0]}"
+    )
+    refused = ("RTX 3090", "RTX 40") if release < (0, 27) else ("RTX 40",)
+    if release < (0, 25) or len(names) < 2 or not any(family in name for name in names for family in refused):
+        return clear(evidence)
+    if not re.match(r"\d+\.\d+", drivers[0]):
+        return unknown(evidence, "the release of the driver cannot be read")
+    if release >= (0, 29) and tuple(map(int, re.findall(r"\d+", drivers[0])[:3])) >= (550, 40, 7):
+        return clear(evidence)
+    missing = [name for name in BOTH if name not in os.environ]
+    if missing:
+        return exposed(evidence, f"not set here: {', '.join(missing)}", advice="driver 550.40.07 or newer")
+    return clear(evidence, "both variables are set here")
+
+
+def release_of_accelerate() -> Any:
+    try:
+        major, minor = version("accelerate").split(".")[:2]
+        return int(major), int(minor)
+    except (PackageNotFoundError, ValueError):
+        return None
+
+
+def query(fields: str) -> List[Tuple[str, ...]]:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return []
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False, errors="replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if listed.returncode:
+        return []
+    return [tuple(field.strip() for field in line.split(",")) for line in listed.stdout.splitlines() if line.strip()]
+
+
+# The message, as accelerate 0.25 and newer have it.
+REFUSED = r"Using RTX (3090 or )?4000 series doesn't support faster communication broadband via P2P or IB"
+CARDS = f"two RTX 4090 with driver {OLD}"
+
+
+def pair(name: str, control: partial[None], treatment: partial[None], because: str, fix: str) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(
+            control,
+            symptom(REFUSED) if control.func is start_alone else raised(REFUSED),
+            because=because,
+            fidelity="stand-in",
+            stands_for=STANDS_FOR,
+        ),
+        treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=STANDS_FOR),
+        needs=Needs(packages={"torch": ">=2.0", "accelerate": ">=0.29"}),
+        world_size=1,
+        deadline_s=60,
+    )
+
+
+STANDS_FOR = "the cards and their driver, which accelerate knows from nvidia-smi alone: a program of that name"
+NO_VARIABLES = f"{CARDS}, neither variable is set"
+
+probe = Probe(
+    check=check,
+    params={},
+    experiments=(pair("driver", partial(start), partial(start, driver=NEW), NO_VARIABLES, f"driver {NEW}"),),
+    variants=(
+        pair("variables", partial(start), partial(start, variables=BOTH), NO_VARIABLES, "both variables are set"),
+        pair(
+            "half",
+            partial(start, variables={"NCCL_P2P_DISABLE": "1"}),
+            partial(start, variables=BOTH),
+            f"{CARDS}, NCCL_P2P_DISABLE alone is set",
+            "NCCL_IB_DISABLE is set as well",
+        ),
+        pair(
+            "kept",
+            partial(start),
+            partial(start, variables={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"}),
+            NO_VARIABLES,
+            "both are set, one of them to 0: accelerate does not look at the value",
+        ),
+        pair(
+            "visible",
+            partial(start, variables={"CUDA_VISIBLE_DEVICES": "0"}),
+            partial(start, variables={"CUDA_VISIBLE_DEVICES": "0", **BOTH}),
+            f"{CARDS}, of which one is visible to the job: nvidia-smi lists both",
+            "both variables are set",
+        ),
+        pair(
+            "launched-alone",
+            partial(start_alone, variables=NEITHER),
+            partial(start_alone, variables=BOTH),
+            f"{CARDS}; accelerate launch sets the variables for several processes, here it starts one",
+            "both variables are set",
+        ),
+    ),
+)
