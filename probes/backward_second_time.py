@@ -1,9 +1,9 @@
 """A backward reaches a part of the graph whose saved tensors an earlier backward has freed."""
 
 from functools import partial
-from typing import Callable
+from typing import Any, Callable
 
-from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+from kb.probe import Arm, Context, Expect, Experiment, Probe, Symptom, Unavailable, completed, raised, symptom
 
 
 def unroll(ctx: Context, *, detached: bool) -> None:
@@ -117,6 +117,79 @@ def keep_mean(ctx: Context, *, under_no_grad: bool) -> None:
     assert layer.weight.grad is not None
 
 
+def recompute(ctx: Context, *, use_reentrant: bool, retained: bool = False) -> None:
+    """Checkpointed layers take a tensor that has a graph from around them, as a decoder takes what the encoder gave."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    encoder = torch.nn.Linear(3, 3).to(ctx.device)
+    layers = [torch.nn.Linear(3, 3).to(ctx.device) for _ in range(2)]
+    encoded = encoder(torch.randn(2, 3, device=ctx.device)).tanh()
+    start = torch.randn(2, 3, requires_grad=True, device=ctx.device)
+
+    def decoder_layer(x: Any, layer: Any) -> Any:
+        return (layer(x) * encoded).tanh()
+
+    plain = decoder_layer(decoder_layer(start, layers[0]), layers[1]).sum()
+    expected = torch.autograd.grad(plain, encoder.weight, retain_graph=True)[0]
+    x = start
+    ctx.reached()
+    for layer in layers:
+        x = checkpoint(decoder_layer, x, layer, use_reentrant=use_reentrant)
+    x.sum().backward(retain_graph=retained)
+    assert torch.allclose(encoder.weight.grad, expected)
+
+
+def compiled(ctx: Context, *, together: bool) -> None:
+    """Two outputs of one compiled function that have nothing in common but the function."""
+    import torch
+
+    def losses(a: Any, b: Any) -> Any:
+        return a.sin().sum(), b.sin().sum()
+
+    first, second = (torch.ones(3, requires_grad=True, device=ctx.device) for _ in range(2))
+    for loss in losses(first, second):  # without the compiler two calls of backward pass
+        loss.backward()
+    expected, first.grad, second.grad = second.grad, None, None
+    try:
+        one, other = torch.compile(losses, backend="aot_eager")(first, second)
+    except RuntimeError as error:
+        raise Unavailable("torch.compile: %s" % error) from error
+    ctx.reached()
+    if together:
+        (one + other).backward()
+    else:
+        one.backward()
+        other.backward()
+    assert second.grad is not None and torch.allclose(second.grad, expected)
+
+
+def share_under_ddp(ctx: Context, *, together: bool) -> None:
+    """Two losses of one forward through DDP: do the ranks hold the same gradient?"""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist = ctx.init_process_group(timeout_s=20)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1).to(ctx.device))
+    torch.manual_seed(ctx.rank)  # other data on every rank: gradients are equal only if they are averaged
+    output = model(torch.randn(2, 3, device=ctx.device))
+    task_loss, auxiliary_loss = output.square().mean(), output.mean()
+    ctx.reached()
+    if together:
+        (task_loss + auxiliary_loss).backward()
+    else:
+        task_loss.backward(retain_graph=True)
+        auxiliary_loss.backward()
+    mine = model.module.weight.grad
+    assert mine is not None
+    theirs = [torch.zeros_like(mine) for _ in range(ctx.world_size)]
+    dist.all_gather(theirs, mine)
+    if not torch.allclose(theirs[0], theirs[1]):
+        raise Symptom("the gradients of the ranks differ by %.2f, and no error" % (theirs[0] - theirs[1]).abs().max())
+
+
 AGAIN = raised(r"Trying to backward through the graph a second time")
 
 
@@ -127,14 +200,13 @@ def pair(
     because: str,
     fix: str,
     expect: Expect = AGAIN,
+    **options: Any,
 ) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
-        needs=Needs(packages={"torch": ">=2.1"}),
-        world_size=1,
-        expected_s=(0.3, 0.3),
+        **{"world_size": 1, "expected_s": (0.3, 0.3), **options},
     )
 
 
@@ -191,6 +263,39 @@ probe = Probe(
             "the sum of the losses goes backward in each step, and retain_graph=True keeps the graphs",
             "the loss of the step goes backward",
             symptom(r"gradient 2\.0 instead of 1\.0, and no error"),
+        ),
+        pair(
+            "reentrant",
+            partial(recompute, use_reentrant=True),
+            partial(recompute, use_reentrant=False),
+            "each recomputed layer goes backward on its own, through the encoder as well",
+            "recomputed layers belong to the one backward",
+        ),
+        pair(
+            "reentrant-retained",
+            partial(recompute, use_reentrant=True, retained=True),
+            partial(recompute, use_reentrant=False, retained=True),
+            "retain_graph=True does not reach the backward of a recomputed layer",
+            "recomputed layers belong to the one backward",
+        ),
+        pair(
+            "compiled",
+            partial(compiled, together=False),
+            partial(compiled, together=True),
+            "all that is compiled together is one node, and its first backward frees it",
+            "the sum goes backward once",
+            deadline_s=90.0,
+            expected_s=(5.0, 5.0),
+        ),
+        pair(
+            "ddp-retained",
+            partial(share_under_ddp, together=False),
+            partial(share_under_ddp, together=True),
+            "DDP averages in the first backward of a forward only, and the second adds what each rank has alone",
+            "the sum goes backward once",
+            symptom(r"the gradients of the ranks differ by \d+\.\d\d, and no error"),
+            world_size=2,
+            expected_s=(1.0, 1.0),
         ),
     ),
 )

@@ -37,6 +37,8 @@ SOURCE = """
 #include <Python.h>
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cuda_utils", 0, -1, 0};
 PyMODINIT_FUNC PyInit_cuda_utils(void) { return PyModule_Create(&definition); }
+static int rank(void) { int sum = 0; for (int i = 0; i < 2; ++i) { sum += i; } return sum; }
+int (*used)(void) = rank;
 """
 
 
@@ -64,7 +66,8 @@ def train(ctx: Context, *, compiler_on_path: bool, uncompiled_by: str = "") -> N
     import torch._dynamo
     import torch._inductor.config
 
-    torch._inductor.config.cpp_cache_precompile_headers = False
+    if hasattr(torch._inductor.config, "cpp_cache_precompile_headers"):
+        torch._inductor.config.cpp_cache_precompile_headers = False
     torch._inductor.config.cpp.vec_isa_ok = False  # no vectors: one call of g++, not ten, and a short one
     hidden = torch.randn(64, device=ctx.device)
     compiled = torch.compile(lambda hidden: torch.sin(hidden) * 2)
@@ -101,6 +104,9 @@ def build(ctx: Context, cache: str = "triton", **options: Any) -> None:
         raise Unavailable("this Triton has the function elsewhere")
     if not (Path(ctx.path("reached-0")).exists()):
         ctx.reached()
+    finder = getattr(module, "_find_compiler", None)
+    if finder:  # Triton 3.9 remembers the compiler; the second job of a cache is another process
+        finder.cache_clear()
     assert compile_module_from_src(SOURCE, "cuda_utils", **options).__name__ == "cuda_utils"
 
 
@@ -122,6 +128,15 @@ def build_from_cache(ctx: Context, *, same_cache: bool) -> None:
 def build_with(ctx: Context, *, cc_is_one_program: bool) -> None:
     program = str(shutil.which("gcc"))
     os.environ["CC"] = program if cc_is_one_program else f"{program} -O1"
+    build(ctx)
+
+
+def build_by(ctx: Context, *, standard: str) -> None:
+    """A compiler that takes C in this standard unless it is told another: gnu90 is what gcc 4.8 does."""
+    program = Path(ctx.path("cc"))
+    program.write_text('#!/bin/sh\nexec %s -std=%s "$@"\n' % (shutil.which("gcc"), standard))
+    program.chmod(0o755)
+    os.environ["CC"] = str(program)
     build(ctx)
 
 
@@ -176,6 +191,9 @@ def check(_: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, message, advice="install g++, or set CXX")
     if not release:
         return unknown(*evidence, advice="run this in the environment of the job")
+    if "-std=c++20" in cxx_text and not 0 < torch_minor() <= 9:
+        message = "the inductor of torch 2.9.1 asks for C++17, that of 2.13 for C++20"
+        return unknown(*evidence, message, advice="name a newer g++ in CXX, gcc 10 at least")
     folders = driver_folders()
     if not folders:
         message = "no libcuda.so.1 where Triton looks; of an AMD GPU's library this check knows nothing"
@@ -195,16 +213,31 @@ def check(_: Mapping[str, Any]) -> Finding:
     return clear(*evidence, f"libcuda.so.1 is in {folders[0]}")
 
 
+def torch_minor() -> int:
+    """9 for torch 2.9.1; 0 where the release cannot be read, or is no 2.x."""
+    try:
+        matched = re.match(r"2\.(\d+)", str(importlib.metadata.version("torch")))
+    except Exception:  # not installed, or its metadata is damaged
+        return 0
+    return int(matched.group(1)) if matched else 0
+
+
 def reads(compiler: Optional[str], language: str) -> Tuple[Optional[bool], str]:
     """Whether this compiler reads Python.h; None where it did not answer in time."""
     if not compiler or not shutil.which(compiler):
         return False, f"no {language} compiler" + (f": {compiler!r} is not a program" if compiler else "")
     include = sysconfig.get_paths(scheme="posix_prefix")["include"]
-    ran = run([compiler, "-x", language, "-fsyntax-only", f"-I{include}", "-"], "#include <Python.h>\n")
-    if ran is None:
-        return None, f"{compiler} did not answer"
+    command = [compiler, "-x", language, "-fsyntax-only", f"-I{include}"]
+    note = ""
+    for standard in ("-std=c++20", "-std=c++17") if language == "c++" else ("",):
+        ran = run([*command, *([standard] if standard else []), "-"], SOURCE)
+        if ran is None:
+            return None, f"{compiler} did not answer"
+        if ran.returncode == 0:
+            return True, f"{compiler} reads Python.h{note}"
+        note = f", but not with {standard}"
     lines = [line for line in ran.stderr.splitlines() if "error" in line] or ["it failed"]
-    return ran.returncode == 0, f"{compiler}: {lines[0]}" if ran.returncode else f"{compiler} reads Python.h"
+    return False, f"{compiler}: {lines[0]}"
 
 
 def run(command: List[str], text: str = "") -> Any:
@@ -338,6 +371,16 @@ probe = Probe(
             "CC holds a program and an option, which are taken for one name",
             "CC holds the program alone",
             stands_for=MODULE,
+        ),
+        pair(
+            "old-compiler",
+            build_by,
+            "standard",
+            raised(r"Command '\['[^']*/cc', '[^']*cuda_utils\.c'.* returned non-zero exit status 1"),
+            "the compiler takes C of 1990, where a for loop declares nothing",
+            "the compiler takes C of 2011",
+            values=("gnu90", "gnu11"),
+            stands_for=MODULE + "; and a newer gcc with the default of gcc 4.8",
         ),
         pair(
             "python-h",

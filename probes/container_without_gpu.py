@@ -180,9 +180,17 @@ def describe_host() -> List[str]:
     lines = []
     if Path(ROOT, "proc/driver/nvidia/version").exists() or Path(ROOT, "sys/module/nvidia").exists():
         lines.append("driver of the host: its kernel module is loaded")
-    displays = [path.parent for path in ROOT.glob("sys/bus/pci/devices/*/class") if path.read_text().startswith("0x03")]
-    cards = [card.name for card in displays if Path(card, "vendor").read_text().strip() == "0x10de"]
+    displays = [path for path in ROOT.glob("sys/bus/pci/devices/*") if read(path, "class").startswith("0x03")]
+    cards = [card for card in displays if read(card, "vendor").strip() == "0x10de"]
     return lines + ([f"NVIDIA cards on the PCI bus: {len(cards)}"] if cards else [])
+
+
+def read(folder: Path, name: str) -> str:
+    """A file of /sys; nothing where it cannot be read."""
+    try:
+        return Path(folder, name).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 STANDS_FOR = "the NVIDIA Container Toolkit, which mounts the driver's libraries: a bind mount of stubs"

@@ -99,7 +99,8 @@ def warm_up() -> None:
 # --- the check: what a log says before the status, and what is free and loaded here now ------------------------------
 
 STATUS = re.compile(
-    r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_[A-Z_]+|(GET|FIND) was unable to find an engine|Unable to find a valid cuDNN"
+    r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(?!SUCCESS)[A-Z_]+"
+    r"|(GET|FIND) was unable to find an engine|Unable to find a valid cuDNN"
 )
 ASSERTION = re.compile(r"[Aa]ssertion `.{1,200}failed|device-side assert|illegal memory access")
 MEMORY = re.compile(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUDA error: out of memory")

@@ -1,9 +1,10 @@
 """Which samples each rank gets: of 32, with two ranks, 16 each and none twice."""
 
 import os
+import random
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Iterator, List
+from typing import Any, Callable, Iterator, List, Optional
 
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
@@ -46,10 +47,11 @@ def load(ctx: Context, *, way: str) -> None:
     compare(ctx, dist, seen)
 
 
-def stream(ctx: Context, *, sliced: bool) -> None:
-    """A dataset without indices, read by two workers on each rank."""
-    import torch
-    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+def make_stream(ctx: Context, sliced: bool, shuffle: Optional[Callable[[List[int]], None]] = None) -> Any:
+    """A dataset without indices: all samples, or those of this rank and this worker."""
+    from torch.utils.data import IterableDataset, get_worker_info
+
+    rank, world_size = ctx.rank, ctx.world_size
 
     class Stream(IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:
@@ -57,13 +59,29 @@ def stream(ctx: Context, *, sliced: bool) -> None:
                 return iter(range(SAMPLES))
             worker = get_worker_info()
             count, number = (worker.num_workers, worker.id) if worker else (1, 0)
-            return islice(range(SAMPLES), rank * count + number, None, world_size * count)
+            if shuffle is None:
+                return islice(range(SAMPLES), rank * count + number, None, world_size * count)
+            samples = list(range(SAMPLES))
+            shuffle(samples)
+            return islice(samples, rank * count + number, None, world_size * count)
+
+    return Stream()
+
+
+def shuffle_alike(samples: List[int]) -> None:
+    random.Random(0).shuffle(samples)
+
+
+def stream(ctx: Context, *, sliced: bool, shuffle: Optional[Callable[[List[int]], None]] = None) -> None:
+    """A stream that two workers on each rank read."""
+    import torch
+    from torch.utils.data import DataLoader
 
     dist = ctx.init_process_group(timeout_s=10)
-    rank, world_size = ctx.rank, ctx.world_size
     torch.manual_seed(0)
     ctx.reached()
-    loader = DataLoader(Stream(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    samples = make_stream(ctx, sliced, shuffle)
+    loader = DataLoader(samples, batch_size=4, num_workers=2, multiprocessing_context="fork")
     compare(ctx, dist, [sample for batch in loader for sample in batch.tolist()])
 
 
@@ -96,12 +114,19 @@ def prepare(ctx: Context, *, way: str) -> None:
 
     dist = ctx.init_process_group(timeout_s=10)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
-    accelerator = Accelerator(cpu=True)
+    options = {}
+    if way.endswith("seed"):
+        from accelerate.utils import DataLoaderConfiguration  # type: ignore[import-not-found]
+
+        options = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}
+    accelerator = Accelerator(cpu=True, **options)
     dataset: Any = list(range(SAMPLES))
-    torch.manual_seed(0)
+    torch.manual_seed(ctx.rank if way == "own seed" else 0)
     ctx.reached()
     if way == "twice":
         loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))
+    elif "stream" in way:
+        loader = DataLoader(make_stream(ctx, sliced=way == "sliced stream"), batch_size=4)
     else:
         loader = DataLoader(dataset, batch_size=4, shuffle=True)
     if way != "never":
@@ -113,9 +138,15 @@ ALL_TWICE = symptom(r"of 32 samples 32 came to both ranks, 0 to none")
 
 
 def pair(
-    name: str, broken: Callable[..., None], fixed: Callable[..., None], expect: Expect, because: str, fix: str
+    name: str,
+    broken: Callable[..., None],
+    fixed: Callable[..., None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    accelerate: Optional[str] = None,
 ) -> Experiment:
-    packages = {"torch": ">=2.1", **({"accelerate": ""} if "prepare" in name else {})}
+    packages = {"torch": ">=2.1", **({} if accelerate is None else {"accelerate": accelerate})}
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
@@ -165,6 +196,14 @@ probe = Probe(
             "each takes every fourth sample, from a place of its own",
         ),
         pair(
+            "stream-shuffle",
+            partial(stream, sliced=True, shuffle=random.shuffle),
+            partial(stream, sliced=True, shuffle=shuffle_alike),
+            symptom(r"of 32 samples [1-9]\d* came to both ranks, [1-9]\d* to none"),
+            "each worker shuffles with the generator of its process, and then takes every fourth sample",
+            "all workers of all ranks shuffle with one seed",
+        ),
+        pair(
             "split",
             partial(split, shared_generator=False),
             partial(split, shared_generator=True),
@@ -179,6 +218,7 @@ probe = Probe(
             ALL_TWICE,
             "accelerate was not given the loader",
             "prepare shards the loader",
+            "",
         ),
         pair(
             "prepare-twice",
@@ -187,6 +227,25 @@ probe = Probe(
             symptom(r"of 32 samples 0 came to both ranks, 16 to none"),
             "the loader has a DistributedSampler, and prepare shards it once more",
             "prepare gets a plain loader",
+            "",
+        ),
+        pair(
+            "prepare-stream",
+            partial(prepare, way="sliced stream"),
+            partial(prepare, way="whole stream"),
+            symptom(r"of 32 samples 0 came to both ranks, 16 to none"),
+            "the stream is cut by rank, and prepare cuts it once more",
+            "prepare gets the whole stream",
+            "",
+        ),
+        pair(
+            "prepare-seed",
+            partial(prepare, way="own seed"),
+            partial(prepare, way="same seed"),
+            symptom(r"of 32 samples [1-9]\d* came to both ranks, [1-9]\d* to none"),
+            "a seedable sampler takes the seed of its rank, and each rank has one of its own",
+            "all ranks have the same seed when the loader is prepared",
+            ">=0.30",
         ),
     ),
 )

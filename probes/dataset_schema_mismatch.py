@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +41,7 @@ CALLS: Tuple[List[Any], ...] = (
     [{"messages": [{"role": "assistant", "tool_calls": [{"name": "search", "arguments": {"query": "kb"}}]}]}],
 )
 STRUCT_FIRST = [{"text": "a", "meta": {"k": 1}}], [{"text": "b", "meta": "m"}]
+DATE_FIRST = [{"text": "a", "meta": "2024-01-31"}], [{"text": "b", "meta": "unknown"}]
 MIXED = ([{"text": "a", "meta": 1}, {"text": "b", "meta": "m"}],)
 
 
@@ -51,11 +54,11 @@ def cause_raised() -> Iterator[None]:
         raise error.__cause__ or error  # noqa: B904
 
 
-def write(ctx: Context, files: Iterable[List[Dict[str, Any]]]) -> List[str]:
+def write(ctx: Context, files: Iterable[List[Dict[str, Any]]], end: str = "") -> List[str]:
     paths = []
     for number, rows in enumerate(files):
         paths.append(ctx.path("train-%d.jsonl" % number))
-        Path(paths[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(paths[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     return paths
 
 
@@ -65,10 +68,10 @@ def load(ctx: Context, *, files: Any, declared: bool) -> None:
     import pyarrow as pa  # type: ignore[import-not-found]
     from datasets import Features, load_dataset  # type: ignore[import-not-found]
 
-    paths = write(ctx, files)
+    paths = write(ctx, files, end="\n")  # a blank line
     ctx.reached()
     if declared:
-        rows = [json.loads(line) for path in paths for line in open(path)]
+        rows = [json.loads(line) for path in paths for line in open(path) if line.strip()]
         features = Features.from_arrow_schema(pa.schema(list(pa.array(rows).type)))
         table = load_dataset("json", data_files=paths, split="train", features=features)
         table.to_parquet(ctx.path("fixed.parquet"))
@@ -87,16 +90,18 @@ def load_text(ctx: Context, *, files: Any, rewritten: bool, **options: Any) -> N
     """A column of several types, as it is or as text: JSON in a column of strings."""
     from datasets import load_dataset
 
-    paths = write(ctx, files)
+    paths = write(ctx, files, end="\n")  # a blank line
     ctx.reached()
     if rewritten:
-        for path in paths:
-            with open(path) as file, open(path + ".text.jsonl", "w") as fixed:
-                for line in file:
+        folder = ctx.path("fixed")
+        os.makedirs(folder)
+        for number, path in enumerate(paths):
+            with open(path) as file, open("%s/%05d.jsonl" % (folder, number), "w") as fixed:
+                for line in filter(str.strip, file):
                     row = json.loads(line)
-                    row["meta"] = json.dumps(row.get("meta"))
+                    row["meta"] = json.dumps(row.get("meta"), ensure_ascii=False)
                     fixed.write(json.dumps(row) + "\n")
-        paths = [path + ".text.jsonl" for path in paths]
+        paths = sorted(str(file) for file in Path(folder).iterdir())
     table = load_dataset("json", data_files=paths, split="train", **options)
     assert [json.loads(row["meta"]) for row in table] == [row["meta"] for rows in files for row in rows]
 
@@ -112,7 +117,7 @@ def load_calls(ctx: Context, *, free: bool) -> None:
     if free:
         features = Features({"messages": List(Json())})
     else:
-        rows = [json.loads(line) for path in paths for line in open(path)]
+        rows = [json.loads(line) for path in paths for line in open(path) if line.strip()]
         features = Features.from_arrow_schema(pa.schema(list(pa.array(rows).type)))
     table = load_dataset("json", data_files=paths, split="train", features=features)
     assert len(table) == len(CALLS)
@@ -157,6 +162,35 @@ def read_chunks(ctx: Context, *, chunksize: int) -> None:
     ctx.reached()
     table = load_dataset("json", data_files=paths, split="train", chunksize=chunksize)
     assert table[-1]["meta"] == "late"
+
+
+@cause_raised()
+def write_objects(ctx: Context, *, as_text: bool) -> None:
+    """Rows in which an object is always empty, on their way to a Parquet file."""
+    from datasets import Dataset
+
+    rows = [{"text": "a", "meta": {}}, {"text": "b", "meta": {}}]
+    table = Dataset.from_list([{**row, "meta": json.dumps(row["meta"])} if as_text else row for row in rows])
+    ctx.reached()
+    table.to_parquet(ctx.path("fixed.parquet"))
+
+
+@cause_raised()
+def read_newer(ctx: Context, *, plain: bool) -> None:
+    """A Parquet file of a newer release, which names a type that this one does not have."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-not-found]
+    from datasets import load_dataset
+
+    path, fixed = ctx.path("newer.parquet"), ctx.path("fixed.parquet")
+    types = {"info": {"features": {"input_ids": {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "Newer"}}}}
+    rows = pa.table({"input_ids": [[1, 2], [3]]})
+    pq.write_table(rows.replace_schema_metadata({"huggingface": json.dumps(types)}), path)
+    ctx.reached()
+    if plain:
+        pq.write_table(pq.read_table(path).replace_schema_metadata(None), fixed)
+    table = load_dataset("parquet", data_files=fixed if plain else path, split="train")
+    assert table["input_ids"][:] == [[1, 2], [3]]
 
 
 def join(ctx: Context, *, casts: bool) -> None:
@@ -210,6 +244,7 @@ KINDS = {
     dict: "object",
     type(None): "null",
 }
+DATE = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d[\d:.+Z-]{0,20})?")  # text that pyarrow takes for a time
 
 
 def survey(path: Path, until: float) -> Tuple[Kinds, str]:
@@ -230,7 +265,8 @@ def survey(path: Path, until: float) -> Tuple[Kinds, str]:
                 if not isinstance(row, dict):
                     return kinds, "line %d of %s is no object" % (number, path.name)
                 for name, value in row.items():
-                    kinds.setdefault(name, {}).setdefault(KINDS[type(value)], number)
+                    kind = "date" if isinstance(value, str) and DATE.fullmatch(value) else KINDS[type(value)]
+                    kinds.setdefault(name, {}).setdefault(kind, number)
     except (OSError, ValueError, RecursionError) as error:  # json and utf-8 raise ValueError
         return kinds, "%s cannot be read as JSON lines, after line %d: %s" % (path.name, number, error)
     return kinds, ""
@@ -245,9 +281,12 @@ def files_in(path: Path, until: float) -> List[Path]:
     return sorted(found)
 
 
+WIDER = {"number": "fraction", "date": "string"}
+
+
 def values_in(seen: Mapping[str, int]) -> List[str]:
-    """Without null, and without whole numbers beside fractions, which are one type."""
-    return [kind for kind in seen if kind != "null" and not (kind == "number" and "fraction" in seen)]
+    """Without null, and without whole numbers beside fractions or dates beside text, which are one type."""
+    return [kind for kind in seen if kind != "null" and WIDER.get(kind) not in seen]
 
 
 def disagreements(files: Mapping[Path, Kinds]) -> List[str]:
@@ -266,7 +305,7 @@ def disagreements(files: Mapping[Path, Kinds]) -> List[str]:
                 found.append("%s is in %s and not in the first file" % (name, path.name))
                 continue
             before = values_in(first[name])
-            if set(values) - set(before) - {"number" if "fraction" in before else ""}:
+            if set(values) - set(before) - {kind for kind, wider in WIDER.items() if wider in before}:
                 found.append(
                     "%s: %s in the first file, %s in %s"
                     % (name, ", ".join(before) or "null", ", ".join(values), path.name)
@@ -385,6 +424,30 @@ probe = Probe(
             CAST,
             "a column has objects in the first file, and strings in the second",
             TEXT,
+        ),
+        pair(
+            "date-first",
+            partial(load_text, files=DATE_FIRST, rewritten=False),
+            partial(load_text, files=DATE_FIRST, rewritten=True),
+            r"Failed to parse string: 'unknown' as a scalar of type timestamp",
+            "the first file has only dates in a column, the second has another text",
+            TEXT,
+        ),
+        pair(
+            "empty-object",
+            partial(write_objects, as_text=False),
+            partial(write_objects, as_text=True),
+            "Cannot write struct type 'meta' with no child field",
+            "an object is empty in all rows",
+            TEXT,
+        ),
+        pair(
+            "newer-types",
+            partial(read_newer, plain=False),
+            partial(read_newer, plain=True),
+            r"Feature type 'Newer' not found\. Available feature types",
+            "the file names a type that this release of datasets does not have",
+            "the file is written again without the types that datasets recorded in it",
         ),
         pair(
             "mixed",

@@ -115,29 +115,67 @@ def offload(ctx: Context, *, torch_adam: bool) -> None:
     deepspeed = import_deepspeed()
     import torch
 
-    os.environ.update(TORCH_EXTENSIONS_DIR=ctx.path("torch_extensions"), PATH=ctx.path("no-programs"))
-    ctx.init_process_group(timeout_s=20)
+    prepare_offload(ctx)
     params: dict[str, Any] = {"lr": 0.1, "torch_adam": True} if torch_adam else {"lr": 0.1}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "optimizer": {"type": "AdamW", "params": params},
-    }
+    config = {**OFFLOAD, "optimizer": {"type": "AdamW", "params": params}}
     model = torch.nn.Linear(4, 4)
-    before = model.weight.detach().clone()
     ctx.reached()
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    step_once(torch, model, lambda: deepspeed.initialize(model=model, config=config)[0])
+
+
+def replace_optimizer(ctx: Context, *, replaced: bool) -> None:
+    """The same with the script's AdamW under accelerate, which puts DeepSpeedCPUAdam in its place."""
+    from kb.cpu_arms import import_deepspeed
+
+    import_deepspeed()
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs  # type: ignore[import-not-found]
+
+    prepare_offload(ctx)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = {**OFFLOAD, "zero_force_ds_cpu_optimizer": replaced}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
+    )
+    model = torch.nn.Linear(4, 4)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
+    ctx.reached()
+    engine = step_once(torch, model, lambda: accelerator.prepare(model, optimizer)[0])
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.3, 0.0]
+
+
+OFFLOAD: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def prepare_offload(ctx: Context) -> None:
+    os.environ.update(TORCH_EXTENSIONS_DIR=ctx.path("torch_extensions"), PATH=ctx.path("no-programs"))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    ctx.init_process_group(timeout_s=20)
+
+
+def step_once(torch: Any, model: Any, initialize: Callable[[], Any]) -> Any:
+    before = model.weight.detach().clone()
+    engine = initialize()
     engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
     engine.step()
     assert type(engine.optimizer.optimizer) is torch.optim.AdamW
     assert (model.weight.float() - before).abs().min().item() > 0.05  # the first step of Adam is lr
+    return engine
 
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Was the op to be built when DeepSpeed was installed, and is it there? Has a build left a folder without it?"""
     op = params["op"]
-    spec = importlib.util.find_spec("deepspeed")
+    try:
+        spec = importlib.util.find_spec("deepspeed")
+    except (ImportError, ValueError) as error:
+        return unknown(f"DeepSpeed cannot be looked up: {error}")
     if spec is None or not spec.origin:
         return unknown("DeepSpeed is not installed in this interpreter")
     package, record = Path(spec.origin).parent, {}
@@ -164,9 +202,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         except OSError as error:
             return unknown(*evidence, f"{folder} cannot be read: {error.strerror}")
         made = [name for name in files if name.startswith(op) and name.endswith(".so")]
-        if "build.ninja" in files and not made and "lock" not in files:
-            why = f"{folder} has a build.ninja and no {op}.so: a build failed there"
-            return exposed(*evidence, why, advice=f"cd {folder} && ninja -v, in the job's environment, shows why")
+        if "build.ninja" in files and not made:
+            why = f"{folder} has a build.ninja and no {op}.so"
+            advice = f"cd {folder} && ninja -v, in the job's environment, shows why"
+            if "lock" not in files:
+                return exposed(*evidence, why + ": a build failed there", advice=advice)
+            evidence.append(why + ", and a lock, which torch from 2.14 on leaves: a build runs, was killed or failed")
     compiler = (os.environ.get("CXX", "").split() or ["c++"])[0]
     missing = [program for program in ("ninja", compiler) if not shutil.which(program)]
     if missing:
@@ -209,6 +250,20 @@ def linker(title: str, expect: Expect = FAILED, because: str = UNKNOWN_FOLDER, *
     return pair(title, fails, works, expect, because, "LIBRARY_PATH names the folder", **shape)
 
 
+def in_deepspeed(
+    title: str, fails: Callable[[Context], None], works: Callable[[Context], None], **packages: str
+) -> Experiment:
+    return Experiment(
+        name=title,
+        control=Arm(fails, NO_OP, "no program is on PATH, and cpu_adam not built", "cpu"),
+        treatment=Arm(works, completed(), "torch's AdamW needs no op", "cpu"),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.2", "deepspeed": ">=0.16", **packages}),
+        deadline_s=60,
+        expected_s=(6.0, 6.0),
+    )
+
+
 probe = Probe(
     check=check,
     params={"op": Param("str", "the op that the job lacks", "cpu_adam")},
@@ -241,16 +296,12 @@ probe = Probe(
             "ninja is installed, in a bin that is not on PATH",
             "that bin is on PATH",
         ),
-        Experiment(
-            name="deepspeed",
-            control=Arm(
-                partial(offload, torch_adam=False), NO_OP, "no program is on PATH, and cpu_adam not built", "cpu"
-            ),
-            treatment=Arm(partial(offload, torch_adam=True), completed(), "torch's AdamW needs no op", "cpu"),
-            world_size=1,
-            needs=Needs(packages={"torch": ">=2.2", "deepspeed": ">=0.16"}),
-            deadline_s=60,
-            expected_s=(6.0, 6.0),
+        in_deepspeed("deepspeed", partial(offload, torch_adam=False), partial(offload, torch_adam=True)),
+        in_deepspeed(
+            "accelerate",
+            partial(replace_optimizer, replaced=True),
+            partial(replace_optimizer, replaced=False),
+            accelerate=">=1.0",
         ),
     ),
 )

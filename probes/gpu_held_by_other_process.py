@@ -195,7 +195,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = []
     for index, uuid, used, total, mode in gpus:
         pids = ", ".join(app[1] for app in apps if app[0] == uuid and app[1:]) or "no process that nvidia-smi lists"
-        if not used.isdigit():
+        if not used.isdecimal():
             return unknown(f"GPU {index} does not say how much memory is used ({used}): MIG, or a driver that hides it")
         if int(used) > params["idle_mib"]:
             evidence.append(f"GPU {index}: {used} of {total} MiB used, by {pids}")

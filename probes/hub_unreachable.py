@@ -36,9 +36,12 @@ CONFIG = b'{"model_type": "bert"}'
 
 
 class Hub:
-    """A local server: it answers `limit` requests, and every other one with 429; or none at all if it is `silent`."""
+    """A local server: it answers `limit` requests, and every other one with 429; or none at all if it is `silent`.
 
-    def __init__(self, content: bytes, limit: int, silent: bool = False) -> None:
+    A `bare` one leaves out the header that names the commit.
+    """
+
+    def __init__(self, content: bytes, limit: int, silent: bool = False, bare: bool = False) -> None:
         hub, self.requests, self.closed = self, [], threading.Event()  # type: ignore[var-annotated]
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,7 +52,8 @@ class Hub:
                     return
                 answered = len(hub.requests) <= limit
                 self.send_response(200 if answered else 429)
-                self.send_header("X-Repo-Commit", COMMIT)
+                if not bare:
+                    self.send_header("X-Repo-Commit", COMMIT)
                 self.send_header("ETag", '"%s"' % COMMIT)
                 self.send_header("Content-Length", str(len(content) if answered else 0))
                 self.end_headers()
@@ -69,11 +73,11 @@ class Hub:
 
 
 @contextlib.contextmanager
-def serve(ctx: Context, content: bytes = CONFIG, limit: int = 0, silent: bool = False) -> Iterator[Any]:
+def serve(ctx: Context, content: bytes = CONFIG, limit: int = 0, **kind: bool) -> Iterator[Any]:
     """A hub in rank 0, which all ranks ask without a proxy and with shortened waits between their attempts."""
     hub, address = None, Path(ctx.path("address"))
     if ctx.rank == 0:
-        hub = Hub(content, limit, silent)
+        hub = Hub(content, limit, **kind)
         address.write_text(hub.url)
     ctx.meet("served")
     os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1", HF_ENDPOINT=address.read_text(), HF_HUB_OFFLINE="0")
@@ -138,6 +142,16 @@ def share_model(ctx: Context, *, only_rank_0: bool) -> None:
             assert Path(hf_hub_download(REPO, "config.json", cache_dir=folder, **options)).read_bytes() == CONFIG
 
         share(ctx, download=read, load=partial(read, local_files_only=True), only_rank_0=only_rank_0)
+
+
+def use_mirror(ctx: Context, *, bare: bool) -> None:
+    """A server in the place of the hub, which passes the file on, but not all headers."""
+    with serve(ctx, limit=2, bare=bare):
+        from huggingface_hub import hf_hub_download
+
+        ctx.reached()
+        path = hf_hub_download(REPO, "config.json", cache_dir=ctx.path("cache"))
+        assert Path(path).read_bytes() == CONFIG
 
 
 def load_weights(ctx: Context, *, copied: bool) -> None:
@@ -221,6 +235,20 @@ def wait_for_firewall(ctx: Context, *, offline: str) -> None:
             raise Symptom("a file in the cache took %.1f s, HF_HUB_ETAG_TIMEOUT=2" % seconds)
 
 
+def other_caches(folder: str, name: str, home: str) -> List[str]:
+    """Where transformers 4 and datasets may have it besides."""
+    old = ("TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE", "PYTORCH_PRETRAINED_BERT_CACHE")
+    found = [Path(os.environ[variable], folder) for variable in old if os.environ.get(variable)]
+    if folder.startswith("dataset"):
+        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(os.path.expanduser(home), "datasets"))
+        found += [path for path in prepared.glob("*") if letters(path.name) == letters(name)]
+    return [str(path) for path in found if path.exists()]
+
+
+def letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Does the cache of this user on this node hold the repository? Asks nobody on the network."""
     if not params["repo"]:
@@ -230,6 +258,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     folder, name = Path(os.path.expandvars(os.path.expanduser(cache))), str(params["repo"])
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or params["kind"] not in ("model", "dataset"):
         return unknown("%s is not the name of a repository, or %s not a kind" % (name, params["kind"]))
+    if not folder.is_absolute() or "$" in str(folder):
+        return unknown("the cache is %s, which depends on where and how the job starts" % folder)
     repo = folder / ("%ss--%s" % (params["kind"], name.replace("/", "--")))
     try:
         ref = repo / "refs" / "main"
@@ -241,11 +271,14 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown("%s does not hold a commit" % ref)
         files = [path for path in sorted(repo.glob("snapshots/%s/**/*" % (commit or "*")))[:5000] if not path.is_dir()]
         lost = [path.name for path in files if not path.exists()]
+        others = other_caches(repo.name, name, home)
     except (OSError, ValueError) as error:
         return unknown("%s cannot be read: %s" % (repo, error))
     evidence = ["the cache is %s" % folder, "%d files of %s are in it" % (len(files), name)]
     if lost:
         return exposed(*evidence, "links without their files: %s" % ", ".join(lost[:3]), advice="fetch them again")
+    if not files and others:
+        return unknown(*evidence, "but there is %s, which the job may use" % others[0])
     if not files:
         why = "the job needs the hub for it, and in offline mode it fails"
         return exposed(*evidence, why, advice="hf download where the hub can be reached; give the job the folder")
@@ -336,6 +369,15 @@ variants: List[Experiment] = [
         symptom(r"HF_HUB_OFFLINE=0: \d request"),
         "TRANSFORMERS_OFFLINE=1, and HF_HUB_OFFLINE=0 beside it",
         "HF_HUB_OFFLINE=1",
+        HUB,
+    ),
+    pair(
+        "headers",
+        partial(use_mirror, bare=True),
+        partial(use_mirror, bare=False),
+        raised(r"An error happened while trying to locate the file|We also cannot find the requested files"),
+        "the server passes the file on without the header that names its commit",
+        "it passes on all headers",
         HUB,
     ),
     pair(

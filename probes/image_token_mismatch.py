@@ -166,8 +166,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if length is None or pixels is None:
         advice = "--set max_length=8192 --set max_pixels=1003520 --set images=4; side=32 for Qwen3-VL"
         return unknown("max_length and max_pixels are not both given", advice=advice)
-    if min(length, pixels, side, images) < 1:
-        return unknown("a number below 1 is no limit")
+    if min(length, pixels, side, images, params["text"] + 1) < 1:
+        return unknown("a number below 1 is no limit, and text has no length below 0")
     tokens = images * (pixels // side**2)
     evidence = "%d images of up to %d placeholders, one for %dx%d pixels: %d of %d tokens"
     counts = (images, pixels // side**2, side, side, tokens, length)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 from kb.probe import (
     Arm,
@@ -167,7 +167,9 @@ def start_deepspeed(ctx: Context, *, launched: bool) -> None:
 # --- the check: left-over variables in this shell, and a script that plain `python` cannot start -------------------
 
 OTHERWISE = re.compile(
-    r"\b(spawn|Process|Popen|notebook_launcher|start_processes|elastic_launch|putenv)\b"
+    r"\b(spawn|Process|Popen|notebook_launcher|start_processes|elastic_launch|putenv|load_dotenv|submitit)\b"
+    r"|\b(environ\.get|getenv)\( *['\"](RANK|WORLD_SIZE)\b"
+    r"|\b(subprocess|os)\.(run|call|check_call|check_output|system|exec\w+)\b"
     r"|\benviron(\.(update|setdefault)\b|\[.{1,20}\] *=[^=])"
 )
 
@@ -184,13 +186,27 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "no code was given to read", advice="--set code=train.py")
     try:
         text = code.read_text("utf-8")
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and from_environment(node)]
+        calls = list(filter(from_environment, unconditional(ast.parse(text))))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return unknown(evidence, f"{code} cannot be read: {type(error).__name__}")
     if not calls or OTHERWISE.search(text):
         return unknown(evidence, f"{code}: whether a launcher has to start it cannot be seen")
     where = f"{code}:{calls[0].lineno}: init_process_group takes {missing[0]} from the environment"
     return exposed(evidence, where, advice=f"not python, but torchrun --standalone --nproc-per-node N {code.name}")
+
+
+def unconditional(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls that are not left out in a job of one process, as `if args.distributed:` would."""
+    if isinstance(node, (ast.If, ast.IfExp)) and not re.search(
+        "__name__|is_initialized|is_available", ast.unparse(node.test)
+    ):
+        return
+    if isinstance(node, ast.Try):
+        return
+    if isinstance(node, ast.Call):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from unconditional(child)
 
 
 def from_environment(call: ast.Call) -> bool:
@@ -216,6 +232,7 @@ def pair(
 
 ONE, TWO = "python starts one process, without a rank", "torchrun starts two, each with its rank"
 LAUNCHER = pair("launcher", partial(start, script=TRAIN), "launched", symptom(RANK_MISSING), ONE, TWO)
+SHARED = Needs(packages={"torch": ">=2.5"})  # before, each rank 0 wants to host a store of its own
 OF_ONE = symptom(r"asked for 2 processes, the script trained on 1")
 
 probe = Probe(
@@ -224,18 +241,19 @@ probe = Probe(
     experiments=(LAUNCHER,),
     variants=(
         pair("one-process", start_alone, "filled_in", raised(RANK_MISSING), ONE, "the script fills in what is missing"),
-        pair("by-hand", start_by_hand, "respected", OF_ONE, f"{TWO}, which the script overwrites", "which it respects"),
+        pair(
+            "by-hand",
+            start_by_hand,
+            "respected",
+            OF_ONE,
+            f"{TWO}, and overwrites it",
+            "which it respects",
+            needs=SHARED,
+        ),
         pair("order", sample, "group_first", NO_GROUP, "the sampler is made before the group", "after", world_size=2),
         pair("guard", save, "guarded", NO_GROUP, "a barrier without a group", "a barrier only where there is a group"),
         pair("destroyed", finish, "destroyed_last", NO_GROUP, "a barrier after the group", "before", world_size=2),
         pair("accelerate", partial(start, script=COUNT), "launched", OF_ONE, f"{ONE}; accelerate accepts that", TWO),
-        pair(
-            "deepspeed",
-            start_deepspeed,
-            "launched",
-            raised(r"No module named .mpi4py"),
-            ONE,
-            "the variables are set, for one process",
-        ),
+        pair("deepspeed", start_deepspeed, "launched", raised("No module named .mpi4py"), ONE, "the variables are set"),
     ),
 )

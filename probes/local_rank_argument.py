@@ -13,11 +13,10 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence, Set, Tuple
+from typing import Any, Callable, Mapping, Sequence
 
 from kb.probe import (
     Arm,
@@ -37,8 +36,7 @@ from kb.probe import (
     unknown,
 )
 
-LAUNCH = "torch.distributed.launch"
-TORCHRUN = "torch.distributed.run"
+LAUNCH, TORCHRUN = "torch.distributed.launch", "torch.distributed.run"
 TWO_RANKS = ("--standalone", "--local-addr=localhost", "--nproc-per-node=2", "--monitor-interval=0.1")
 NO_PYTHON = ("--no-python", "bash", "-c", 'exec "$0" "$@" --local_rank="$LOCAL_RANK"', sys.executable)
 UNDERSCORE, HYPHEN = "--local_rank", "--local-rank"
@@ -49,15 +47,9 @@ def parse_nothing() -> int:
     return int(os.environ["LOCAL_RANK"])
 
 
-def parse_underscore() -> int:
+def parse_one(spelling: str) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    return int(parser.parse_args().local_rank)
-
-
-def parse_hyphen() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local-rank", type=int, default=0)
+    parser.add_argument(spelling, type=int, default=0)
     return int(parser.parse_args().local_rank)
 
 
@@ -67,43 +59,46 @@ def parse_both() -> int:
     return int(parser.parse_args().local_rank)
 
 
-def write_script(ctx: Context, parse: Callable[[], int]) -> str:
+NOTHING, BOTH = "parse_nothing()", "parse_both()"
+ONLY_UNDERSCORE, ONLY_HYPHEN = "parse_one('--local_rank')", "parse_one('--local-rank')"
+
+
+def write_script(ctx: Context, rank: str) -> str:
     """A training script as far as its arguments go: it notes which card it would take."""
-    note = 'open("card-" + os.environ["RANK"], "w").write(str(%s()))' % parse.__name__
-    script = Path(ctx.path("train.py"))
-    script.write_text("import argparse, os\n\n" + inspect.getsource(parse) + "\n" + note + "\n")
-    return str(script)
+    functions = [inspect.getsource(function) for function in (parse_nothing, parse_one, parse_both)]
+    note = f'open("card-" + os.environ["RANK"], "w").write(str({rank}))'
+    Path(ctx.path("train.py")).write_text("\n\n".join(["import argparse, os", *functions, note]) + "\n")
+    return str(ctx.path("train.py"))
 
 
-def start(ctx: Context, *, parse: Callable[[], int], module: str = LAUNCH, options: Sequence[str] = ()) -> None:
+def start(ctx: Context, *, rank: str, module: str = LAUNCH, options: Sequence[str] = ()) -> None:
     """`python -m MODULE OPTIONS train.py` for two ranks, in this process, which has imported torch."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     output = Path(ctx.path("output"))
     with output.open("w") as file:
         os.dup2(file.fileno(), 2)
-    command = [*TWO_RANKS, *options, write_script(ctx, parse)]
+    command = [*TWO_RANKS, *options, write_script(ctx, rank)]
     ctx.reached()
     with suppress(ChildFailedError):
         import_module(module).main(command)
     look(ctx, output.read_text())
 
 
-def start_deepspeed(ctx: Context, *, parse: Callable[[], int], options: Sequence[str] = ()) -> None:
+def start_deepspeed(ctx: Context, *, rank: str, options: Sequence[str] = ()) -> None:
     """What `deepspeed --num_gpus 2 train.py` starts on a node."""
     world = base64.urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
     where = (f"--world_info={world}", "--master_addr=127.0.0.1", "--master_port=29511")
-    command = [sys.executable, "-m", "deepspeed.launcher.launch", *where, *options, write_script(ctx, parse)]
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", *where, *options, write_script(ctx, rank)]
     ctx.reached()
     look(ctx, subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False).stderr)
 
 
 def look(ctx: Context, errors: str) -> None:
     """Did each rank start, and with a card of its own?"""
-    refused = re.search(r"error: unrecognized arguments: .*", errors)
-    if refused:
-        raise Symptom(refused.group())
-    cards = [Path(path).read_text() for path in sorted(glob(ctx.path("card-*")))]
+    for refused in re.findall(r"error: unrecognized arguments: .*", errors):
+        raise Symptom(refused)
+    cards = [path.read_text() for path in sorted(Path(ctx.path("card-0")).parent.glob("card-*"))]
     if cards != ["0", "1"]:
         raise Symptom(f"the two ranks take cards {cards}; {errors[-300:]}")
 
@@ -134,62 +129,67 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Reads the script and the command that starts it; runs neither."""
     if params["code"] is None:
         return unknown("no script was given to read", advice="--set code=train.py --set command=run.sh")
+    name = params["code"].name
     try:
-        text = params["code"].read_text("utf-8")
-        spellings, others = accepted(text)
+        script = ast.parse(params["code"].read_text("utf-8"))
+        defined = definitions(script)
         command = params["command"].read_text("utf-8") if params["command"] else ""
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return unknown(f"a file cannot be read: {type(error).__name__}")
-    evidence = f"{params['code'].name} defines " + (" and ".join(sorted(spellings)) or "no --local_rank")
-    if others:
-        return unknown(evidence, "it also parses what it does not know, or not by argparse alone")
-    passed = passed_by(" ".join(line for line in command.splitlines() if not line.lstrip().startswith("#")))
-    if passed is None:
-        return unknown(
-            evidence, "which launcher starts it, and what that passes, is not known", advice="--set command=run.sh"
-        )
-    if passed and passed not in spellings:
-        return exposed(evidence, f"its launcher passes {passed}=N", advice="torchrun, and the rank from LOCAL_RANK")
-    if spellings and not passed and "LOCAL_RANK" not in text:
-        return unknown(
-            evidence, "its launcher passes no local rank: whether the default is right for all cannot be seen"
-        )
-    return clear(evidence, f"its launcher passes {passed or 'no local rank'}")
+    spellings = [spelling for spelling in (UNDERSCORE, HYPHEN) if any(f"'{spelling}'" in text for text in defined)]
+    evidence = f"{name} defines " + (" and ".join(spellings) or "no --local_rank")
+    if not only_argparse(script):
+        return unknown(evidence, "more than the argparse calls of this file may read the command line")
+    passed = {passed_by(line, name) for line in re.sub(r"\\\n", " ", command).splitlines()} - {"no launcher"}
+    if len(passed) != 1 or None in passed:
+        return unknown(evidence, "what its launcher passes cannot be seen", advice="--set command=run.sh")
+    (argument,) = passed
+    passes = f"its launcher passes {argument or 'no local rank'}, with the torch of {sys.executable}"
+    if argument and argument not in spellings:
+        return exposed(evidence, passes, advice="torchrun, and the rank from LOCAL_RANK")
+    if spellings and not argument and not any("LOCAL_RANK" in text for text in defined):
+        return unknown(evidence, passes, "whether the default is right for all processes cannot be seen")
+    return clear(evidence, passes)
 
 
-def accepted(text: str) -> Tuple[Set[str], bool]:
-    """The spellings that add_argument gets, and whether something else reads the command line as well."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    names = [ast.unparse(call.func).split(".")[-1] for call in calls]
-    spellings = {
-        argument.value
-        for call, name in zip(calls, names)
-        for argument in call.args
-        if name == "add_argument" and isinstance(argument, ast.Constant) and argument.value in (UNDERSCORE, HYPHEN)
-    }
-    return spellings, "parse_args" not in names or "add_argument" not in names or "add_config_arguments" in names
+def definitions(script: ast.Module) -> Sequence[str]:
+    """The add_argument calls of the local rank, as text."""
+    calls = (ast.unparse(node) for node in ast.walk(script) if isinstance(node, ast.Call))
+    return [call for call in calls if re.search(r"\.add_argument\((.*, )?'--local[-_]rank'", call)]
 
 
-def passed_by(command: str) -> Any:
-    """The spelling that the launcher of this command passes, "" for none; None where that cannot be seen."""
-    launchers = re.findall(
-        r"torch\.distributed\.launch|torch\.distributed\.run|\btorchrun|\bdeepspeed|\baccelerate", command
-    )
-    if len(set(launchers)) != 1 or "$" in command.split(launchers[0])[0]:
+def only_argparse(script: ast.Module) -> bool:
+    """Whether argparse reads the command line, in strict form, by arguments that this file spells out."""
+    calls = [node for node in ast.walk(script) if isinstance(node, ast.Call)]
+    names = {ast.unparse(call.func).split(".")[-1] for call in calls}
+    values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    handed_over = any(re.search(r"(?i)(^|_)(parser?|group|ap)\d*$", ast.unparse(value)) for value in values)
+    unread = re.search(r"(?m)\.add_argument\(\*|\bparents=|\.add_argument$", ast.unparse(script))
+    others = {"parse_known_args", "add_subparsers", "HfArgumentParser", "TrlParser"} & names
+    return {"ArgumentParser", "parse_args"} <= names and not (handed_over or unread or others)
+
+
+def passed_by(line: str, script: str) -> Any:
+    """The spelling that the launcher on this line passes, "" for none; None where that cannot be seen."""
+    match = re.search(r"(?:^|[\s/\"'])(torchrun|deepspeed|accelerate|torch\.distributed\.(?:launch|run))\s(.*)", line)
+    if not match or line.lstrip().startswith("#"):
+        return "no launcher"
+    launcher, (options, found, _) = match[1], match[2].partition(script)
+    if not found or "no-python" in options.replace("_", "-") or launcher == "accelerate":
         return None
-    if launchers[0] in ("torchrun", TORCHRUN):
+    if launcher in ("torchrun", TORCHRUN):
         return ""
-    if launchers[0] == LAUNCH:
-        return "" if re.search(r"--use[-_]env", command) else spelling_of_torch()
-    if launchers[0] == "deepspeed":
-        return "" if "--no_local_rank" in command else UNDERSCORE
-    return None
+    if re.search(r"(?<!=)\$|--launcher", options):
+        return None
+    if launcher == LAUNCH:
+        return "" if re.search(r"--use[-_]env", options) else spelling_of_torch()
+    return "" if "--no_local_rank" in options else UNDERSCORE
 
 
 def spelling_of_torch() -> Any:
     try:
         return HYPHEN if int(version("torch").split(".")[0]) >= 2 else UNDERSCORE
-    except (PackageNotFoundError, ValueError):
+    except (PackageNotFoundError, ValueError, AttributeError):
         return None
 
 
@@ -197,10 +197,12 @@ TORCH_2 = Needs(packages={"torch": ">=2.0"})
 DEEPSPEED = Needs(packages={"torch": ">=2.0", "deepspeed": ""})
 REFUSED_HYPHEN = symptom(r"error: unrecognized arguments: --local-rank=\d")
 REFUSED_UNDERSCORE = symptom(r"error: unrecognized arguments: --local_rank=\d")
+LAUNCH_PASSES = "torch.distributed.launch passes --local-rank, with a hyphen; the script knows"
+DEEPSPEED_PASSES = "DeepSpeed's launcher passes --local_rank, with an underscore; the script knows"
 
 
 def pair(
-    name: str, control: Callable[..., None], treatment: Callable[..., None], expect: Expect, because: str, fix: str,
+    name: str, control: Callable[..., None], because: str, expect: Expect, treatment: Callable[..., None], fix: str,
     needs: Needs = TORCH_2,
 ) -> Experiment:  # fmt: skip
     return Experiment(
@@ -213,81 +215,35 @@ def pair(
     )
 
 
-LAUNCH_PASSES = "torch.distributed.launch passes --local-rank, with a hyphen"
-
-
 probe = Probe(
     check=check,
     params={"code": Param("path", "your training script"), "command": Param("path", "the shell script that starts it")},
     experiments=(
-        pair(
-            "spelling",
-            partial(start, parse=parse_underscore),
-            partial(start, parse=parse_both),
-            REFUSED_HYPHEN,
-            f"{LAUNCH_PASSES}; the script knows --local_rank",
-            "the script knows both spellings",
-        ),
+        pair("spelling", partial(start, rank=ONLY_UNDERSCORE), f"{LAUNCH_PASSES} --local_rank", REFUSED_HYPHEN,
+             partial(start, rank=BOTH), "the script knows both spellings"),
     ),
     variants=(
-        pair(
-            "torchrun",
-            partial(start, parse=parse_nothing),
-            partial(start, parse=parse_nothing, module=TORCHRUN),
-            REFUSED_HYPHEN,
-            f"{LAUNCH_PASSES}; the script knows none",
-            "torchrun passes no argument, and the script reads LOCAL_RANK",
-        ),
-        pair(
-            "default",
-            partial(start, parse=parse_underscore, module=TORCHRUN),
-            partial(start, parse=parse_both, module=TORCHRUN),
-            symptom(r"the two ranks take cards \['0', '0'\]"),
-            "torchrun passes no argument, so that the default of the script holds on all ranks",
-            "the default is LOCAL_RANK",
-        ),
-        pair(
-            "use-env",
-            partial(start, parse=parse_nothing),
-            partial(start, parse=parse_nothing, options=("--use-env",)),
-            REFUSED_HYPHEN,
-            f"{LAUNCH_PASSES}; the script knows none",
-            "--use-env: it passes no argument",
-        ),
-        pair(
-            "unchanged-script",
-            partial(start, parse=parse_underscore),
-            partial(start, parse=parse_underscore, module=TORCHRUN, options=NO_PYTHON),
-            REFUSED_HYPHEN,
-            f"{LAUNCH_PASSES}; the script knows --local_rank, and cannot be changed",
-            "torchrun starts a shell, which adds the argument in the script's own spelling",
-        ),
-        pair(
-            "deepspeed",
-            partial(start_deepspeed, parse=parse_hyphen),
-            partial(start_deepspeed, parse=parse_both),
-            REFUSED_UNDERSCORE,
-            "DeepSpeed's launcher passes --local_rank, with an underscore; the script knows --local-rank",
-            "the script knows both spellings",
-            needs=DEEPSPEED,
-        ),
-        pair(
-            "no-local-rank",
-            partial(start_deepspeed, parse=parse_nothing),
-            partial(start_deepspeed, parse=parse_nothing, options=("--no_local_rank",)),
-            REFUSED_UNDERSCORE,
-            "DeepSpeed's launcher passes --local_rank; the script knows none",
-            "--no_local_rank: it passes no argument",
-            needs=DEEPSPEED,
-        ),
-        pair(
-            "dataclass",
-            partial(parse_dataclass, arguments=Arguments),
-            partial(parse_dataclass, arguments=ArgumentsWithRank),
-            raised(r"Some specified arguments are not used by the HfArgumentParser: \['--local_rank=1'\]"),
-            "no dataclass of the script has the field",
-            "one has local_rank, as TrainingArguments does",
-            needs=Needs(packages={"transformers": ""}),
-        ),
+        pair("torchrun", partial(start, rank=NOTHING), f"{LAUNCH_PASSES} none", REFUSED_HYPHEN,
+             partial(start, rank=NOTHING, module=TORCHRUN), "torchrun passes none, and the script reads LOCAL_RANK"),
+        pair("default", partial(start, rank=ONLY_UNDERSCORE, module=TORCHRUN),
+             "torchrun passes no argument, so that the default of the script holds on all ranks",
+             symptom(r"the two ranks take cards \['0', '0'\]"),
+             partial(start, rank=BOTH, module=TORCHRUN), "the default is LOCAL_RANK"),
+        pair("use-env", partial(start, rank=NOTHING), f"{LAUNCH_PASSES} none", REFUSED_HYPHEN,
+             partial(start, rank=NOTHING, options=("--use-env",)), "--use-env: it passes no argument"),
+        pair("unchanged-script", partial(start, rank=ONLY_UNDERSCORE),
+             f"{LAUNCH_PASSES} --local_rank, and cannot be changed", REFUSED_HYPHEN,
+             partial(start, rank=ONLY_UNDERSCORE, module=TORCHRUN, options=NO_PYTHON),
+             "torchrun starts a shell, which adds the argument in the script's own spelling"),
+        pair("deepspeed", partial(start_deepspeed, rank=ONLY_HYPHEN),
+             f"{DEEPSPEED_PASSES} --local-rank", REFUSED_UNDERSCORE,
+             partial(start_deepspeed, rank=BOTH), "the script knows both spellings", DEEPSPEED),
+        pair("no-local-rank", partial(start_deepspeed, rank=NOTHING), f"{DEEPSPEED_PASSES} none", REFUSED_UNDERSCORE,
+             partial(start_deepspeed, rank=NOTHING, options=("--no_local_rank",)),
+             "--no_local_rank: it passes no argument", DEEPSPEED),
+        pair("dataclass", partial(parse_dataclass, arguments=Arguments), "no dataclass of the script has the field",
+             raised(r"Some specified arguments are not used by the HfArgumentParser: \['--local_rank=1'\]"),
+             partial(parse_dataclass, arguments=ArgumentsWithRank), "one has local_rank, as TrainingArguments does",
+             Needs(packages={"transformers": ""})),
     ),
-)
+)  # fmt: skip

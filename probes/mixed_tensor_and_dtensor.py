@@ -98,6 +98,7 @@ def own_loss(ctx: Context, *, way: str) -> None:
     """A loss with the weight of the head: rank 0 has ones as hidden states, rank 1 twos; the mean gradient is 1.5."""
     import torch
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Partial
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.nn import functional
 
@@ -110,6 +111,9 @@ def own_loss(ctx: Context, *, way: str) -> None:
         logits = model(ids, hidden=hidden)  # forward() has self.head(hidden)
     elif way == "full":
         logits = functional.linear(hidden, model.head.weight.full_tensor())
+    elif way == "average":
+        weight = model.head.weight.full_tensor(grad_placements=[Partial("avg")])
+        logits = functional.linear(hidden, weight)
     elif way == "implicit":
         with implicit_replication():
             logits = functional.linear(hidden, model.head.weight).full_tensor()
@@ -194,6 +198,36 @@ def load(ctx: Context, *, distributed: bool) -> None:
     assert torch.allclose(model.head.weight.full_tensor().cpu(), build().head.weight + 1)
 
 
+def resume(ctx: Context, *, distributed: bool) -> None:
+    """The whole state of an optimizer, as from a file, for the optimizer of a sharded model."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model, ids, mesh = start(ctx, "dp")
+    plain = build()
+    earlier = torch.optim.AdamW(plain.parameters())
+    plain(ids.cpu()).sum().backward()
+    earlier.step()
+    state = get_optimizer_state_dict(plain, earlier, options=StateDictOptions(full_state_dict=True))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ctx.reached()
+    if distributed:
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        optimizer.load_state_dict(earlier.state_dict())
+    model(ids).sum().backward()
+    optimizer.step()
+    moments = optimizer.state[model.head.weight]
+    assert isinstance(moments["exp_avg"], DTensor) and moments["step"] == 2
+
+
 def operate(ctx: Context, *, local: bool) -> None:
     """An operator of a library, which has no rule for DTensors."""
     import torch
@@ -215,16 +249,38 @@ def operate(ctx: Context, *, local: bool) -> None:
     assert torch.equal(result.full_tensor(), whole * 2)
 
 
+def infer(ctx: Context, *, inference: bool) -> None:
+    """A split layer without bias, in inference_mode: F.linear arrives there as aten.matmul."""
+    import torch
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, _, mesh = start(ctx, "tp")
+    parallelize_module(model, mesh, {"head": ColwiseParallel()})
+    ids = torch.arange(10, device=ctx.device).view(2, 5)
+    ctx.reached()
+    with torch.inference_mode() if inference else torch.no_grad():
+        logits = model(ids)
+    part = slice(ctx.rank * WORDS // 2, (ctx.rank + 1) * WORDS // 2)
+    assert torch.allclose(logits.cpu(), build()(ids.cpu())[..., part], atol=1e-5)
+
+
 MIXED = raised(r"got mixed torch\.Tensor and DTensor, need to convert all")
 MESHES = raised(r"must have the same mesh|different mesh|cross-mesh operation")
 WRONG = symptom(r"no error, and the logits of rank [01] are not those of its input")
 PIECES = symptom(r"no error, gradient [12]\.0 in the piece of rank [01], the mean is 1\.5")
 APART = symptom(r"no error, and the gradient of rank [01] is its own, not averaged")
+MATMUL = raised(r"Operator aten\.matmul\.default does not have a sharding strategy registered")
 UNKNOWN = raised(r"Operator kb_probe\.double\.default does not have a sharding strategy registered")
 
 
 def pair(
-    name: str, job: Callable[..., None], change: Tuple[str, Any, Any], expect: Expect, *because: str, needs: str = ""
+    name: str,
+    job: Callable[..., None],
+    change: Tuple[str, Any, Any],
+    expect: Expect,
+    *because: str,
+    needs: str = "",
+    torch: str = ">=2.7",
 ) -> Experiment:
     """`change` is the keyword that differs, with its value in the control and in the treatment arm."""
     control, treatment = (partial(job, **{change[0]: value}) for value in change[1:])
@@ -232,47 +288,38 @@ def pair(
         name=name,
         control=Arm(control, expect=expect, because=because[0], fidelity="cpu"),
         treatment=Arm(treatment, expect=completed(), because=because[1], fidelity="cpu"),
-        needs=Needs(
-            packages={"torch": ">=2.7", **dict.fromkeys(needs.split(), "")}, memory_mib=1536 if needs else 1024
-        ),
+        needs=Needs(packages={"torch": torch, **dict.fromkeys(needs.split(), "")}, memory_mib=1536 if needs else 1024),
         expected_s=(3.0, 3.0) if needs else (0.4, 0.4),
     )
 
 
-gloo = pair(
-    "gloo", call, ("way", "method", "registered"), MIXED, "FSDP2 gathers for forward", "the method is registered"
-)
-root = ("root", False, True)
+gloo = pair("gloo", call, ("way", "method", "registered"), MIXED, "FSDP2 gathers for forward", "it is registered")
+tensor_parallel, both = (partial(step, names=names) for names in (("tp",), ("dp", "tp")))
+clipped, unclipped = (partial(left_out, clip=clip) for clip in (True, False))
+distributed = ("distributed", False, True)
+registered = ("registered", False, True)
 grouped = ("grouped", False, True)
-tensor_parallel = partial(step, names=("tp",))
-both = partial(step, names=("dp", "tp"))
+root = ("root", False, True)
 
 probe = Probe(
     experiments=(gloo.on_gpus(), gloo),
     variants=(
         pair("direct", call, ("way", "direct", "called"), MIXED, "model.forward(x) has no hooks", "model(x) has them"),
         pair("summon", call, ("way", "summon", "unshard"), MIXED, "summon_full_params is FSDP1's", "unshard() gathers"),
-        pair(
-            "peft",
-            generate,
-            ("registered", False, True),
-            MIXED,
-            "a LoRA",
-            "it is registered",
-            needs="peft transformers",
-        ),
+        pair("peft", generate, registered, MIXED, "a LoRA", "it is registered", needs="peft transformers"),
         pair("own-loss", own_loss, ("way", "plain", "forward"), MIXED, "a loss reads a weight", "forward multiplies"),
+        # with 2.6 and gloo Partial("avg") gives the sum
         pair(
-            "full-tensor", own_loss, ("way", "full", "forward"), PIECES, "full_tensor() in a loss", "forward multiplies"
+            "full-tensor", own_loss, ("way", "full", "average"), PIECES, "full_tensor()", "it averages", torch=">=2.9"
         ),
-        pair(
-            "implicit", own_loss, ("way", "implicit", "forward"), WRONG, "implicit_replication()", "forward multiplies"
-        ),
-        pair("left-out", partial(left_out, clip=True), root, MIXED, "modules are in no unit", "a unit for the root"),
-        pair("drift", partial(left_out, clip=False), root, APART, "modules are in no unit", "a unit for the root"),
-        pair("optimizer", tensor_parallel, grouped, MIXED, "the plan leaves modules out", "a group for each kind"),
+        pair("implicit", own_loss, ("way", "implicit", "forward"), WRONG, "implicit_replication()", "forward does it"),
+        pair("left-out", clipped, root, MIXED, "modules are in no unit", "a unit for the root"),
+        pair("drift", unclipped, root, APART, "modules are in no unit", "a unit for the root"),
+        pair("optimizer", tensor_parallel, grouped, MIXED, "the plan has gaps", "a group for each kind", torch=">=2.6"),
         pair("meshes", both, grouped, MESHES, "gradients of two meshes are clipped", "a group for each mesh"),
-        pair("load", load, ("distributed", False, True), MIXED, "load_state_dict", "set_model_state_dict"),
-        pair("operator", operate, ("local", False, True), UNKNOWN, "an operator without a rule", "local_map around it"),
+        pair("load", load, distributed, MIXED, "load_state_dict", "set_model_state_dict", torch=">=2.6"),
+        pair("resume", resume, distributed, MIXED, "the optimizer's load_state_dict", "set_optimizer_state_dict"),
+        pair("inference", infer, ("inference", True, False), MATMUL, "inference_mode", "no_grad", torch=">=2.2,<2.6"),
+        pair("operator", operate, ("local", False, True), UNKNOWN, "it has no rule", "local_map", torch=">=2.6"),
     ),
 )

@@ -128,7 +128,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         text = (folder / "version.py").read_text(errors="replace")
     except OSError as error:
         return unknown("torch/version.py cannot be read: %s" % error)
-    return judge(dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]?([^'\"\n]*)['\"]?$", text, re.MULTILINE)))
+    line = r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *['\"]?([^'\"\n]*)['\"]?$"
+    return judge(dict(re.findall(line, text, re.MULTILINE)))
 
 
 def judge(values: Mapping[str, str]) -> Finding:
@@ -140,7 +141,10 @@ def judge(values: Mapping[str, str]) -> Finding:
     if "cuda" not in values:
         return unknown(what, "torch/version.py does not say for what it was built", advice=asked)
     if values["cuda"] == "None" and values.get("hip", "None") == "None":
-        return exposed(what, "without CUDA or ROCm there is no NCCL in it", advice="a CUDA build, or the backend gloo")
+        advice = "a CUDA build, or the backend gloo"
+        if values.get("xpu", "None") != "None":
+            advice = "the backend xccl, for Intel GPUs, or gloo"
+        return exposed(what, "without CUDA or ROCm there is no NCCL in it", advice=advice)
     if system == "Windows":
         return unknown(what, "PyTorch's wheels for Windows have no NCCL; a build of your own may", advice=asked)
     return unknown(what, "PyTorch's wheels for Linux have NCCL; those of others may not", advice=asked)

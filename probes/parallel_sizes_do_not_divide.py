@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,8 @@ from kb.probe import (
 
 LARGEST_CONFIG = 1 << 20  # bytes
 LARGEST_DEGREE = 4096
+TEXT = ("text_config", "llm_config")
+OTHER_COUNTS = r"heads$|_groups$|intermediate_size|ffn_hidden_size"  # of other layers, in names of config.json
 TOWERS = ("vision_config", "audio_config", "thinker_config")
 WIDTH, HEAD = 32, 64
 # Names of config.json, by what they count.
@@ -176,9 +179,7 @@ def read_counts(path: Path) -> Tuple[Dict[str, int], List[str]]:
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError("not a mapping")
-    text: Dict[str, Any] = next(
-        (values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), {}
-    )
+    text: Dict[str, Any] = next((values[key] for key in TEXT if isinstance(values.get(key), dict)), {})
     both = {**values, **text}
     found = {
         name: next((both[key] for key in keys if type(both.get(key)) is int), None) for name, keys in COUNTS.items()
@@ -187,13 +188,18 @@ def read_counts(path: Path) -> Tuple[Dict[str, int], List[str]]:
         "KV heads": found["kv_heads"] is None
         and (both.get("multi_query") or any(key in both for key in (*COUNTS["kv_heads"], "block_configs"))),
         "heads of linear attention": any(key.startswith(("linear_num", "mamba", "ssm")) for key in both),
-        "the heads of a vision or audio tower": any(isinstance(both.get(key), dict) for key in TOWERS),
         "blocks of quantized weights": isinstance(both.get("quantization_config"), dict),
-        "the width of an expert": "moe_intermediate_size" in both,
     }
+    counted = {key for keys in COUNTS.values() for key in keys}
+    others.update({key: True for key in both if key not in counted and re.search(OTHER_COUNTS, key)})
+    others.update({"heads of %s" % key: True for key, part in both.items() if is_tower(key, part)})
     return {name: count for name, count in found.items() if count is not None}, [
         name for name in others if others[name]
     ]
+
+
+def is_tower(key: str, part: Any) -> bool:
+    return isinstance(part, dict) and key not in TEXT and (key in TOWERS or any("heads" in name for name in part))
 
 
 def pair(
@@ -229,7 +235,7 @@ probe = Probe(
         "world_size": Param("int", "all ranks of the job, or those of one engine"),
         "tp": Param("int", "tensor parallel degree"),
         "pp": Param("int", "pipeline parallel degree"),
-        "cp": Param("int", "context parallel degree"),
+        "cp": Param("int", "context parallel degree, where it takes ranks of its own"),
         "ep": Param("int", "expert parallel degree"),
         "heads": Param("int", "attention heads, instead of the file's"),
         "kv_heads": Param("int", "key and value heads (query groups), instead of the file's"),

@@ -41,6 +41,8 @@ UNJUDGED = (
     "steps_per_generation",
     "num_generations_eval",
     "auto_find_batch_size",
+    "per_gpu_train_batch_size",
+    "per_gpu_eval_batch_size",
     "evaluation_strategy",  # the name of eval_strategy in older releases
 )
 GROUP = 4  # completions of a prompt, in the experiment without trl
@@ -111,6 +113,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         unjudged = [key for key in UNJUDGED if recipe.get(key) not in (None, False)]
         if unjudged:
             return unknown("the recipe sets %s, which is not judged here" % " and ".join(unjudged))
+        if "rlhf_type" in recipe and not all(key in recipe for key in KEYS.values()):
+            return unknown("a recipe of ms-swift without all batches, and its defaults are not those of trl")
         values = {name: recipe.get(key) if values[name] is None else values[name] for name, key in KEYS.items()}
         if recipe.get("eval_strategy", "no") in ("no", "false", False, None):  # YAML reads a bare no as False
             values["eval_batch"] = None
@@ -141,10 +145,13 @@ def judge(numbers: Mapping[str, int], processes: int, *, has_eval: bool) -> Find
     if generations < 2:
         return exposed("a group of %d has no advantage" % generations, advice="num_generations of 2 or more")
     if total % generations:
-        step = generations // math.gcd(processes * batch, generations)
+        factor = generations // math.gcd(processes * batch, generations)
+        change = "gradient_accumulation_steps=%d (trl 0.17 and newer)" % factor
+        if release and release < (0, 17):
+            change, total = "per_device_train_batch_size=%d" % (batch * factor), processes * batch
         return exposed(
             "%s, which %d does not divide; trl 0.15 and newer refuse that" % (line, generations),
-            advice="gradient_accumulation_steps=%d, or num_generations out of %s" % (step, divisors(total)),
+            advice="%s, or num_generations out of %s" % (change, divisors(total)),
         )
     if has_eval and processes * numbers["eval_batch"] % generations:
         shown = (processes, numbers["eval_batch"], generations)

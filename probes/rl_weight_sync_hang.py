@@ -179,7 +179,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "the address of no engine was given", advice=advice)
     route = source_address(server)
     evidence.append("this machine reaches %s from %s" % (server, route or "no address"))
-    if route in ("", server) or server.startswith("127.") or server == "::1":
+    if route in ("", server) or route.startswith("127.") or route == "::1":
         return unknown(*evidence, "that is this machine itself, or out of its reach")
     if announced.startswith(("0.0.0.0", "127.")) or announced in ("::", "::1", "localhost"):
         advice = "export VLLM_HOST_IP=%s for the trainer" % (route or "ADDRESS")

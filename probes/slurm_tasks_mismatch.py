@@ -111,6 +111,9 @@ START = re.compile(r"\bpython[\d.]*\b|" + LAUNCHER.pattern)
 NO_START = re.compile(r"#|(module|conda|source|export|echo|pip) ")
 HELD = re.compile(r"(export +|local +|readonly +)?\w+\+?=(['\"`]|\$\()")  # a variable, which may hold the command
 OTHERS = re.compile(r"\b(mpirun|mpiexec|prun|jsrun|pdsh|clush|ssh|parallel|xargs|deepspeed|ray)\b")
+# An option or a variable that decides how many tasks there are, and that is not counted here.
+INDIRECT = re.compile(r"--(ntasks-per-(gpu|socket|core)|multi-prog)\b|\b(SLURM|SBATCH)_N[A-Z_]+=|\bset -- ")
+UNREADABLE = -1
 NAMES = {"-N": "nodes", "-n": "ntasks", "--nodes": "nodes", "--ntasks": "ntasks", "--ntasks-per-node": "per_node"}
 
 
@@ -131,21 +134,30 @@ def judge_shell(variables: Mapping[str, str]) -> Finding:
     evidence = "SLURM_NTASKS=%s, SLURM_NTASKS_PER_NODE=%s" % (tasks, per_node)
     if tasks > 1 and "SLURM_STEP_ID" not in variables:
         alone = "what is started here without srun is one process, and may take itself for one of %s" % tasks
-        return exposed(evidence, alone, advice="srun in front; to train in this shell alone: unset ${!SLURM_@}")
-    if tasks < (per_node or 0):
+        return exposed(evidence, alone, advice="srun in front; for one process only: ( unset ${!SLURM_@}; ... )")
+    if tasks < (per_node or 0) and "SLURM_STEP_ID" not in variables:  # a step may well have fewer
         return exposed(evidence, "--ntasks contradicts --ntasks-per-node", advice="remove --ntasks")
     return unknown(evidence, "how many processes the program expects cannot be seen", advice="--set script=job.sh")
 
 
 def judge_script(text: str) -> Finding:
-    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
-    words = [word for line in lines if line.startswith("#SBATCH") for word in split(line)[1:]]
+    raw = text.replace("\\\n", " ").splitlines()
+    lines = [line.strip() for line in raw]
+    end = next((place for place, line in enumerate(lines) if line and line[0] != "#"), len(lines))
+    words = [
+        word for line in raw[:end] if line.startswith("#SBATCH") for word in split(line)[1:]
+    ]  # the rest is ignored
     asked = options(words)
+    indirect = next((line for line in lines if INDIRECT.search(line) and not re.match("#(?!SBATCH)", line)), None)
+    if not indirect and "--gpus-per-task" in text and not {"ntasks", "per_node"} & asked.keys():
+        indirect = "--gpus-per-task"
+    if indirect:
+        return unknown("the number of tasks may come from elsewhere: " + indirect[:80])
     nodes = asked.get("nodes", 1)
     tasks = asked.get("ntasks", nodes * asked.get("per_node", 1))
     evidence = "%s nodes, %s tasks, %s tasks per node" % (nodes, tasks, asked.get("per_node", "no number of"))
-    if "hetjob" in words or ("nodes" not in asked and any(re.match(r"--nodes\b|-N", word) for word in words)):
-        return unknown("the number of nodes is not one number")
+    if "hetjob" in words or UNREADABLE in asked.values():
+        return unknown("the number of nodes or tasks is not one number")
     held = [line for line in lines if HELD.match(line) and "$(" not in line and START.search(line)]
     commands = [line for line in lines if not NO_START.match(line) and not HELD.match(line) and START.search(line)]
     steps = [line for line in lines if not NO_START.match(line) and re.search(r"\bsrun\b", line)]
@@ -157,12 +169,15 @@ def judge_script(text: str) -> Finding:
     command, launches = commands[0], LAUNCHER.search(commands[0])
     if not steps:
         if nodes > 1 or (tasks > 1 and not launches):
-            return exposed(evidence, "no srun: one process, on the first node: " + command[:80], advice="srun in front")
+            advice = "srun in front, if the program reads Slurm's variables; else srun and torchrun, one task per node"
+            return exposed(evidence, "no srun: one process, on the first node: " + command[:80], advice=advice)
         return unknown(evidence, "no srun, one node: " + command[:80])
     first = command.index("srun")
     start = START.search(command, first)
     values = {"$SLURM_NNODES": nodes, "$SLURM_JOB_NUM_NODES": nodes}
     own = options(split(command[first : start.start() if start else None]), values)
+    if UNREADABLE in own.values():
+        return unknown(evidence, "how many tasks srun starts cannot be read: " + command[:80])
     if own.get("nodes", nodes) != nodes:
         return unknown(evidence, "srun takes %d of the nodes: %s" % (own["nodes"], command[:80]))
     if "ntasks" not in own and "nodes" in own:
@@ -197,8 +212,8 @@ def options(words: List[str], values: Mapping[str, int] = {}) -> Dict[str, int]:
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         value = (value or following).replace("{", "").replace("}", "")
         count = values.get(value, number(value))
-        if name in NAMES and count is not None:
-            found[NAMES[name]] = count
+        if name in NAMES:
+            found[NAMES[name]] = UNREADABLE if count is None else count
     return found
 
 
@@ -251,7 +266,7 @@ probe = Probe(
             "torchrun-per-task",
             launch_per_task,
             ({"tasks_per_node": 2}, {"tasks_per_node": 1}),
-            symptom(r"torchrun of task \d: .*(EADDRINUSE|address already in use)"),
+            symptom(r"torchrun of task \d: .*(EADDRINUSE|[Aa]ddress already in use)"),
             ("two tasks of a node start torchrun, both with the same port", "one task per node starts torchrun"),
             {"torch": ">=2.1"},
         ),

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, List, Mapping, Tuple
 
 from kb.probe import (
@@ -69,16 +70,19 @@ def start_rank(ctx: Context, *, line: str, device_by_build: bool) -> None:
     dist.destroy_process_group()
 
 
-def install_again(ctx: Context, *, requirement: str, options: Tuple[str, ...] = ()) -> None:
-    """Two wheels of one version, as torch has them; the one for the CPU is installed, the other is asked for."""
+def install_again(
+    ctx: Context, *, requirement: str = "kbtorch==2.13.0", options: Tuple[str, ...] = (), index: str = "cuda"
+) -> None:
+    """Three wheels of one version, as torch has them; the one for the CPU is installed, another is asked for."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", ctx.path("env")]
     pip += ["install", "--no-index", "--no-deps"]
     installed = wheel(Path(ctx.path("cpu")), "2.13.0+cpu")
     wheel(Path(ctx.path("cuda")), "2.13.0+cu130")
+    wheel(Path(ctx.path("pypi")), "2.13.0")
     run(ctx, [sys.executable, "-m", "venv", "--without-pip", ctx.path("env")])
     run(ctx, [*pip, installed])
     ctx.reached()
-    printed = run(ctx, [*pip, *options, "--find-links", ctx.path("cuda"), requirement])
+    printed = run(ctx, [*pip, *options, "--find-links", ctx.path(index), requirement])
     code = "import importlib.metadata as m; print(m.version('kbtorch'))"
     version = run(ctx, [ctx.path("env/bin/python"), "-c", code]).strip()
     if version != "2.13.0+cu130":
@@ -132,8 +136,10 @@ def judge(values: Mapping[str, str], devices: List[str]) -> Finding:
     what = "torch %s, CUDA %s" % (values.get("__version__"), values.get("cuda"))
     if "cuda" not in values:
         return unknown(what, "torch/version.py does not say for what it was built")
-    if values["cuda"] != "None":
+    if re.match(r"\d+\.\d+", values["cuda"]):
         return clear(what, "this build has CUDA; whether it finds a GPU is another matter")
+    if values["cuda"] != "None":
+        return unknown(what, "torch/version.py names no release of CUDA")
     other = [name for name in ("hip", "xpu") if values.get(name, "None") != "None"]
     if other:
         return unknown(what, "it is built for other accelerators: " + ", ".join(other))
@@ -179,26 +185,29 @@ def rank(name: str, message: str, because: str, fix: str) -> Experiment:
     )
 
 
-def reinstall(name: str, requirement: str, options: Tuple[str, ...], fix: str) -> Experiment:
+def reinstall(
+    name: str, because: str, fix: str, fails: Mapping[str, Any] = MappingProxyType({}), **works: Any
+) -> Experiment:
     packages = "torch: a package with wheels of the same versions"
     return Experiment(
         name=name,
         control=Arm(
-            partial(install_again, requirement="kbtorch==2.13.0"),
+            partial(install_again, **fails),
             symptom(r"2\.13\.0\+cpu is installed as before: Requirement already satisfied"),
-            "2.13.0+cpu satisfies ==2.13.0, so pip installs nothing",
+            because,
             "stand-in",
             packages,
         ),
-        treatment=Arm(
-            partial(install_again, requirement=requirement, options=options), completed(), fix, "stand-in", packages
-        ),
+        treatment=Arm(partial(install_again, **works), completed(), fix, "stand-in", packages),
         world_size=1,
         needs=Needs(packages={}),
         deadline_s=60,
         expected_s=(3.0, 3.0),
     )
 
+
+SATISFIED = "2.13.0+cpu satisfies ==2.13.0, so pip installs nothing"
+NEWER = "2.13.0+cu130 counts as newer than 2.13.0+cpu"
 
 probe = Probe(
     check=check,
@@ -219,7 +228,19 @@ probe = Probe(
             "a build without CUDA has no NCCL",
             "the backend is gloo where there is no GPU",
         ),
-        reinstall("install-again", "kbtorch==2.13.0+cu130", (), "the build is part of the version that is asked for"),
-        reinstall("upgrade", "kbtorch==2.13.0", ("-U",), "2.13.0+cu130 counts as newer than 2.13.0+cpu"),
+        reinstall(
+            "install-again",
+            SATISFIED,
+            "the build is part of the version that is asked for",
+            requirement="kbtorch==2.13.0+cu130",
+        ),
+        reinstall("upgrade", SATISFIED, NEWER, options=("-U",)),
+        reinstall(
+            "upgrade-from-pypi",
+            "2.13.0 without a build counts as older than 2.13.0+cpu",
+            NEWER,
+            {"options": ("-U",), "index": "pypi"},
+            options=("-U",),
+        ),
     ),
 )

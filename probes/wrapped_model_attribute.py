@@ -103,6 +103,9 @@ def train(ctx: Context, *, way: str) -> None:
         DistributedDataParallel(net).module.loss(*batch).backward()
     elif way == "forwarding":
         Forwarding(net).loss(*batch).backward()
+    elif way == "beside":
+        model = DistributedDataParallel(net)
+        ((model(*batch).sum() + model.module.loss(*batch)) / 2).backward()
     else:
         model = DistributedDataParallel(LossModule(net))
         loss = model(*batch)
@@ -180,6 +183,14 @@ probe = Probe(
             APART,
             "a subclass of DDP hands every unknown attribute to the module, also the method that gives the loss",
             "DDP wraps a module whose forward calls that method",
+        ),
+        pair(
+            "beside",
+            partial(train, way="module"),
+            partial(train, way="beside"),
+            APART,
+            "the loss comes from a method of the module inside",
+            "the same backward has a forward of DDP as well, which prepares the averaging",
         ),
     ),
 )

@@ -90,9 +90,9 @@ def save_deepspeed(ctx: Context, *, gathered: bool) -> None:
     else:
         write(ctx, engine.module.state_dict())
     answer = engine(torch.ones(SAMPLE)).detach()
-    ctx.note(
-        shapes_after_one_more_forward={name: list(item.shape) for name, item in engine.module.state_dict().items()}
-    )
+    shapes = {name: list(item.shape) for name, item in engine.module.state_dict().items()}
+    ctx.note(shapes_after_one_more_forward=shapes)
+    assert all(0 not in shape for shape in shapes.values()), shapes
     load(ctx, answer)
 
 
@@ -138,7 +138,7 @@ def _file(path: Path) -> Finding:
     if not weights:
         return unknown("%d tensors, none of them named like a weight" % len(read.tensors))
     if not empty:
-        doubt = _doubt(read, whole)
+        doubt = "but this is one file of several" if "-of-" in path.name else _doubt(read, whole)
         return unknown(message, doubt) if doubt else clear(message)
     if path.name.endswith("_model_states.pt"):
         return unknown(message + ": usual for this file of DeepSpeed, the weights are in *_optim_states.pt beside it")
@@ -180,7 +180,10 @@ def _config(path: Path) -> Finding:
         return unknown("%s has no ZeRO settings" % path)
     if zero.get("deepspeed_config_file"):
         return unknown("%s leaves all to %s" % (path, zero["deepspeed_config_file"]), advice="--set config=that file")
-    if str(zero.get("stage", zero.get("zero_stage"))) != "3":
+    stage = str(zero.get("stage", zero.get("zero_stage")))
+    if stage not in ("0", "1", "2", "3"):
+        return unknown("%s: the ZeRO stage is %s" % (path, "not named" if stage == "None" else stage[:20]))
+    if stage != "3":
         return clear("%s: not ZeRO-3, every rank has whole parameters" % path)
     switches = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
     gathers = any(zero.get(name) in (True, "true") for name in (*switches, "zero3_save_16bit_model"))

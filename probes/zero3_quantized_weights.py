@@ -123,20 +123,24 @@ def load(ctx: Context, *, quantized: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig  # type: ignore[import-not-found]
 
     make, folder = transformers.AutoModelForCausalLM, Path(ctx.path("model"))
+    fp8 = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if "fp8" in quantized else {}
     if ctx.rank == 0:
         sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1}
         make.from_config(transformers.LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(folder)
-        if quantized == "fp8":
+        if fp8:
             save_fp8(folder)
+        if quantized == "fp8, saved again":
+            make.from_pretrained(folder, dtype=torch.bfloat16, **fp8).save_pretrained(folder / "again")
     ctx.meet("saved")
     ctx.init_process_group(timeout_s=20)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     kept = HfDeepSpeedConfig(config)
-    options = {}
-    if quantized == "fp8":
-        options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
-    elif quantized:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    options = fp8
+    if quantized == "fp8, saved again":
+        folder, options = folder / "again", {}
+        assert quantization(folder) is None
+    elif quantized == "4bit":
+        options = {"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True)}
     ctx.reached()
     model = make.from_pretrained(folder, dtype=torch.bfloat16, **options)
     assert kept.is_zero3()
@@ -148,11 +152,11 @@ def load(ctx: Context, *, quantized: str) -> None:
 
 def quantization(model: Path) -> Any:
     """The section of a model's config.json; None where it has none."""
-    path = model / "config.json" if model.is_dir() else model
     try:
+        path = model / "config.json" if model.is_dir() else model
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableConfig("%s cannot be read: %s" % (path, str(error)[:120])) from None
+        raise UnreadableConfig("%s cannot be read: %s" % (model, str(error)[:120])) from None
     text = values.get("text_config") if isinstance(values, dict) else None
     sections = [part.get("quantization_config") for part in (values, text) if isinstance(part, dict)]
     return next((section for section in sections if section), None)
@@ -179,7 +183,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(what, "whether 4-bit weights are packed in another float type than the engine's is not here")
     if stage != 3 or isinstance(stage, bool) or not isinstance(section, dict):
         return unknown("ZeRO stage %s; whether the script quantizes at loading is not in this file" % stage)
-    method = section.get("quant_method", "bitsandbytes")
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if section.get(name)]  # older ones name no method
+    method = section.get("quant_method", "bitsandbytes" if bits else None)
     if not isinstance(method, str):
         return unknown("the model's quantization_config names no method")
     if method in ("mxfp4", "fp8") or (method == "bitsandbytes" and section.get("load_in_4bit")):
@@ -225,10 +230,11 @@ CAST, SAME = (
     "4-bit packed as bfloat16, the dtype of the engine",
 )
 LATE, SHARDED = "the model is quantized while it is loaded", "the model is not quantized"
+AGAIN = "one process dequantizes it before, and saves it without quantization"
 OTHERS = symptom(r"\d+ of \d+ packed bytes are others after deepspeed.initialize")
 STANDS_FOR = "the engine of ZeRO-3, and layers of bitsandbytes"
 half, bf16 = (partial(train, bits=4, storage=storage) for storage in ("float16", "bfloat16"))
-packed, fp8, whole = (partial(load, quantized=how) for how in ("4bit", "fp8", ""))
+packed, fp8, again, whole = (partial(load, quantized=how) for how in ("4bit", "fp8", "fp8, saved again", ""))
 copied, alone = (partial(partition, copy=copy) for copy in (True, False))
 
 probe = Probe(
@@ -244,6 +250,6 @@ probe = Probe(
         pair("storage", half, bf16, CAST, SAME, expect=OTHERS),
         pair("storage-stage-2", partial(half, stage=2), partial(bf16, stage=2), CAST, SAME, expect=OTHERS),
         pair("loading", packed, whole, LATE, SHARDED, LOADER),
-        pair("dequantized", fp8, whole, "the model is saved in FP8 and dequantized at loading", SHARDED, FP8),
+        pair("dequantized", fp8, again, "the model is saved in FP8 and dequantized at loading", AGAIN, FP8),
     ),
 )
