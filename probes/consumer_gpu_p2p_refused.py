@@ -107,9 +107,12 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "the release of the driver cannot be read")
     if release >= (0, 29) and tuple(map(int, re.findall(r"\d+", drivers[0])[:3])) >= (550, 40, 7):
         return clear(evidence)
+    if release < (0, 26) and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return unknown(evidence, "this release counts the GPUs that torch sees: CUDA_VISIBLE_DEVICES is set")
     missing = [name for name in BOTH if name not in os.environ]
     if missing:
-        return exposed(evidence, f"not set here: {', '.join(missing)}", advice="driver 550.40.07 or newer")
+        remedy = "driver 550.40.07 or newer" + (", and accelerate 0.29 or newer" if release < (0, 29) else "")
+        return exposed(evidence, f"not set here: {', '.join(missing)}", advice=f"{remedy}; else both variables")
     return clear(evidence, "both variables are set here")
 
 
@@ -117,7 +120,7 @@ def release_of_accelerate() -> Any:
     try:
         major, minor = version("accelerate").split(".")[:2]
         return int(major), int(minor)
-    except (PackageNotFoundError, ValueError):
+    except (PackageNotFoundError, ValueError, AttributeError):
         return None
 
 
@@ -176,9 +179,9 @@ probe = Probe(
         pair(
             "kept",
             partial(start),
-            partial(start, variables={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"}),
+            partial(start, variables={"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"}),
             NO_VARIABLES,
-            "both are set, one of them to 0: accelerate does not look at the value",
+            "both are set, to 0: accelerate does not look at the values",
         ),
         pair(
             "visible",

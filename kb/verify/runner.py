@@ -31,7 +31,7 @@ from kb.verify.statistics import is_decided, judge_repeats, majority
 from kb.verify.verdict import Judgement, Verdict, judge_check
 
 TURN_S = 0.2  # so that signals are handled
-JOBS = 2  # arms mostly wait: two at a time halve a whole run, more would disturb each other's timeouts
+JOBS = 4
 
 
 class Progress(Protocol):
