@@ -31,7 +31,7 @@ from kb.verify.statistics import is_decided, judge_repeats, majority
 from kb.verify.verdict import Judgement, Verdict, judge_check
 
 TURN_S = 0.2  # so that signals are handled
-JOBS = 4
+JOBS = 6  # arms mostly wait: more would only share the processors
 
 
 class Progress(Protocol):
@@ -81,7 +81,7 @@ class RunResult:
 def verify(
     plans: Iterable[Plan], launcher: Launcher, environment: Mapping[str, Any], options: RunOptions, progress: Progress
 ) -> RunResult:
-    """Run all plans, CPU experiments two at a time, GPU experiments one at a time. Nothing runs when it returns.
+    """Run all plans, CPU experiments six at a time, GPU experiments one at a time. Nothing runs when it returns.
 
     A plan is read in a thread of its own, when it can soon begin: making it may take a while.
     """
