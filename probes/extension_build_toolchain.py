@@ -286,7 +286,8 @@ def pair(
 OFF_ON = (False, True)
 BROKEN = r"Error building extension 'answer'[\s\S]*"
 NO_NINJA = raised(r"Ninja is required to load C\+\+ extensions")
-NOT_FOUND = raised(BROKEN + r"g\+\+: (not found|No such file)")
+WHICH = r"Command '\['which', '\S+g\+\+'\]' returned non-zero"  # torch 2.2, no longer 2.5
+NOT_FOUND = raised(BROKEN + r"g\+\+: (not found|No such file)|" + WHICH)
 NO_HEADER = raised(BROKEN + r"fatal error: '?Python\.h")
 NO_LIBRARY = raised(BROKEN + r"cannot find -lcudart")
 REFUSED = raised(BROKEN + r"unsupported GNU version! gcc versions later than \d+ are not supported")

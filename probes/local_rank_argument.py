@@ -96,8 +96,9 @@ def start_deepspeed(ctx: Context, *, rank: str, options: Sequence[str] = ()) -> 
 
 def look(ctx: Context, errors: str) -> None:
     """Did each rank start, and with a card of its own?"""
-    for refused in re.findall(r"error: unrecognized arguments: .*", errors):
-        raise Symptom(refused)
+    refused = re.search(r"error: unrecognized arguments: .*", errors)
+    if refused:
+        raise Symptom(refused.group())
     cards = [path.read_text() for path in sorted(Path(ctx.path("card-0")).parent.glob("card-*"))]
     if cards != ["0", "1"]:
         raise Symptom(f"the two ranks take cards {cards}; {errors[-300:]}")

@@ -250,7 +250,7 @@ probe = Probe(
             r"shape '\[2, 5, -1, 64\]' is invalid for input of size 320",
             "one KV head, cut into two halves",
             "the same ranks without tensor parallelism",
-            {"torch": ">=2.5"},
+            {"torch": ">=2.6"},
         ),
         pair(
             "heads",
