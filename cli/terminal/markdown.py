@@ -20,6 +20,7 @@ from .output import style
 from .wrapping import breaks, cells
 
 GAP = "  "  # between the columns of a table
+COPIED = 42  # characters of code that nobody wants in two pieces, its marks included
 
 
 class Run(NamedTuple):
@@ -103,10 +104,7 @@ class Renderer:
     def _prose(self, runs: list[Run], indent: int) -> Iterator[str]:
         """Wrapped lines. A short piece of code, which somebody may copy, and a mark of a claim stay on one line."""
         width = self.width - indent
-        unbroken = "".join(
-            run.text.replace(" ", "_") if run.kind == "code" and len(run.text) <= width // 2 else run.text
-            for run in runs
-        )
+        unbroken = "".join(_unbroken(run.text, width) if run.kind == "code" else run.text for run in runs)
         for start, end in breaks(MARK.sub(lambda mark: mark[0].replace(" ", "_"), unbroken), width):
             yield " " * indent + self._line(_part(runs, start, end))
 
@@ -154,6 +152,13 @@ class Renderer:
 @cache
 def _parser() -> MarkdownIt:
     return markdown_parser()
+
+
+def _unbroken(code: str, width: int) -> str:
+    """As many characters; no spaces where the code stays on one line, no marks, which pair with later ones."""
+    code = code.replace("`", "_")
+    is_command = code.strip("_").startswith(("kb ", "--"))
+    return code.replace(" ", "_") if is_command or len(code) <= max(width // 2, COPIED) else code
 
 
 def _plain(runs: list[Run]) -> str:

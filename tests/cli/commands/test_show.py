@@ -91,6 +91,13 @@ def test_at_every_width_code_is_as_it_was_written_and_prose_fits_with_no_word_br
             assert not missing(code, rendered(source, 80, has_color=True)), (entry.id, "in colour")
 
 
+def test_words_behind_code_that_is_wider_than_half_a_line_fill_their_line() -> None:
+    code = "`python -m torch.distributed.run --nproc-per-node 1 train.py`"
+    text = f"Lightning works with both. In a debugger give it {code}. With torch before 1.9 `torch.distributed.launch` does."
+    lines = rendered(text, 80).splitlines()
+    assert lines[1] == "torch.distributed.run --nproc-per-node 1 train.py`. With torch before 1.9", lines
+
+
 def test_the_page_beside_a_dead_job_is_short(catalog: Catalog) -> None:
     short = resolve_name("kb.cli.terminal.entry_page:short_page")
     sources = [short(entry, "en", ["GPU arms: never run on hardware"], catalog.entries) for entry in catalog]
