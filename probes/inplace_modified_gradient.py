@@ -209,7 +209,7 @@ def shard(ctx: Context, layer: Any, way: str) -> Any:
 
 MODIFIED = r"has been modified by an inplace operation: \[[\w.]+ \[[\d, ]+\]\]"
 TRANSPOSED = MODIFIED + r", which is output 0 of (AsStrided|T)(Backward0)?, is at version \d+; expected version \d+"
-SINCE = {"fused": ">=2.4", "fsdp2": ">=2.8"}  # on the CPU; with 2.7 and gloo the gradients of FSDP2 are wrong
+SINCE = {"fused": ">=2.4", "fsdp2": ">=2.9"}  # on the CPU; with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong
 SILENT = symptom(r"gradient 4\.0 instead of 8\.0, and no error")
 VIEW = r"Output 0 of \w+ is a view and (is being|its base or another view of its base has been) modified inplace"
 

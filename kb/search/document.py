@@ -12,6 +12,7 @@ from collections.abc import Set
 from typing import Any
 
 from kb.content.entry import Entry, Status, first_sentence
+from kb.content.grades import without_marks
 from kb.patterns.literals import literals
 from kb.patterns.redos import backtracking_risk
 from kb.search.entry_record import MENTION
@@ -22,6 +23,7 @@ LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
 
 PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  # no part of an identifier
 FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
+MARKUP = re.compile(r"`|\*\*|^(?:[-*]|\d{1,2}\.) +")  # of a line
 ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
 
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
@@ -30,7 +32,7 @@ Document = tuple[dict[str, Any], list[tuple[float, str]]]
 def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
     """(what is stored, weighted texts) of one entry. The ids of others are left out: they are not about this one."""
     meta = entry.meta
-    sections = {heading: _own(section.text, entry, ids) for heading, section in entry.sections.items()}
+    sections = {heading: _own(section.text, entry) for heading, section in entry.sections.items()}
     stored = {
         **entry.summary(),
         "cause_zh": chinese_cause(entry),
@@ -47,17 +49,24 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
         *((HEADLINE, alias) for alias in meta.aliases),
         (HEADLINE, " ".join(meta.tags)),
         *((SHOWN, signature.sample) for signature in meta.signatures),
-        *((SHOWN if heading == "Symptom" else PROSE, text) for heading, text in sections.items()),
+        *(
+            (SHOWN if heading == "Symptom" else PROSE, _without_others(text, entry.id, ids))
+            for heading, text in sections.items()
+        ),
         *((PROSE, f"{reference.shows} {reference.url}") for reference in meta.references),
     ]
     return stored, parts
 
 
-def _own(text: str, entry: Entry, ids: Set[str]) -> str:
-    """The text without the logs of other incidents and without the ids of other entries."""
+def _own(text: str, entry: Entry) -> str:
+    """The text without the logs of other incidents and the grades of claims."""
     for log in entry.look_alikes:
         text = text.replace(log.text, "")
-    return MENTION.sub(lambda match: "" if match[1] in ids and match[1] != entry.id else match[0], text)
+    return without_marks(text)
+
+
+def _without_others(text: str, own_id: str, ids: Set[str]) -> str:
+    return MENTION.sub(lambda match: "" if match[1] in ids and match[1] != own_id else match[0], text)
 
 
 def tells(entry: Entry) -> list[str]:
@@ -79,10 +88,10 @@ def chinese_cause(entry: Entry) -> str:
 
 def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
     """Lines a snippet is taken from: what people call it, what is printed, what was seen."""
-    own = [text for heading, text in sections.items() if heading != LOOK_ALIKES]
-    prose = [line.strip() for text in own for line in text.splitlines()]
+    own = [line.strip() for heading, text in sections.items() if heading != LOOK_ALIKES for line in text.splitlines()]
+    prose = [MARKUP.sub("", line) for line in own if not line.startswith(("```", "###"))]
     lines = [*entry.meta.aliases, *(signature.sample for signature in entry.meta.signatures), *prose]
-    return [line for line in lines if len(line) > 3 and not line.startswith(("```", "###"))]
+    return [line for line in lines if len(line) > 3]
 
 
 def signatures(entry: Entry) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -124,7 +125,7 @@ def is_near(rare_words: float, share: float) -> bool:
 
 
 def snippet(lines: list[str], matched: tuple[str, ...]) -> str:
-    """The stored line with most of the matched words, cut around the first of them."""
+    """The stored line with most of the matched words; of a long one the part around the first, in whole words."""
     words = [word.lower() for word in matched]
 
     def matches_in(line: str) -> int:
@@ -132,7 +133,10 @@ def snippet(lines: list[str], matched: tuple[str, ...]) -> str:
         return len([word for word in words if word in low])  # quicker than a sum over a generator
 
     line = max(lines, key=matches_in, default="")
+    if len(line) <= SNIPPET_LENGTH:
+        return line
     at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
-    start = max(0, at - SNIPPET_LENGTH // 3)
+    start = min(max(0, at - SNIPPET_LENGTH // 3), len(line) - SNIPPET_LENGTH)
     cut = line[start : start + SNIPPET_LENGTH]
-    return f"{'…' if start else ''}{cut}{'…' if start + SNIPPET_LENGTH < len(line) else ''}"
+    before = re.sub(r"^\S{0,20} ", "…", cut) if start else cut  # half a word
+    return re.sub(r" \S{0,20}$", "…", before) if start + SNIPPET_LENGTH < len(line) else before
