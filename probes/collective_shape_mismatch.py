@@ -62,7 +62,7 @@ def gather_lengths(ctx: Context, *, pads: bool) -> None:
     if pads:
         longest = torch.tensor([x.shape[1]], device=x.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        x = torch.nn.functional.pad(x, (0, longest.item() - x.shape[1]), value=-100)
+        x = torch.nn.functional.pad(x, (0, longest.item() - x.shape[1]), value=-100).contiguous()
     pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, x)
     ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
@@ -147,9 +147,12 @@ def check(_: Mapping[str, Any]) -> Finding:
     """Does the installed TRL have the known bug? Its source decides, since a patched copy keeps its version."""
     try:
         trl = importlib.metadata.distribution("trl")
+        installed = str(trl.version)  # "None" where the metadata have none
+    except ValueError as error:
+        return unknown("the metadata of trl cannot be read: %s" % error)
     except importlib.metadata.PackageNotFoundError:
         return unknown("trl is not installed in this interpreter; this check knows TRL's trainers, not your own code")
-    version = numbers(trl.version)
+    version = numbers(installed)
     suspects: list[Release] = []
     judged_by = set()
     for release in KNOWN:
@@ -162,7 +165,7 @@ def check(_: Mapping[str, Any]) -> Finding:
             judged_by.add("its version")
         if affected:
             suspects.append(release)
-    how = f"trl {trl.version}, judged by {' and '.join(sorted(judged_by))}"
+    how = f"trl {installed}, judged by {' and '.join(sorted(judged_by))}"
     if not suspects:
         return unknown(
             how,
@@ -178,8 +181,8 @@ def check(_: Mapping[str, Any]) -> Finding:
 
 def _axolotl_overrides() -> bool:
     try:
-        return numbers(importlib.metadata.version("axolotl")) >= (0, 8, 0)
-    except importlib.metadata.PackageNotFoundError:
+        return numbers(str(importlib.metadata.version("axolotl"))) >= (0, 8, 0)
+    except (ValueError, importlib.metadata.PackageNotFoundError):
         return False
 
 

@@ -105,24 +105,29 @@ def check(_: Mapping[str, Any]) -> Finding:
             advice="only what is compiled needs one: an image with `devel` in its name, or a conda cuda-toolkit",
         )
     release = release_of(home)
-    evidence = [f"torch was built with CUDA {built_with}", f"{source} leads to {home}, nvcc {release or 'not there'}"]
-    if not release and source.startswith("CUDA"):
+    answer = release or ("gave no release" if os.access(home / "bin" / "nvcc", os.X_OK) else "not there")
+    evidence = [f"torch was built with CUDA {built_with}", f"{source} leads to {home}, nvcc {answer}"]
+    if answer == "not there" and source.startswith("CUDA"):
         return exposed(*evidence, advice=f"unset {source}, or point it at a toolkit {built_with} that has bin/nvcc")
     if not release:
         return unknown(*evidence, advice="a runtime without compiler: enough to train, not to build extensions")
     if release.split(".")[0] != built_with.split(".")[0]:
         install = f"install a toolkit {built_with} beside this one and set CUDA_HOME, or a torch built for {release}"
         return exposed(*evidence, "the major releases differ: torch refuses a setup.py build", advice=install)
-    if not any((home / place / "cuda_runtime.h").exists() for place in HEADERS):
+    lost = [name for name in HEADERS if not any(os.path.exists(home / place / name) for place in FOLDERS)]
+    if "cuda_runtime.h" in lost:
         message = f"no cuda_runtime.h below {home}: nvcc is found through a link or wrapper, and its headers are not"
         return exposed(*evidence, message, advice="set CUDA_HOME to the folder that has bin, include and lib64")
     if release != built_with:
         message = "the minor releases differ: torch warns and builds, apex refuses, DeepSpeed has a list"
         return unknown(*evidence, message, advice="it depends on what is built; a toolkit of torch's release suits all")
+    if lost:
+        return unknown(*evidence, f"headers that those of torch include are not below {home}: {', '.join(lost)}")
     return clear(*evidence)
 
 
-HEADERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
+HEADERS = ("cuda_runtime.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
+FOLDERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
 
 
 def cuda_of_torch() -> Optional[str]:
@@ -131,7 +136,7 @@ def cuda_of_torch() -> Optional[str]:
     if spec is None or not spec.origin:
         return None
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
+        text = (Path(spec.origin).parent / "version.py").read_text(errors="replace")
     except OSError:
         return None
     match = re.search(r"^cuda\b.*= (?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
@@ -147,13 +152,13 @@ def cuda_home() -> Tuple[Optional[Path], str]:
     if nvcc:
         return Path(nvcc).parent.parent, "nvcc on PATH"
     default = Path("/usr/local/cuda")
-    return (default, "the default") if default.exists() else (None, "")
+    return (default, "the default") if os.path.exists(default) else (None, "")
 
 
 def release_of(home: Path) -> str:
     command = [str(home / "bin" / "nvcc"), "--version"]
     try:
-        message = subprocess.run(command, capture_output=True, text=True, timeout=3, check=False).stdout
+        message = subprocess.run(command, capture_output=True, timeout=3, check=False).stdout.decode(errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return ""
     match = re.search(r"release (\d+\.\d+)", message)

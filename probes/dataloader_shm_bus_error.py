@@ -113,6 +113,22 @@ def share_otherwise(ctx: Context, *, shm_mib: int) -> None:
     assert [batch.tolist() for batch in DataLoader(Cached(), num_workers=1)] == [[0]]
 
 
+def start(ctx: Context, *, cleaned: bool) -> None:
+    """A killed job has left /dev/shm full; the locks of the next loader are files there too."""
+    from torch.utils.data import DataLoader
+
+    own_user()
+    tmpfs_over("/dev/shm", 1)
+    leftover = "/dev/shm/torch_1394_2747491098_0"
+    with open(leftover, "wb") as file:
+        file.write(bytes(size_and_free()[1]))
+    if cleaned:
+        os.remove(leftover)
+    ctx.reached()
+    dataset: Any = [1, 2]
+    assert [batch.item() for batch in DataLoader(dataset, num_workers=1)] == dataset
+
+
 def size_and_free() -> Any:
     """Total and free bytes of /dev/shm."""
     space = os.statvfs("/dev/shm")
@@ -136,6 +152,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append(
             f"{processes} ranks x {workers} workers x {prefetch} batches x {params['batch_mib']:g} MiB = {need:g} MiB"
         )
+        if not need > 0:
+            return unknown(*evidence, "these are not the numbers of a job")
         if need * (1 << 20) > free:
             return exposed(*evidence, advice=advice)
         if need * (1 << 20) > 0.7 * free:
@@ -195,6 +213,21 @@ probe = Probe(
             ),
             treatment=Arm(
                 partial(share_otherwise, shm_mib=64), expect=completed(), because="64 MiB are there", fidelity="cpu"
+            ),
+            world_size=1,
+            deadline_s=30,
+            expected_s=(0.6, 0.6),
+        ),
+        Experiment(
+            name="leftovers",
+            control=Arm(
+                partial(start, cleaned=False),
+                expect=raised(r"\[Errno 28\] No space left on device"),
+                because="a file of a killed job fills shared memory, and the lock of the loader finds no room",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(start, cleaned=True), expect=completed(), because="that file is deleted", fidelity="cpu"
             ),
             world_size=1,
             deadline_s=30,

@@ -93,9 +93,9 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
         with torch.device("meta"):
             model = build()
         if shared:
-            state = torch.load(path, mmap=True, weights_only=True)
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         else:
-            state = torch.load(path, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state, assign=True)
         assert model.head.weight is not model.embed.weight, "build() tied them, and each name was assigned by itself"
         model.head.weight = model.embed.weight
@@ -181,6 +181,8 @@ def read_text(path: str) -> str:
 
 def check(params: Mapping[str, Any]) -> Finding:
     limit, free, kills = limits()
+    if not (limit and free):
+        return unknown("/proc/meminfo does not say how much memory this machine has")
     evidence = ["%.1f of %.1f GiB are free" % (free, limit)]
     host = meminfo("MemTotal")
     if limit < host * 0.98:
@@ -196,7 +198,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice="look for the victim: dmesg -T | grep -i 'killed process'")
     if most > free * 0.7:
         return unknown(*evidence, "that leaves little: pinned buffers, data, workers and other jobs come on top")
-    if need:
+    if need > 0:
         return clear(*evidence, "pinned buffers, data and workers come on top")
     return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --set config=ds.json --set billions=7")
 

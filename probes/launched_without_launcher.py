@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping
+from runpy import run_path
+from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 from kb.probe import (
     Arm,
@@ -30,7 +30,10 @@ from kb.probe import (
 )
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-TORCHRUN = "-m torch.distributed.run --local-addr=localhost"
+# The ranks would look for the host by its name, which not every container can resolve. The last two options fork them
+# from this process, which has imported torch.
+TORCHRUN = ("--standalone", "--local-addr=localhost", "--nproc-per-node=2", "--monitor-interval=0.1")
+FORKED = ("--run-path", "--start-method=fork")
 ALONE = dict(zip(VARIABLES, ("0", "1", "0", "127.0.0.1", "0")))
 
 TRAIN = """
@@ -40,13 +43,13 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 processes = torch.ones(1)
 dist.all_reduce(processes)
-print("trained on %d" % processes.item())
+processes = processes.item()
 """
 
 COUNT = """
 from accelerate import Accelerator
 
-print("trained on %d" % Accelerator(cpu=True).num_processes)
+processes = Accelerator(cpu=True).num_processes
 """
 
 BY_HAND = """
@@ -56,35 +59,33 @@ import torch.distributed as dist
 for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
     %s
 dist.init_process_group("gloo")
-print("trained on %%d" %% dist.get_world_size())
+processes = dist.get_world_size()
 """
 
 # A rank that exits first would break the connections of one that is still at work.
 TOGETHER = """
 import glob, os, time
 
-open("trained-" + os.environ.get("RANK", "0"), "w").close()
-while len(glob.glob("trained-*")) < int(os.environ.get("WORLD_SIZE", "1")):
+with open("trained-%d" % os.getpid(), "w") as note:
+    note.write("%d" % processes)
+while len(glob.glob("trained-*")) < processes:
     time.sleep(0.01)
 """
 
 
 def start(ctx: Context, *, script: str, launched: bool) -> None:
-    """`python train.py`, or `torchrun --standalone --nproc-per-node 2 train.py`.
-
-    `--local-addr`: the ranks would look for the host by its name, which not every container can resolve.
-    """
+    """What `python train.py` or `torchrun --standalone --nproc-per-node 2 train.py` runs, in this process."""
     path = Path(ctx.path("train.py"))
     path.write_text(script + TOGETHER)
-    launcher = [*TORCHRUN.split(), "--standalone", "--nproc-per-node=2"] if launched else []
     forget_launcher()
     ctx.reached()
-    command = [sys.executable, *launcher, str(path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise Symptom(ran.stderr.strip().splitlines()[-1])
-    if ran.stdout.count("trained on 2") != 2:
-        raise Symptom(f"asked for 2 processes, the script {ran.stdout.strip()}")
+    if launched:
+        import_module("torch.distributed.run").main([*TORCHRUN, *FORKED, str(path)])
+    else:
+        run_path(str(path), run_name="__main__")
+    processes = [note.read_text() for note in path.parent.glob("trained-*")]
+    if processes != ["2", "2"]:
+        raise Symptom(f"2 processes are wanted, and those that trained counted {processes}")
 
 
 def forget_launcher() -> None:
@@ -170,8 +171,10 @@ OTHERWISE = re.compile(
     r"\b(spawn|Process|Popen|notebook_launcher|start_processes|elastic_launch|putenv|load_dotenv|submitit)\b"
     r"|\b(environ\.get|getenv)\( *['\"](RANK|WORLD_SIZE)\b"
     r"|\b(subprocess|os)\.(run|call|check_call|check_output|system|exec\w+)\b"
-    r"|\benviron(\.(update|setdefault)\b|\[.{1,20}\] *=[^=])"
+    r"|\benviron(\.(update|setdefault)\b|\[.{1,20}\] *=[^=])|\b(mpi|MPI)"
 )
+UNSURE = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.comprehension)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -186,27 +189,30 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "no code was given to read", advice="--set code=train.py")
     try:
         text = code.read_text("utf-8")
-        calls = list(filter(from_environment, unconditional(ast.parse(text))))
+        body = ast.parse(text).body
+        functions = {statement.name: statement for statement in body if isinstance(statement, ast.FunctionDef)}
+        calls = list(filter(from_environment, certain(body, functions)))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return unknown(evidence, f"{code} cannot be read: {type(error).__name__}")
-    if not calls or OTHERWISE.search(text):
+    if not calls or OTHERWISE.search(text) or not re.search(r"\btorch\b.*\bdistributed\b", text):
         return unknown(evidence, f"{code}: whether a launcher has to start it cannot be seen")
     where = f"{code}:{calls[0].lineno}: init_process_group takes {missing[0]} from the environment"
     return exposed(evidence, where, advice=f"not python, but torchrun --standalone --nproc-per-node N {code.name}")
 
 
-def unconditional(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls that are not left out in a job of one process, as `if args.distributed:` would."""
-    if isinstance(node, (ast.If, ast.IfExp)) and not re.search(
-        "__name__|is_initialized|is_available", ast.unparse(node.test)
-    ):
-        return
-    if isinstance(node, ast.Try):
-        return
-    if isinstance(node, ast.Call):
-        yield node
-    for child in ast.iter_child_nodes(node):
-        yield from unconditional(child)
+def certain(body: List[ast.stmt], functions: Dict[str, ast.FunctionDef]) -> Iterator[ast.Call]:
+    """The calls that surely run: not those behind `if args.distributed:`, a loop, or a function that nobody calls."""
+    for statement in body:
+        nodes = list(ast.walk(statement))
+        if isinstance(statement, (ast.Expr, ast.Assign)) and not any(isinstance(node, UNSURE) for node in nodes):
+            for call in (node for node in nodes if isinstance(node, ast.Call)):
+                yield call
+                called = functions.pop(ast.unparse(call.func), None)
+                yield from certain(called.body if called else [], functions)
+        elif isinstance(statement, ast.If) and re.search("__name__|is_initialized", ast.unparse(statement.test)):
+            yield from certain(statement.body, functions)
+        elif not isinstance(statement, DEFINITIONS) and any(isinstance(node, ast.Return) for node in nodes):
+            return
 
 
 def from_environment(call: ast.Call) -> bool:
@@ -231,9 +237,10 @@ def pair(
 
 
 ONE, TWO = "python starts one process, without a rank", "torchrun starts two, each with its rank"
-LAUNCHER = pair("launcher", partial(start, script=TRAIN), "launched", symptom(RANK_MISSING), ONE, TWO)
+LAUNCHER = pair("launcher", partial(start, script=TRAIN), "launched", raised(RANK_MISSING), ONE, TWO)
 SHARED = Needs(packages={"torch": ">=2.5"})  # before, each rank 0 wants to host a store of its own
-OF_ONE = symptom(r"asked for 2 processes, the script [\s\S]*trained on 1")  # gloo of 2.9 prints a line before
+EACH_ALONE = symptom(r"those that trained counted \['1', '1'\]")
+ONE_ONLY = symptom(r"those that trained counted \['1'\]")
 
 probe = Probe(
     check=check,
@@ -245,7 +252,7 @@ probe = Probe(
             "by-hand",
             start_by_hand,
             "respected",
-            OF_ONE,
+            EACH_ALONE,
             f"{TWO}, and overwrites it",
             "which it respects",
             needs=SHARED,
@@ -253,7 +260,7 @@ probe = Probe(
         pair("order", sample, "group_first", NO_GROUP, "the sampler is made before the group", "after", world_size=2),
         pair("guard", save, "guarded", NO_GROUP, "a barrier without a group", "a barrier only where there is a group"),
         pair("destroyed", finish, "destroyed_last", NO_GROUP, "a barrier after the group", "before", world_size=2),
-        pair("accelerate", partial(start, script=COUNT), "launched", OF_ONE, f"{ONE}; accelerate accepts that", TWO),
+        pair("accelerate", partial(start, script=COUNT), "launched", ONE_ONLY, f"{ONE}; accelerate accepts that", TWO),
         pair("deepspeed", start_deepspeed, "launched", raised("No module named .mpi4py"), ONE, "the variables are set"),
     ),
 )

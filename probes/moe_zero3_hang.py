@@ -203,14 +203,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     except (UnreadableConfig, OSError, ValueError) as error:
         return unknown(str(error))
     keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    experts = next(
-        (config[key] for config in (model, model.get("text_config") or {}) for key in keys if key in config), 0
-    )
+    inner = model.get("text_config")
+    configs = [model, inner] if isinstance(inner, dict) else [model]
+    experts = next((config[key] for config in configs for key in keys if key in config), 0)
     kind, own_code = str(model.get("model_type")), bool(model.get("auto_map"))
     evidence = f"ZeRO stage {stage}; {kind} with {experts or 'no'} experts{', code of its own' if own_code else ''}"
     if stage != 3:
         return unknown(evidence, "only stage 3 gathers weights; gradients of unused experts are another matter")
-    if not experts and (own_code or re.search(r"moe|mixtral|expert", json.dumps(model).lower())):
+    if not experts and (own_code or kind == "None" or re.search(r"moe|mixtral|expert", json.dumps(model).lower())):
         return unknown(evidence, "the configuration does not say how many, under any name that is known here")
     if not experts:
         return clear(evidence)
@@ -240,6 +240,8 @@ def zero_stage(config: Any) -> Tuple[Any, Any]:
             raise ValueError("the arguments hold no DeepSpeed configuration: name the file that they point to")
         values = inside
     inner = values.get("deepspeed_config" if config.kind == "accelerate" else "zero_optimization") or {}
+    if not isinstance(inner, dict):
+        raise ValueError("the configuration of ZeRO is no mapping")
     if config.kind == "accelerate":
         return inner.get("zero_stage", 0), inner.get("deepspeed_moe_layer_cls_names")
     return inner.get("stage", 0), inner.get("leaf_module")

@@ -186,7 +186,7 @@ def images(path: Path, containers: int = 150) -> List[Code]:
                 while image < at:
                     kind, _, header, size, *_, arch = IMAGE.unpack_from(data, image)
                     (ptx if kind == 1 else cubins).add(arch)
-                    image += header + size
+                    image += (header + size) or IMAGE.size  # garbage must not stop the loop
                 result.append((cubins, ptx))
     return result
 
@@ -241,7 +241,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
     try:
         parts = images(library)
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, IndexError, struct.error) as error:
         return unknown(f"{library} cannot be read: {error}", advice="--set library=FILE.so names a library")
     cubins = {arch for part, _ in parts for arch in part}
     ptx = {arch for _, part in parts for arch in part}
@@ -250,6 +250,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     held = " ".join([f"sm_{arch}" for arch in sorted(cubins)] + [f"compute_{arch} (PTX)" for arch in sorted(ptx)])
     evidence = [f"{library.name} holds {held}"]
     gpus = [params["capability"]] if params["capability"] else gpus_here()
+    if not all(re.match(r"\d+\.\d$", gpu) for gpu in gpus):
+        return unknown(*evidence, f"{gpus[0]} is no compute capability", advice="--set capability=9.0 asks about a GPU")
     if not gpus:
         return unknown(*evidence, "nvidia-smi names no GPU here", advice="--set capability=9.0 asks about a GPU")
     without, unsure, partial_code = [], False, []

@@ -89,18 +89,17 @@ def check(params: Mapping[str, Any]) -> Finding:
     if crowded:
         return exposed(*crowded, advice="map_location in torch.load; torch.cuda.set_device(LOCAL_RANK) before all else")
     code = params["code"]
-    if code is None or not code.exists():
-        why = "no code was given to read" if code is None else "there is no %s" % code
-        return unknown(why, message, advice="--set code=train.py; or run this beside the job")
+    if code is None:
+        return unknown("no code was given to read", message, advice="--set code=train.py; or run this beside the job")
     end, read, result, is_complete = time.monotonic() + 0.5, 0, [], True
-    for file in sorted(code.rglob("*.py")) if code.is_dir() else [code]:
+    for file in sorted(code.rglob("*.py")) if os.path.isdir(code) else [code]:
         if time.monotonic() > end:
             is_complete = False
             break
         try:
             result += ["%s:%d: %s" % (file, line, what) for line, what in loads(ast.parse(file.read_text("utf-8")))]
             read += 1
-        except (OSError, SyntaxError, ValueError, RecursionError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     if result:
         return exposed(*result[:10], advice='map_location="cpu", or f"cuda:{os.environ["LOCAL_RANK"]}"')
@@ -113,22 +112,25 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def strangers() -> Tuple[List[str], str]:
-    """GPUs on which several processes hold 100 MiB or more that also hold some elsewhere, and the evidence."""
+    """GPUs on which several processes hold 100 MiB or more, each besides another GPU of its own, and the evidence."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         return [], "nvidia-smi does not tell which process is on which GPU: %s" % type(error).__name__
     rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     rows = [row for row in rows if row[2].isdigit() and int(row[2]) >= 100]
     gpus: Dict[str, Set[str]] = {}
     for pid, gpu, _ in rows:
         gpus.setdefault(pid, set()).add(gpu)
-    shared = Counter(gpu for pid, gpu, _ in rows if len(gpus[pid]) > 1)
+    shared: Dict[str, Set[Tuple[str, ...]]] = {}  # one set twice: two jobs that each use all of these GPUs
+    for pid, gpu, _ in rows:
+        if len(gpus[pid]) > 1:
+            shared.setdefault(gpu, set()).add(tuple(sorted(gpus[pid])))
     crowded = [
         "%s: %s" % (gpu, ", ".join("process %s holds %s MiB" % (pid, used) for pid, item, used in rows if item == gpu))
-        for gpu, count in shared.items()
-        if count > 1
+        for gpu, sets in shared.items()
+        if len(sets) > 1
     ]
     return crowded, "nvidia-smi names %d processes, and no two of them on a GPU besides their own" % len(gpus)
 

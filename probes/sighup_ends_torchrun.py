@@ -10,9 +10,11 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.probe import (
     Arm,
@@ -30,13 +32,10 @@ from kb.probe import (
     unknown,
 )
 
-TORCHRUN = (
-    "torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --nproc-per-node=1"
-)
-ACCELERATE = (
-    "accelerate.commands.launch --multi_gpu --num_machines=1 --num_processes=2 --main_process_port=0 "
-    "--mixed_precision=no"
-)
+TORCHRUN, ACCELERATE = "torch.distributed.run", "accelerate.commands.launch"
+OPTIONS = "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --nproc-per-node=1"
+ACCELERATE_OPTIONS = "--multi_gpu --num_machines=1 --num_processes=2 --main_process_port=0 --mixed_precision=no"
+NO_HANDLER = "SIGTERM,SIGINT"
 # Terminals of these programs outlive the connection; the kernel keeps 15 characters of a name.
 KEEPERS = ("tmux", "screen", "zellij", "dtach", "abduco", "mosh-server")
 LAUNCHERS = re.compile(r"(^|/)(torchrun|accelerate|torch\.distributed\.(run|launch)|accelerate\.commands\.launch)$")
@@ -62,25 +61,37 @@ def train() -> None:
     write("saved", str(os.getppid()))
 
 
-def hang_up(ctx: Context, *, start: str, launcher: str = TORCHRUN, argument: str = "") -> None:
-    """Type `start` in an interactive bash on a terminal of its own, wait for the worker, and close the terminal."""
+def hang_up(ctx: Context, *, typed: str = "", forked: Optional[Callable[[], None]] = None) -> None:
+    """Start the launcher in a terminal of its own, wait for the worker, and close the terminal.
+
+    `typed` is what an interactive bash gets there. `forked` runs in a fork of this process, which is cheaper: in the
+    place of bash, or, with both, as a member of the process group that bash has made for what was typed.
+    """
     script = "import os, signal, sys, time\nfrom pathlib import Path\n\n%s\ntrain()\n" % inspect.getsource(train)
     Path("train.py").write_text(script)
-    command = "%s -m %s train.py %s > train.log 2>&1" % (shlex.quote(sys.executable), launcher, argument)
-    shell, terminal = pty.fork()
-    if shell == 0:
+    leader, terminal = pty.fork()
+    if leader == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        if forked and not (typed and os.fork()):
+            if typed and wait_for(lambda: bool(read("job")), 60):
+                os.setpgid(0, int(read("job")))
+            forked()
         environment = {**os.environ, "HISTFILE": ctx.path("history"), "TERM": "xterm"}
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
     processes: List[int] = []
     try:
-        os.write(terminal, (start.format(command) + "\n").encode())
-        assert wait_for(lambda: Path("started").exists(), 60), "the worker did not start: " + log()
-        processes += map(int, Path("started").read_text().split())
-        parent, worker = processes
+        if typed:
+            command = "%s -m %s %s train.py > train.log 2>&1" % (shlex.quote(sys.executable), TORCHRUN, OPTIONS)
+            line = typed.format("sleep 100" if forked else command)
+            os.write(terminal, (line + "\necho $! > job.part; mv job.part job\n").encode())
+        wait_for(lambda: bool(read("started")) or not is_running(leader), 60)
+        assert read("started"), "the worker did not start: " + log()
+        parent, worker = map(int, read("started").split())
+        processes += [parent, worker, *(map(int, read("job").split()) if forked else ())]
         ctx.reached()
         os.close(terminal)
-        os.waitpid(shell, 0)
+        if typed:
+            os.waitpid(leader, 0)
         Path("hung-up").touch()
         saved = Path("saved")
         wait_for(lambda: saved.exists() or not is_running(worker), 20)
@@ -97,8 +108,31 @@ def hang_up(ctx: Context, *, start: str, launcher: str = TORCHRUN, argument: str
             os.kill(process, signal.SIGKILL)
 
 
+def launch(*options: str, module: str = TORCHRUN, nohup: bool = True, handled: str = "", argument: str = "") -> None:
+    """`nohup python -m MODULE OPTIONS train.py`; torch is imported already. `handled` is PET_SIGNALS_TO_HANDLE."""
+    if nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # all that nohup does
+    if handled:
+        os.environ["PET_SIGNALS_TO_HANDLE"] = handled
+    launcher = OPTIONS if module == TORCHRUN else ACCELERATE_OPTIONS
+    sys.argv = [module, *launcher.split(), *options, "train.py", *argument.split()]
+    with open("train.log", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        import_module(module).main()
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def read(name: str) -> str:
+    return Path(name).read_text() if Path(name).exists() else ""
+
+
 def log() -> str:
-    return Path("train.log").read_text() if Path("train.log").exists() else ""
+    return read("train.log")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
@@ -225,74 +259,86 @@ PASSED_ON = "bash passes the hang-up on to its jobs, and torchrun handles what n
 
 def experiment(
     name: str,
-    starts: Tuple[str, str],
+    control: Callable[[Context], None],
+    treatment: Callable[[Context], None],
     because: Tuple[str, str],
     pattern: str = HUNG_UP,
     torch: str = ">=2.1",
-    program: str = "nohup",
+    programs: Tuple[str, ...] = (),
     packages: Tuple[str, ...] = (),
-    launcher: str = TORCHRUN,
-    argument: str = "",
 ) -> Experiment:
-    """`starts` is the line that is typed without and with the fix."""
-    job = partial(hang_up, launcher=launcher, argument=argument)
     return Experiment(
         name=name,
-        control=Arm(partial(job, start=starts[0]), symptom(pattern), because[0], "cpu"),
-        treatment=Arm(partial(job, start=starts[1]), completed(), because[1], "cpu"),
+        control=Arm(control, symptom(pattern), because[0], "cpu"),
+        treatment=Arm(treatment, completed(), because[1], "cpu"),
         world_size=1,
-        needs=Needs(packages={"torch": torch, **dict.fromkeys(packages, "")}, programs=("bash", "nohup", program)),
+        needs=Needs(packages={"torch": torch, **dict.fromkeys(packages, "")}, programs=programs),
         deadline_s=110,
-        expected_s=(3.5, 4.5),
+        expected_s=(3.5, 4.5) if programs else (1.0, 1.5),
     )
 
+
+def typed(name: str, line: str, because: str, *programs: str, **settings: Any) -> Experiment:
+    """`line` is what is typed with the fix."""
+    job, every = partial(hang_up, **settings), ("bash", "nohup", *programs)
+    return experiment(name, partial(job, typed=NOHUP), partial(job, typed=line), (PASSED_ON, because), programs=every)
+
+
+def forked(*options: str, argument: str = "", **settings: Any) -> Callable[[Context], None]:
+    return partial(hang_up, forked=partial(launch, *options, argument=argument, **settings))
+
+
+WITHOUT_HANDLER = "--signals-to-handle=" + NO_HANDLER
+DELAY = "--shutdown-timeout=1"  # torch 2.12; before, torchrun waits for 30 s
 
 probe = Probe(
     check=check,
     params={"pid": Param("int", "process id of the launcher (default: all torchrun and accelerate of this user)")},
     experiments=(
-        experiment(
+        typed(
             "setsid",
-            (NOHUP, "setsid nohup {} &"),
-            (PASSED_ON, "setsid puts torchrun into a session of its own, without a terminal and unknown to the shell"),
-            program="setsid",
+            "setsid nohup {} &",
+            "setsid puts torchrun into a session of its own, without a terminal and unknown to the shell",
+            "setsid",
         ),
     ),
     variants=(
-        experiment(
+        typed(
             "tmux",
-            (NOHUP, 'tmux -S ./tmux.socket -f /dev/null new-session -d "{}"'),
-            (PASSED_ON, "the terminal of torchrun is that of the tmux server, which stays"),
-            program="tmux",
+            'tmux -S ./tmux.socket -f /dev/null new-session -d "{}"',
+            "the terminal of torchrun is that of the tmux server, which stays",
+            "tmux",
         ),
-        experiment(
+        typed(
             "disown",
-            (NOHUP, "nohup {} & disown"),
-            (PASSED_ON, "bash has forgotten the job, and passes nothing on to it"),
+            "nohup {} & disown",
+            "bash has forgotten the job, and passes nothing on to it",
+            forked=launch,
         ),
         experiment(
             "ignored-in-script",
-            (NOHUP, "setsid nohup {} &"),
-            ("the training script ignores SIGHUP; torchrun waits for it and then kills it", "no SIGHUP arrives"),
-            torch=">=2.12",  # --shutdown-timeout, without which torchrun waits for 30 s
-            program="setsid",
-            launcher=TORCHRUN + " --shutdown-timeout=1",
-            argument="ignore",
+            forked(DELAY, argument="ignore"),
+            forked(DELAY, WITHOUT_HANDLER, argument="ignore"),
+            (
+                "the training script ignores SIGHUP; torchrun waits for it and then kills it",
+                "torchrun ignores it as well, as nohup has set it",
+            ),
+            torch=">=2.12",
         ),
         experiment(
             "signals-to-handle",
-            ("{} &", NOHUP),
+            forked(WITHOUT_HANDLER, nohup=False),
+            forked(WITHOUT_HANDLER),
             ("torchrun has no handler for SIGHUP and is ended by it", "no handler replaces what nohup has set"),
             pattern="launcher is gone without a word",
             torch=">=2.10",
-            launcher=TORCHRUN + " --signals-to-handle=SIGTERM,SIGINT",
         ),
         experiment(
             "accelerate",
-            (NOHUP, "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT nohup {} &"),
+            forked(module=ACCELERATE),
+            forked(module=ACCELERATE, handled=NO_HANDLER),
             ("accelerate launch is torchrun in the same process", "torchrun's option reaches it by the variable"),
             torch=">=2.10",
-            launcher=ACCELERATE,
             packages=("accelerate",),
         ),
     ),

@@ -83,6 +83,8 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice="measure the longest stretch that one rank works alone: --set alone_s=2400 --set timeout_s=1800",
         )
     alone = f"one rank works alone for {alone_s:.0f} s"
+    if not alone_s > 0 or not (allowed_s is None or allowed_s > 0):
+        return unknown(alone, f"timeout_s={allowed_s}", advice="pass both in seconds, as measured and as logged")
     if allowed_s is None and alone_s < LONGEST_DEFAULT_S:
         return unknown(
             alone,
@@ -104,9 +106,9 @@ def check(params: Mapping[str, Any]) -> Finding:
 def torchs_default() -> str:
     try:
         version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "torch is not installed here, so its default timeout is not known"
-    default_s = 600 if tuple(int(part) for part in version.split(".")[:2]) >= (2, 2) else 1800
+        default_s = 600 if tuple(int(part) for part in version.split(".")[:2]) >= (2, 2) else 1800
+    except (metadata.PackageNotFoundError, AttributeError, ValueError):
+        return "no release of torch is installed here, so its default timeout is not known"
     return f"torch {version} waits {default_s} s in an nccl group unless the job or its framework passes a timeout"
 
 

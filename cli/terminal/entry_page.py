@@ -11,12 +11,19 @@ from kb.content.parser import text_blocks
 
 from .labels import label, value
 from .records import record
+from .wrapping import cells
 
 CODE = re.compile(r"`([^`\n]+)`")
 REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # where somebody checked it
 HOW_TO_TELL = "How to tell"
 REST = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
 CLAIM = re.compile(r"\[claimed \d+\]")
+NAME = re.compile(  # of a fix: its first sentence, which ends neither in code nor in bold type
+    r"(\d+)\. (?>`[^`]*`|\*\*.+?\*\*|.)+?"
+    r"(?:(?<=[.!?])(?=\s+[^a-z\s])|(?<=[.!?。！？]\*\*)|(?<=[。！？])|(?=\n\n)|\Z)",
+    re.DOTALL,
+)
+MOST_OF_FIXES = 2400  # columns: a page of a terminal; the fixes that help most often come first
 
 
 def sections(entry: Entry, lang: Language) -> dict[str, str]:
@@ -43,7 +50,8 @@ def whole_page(entry: Entry, lang: Language, records: Sequence[str]) -> str:
 def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collection[str]) -> str:
     """Cause, how to tell, fix and how to verify it. `ids` are those of all entries.
 
-    Marks that point to references are left out with them; what nobody checked is still marked.
+    Where the fixes fill more than a page, the rarer ones have their first sentence only. Marks that point to
+    references are left out with them; what nobody checked is still marked.
     """
     severity = label("{} severity", lang).format(value(entry.meta.severity, lang))
     facts = _facts(entry, severity, lang)
@@ -52,12 +60,14 @@ def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collec
     others = set(ids) - {entry.id}
     if "Root cause" in texts:
         short = {"Cause": entry.cause, HOW_TO_TELL: texts.get(HOW_TO_TELL, ""), "Fix": texts.get("Fix", "")}
-        tells, language = HOW_TO_TELL, Language.ENGLISH
+        tells, fix, language = HOW_TO_TELL, "Fix", Language.ENGLISH
     else:
         short = {heading: text for heading, text in texts.items() if heading != "环境"}
-        tells, language = "判断", Language.CHINESE
+        tells, fix, language = "判断", "修复", Language.CHINESE
     if tells in short:
         short[tells] = _without_look_alikes(short[tells], others, label("Not this: {}.", language))
+    if fix in short:
+        short[fix] = _first_fixes(short[fix], entry, language)
     short = {heading: CLAIM.sub("[claimed]", REFERENCE.sub("", text)) for heading, text in short.items() if text}
     return f"{_page(entry, lang, facts, short, records)}\n\n{label(REST, language)}"
 
@@ -90,3 +100,20 @@ def _without_look_alikes(text: str, ids: Collection[str], not_this: str) -> str:
     if others:
         kept.append("\n" + not_this.format(", ".join(f"`{other}`" for other in dict.fromkeys(others))))
     return "\n".join(kept)
+
+
+def _first_fixes(text: str, entry: Entry, lang: Language) -> str:
+    """The first fixes whole, as many as fill a page; of those behind them the name, and how to read the rest."""
+    lines, length, rare = text.splitlines(), 0, []
+    for start, end, _ in text_blocks(text):
+        if fix := NAME.match("\n".join(lines[start:end])):
+            length += sum(map(cells, lines[start:end]))
+            if length > MOST_OF_FIXES and fix[1] != "1":
+                rare.append((start, end, fix))
+    for start, end, fix in reversed(rare):
+        lines[start:end] = [fix[0].rstrip(), *([] if lines[end - 1].strip() else [""])]
+    if rare:
+        command = f"`kb show {entry.id} --section fix{' --lang zh' if lang is Language.CHINESE else ''}`"
+        numbers = [fix[1] for _, _, fix in rare]
+        lines += ["", label("Fix {} to {} in full: {}", lang).format(numbers[0], numbers[-1], command)]
+    return "\n".join(lines)
