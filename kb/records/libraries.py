@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from kb.content.roots import Root, records
@@ -91,6 +92,7 @@ def record(
     """The record of one environment, from its reports as JSON and what `libraries_needed` says of their experiments."""
     reports = sorted(reports, key=lambda report: str(report["id"]))
     python = reports[0]["environment"]["python"]
+    installed = {canonicalize_name(name): release for name, release in python["packages"].items()}
     return {
         "schema": SCHEMA,
         "kb_version": reports[0]["kb_version"],
@@ -102,7 +104,9 @@ def record(
                 {
                     **{key: row[key] for key in ROW_KEYS},
                     "probe_digest": report["probe_digest"],
-                    "libraries": {name: python["packages"][name] for name in needed[report["id"]][row["experiment"]]},
+                    "libraries": {
+                        name: installed[canonicalize_name(name)] for name in needed[report["id"]][row["experiment"]]
+                    },
                 }
                 for row in (report, *report["variants"])
                 if row["experiment"] in needed[report["id"]]

@@ -64,6 +64,12 @@ def test_only_what_needs_a_library_is_run_and_kept(tmp_path: Path) -> None:
     assert known["a"][1].to_json()["packages"] == {"torch": "2.10.0", "deepspeed": "0.10.0"}
 
 
+def test_a_library_is_found_in_any_spelling_of_its_name() -> None:
+    needed = libraries_needed([plan("a", hub={"huggingface_hub": ""})])
+    document = record([report("a", "2.9.1", {"huggingface-hub": "1.2.0"}, hub="verified")], needed, DAY)
+    assert document["verdicts"]["a"][0]["libraries"] == {"huggingface_hub": "1.2.0"}
+
+
 def test_an_invalid_record_is_named(tmp_path: Path) -> None:
     (tmp_path / file_name("2024-08")).write_text('{"schema": "kb.libraries.v1"}')
     with pytest.raises(UsageError, match=r"libraries-2024-08\.json is not a valid record of libraries"):
