@@ -116,6 +116,15 @@ def record(
     }
 
 
+def unchanged(document: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
+    """The rows of an earlier record, by entry, whose probe, by its digest, is still the one that was judged."""
+    return {
+        entry_id: rows
+        for entry_id, rows in document["verdicts"].items()
+        if rows and all(row["probe_digest"] == digests.get(entry_id) for row in rows)
+    }
+
+
 def _verdict(document: Mapping[str, Any], row: Mapping[str, Any]) -> LibraryVerdict:
     experiment, fidelity, verdict, reason = (row[key] for key in ROW_KEYS)
     judged = row["libraries"], document["torch"], document["day"], row["probe_digest"]

@@ -1,6 +1,7 @@
 """`make matrix`, second part: verify what runs in real libraries with the releases of one month after the other.
 
-`MONTHS="2024-12 2025-06"` chooses some and leaves out the first part, unless `RELEASES` is given as well. A record is `docs/verified/libraries-<month>.json`.
+`MONTHS="2024-12 2025-06"` chooses some and leaves out the first part, unless `RELEASES` is given as well. A record is
+`docs/verified/libraries-<month>.json`; what it says of a probe that has not changed since stays.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import subprocess
 import sys
 
-from kb.records.libraries import file_name, libraries_needed, record
-from tests.bench.environments import answer, counts, environment, keep, record_names, reports
+from kb.content.catalog import file_digest, load_catalog
+from kb.content.roots import builtin_root
+from kb.records.libraries import file_name, libraries_needed, record, unchanged
+from tests.bench.environments import VERIFIED, answer, counts, environment, keep, record_names, reports
 
 MONTHS = {  # what was current then, and is pinned since
     "2024-08": ("2.4.1", "transformers==4.44.2 accelerate==0.34.2 deepspeed==0.14.5 peft==0.12.0"),
@@ -36,15 +39,23 @@ def _is_recorded(month: str) -> bool:
     """Verify what needs a library with the releases of a month; False when that was not possible."""
     torch, requirements = MONTHS[month]
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    path = VERIFIED / file_name(month)
+    catalog = load_catalog((builtin_root(),))
+    digests = {entry.id: file_digest(probe) for entry in catalog if (probe := catalog.probe_file(entry))}
+    known = unchanged(json.loads(path.read_text()), digests) if path.exists() else {}
     try:
         with environment(torch, *requirements.split()) as python:
             needed = libraries_needed(answer(python, "--all", "--plan")["plans"])
-            kept = record(reports(python, *needed), needed, day)
             record_names(python, day)
+            changed = sorted(needed.keys() - known.keys())
+            if not changed:
+                return True
+            kept = record(reports(python, *changed), needed, day)
     except (subprocess.CalledProcessError, json.JSONDecodeError, KeyError) as error:
         print(f"libraries of {month}: {error}", file=sys.stderr)
         return False
-    path = keep(file_name(month), kept)
+    kept["verdicts"] = dict(sorted({**known, **kept["verdicts"]}.items()))
+    keep(path.name, kept)
     verdicts = [row["verdict"] for rows in kept["verdicts"].values() for row in rows]
     print(f"libraries of {month}: {counts(verdicts)}  {path}", flush=True)
     return True

@@ -10,7 +10,7 @@ import pytest
 
 from kb.content.roots import Root
 from kb.errors import UsageError
-from kb.records.libraries import file_name, libraries_needed, library_summaries, library_verdicts, record
+from kb.records.libraries import file_name, libraries_needed, library_summaries, library_verdicts, record, unchanged
 
 DAY = "2026-11-22"
 PLAIN, DEEPSPEED, PEFT = {"torch": ">=2.1"}, {"torch": ">=2.1", "deepspeed": ">=0.14"}, {"peft": "", "accelerate": ""}
@@ -68,6 +68,13 @@ def test_a_library_is_found_in_any_spelling_of_its_name() -> None:
     needed = libraries_needed([plan("a", hub={"huggingface_hub": ""})])
     document = record([report("a", "2.9.1", {"huggingface-hub": "1.2.0"}, hub="verified")], needed, DAY)
     assert document["verdicts"]["a"][0]["libraries"] == {"huggingface_hub": "1.2.0"}
+
+
+def test_what_a_record_says_of_a_probe_that_changed_is_not_kept() -> None:
+    needed = libraries_needed(PLANS)
+    both = [report("a", "2.4.1", OLD, deepspeed="verified"), report("b", "2.4.1", OLD, peft="verified")]
+    document = record(both, needed, DAY)
+    assert unchanged(document, {"a": "1" * 64, "b": "2" * 64}).keys() == {"a"}
 
 
 def test_an_invalid_record_is_named(tmp_path: Path) -> None:
