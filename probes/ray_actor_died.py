@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Dict, Iterator, List, Mapping
 
 from kb.probe import (
     Arm,
@@ -65,18 +66,27 @@ def supervise(ctx: Context, *, read: str) -> None:
     assert "FileNotFoundError: no engine" in stories["no file"], stories
 
 
+def isolate(ctx: Context) -> None:
+    """No setting of the reader's Ray; its files, and what it keeps in the home directory, in that of the arm."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.environ.update(HOME=str(ctx.dir), RAY_TMPDIR=str(ctx.dir), RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))  # its ports are the network's
+
+
 @contextmanager
 def cluster(ctx: Context) -> Iterator[Any]:
-    """Ray on this machine alone, with its files in the directory of the arm."""
+    """Ray on this machine alone."""
+    isolate(ctx)
     import ray  # type: ignore[import-not-found]
 
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=80 << 20,
         log_to_driver=False,
         _temp_dir=str(ctx.dir),
-        _node_ip_address="127.0.0.1",
     )
     try:
         yield ray
@@ -202,11 +212,10 @@ def found(file: Path, cause: str) -> Iterator[str]:
 
 
 SUPERVISOR = "Ray's supervisor of a worker, by a parent that has a pipe to its child"
-QUIET: Tuple[Tuple[str, str], ...] = (("RAY_AUTH_MODE", "disabled"), ("RAY_USAGE_STATS_ENABLED", "0"))
 
 
 def arm(job: Any, expect: Expect, because: str) -> Arm:
-    return Arm(job, expect, because=because, fidelity="cpu", env=dict(QUIET))
+    return Arm(job, expect, because=because, fidelity="cpu")
 
 
 def in_ray(name: str, control: Arm, treatment: Arm) -> Experiment:

@@ -1,0 +1,186 @@
+"""A worker of a DataLoader touches memory that it does not have, and dies of SIGSEGV.
+
+The page that only its own process has (`MADV_DONTFORK`) replaces a handle of a library that does not survive a fork;
+libibverbs marks registered memory so. The bad pointer of a corrupt record replaces a bug in a decoder.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import sys
+from functools import partial
+from typing import Any, Callable
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, killed, raised, symptom
+
+
+def open_database(path: str) -> mmap.mmap:
+    pages = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages[:3] = bytes([5, 6, 7])
+    pages.madvise(mmap.MADV_DONTFORK)  # no child has these pages
+    return pages
+
+
+def read(ctx: Context, *, per_process: bool = False, parent_reads: bool = True, workers: int = 1) -> None:
+    """The parent reads a sample, then a loader reads all; a dataset opens its database once, or once a process."""
+    from torch.utils.data import DataLoader
+
+    dataset = records(per_process)
+    if parent_reads:
+        assert dataset[0] == 5
+    ctx.reached()
+    assert [batch.item() for batch in DataLoader(dataset, num_workers=workers)] == [5, 6, 7]
+
+
+def records(per_process: bool) -> Any:
+    from torch.utils.data import Dataset
+
+    class Records(Dataset):  # type: ignore[misc]
+        def __init__(self, path: str) -> None:
+            self.path, self.owner = path, 0
+            self.inherited: Any = None
+            self.database: Any = None
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            if self.owner != os.getpid():  # a forked copy: open it again
+                self.inherited = self.database  # kept: closing it here is not safe either
+                self.database, self.owner = open_database(self.path), os.getpid()
+            return self.database[index]
+
+    class OpenedOnce(Records):
+        def __getitem__(self, index: int) -> Any:
+            if self.database is None:
+                self.database = open_database(self.path)
+            return self.database[index]
+
+    return Records("train.db") if per_process else OpenedOnce("train.db")
+
+
+def decode(ctx: Context, *, skip: bool, workers: int = 1) -> None:
+    """The first of four records is corrupt, and the decoder follows the address in it."""
+    from torch.utils.data import DataLoader, Dataset, Subset
+
+    class Images(Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return len(ctypes.string_at(16, 8)) if index == 0 else 8
+
+    good = [index for index in range(4) if index]
+    dataset: Any = Subset(Images(), good) if skip else Images()
+    ctx.reached()
+    assert [batch.item() for batch in DataLoader(dataset, num_workers=workers)] == [8, 8, 8]
+
+
+def trace(ctx: Context, *, restart: bool) -> None:
+    """Does the worker leave a stack of Python, when faulthandler is on in the parent, and restarted or not?"""
+    from torch.utils.data import DataLoader
+
+    def enable_faulthandler(worker_id: int) -> None:
+        faulthandler.enable()
+
+    def restart_faulthandler(worker_id: int) -> None:
+        faulthandler.disable()  # on since the parent, enable() alone would not install its handlers again
+        faulthandler.enable()
+
+    dataset = records(per_process=False)
+    assert dataset[0] == 5
+    faulthandler.enable()
+    ctx.reached()
+    stderr, descriptor = sys.stderr, os.dup(2)
+    try:
+        with open(ctx.path("stderr"), "a") as log:
+            sys.stderr = log
+            os.dup2(log.fileno(), 2)
+            worker_init_fn = restart_faulthandler if restart else enable_faulthandler
+            list(DataLoader(dataset, num_workers=1, worker_init_fn=worker_init_fn))
+    except RuntimeError:
+        pass  # what the worker printed counts
+    finally:
+        sys.stderr = stderr
+        os.dup2(descriptor, 2)
+    with open(ctx.path("stderr"), encoding="utf-8", errors="replace") as file:
+        printed = file.read()
+    if "Fatal Python error: Segmentation fault" not in printed:
+        raise Symptom("the worker died of a segmentation fault without a Python stack, and printed %r" % printed[:80])
+    assert "in __getitem__" in printed, printed
+
+
+DIED = raised(r"is killed by signal: Segmentation fault|DataLoader worker \(pid\(s\) \d+\) exited unexpectedly")
+NO_STACK = symptom(r"without a Python stack, and printed .*Unexpected segmentation fault encountered in worker")
+PAGES = "a library's handle that does not survive a fork: here one page of memory that no child gets"
+POINTER = "a bug in a decoder, which follows a bad address: here ctypes does"
+
+
+def pair(
+    name: str,
+    control: Callable[..., None],
+    treatment: Callable[..., None],
+    because: str,
+    fix: str,
+    stands_for: str = PAGES,
+    expect: Expect = DIED,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, expect, because=because, fidelity="stand-in", stands_for=stands_for),
+        treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=stands_for),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.1"}),
+        deadline_s=30,
+        expected_s=(1.2, 1.2),
+    )
+
+
+INHERITED = "the dataset was opened before the fork, and its worker uses the copy that it inherited"
+probe = Probe(
+    experiments=(
+        pair(
+            "per-process",
+            partial(read),
+            partial(read, per_process=True),
+            because=INHERITED,
+            fix="each process opens the database at its first read",
+        ),
+    ),
+    variants=(
+        pair(
+            "parent-reads",
+            partial(read),
+            partial(read, parent_reads=False),
+            because="it opens at the first read, and the parent has read a sample before the loader started",
+            fix="the parent has read nothing",
+        ),
+        pair("no-workers", partial(read), partial(read, workers=0), INHERITED, "there is no worker"),
+        pair(
+            "bad-record",
+            partial(decode, skip=False),
+            partial(decode, skip=True),
+            because="the decoder follows an address in a corrupt record",
+            fix="the record is left out",
+            stands_for=POINTER,
+        ),
+        pair(
+            "bad-record-no-workers",
+            partial(decode, skip=False, workers=0),
+            partial(decode, skip=True, workers=0),
+            because="without workers the training process itself dies of it",
+            fix="the record is left out",
+            stands_for=POINTER,
+            expect=killed("SIGSEGV"),
+        ),
+        pair(
+            "faulthandler",
+            partial(trace, restart=False),
+            partial(trace, restart=True),
+            because="faulthandler is on in the parent, torch replaced its handler, enable() in the worker does nothing",
+            fix="worker_init_fn switches it off and on in the worker, after torch",
+            expect=NO_STACK,
+        ),
+    ),
+)

@@ -1,0 +1,294 @@
+"""A model is built on the meta device, and is moved or used before its parameters and buffers got memory and values."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Callable, Mapping
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+
+def build() -> Any:
+    """A model with a buffer that no checkpoint has, as rotary embeddings have it."""
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):  # type: ignore[misc,unused-ignore]
+        inv_freq: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+
+        def frequencies(self, device: Any = None) -> Any:
+            return 10.0 ** -torch.arange(2.0, device=device)
+
+        def reset_buffers(self) -> None:
+            self.inv_freq = self.frequencies(self.inv_freq.device)
+
+    return Model()
+
+
+def move(ctx: Context, *, filled: bool) -> None:
+    """A model without data goes to its device with to(), or gets memory there and the values of a checkpoint."""
+    import torch
+
+    device, state = ctx.device, build().state_dict()
+    with torch.device("meta"):
+        model = build()
+    ctx.reached()
+    if filled:
+        model.to_empty(device=device)
+        model.load_state_dict(state)
+        model.reset_buffers()
+    else:
+        model.to(device)
+    assert torch.equal(model.layer.weight.cpu(), state["layer.weight"]) and model.inv_freq.cpu()[0] == 1
+
+
+def load(ctx: Context, *, assign: bool) -> None:
+    """A checkpoint is loaded into a model on meta, by copying, which does nothing there, or by taking its tensors."""
+    import torch
+
+    state = build().state_dict()
+    with torch.device("meta"):
+        model = build()
+    ctx.reached()
+    if assign:
+        result = model.load_state_dict(state, assign=True)
+    else:
+        result = model.load_state_dict(state)
+    assert not result.missing_keys and not result.unexpected_keys
+    model.layer.to(ctx.device)
+    assert torch.equal(model.layer.weight, state["layer.weight"])
+
+
+def fill(ctx: Context, *, loaded: bool = True, buffers: bool = True) -> None:
+    """Memory alone, memory and the checkpoint, or these and what no checkpoint has."""
+    import torch
+
+    trained = build()  # stays in memory: what is allocated next must not find its values there
+    state = trained.state_dict()
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device=ctx.device)
+    ctx.reached()
+    if loaded:
+        model.load_state_dict(state)
+    if buffers:
+        model.reset_buffers()
+    right = sum(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    if right < 2:
+        raise Symptom("%d of 2 tensors have the values of the checkpoint" % right)
+    found, computed = model.inv_freq.tolist(), model.frequencies().tolist()
+    if found != computed:
+        raise Symptom("all keys matched, and inv_freq is %s, not %s" % (found, computed))
+
+
+def tie(ctx: Context, *, again: bool) -> None:
+    """A weight in two places becomes two weights with to_empty."""
+    import torch
+    from torch import nn
+
+    class Tied(nn.Module):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+            self.tie_weights()
+
+        def tie_weights(self) -> None:
+            self.head.weight = self.embed.weight
+
+    with torch.device("meta"):
+        model = Tied()
+    assert model.head.weight is model.embed.weight
+    model.to_empty(device=ctx.device)
+    ctx.reached()
+    if again:
+        model.tie_weights()
+    if model.head.weight is not model.embed.weight:
+        raise Symptom("%d parameters where there was 1: the shared weight came apart" % len(list(model.parameters())))
+
+
+def shard(ctx: Context, *, filled: bool) -> None:
+    """fully_shard of a model on meta, and the first forward."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ctx.init_process_group(timeout_s=10)
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=mesh)
+    ctx.reached()
+    if filled:
+        model.to_empty(device=ctx.device)
+        model.reset_parameters()
+    output = model(torch.ones(1, 2, device=ctx.device))
+    assert torch.isfinite(output).all() and output.abs().sum() > 0
+
+
+def offload(ctx: Context, *, fits: bool) -> None:
+    """A device map puts a layer on disk, or all layers where they can be used; then somebody copies the weights."""
+    from accelerate import dispatch_model  # type: ignore[import-not-found,unused-ignore]
+    from torch import nn
+
+    places = {"0": "cpu", "1": "cpu" if fits else "disk"}
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = dispatch_model(model, places, main_device="cpu", offload_dir=ctx.path("offload"))
+    ctx.reached()
+    copies = {name: value.clone().to("cpu") for name, value in model.state_dict().items()}
+    assert len(copies) == 4
+
+
+def build_beside(ctx: Context, *, locked: bool) -> None:
+    """One thread builds a model without data, as a loader does, while another builds an ordinary layer."""
+    from accelerate import init_empty_weights
+    from torch import nn
+
+    lock, inside, built = threading.Lock(), threading.Event(), threading.Event()
+
+    def load_elsewhere() -> None:
+        with lock, init_empty_weights():
+            inside.set()
+            built.wait(0.5 if locked else 20)
+
+    thread = threading.Thread(target=load_elsewhere)
+    thread.start()
+    inside.wait(20)
+    ctx.reached()
+    if locked:
+        with lock:
+            layer = nn.Linear(2, 2)
+    else:
+        layer = nn.Linear(2, 2)
+    built.set()
+    thread.join()
+    assert layer.to("cpu").weight.device.type == "cpu"
+
+
+def load_own(ctx: Context, *, computed: bool) -> None:
+    """from_pretrained of a class of its own, with a buffer that no checkpoint has."""
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel  # type: ignore[import-not-found,unused-ignore]
+
+    class Own(PreTrainedModel):  # type: ignore[misc,unused-ignore]
+        config_class = PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = torch.nn.Linear(2, 2)
+            self.register_buffer("table", 7 + torch.arange(2.0), persistent=False)
+            self.post_init()
+
+        def _init_weights(self, module: Any) -> None:
+            if computed and module is self:
+                module.table.copy_(7 + torch.arange(2.0, device=module.table.device))
+
+    folder, trained = ctx.path("model"), Own(PretrainedConfig())
+    trained.save_pretrained(folder)
+    ctx.reached()
+    loaded = Own.from_pretrained(folder)
+    assert torch.equal(loaded.layer.weight, trained.layer.weight)
+    if not torch.equal(loaded.table, trained.table):
+        raise Symptom("the weights were loaded, and table is %s, not [7.0, 8.0]" % loaded.table.tolist())
+
+
+NO_DATA = raised(r"Cannot copy out of meta tensor; no data!")
+ANY = MappingProxyType({"torch": ">=2.1"})
+
+
+def pair(
+    job: Callable[..., None],
+    name: str,
+    keyword: str,
+    because: str,
+    fix: str,
+    expect: Expect = NO_DATA,
+    packages: Mapping[str, str] = ANY,
+    world_size: int = 1,
+) -> Experiment:
+    """The same job with one keyword False and True."""
+    library = len(packages) > 1
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{keyword: False}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{keyword: True}), expect=completed(), because=fix, fidelity="cpu"),
+        world_size=world_size,
+        needs=Needs(packages=packages),
+        deadline_s=90.0 if library else 20.0,
+        expected_s=(3.0, 3.0) if library else (0.3, 0.3),
+    )
+
+
+moved = pair(
+    move, "move", "filled", "the model on meta has no data to copy", "to_empty gives memory, the checkpoint values"
+)
+sharded = pair(
+    shard,
+    "fully-shard",
+    "filled",
+    "fully_shard leaves parameters on meta there",
+    "memory on the device and reset_parameters come before the first forward",
+    expect=raised(r"FSDP parameters should be materialized from meta device before training"),
+    packages={"torch": ">=2.7"},
+    world_size=2,
+)
+assigned = pair(load, "assign", "assign", "copying into a tensor on meta does nothing", "assign=True takes the tensors")
+values = pair(
+    fill,
+    "values",
+    "loaded",
+    "to_empty gives memory with whatever is in it",
+    "the checkpoint is loaded behind it",
+    expect=symptom(r"[01] of 2 tensors have the values of the checkpoint"),
+)
+buffer = pair(
+    fill,
+    "buffer",
+    "buffers",
+    "a buffer that is not in the checkpoint gets memory and no values",
+    "the model computes it again",
+    expect=symptom(r"all keys matched, and inv_freq is .{1,80}, not \[1\.0, 0\.1"),
+)
+tied = pair(
+    tie,
+    "tied",
+    "again",
+    "to_empty makes a new parameter for each place",
+    "the weights are tied again",
+    expect=symptom(r"2 parameters where there was 1: the shared weight came apart"),
+)
+offloaded = pair(
+    offload,
+    "offload",
+    "fits",
+    "the device map left a layer on disk, and a parameter on meta in its place",
+    "no layer is offloaded",
+    packages={**ANY, "accelerate": ""},
+)
+threads = pair(
+    build_beside,
+    "threads",
+    "locked",
+    "init_empty_weights of one thread catches what another thread builds",
+    "a lock lets one thread build at a time",
+    packages={**ANY, "accelerate": ""},
+)
+own_class = pair(
+    load_own,
+    "own-class",
+    "computed",
+    "transformers 5 builds the class on meta, and gives its buffer memory without values",
+    "_init_weights computes the buffer",
+    expect=symptom(r"the weights were loaded, and table is .{1,80}, not \[7\.0, 8\.0\]"),
+    packages={**ANY, "transformers": ">=5", "safetensors": ""},
+)
+probe = Probe(
+    experiments=(sharded.on_gpus(), moved.on_gpus(1, name="one-gpu"), moved),
+    variants=(sharded, assigned, values, buffer, tied, offloaded, threads, own_class),
+)

@@ -1,0 +1,282 @@
+"""Ray reserves all bundles of a placement group or none, and waits without an end for what the cluster has not.
+
+The GPUs of the Ray cluster here are numbers, which Ray takes as they are given; no task uses one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+GPUS = 2
+BUNDLES: List[Dict[str, float]] = [{"CPU": 1, "GPU": 1}] * GPUS
+
+
+def wait_for_bundles(ctx: Context, *, cpus: int) -> None:
+    """A table of free resources; a request for all bundles waits until they are there."""
+    free = {"CPU": float(cpus), "GPU": float(GPUS)}
+    released = threading.Condition()
+    needed = {name: sum(bundle[name] for bundle in BUNDLES) for name in free}
+    ctx.reached()
+    with released:
+        granted = released.wait_for(lambda: all(free[name] >= needed[name] for name in needed), timeout=1.0)
+    if not granted:
+        raise Symptom(f"pending: {free['GPU']:g} of {GPUS} GPUs free, {needed['CPU']:g} CPUs asked for, {cpus} there")
+    assert needed == {"CPU": 2, "GPU": 2}
+
+
+def isolate(ctx: Context) -> None:
+    """No setting of the reader's Ray; its files, and what it keeps in the home directory, in that of the arm."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray compares it with the number of GPUs that it is given
+    os.environ.update(HOME=str(ctx.dir), RAY_TMPDIR=str(ctx.dir), RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))  # its ports are the network's
+    os.mkdir(ctx.path("ray"))
+
+
+@contextmanager
+def cluster(ctx: Context, cpus: int) -> Iterator[Any]:
+    """Ray on this machine alone."""
+    isolate(ctx)
+    import ray  # type: ignore[import-not-found]
+
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        num_gpus=GPUS,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        _temp_dir=str(ctx.dir),
+    )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def reserve(ray: Any, name: str) -> None:
+    """What a trainer does at its start, with a limit, which trainers lack."""
+    groups = __import__("ray.util.placement_group", fromlist=["placement_group"])
+    group = groups.placement_group(BUNDLES, strategy="STRICT_PACK", name=name)
+    if not group.wait(3):
+        state = groups.placement_group_table(group)["stats"]["scheduling_state"]
+        total, free = ray.cluster_resources(), ray.available_resources()
+        gpus, cpus = (f"{free.get(key, 0):g} of {total.get(key, 0):g} {key}s" for key in ("GPU", "CPU"))
+        raise Symptom(f"pending, {state}: {gpus} and {cpus} are free, 2 GPUs and 2 CPUs asked for")
+
+
+def place(ctx: Context, *, cpus: int) -> None:
+    """Two free GPUs, and a group that asks for a CPU with each."""
+    with cluster(ctx, cpus) as ray:
+        ctx.reached()
+        reserve(ray, "global_pool")
+
+
+EARLIER_JOB = """
+import sys
+import ray
+from ray.util.placement_group import placement_group
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+group = placement_group([{"GPU": 1}] * 2, name="left_over", lifetime="detached")
+assert group.wait(30)
+print(group.id.hex())
+"""
+
+
+def follow(ctx: Context, *, removes: bool) -> None:
+    """An earlier job has ended and left a detached placement group; then the next job starts."""
+    with cluster(ctx, 2) as ray:
+        command = [sys.executable, "-c", EARLIER_JOB, ray.get_runtime_context().gcs_address]
+        group_id = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=90).stdout.split()[-1]
+        ctx.reached()
+        if removes:
+            from ray._raylet import PlacementGroupID  # type: ignore[import-not-found]
+            from ray.util.placement_group import PlacementGroup  # type: ignore[import-not-found]
+
+            ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+        reserve(ray, "global_pool")
+
+
+def join(ctx: Context, *, nodes: int) -> None:
+    """A group for each of two nodes, as for `trainer.nnodes=2`; the second node joins before, or does not."""
+    isolate(ctx)
+    import ray
+    from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
+
+    node = {"num_cpus": 2, "num_gpus": GPUS, "object_store_memory": 80 << 20, "include_dashboard": False}
+    machines = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        for _ in range(nodes - 1):
+            machines.add_node(**node)
+        ray.init(address=machines.address, log_to_driver=False)
+        ctx.reached()
+        for name in ("global_pool:0", "global_pool:1"):
+            reserve(ray, name)
+    finally:
+        ray.shutdown()
+        machines.shutdown()
+
+
+# --- the check: does `ray status` show a request that the cluster cannot meet? What did Ray find on this node? -------
+
+N = r"(\d+(?:\.\d+)?)"
+USAGE = re.compile(rf"^\s*{N}/{N} (\S+)(?: \({N} used of {N} reserved)?", re.MULTILINE)
+DEMAND = re.compile(r"^\s*(\{.*\}.*): \d+\+ pending (placement groups|tasks/actors)", re.MULTILINE)
+RESOURCES = re.compile(r"--static_resource_list=(\S+)")
+COUNTED = re.compile(r"\{([^{}]*)\}(?: \* (\d+))?")
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Read a saved `ray status`; without one, what the raylet of this node was started with."""
+    if not params["status"]:
+        return check_node()
+    try:
+        text = params["status"].read_text(errors="replace")
+    except OSError as error:
+        return unknown(f"{params['status']}: {error.strerror}")
+    if "Node status" not in text or "Demands:" not in text:
+        return unknown(f"{params['status']} is not the output of ray status")
+    total, free = {}, {}
+    for used, there, name, inside, reserved in USAGE.findall(
+        text
+    ):  # `used` has what is used inside groups, not the rest
+        total[name] = float(there)
+        free[name] = float(there) - float(used) + float(inside or 0) - float(reserved or 0)
+    active = text.split("Active:", 1)[-1].split("Pending:", 1)[0].split("Idle:", 1)[0]
+    evidence = [f"active nodes: {sum(map(int, re.findall(r'^ *([0-9]+) ', active, re.MULTILINE)))}"]
+    evidence += [f"{free[name]:g} of {total[name]:g} {name} free" for name in total]
+    demands = DEMAND.findall(text)
+    if not demands or not total:
+        why = "no numbers or no pending demand: granted, or not yet asked for, or not the cluster of the job"
+        return unknown(*evidence, why, advice="compare the address in the driver's log; py-spy dump on the actors")
+    evidence += [f"pending {kind}: {bundles}" for bundles, kind in demands]
+    if "(no pending nodes)" not in text:
+        return unknown(*evidence, "nodes are being started: look again when they are there")
+    for bundles, kind in demands:
+        asked: Dict[str, float] = {}
+        for bundle, count in COUNTED.findall(bundles):
+            for name, amount in re.findall(rf"'([^']+)': {N}", bundle):
+                asked[name] = asked.get(name, 0) + float(amount) * int(count or 1)
+        for name in {"CPU", "GPU", *total} & set(asked):
+            if asked[name] > total.get(name, 0):
+                why = f"{asked[name]:g} {name} asked for, {total.get(name, 0):g} in the whole cluster"
+                return exposed(*evidence, why, advice="more nodes, their true numbers in `ray start`, or ask for less")
+            if asked[name] > free[name] and (kind != "tasks/actors" or "GPU" in asked):
+                why = f"{asked[name]:g} {name} asked for, {free[name]:g} free: a job, group or actor has the rest"
+                return exposed(*evidence, why, advice="ray list placement-groups, ray list actors, ray job list")
+    why = "enough in sum: a bundle has to fit on one node, STRICT_PACK all of them, node:IP on that node"
+    return unknown(*evidence, why, advice="ray list nodes")
+
+
+def check_node() -> Finding:
+    """The resources in the command line of the raylet, against the cards that are given to this container or host."""
+    found = [match[1].split(",") for match in map(RESOURCES.search, command_lines()) if match]
+    if not found:
+        advice = "`ray status > FILE` on a node of the cluster, then --set status=FILE"
+        return unknown(
+            "no raylet that may be seen here: Ray does not run on this node, or for another user", advice=advice
+        )
+    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    offers = [dict(zip(words[::2], words[1::2])) for words in found]
+    evidence = [f"Ray offers {offer.get('CPU', 0)} CPU and {offer.get('GPU', 0)} GPU of this node" for offer in offers]
+    evidence.append(f"{cards} cards in /dev")
+    if cards and not any("GPU" in offer for offer in offers):
+        why = "Ray found no card, unless it was started with --num-gpus=0"
+        return exposed(*evidence, why, advice="nvidia-smi and CUDA_VISIBLE_DEVICES in the shell of `ray start`")
+    return unknown(*evidence, "what the job asks for is not seen here", advice="--set status=FILE of `ray status`")
+
+
+def command_lines() -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if words[0].endswith(b"/raylet"):
+                yield b" ".join(words).decode("utf-8", "replace")
+
+
+TABLE = "Ray's scheduler, which reserves all bundles of a group or none: a table of free resources"
+
+
+def in_ray(name: str, control: Any, treatment: Any, pattern: str, because: Tuple[str, str]) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, symptom(pattern), because[0], "cpu"),
+        treatment=Arm(treatment, completed(), because[1], "cpu"),
+        world_size=1,
+        needs=Needs(packages={"ray": ">=2.9"}, memory_mib=2048),
+        deadline_s=150,
+        expected_s=(10.0, 8.0),
+    )
+
+
+probe = Probe(
+    check=check,
+    params={"status": Param("path", "saved output of `ray status`, taken while the job waits")},
+    experiments=(
+        Experiment(
+            name="bundles",
+            control=Arm(
+                partial(wait_for_bundles, cpus=1),
+                symptom(r"pending: 2 of 2 GPUs free, 2 CPUs asked for, 1 there"),
+                "all GPUs are free, the CPUs beside them are too few",
+                "stand-in",
+                TABLE,
+            ),
+            treatment=Arm(
+                partial(wait_for_bundles, cpus=2), completed(), "as many CPUs as asked for", "stand-in", TABLE
+            ),
+            world_size=1,
+            needs=Needs(packages={}),
+            expected_s=(1.2, 0.2),
+        ),
+    ),
+    variants=(
+        in_ray(
+            "cpus",
+            partial(place, cpus=1),
+            partial(place, cpus=2),
+            r"pending, INFEASIBLE: 2 of 2 GPUs and 1 of 1 CPUs are free, 2 GPUs and 2 CPUs asked for",
+            ("the node has two GPUs and one CPU", "the node offers two CPUs"),
+        ),
+        in_ray(
+            "left-over",
+            partial(follow, removes=False),
+            partial(follow, removes=True),
+            r"pending, NO_RESOURCES: 0 of 2 GPUs and 2 of 2 CPUs are free",
+            ("the group of a job that has ended keeps both GPUs", "the next job removes it first"),
+        ),
+        in_ray(
+            "nodes",
+            partial(join, nodes=1),
+            partial(join, nodes=2),
+            r"pending, NO_RESOURCES: 0 of 2 GPUs and 0 of 2 CPUs are free",
+            ("the second node has not joined", "two nodes, a group on each"),
+        ),
+    ),
+)

@@ -1,0 +1,312 @@
+"""The scheduler ends a job with real signals: is the work since the last checkpoint saved?"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    GLOO_TIMEOUT,
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+OPTIONS = "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --nproc-per-node=1"
+LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed) | -m (torch\.distributed\.|accelerate\.commands\.)")
+FOREGROUND = 'trap \'touch "$STOP_FILE"\' USR1\n"$PYTHON" train.py\n'
+BACKGROUND = """trap 'touch "$STOP_FILE"' USR1
+"$PYTHON" train.py &
+child=$!
+while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
+"""
+
+
+def train() -> None:
+    """What a worker runs: short steps until it must stop, then a save. It needs no torch."""
+    received: List[int] = []
+    if "handler" in sys.argv:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: received.append(number))
+
+    def write(name: str, text: str) -> None:
+        Path(name + ".part").write_text(text)
+        os.replace(name + ".part", name)
+
+    write("started", str(os.getpid()))
+    step = 0
+    while step < 500 and not received and not os.path.exists(os.environ.get("STOP_FILE", "none")):
+        step += 1
+        time.sleep(0.02)
+    time.sleep(1.5 if "slowly" in sys.argv else 0)  # a large checkpoint
+    write("saved", str(step))
+
+
+def end(ctx: Context, *, words: str = "", number: int = signal.SIGTERM, option: str = "") -> None:
+    """`torchrun OPTION train.py WORDS` in a fork, torch is imported already; once it trains it gets the signal."""
+    write_script()
+    launcher = os.fork()
+    if launcher == 0:
+        launch([*OPTIONS.split(), *option.split(), "train.py", *words.split()])
+    worker = 0
+    try:
+        worker = wait_for_start()
+        ctx.reached()
+        os.kill(launcher, number)
+        gone = wait_for(lambda: os.waitpid(launcher, os.WNOHANG)[0] != 0, 20)
+        assert gone, "torchrun does not end: " + read("train.log")
+        launcher = 0
+        if not read("saved"):
+            log = read("train.log")
+            last = re.findall(r"Unable to shutdown process.*|\S*SignalException: .*", log)
+            state = "its worker trains on alone" if is_running(worker) else "no step is saved"
+            raise Symptom("torchrun is gone, %s; its log: %s" % (state, " / ".join(last) or repr(log)))
+        assert 0 < int(read("saved")) < 500, read("saved")
+        assert "SignalException" in read("train.log"), read("train.log")  # so its exit code is 1, saved or not
+    finally:
+        kill(launcher, worker)
+
+
+def launch(arguments: List[str]) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as in a new process; kb's own has a handler
+    with open("train.log", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        from torch.distributed.run import main
+
+        main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def signal_batch_shell(ctx: Context, *, script: str) -> None:
+    """The batch shell, and no other process, gets USR1, as `--signal=B:USR1@300` does it."""
+    write_script()
+    environment = {**os.environ, "STOP_FILE": ctx.path("stop"), "PYTHON": sys.executable}
+    shell = subprocess.Popen(["bash", "-c", script], env=environment)
+    worker = 0
+    try:
+        worker = wait_for_start()
+        ctx.reached()
+        shell.send_signal(signal.SIGUSR1)
+        wait_for(lambda: bool(read("saved")), 1)
+        if not read("saved"):
+            ran = Path("stop").exists()
+            raise Symptom("1 s after USR1: trap has run: %s, worker trains on: %s" % (ran, is_running(worker)))
+        assert 0 < int(read("saved")) < 500, read("saved")
+        shell.wait(10)
+    finally:
+        kill(worker, shell.pid if shell.poll() is None else 0)
+        shell.wait(10)
+
+
+def stop(ctx: Context, *, together: bool) -> None:
+    """One of two ranks gets SIGTERM in mid-training. Do the ranks agree on the step at which they stop?"""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=1.5)
+    received = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: received.append(number))
+
+    def must_stop(device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        wanted = bool(received) or os.path.exists(os.environ.get("STOP_FILE", "none"))
+        flag = torch.tensor([float(wanted)], device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    ctx.reached()
+    for step in range(1, 50):
+        dist.all_reduce(torch.ones(4))
+        if step == 5 and ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if must_stop(ctx.device) if together else received:  # type: ignore[no-untyped-call]
+            part = ctx.path("rank%d.part" % ctx.rank)
+            torch.save({"step": step}, part)
+            os.replace(part, ctx.path("rank%d.pt" % ctx.rank))
+            break
+    dist.barrier()
+    steps = [torch.load(ctx.path("rank%d.pt" % rank))["step"] for rank in range(2)]
+    assert steps == [5, 5], steps
+
+
+def load(ctx: Context, *, ignored: bool) -> None:
+    """SIGTERM for the whole process group, as torchrun sends it: the rank has a handler, and its DataLoader?"""
+    from torch.utils.data import DataLoader
+
+    received: List[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def ignore_sigterm(worker_id):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    samples: Any = range(4000)
+    options: Any = {"worker_init_fn": ignore_sigterm} if ignored else {}
+    batches: Any = iter(DataLoader(samples, batch_size=2, num_workers=1, collate_fn=list, **options))
+    next(batches)
+    ctx.reached()
+    group = [os.getpid(), *(process.pid for process in batches._workers)]
+    subprocess.run(["kill", "-TERM", *map(str, group)], check=True)  # from another process: a parent's is another case
+    count = 1 + sum(1 for _ in batches)
+    assert count == 2000 and received == [signal.SIGTERM], (count, received)
+
+
+def write_script() -> None:
+    imports = "import os, signal, sys, time\nfrom pathlib import Path\nfrom typing import List\n"
+    Path("train.py").write_text("%s\n%s\ntrain()\n" % (imports, inspect.getsource(train)))
+
+
+def wait_for_start() -> int:
+    wait_for(lambda: bool(read("started")), 60)
+    assert read("started"), "the worker did not start: " + read("train.log")
+    return int(read("started"))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def read(name: str) -> str:
+    return Path(name).read_text() if Path(name).exists() else ""
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path("/proc/%d/stat" % process).read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill(*processes: int) -> None:
+    for process in processes:
+        if process and is_running(process):
+            os.kill(process, signal.SIGKILL)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Reads /proc: does a rank that runs now react to SIGTERM with a handler?"""
+    process = params["pid"]
+    if not process:
+        return unknown("no rank is named", advice="--set pid=12345, the process id of a rank, not of torchrun")
+    try:
+        status = Path("/proc/%d/status" % process).read_text()
+        command = Path("/proc/%d/cmdline" % process).read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError as error:
+        return unknown("process %d cannot be read: %s" % (process, error))
+    masks = dict(re.findall(r"^(Sig(?:Ign|Cgt)):\s+([0-9a-fA-F]+)$", status, re.M))
+    if len(masks) < 2:
+        return unknown("/proc/%d/status does not say which signals it handles" % process)
+    names = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    caught = [name for name in names if int(masks["SigCgt"], 16) >> (getattr(signal, name) - 1) & 1]
+    if LAUNCHER.search(command):
+        return unknown("process %d is a launcher; its workers count" % process, advice="pgrep -P %d" % process)
+    if "SIGTERM" in caught:
+        return unknown("process %d handles %s; whether it saves cannot be seen" % (process, ", ".join(caught)))
+    if int(masks["SigIgn"], 16) >> (signal.SIGTERM - 1) & 1:
+        return exposed("process %d ignores SIGTERM: it is killed when the grace period is over" % process)
+    return exposed(
+        "process %d has no handler for SIGTERM: preemption and eviction end it at once" % process,
+        "other handlers: %s" % (", ".join(caught) or "none"),
+    )
+
+
+def experiment(
+    name: str,
+    arms: Tuple[Callable[[Context], None], Callable[[Context], None]],
+    expect: Expect,
+    because: Tuple[str, str],
+    torch: str = ">=2.2",
+    ranks: int = 1,
+    needs: Optional[Needs] = None,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(arms[0], expect, because[0], "cpu"),
+        treatment=Arm(arms[1], completed(), because[1], "cpu"),
+        world_size=ranks,
+        needs=needs or Needs(packages={"torch": torch}),
+        deadline_s=100,
+        expected_s=(1.5, 1.5),
+    )
+
+
+SAVES = "the handler sets a flag, the worker saves after the step and ends"
+USR1 = partial(end, words="handler", number=signal.SIGUSR1)
+SLOW = partial(end, words="handler slowly")
+
+probe = Probe(
+    check=check,
+    params={"pid": Param("int", "process id of a rank of the job that runs now")},
+    experiments=(
+        experiment(
+            "flag",
+            (end, partial(end, words="handler")),
+            symptom(r"no step is saved; its log: .*SignalException: Process \d+ got signal: 15$"),
+            ("torchrun passes SIGTERM on, and the worker has no handler", SAVES),
+        ),
+    ),
+    variants=(
+        experiment(
+            "agree",
+            (partial(stop, together=False), partial(stop, together=True)),
+            raised(GLOO_TIMEOUT),
+            ("the rank that got the signal saves and leaves alone", "all ranks stop at the same step"),
+            ranks=2,
+        ),
+        experiment(
+            "batch-shell",
+            (partial(signal_batch_shell, script=FOREGROUND), partial(signal_batch_shell, script=BACKGROUND)),
+            symptom("trap has run: False, worker trains on: True"),
+            ("bash runs a trap when its foreground command has ended", "`wait` returns at once, and the trap runs"),
+            needs=Needs(packages={}, programs=("bash",)),
+        ),
+        experiment(
+            "dataloader",
+            (partial(load, ignored=False), partial(load, ignored=True)),
+            raised(r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Terminated|exited unexpectedly)"),
+            ("the signal ends the worker of the DataLoader", "that worker ignores it, and hands on its batches"),
+        ),
+        experiment(
+            "usr1",
+            (USR1, partial(USR1, option="--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")),
+            symptom("torchrun is gone, its worker trains on alone; its log: ''"),
+            ("torchrun has no handler for USR1 and is ended by it", SAVES),
+            torch=">=2.10",
+        ),
+        experiment(
+            "grace",
+            (partial(SLOW, option="--shutdown-timeout=1"), partial(SLOW, option="--shutdown-timeout=20")),
+            symptom(r"no step is saved; its log: Unable to shutdown process \d+ via .*, forcefully exiting via"),
+            ("the save takes longer than torchrun waits", "torchrun waits longer than the save takes"),
+            torch=">=2.12",
+        ),
+    ),
+)
