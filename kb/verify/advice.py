@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-SETTINGS = re.compile(r"--set [^\s,;()`]+(?: --set [^\s,;()`]+)*")
+SETTING = r"--set (?:[^\s,;()`'\"]|'[^'`]*'|\"[^\"`]*\")+"
+SETTINGS = re.compile(rf"{SETTING}(?: {SETTING})*")
 
 
 def with_command(advice: str, entry_id: str) -> str:
