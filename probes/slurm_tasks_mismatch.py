@@ -266,7 +266,7 @@ probe = Probe(
             "torchrun-per-task",
             launch_per_task,
             ({"tasks_per_node": 2}, {"tasks_per_node": 1}),
-            symptom(r"torchrun of task \d: .*(EADDRINUSE|[Aa]ddress already in use)"),
+            symptom(r"torchrun of task \d: .*(EADDRINUSE|(?i:address already in use))"),
             ("two tasks of a node start torchrun, both with the same port", "one task per node starts torchrun"),
             {"torch": ">=2.1"},
         ),
