@@ -114,6 +114,6 @@ def _first_fixes(text: str, entry: Entry, lang: Language) -> str:
         lines[start:end] = [fix[0].rstrip(), *([] if lines[end - 1].strip() else [""])]
     if rare:
         command = f"`kb show {entry.id} --section fix{' --lang zh' if lang is Language.CHINESE else ''}`"
-        numbers = [fix[1] for _, _, fix in rare]
-        lines += ["", label("Fix {} to {} in full: {}", lang).format(numbers[0], numbers[-1], command)]
+        numbers = "-".join(dict.fromkeys((rare[0][2][1], rare[-1][2][1])))
+        lines += ["", label("Fix {} in full: {}", lang).format(numbers, command)]
     return "\n".join(lines)

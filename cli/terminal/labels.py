@@ -99,7 +99,7 @@ CHINESE = {
     "References": "参考",
     "Verify on this machine": "在本机验证",
     "Not this: {}.": "不是：{}。",
-    "Fix {} to {} in full: {}": "修复 {} 至 {} 的全文：{}",
+    "Fix {} in full: {}": "修复 {} 的全文：{}",
     "GPU arms: ": "GPU 实验：",
     ", in an earlier wording": "，针对旧版本条目",
     ", with an earlier probe": "，使用旧版本 probe",

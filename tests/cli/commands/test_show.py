@@ -120,7 +120,7 @@ def test_of_many_fixes_the_first_are_whole_and_the_rarer_ones_named(kb: Kb, cata
     assert named == numbers, "each fix is named"
     assert "docker run --gpus all" in page, "the first is whole"
     assert "SELinux" in page and "1.18.2" not in page, "a detail of a later one is not there"
-    rest = re.search(r"(?:Fix|修复) (\d+) (?:to|至) (\d+) .*`kb (show [^`]*)`", page.replace("\n", " "))
+    rest = re.search(r"(?:Fix|修复) (\d+)-(\d+) .*`kb (show [^`]*)`", page.replace("\n", " "))
     assert rest and rest[2] == numbers[-1]
     assert kb(*rest[3].split()).out == section
 
