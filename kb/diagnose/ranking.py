@@ -76,7 +76,9 @@ def rank_candidates(
         for entry, share in likeness.items()
         if entry not in roles and share >= LEAST_LIKE
     ]
-    ranked = sorted([*matched, *similar], key=lambda candidate: (-candidate.score, candidate.id))
+    ranked = sorted(
+        [*matched, *similar], key=lambda candidate: (candidate.role == "similar", -candidate.score, candidate.id)
+    )
     return tuple(ranked[:MOST_FINDINGS])
 
 

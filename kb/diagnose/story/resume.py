@@ -6,14 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 
 from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.progress import RESUME, Progress
 from kb.diagnose.story.timeline import Attempt
 
-LEAST_POINTS = 5  # reports of the loss before the resume
-WINDOW = 5
+WINDOW = 5  # reports of the loss before the resume; with fewer nothing is said
 ABOVE, LEAST_RISE = 2.0, 0.5  # times the loss before, and the loss itself
 AS_AT_START = 0.25  # of the loss of the first report, within which it is the same
 
@@ -32,13 +32,19 @@ def losses_after_resume(attempts: Sequence[Attempt]) -> Iterator[Fact]:
     """The first resume behind which the loss is far above what it was at that step."""
     for rank, reports in _reports(attempts).items():
         for index, report in enumerate(reports):
-            before = [other for other in reports[:index] if other.step < report.step]
-            if not report.is_resumed or len(before) < LEAST_POINTS:
+            before = _before(reports, index) if report.is_resumed else []
+            if len(before) < WINDOW:
                 continue
-            usual, start = median(other.loss for other in before[-WINDOW:]), reports[0].loss
+            usual, start = median(before), reports[0].loss
             if report.loss > max(ABOVE * usual, usual + LEAST_RISE):
                 yield _fact(rank, report, usual, start)
                 return
+
+
+def _before(reports: Sequence[_Report], index: int) -> list[float]:
+    """The losses of the last `WINDOW` reports ahead of this one, at an earlier step; fewer if there are not so many."""
+    earlier = (reports[number] for number in reversed(range(index)) if reports[number].step < reports[index].step)
+    return [report.loss for report in islice(earlier, WINDOW)]
 
 
 def _fact(rank: int | None, report: _Report, usual: float, start: float) -> Fact:
