@@ -118,13 +118,10 @@ def torch_version() -> str:
         return "torch is not installed in this interpreter"
 
 
-def binds_when_made() -> bool:
-    """Whether nccl is nccl2 here, which makes its communicator, for one GPU, together with the group."""
-    try:
-        release = [int(part) for part in importlib.metadata.version("torch").split(".")[:2]]
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
-    return release >= [2, 15] and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+def torch_release() -> Tuple[int, ...]:
+    """Major and minor number; empty where they are not known."""
+    match = re.match(r"torch (\d+)\.(\d+)", torch_version())
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -133,6 +130,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     processes, nodes = params["nproc_per_node"], params["nnodes"]
     if visible < 1:
         return unknown(f"no GPU: {source}", advice="give the number: --set visible=N")
+    if nodes < 1 or (processes is not None and processes < 1):
+        return unknown(f"no layout: nodes {nodes}, processes on each {processes}")
     evidence = [f"GPUs that a process sees: {visible} ({source}); {torch_version()}"]
     if processes is None:
         return unknown(
@@ -152,11 +151,15 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice=f"start at most {visible} processes on a node",
         )
     wrong = [rank for rank in range(nodes * processes) if rank % visible != rank % processes]
+    release = torch_release()
+    if not wrong and release < (2, 5):
+        right = f"rank % {visible} is each rank's own GPU, which decides in the default group"
+        return unknown(*evidence, right, "up to torch 2.4 a barrier in a subgroup guesses by the rank in that group")
     if not wrong:
         return clear(
             *evidence, f"rank % {visible} is each rank's own GPU: in this layout the warning is only a warning"
         )
-    if binds_when_made():
+    if not release or (release >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"):
         return unknown(
             *evidence,
             "torch 2.15 and newer takes the GPU when the group is made: LOCAL_RANK, which torchrun sets, or else rank"

@@ -139,10 +139,35 @@ def share_weight(ctx: Context, *, fixed: bool) -> None:
     assert layer.weight.grad.abs().sum() > 0
 
 
+def attend(ctx: Context, *, inside: bool) -> None:
+    """The attention kernel is chosen by a context, around the forward or inside of the layer."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.checkpoint import checkpoint
+
+    def layer(x: Any) -> Any:
+        if not inside:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return out * 1.0
+
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    ctx.reached()
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = checkpoint(layer, x, use_reentrant=False).sum()
+        (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    loss.backward()
+    assert torch.allclose(x.grad, expected, atol=1e-5)
+
+
 OTHER_SHAPE = raised(
     r"Recomputed values for the following tensors have different metadata than during the forward pass"
 )
 OTHER_NUMBER = raised(r"A different number of tensors was saved during the original forward and recomputation")
+OTHER = raised(
+    r"torch\.utils\.checkpoint: (A different number of tensors was saved|Recomputed values for the following)"
+)
 TWICE = raised(r"Unpack is being triggered for a tensor that was already unpacked once")
 MISSING = raised(r"aten\._to_copy\.default encountered during backward,? but not found in storage")
 INVALID = symptom(r"no CheckpointError, but: Function \w+ returned an invalid gradient at index \d+ - got")
@@ -152,7 +177,7 @@ WRONG = symptom(r"no error, and the gradient is off by \d+\.\d{4} from the one w
 def pair(
     name: str, expect: Expect, because: str, fix: str, job: Callable[..., None] = train, **both: Any
 ) -> Experiment:
-    keyword = "once" if job is unpack else "fixed"
+    keyword = "once" if job is unpack else "inside" if job is attend else "fixed"
     values: Dict[str, Any] = both
     stands_for = "a kernel in front of the router that is not deterministic" if name == "router" else ""
     arm = partial(Arm, fidelity="stand-in" if stands_for else "cpu", stands_for=stands_for)
@@ -160,7 +185,7 @@ def pair(
         name=name,
         control=arm(partial(job, **{keyword: False}, **values), expect=expect, because=because),
         treatment=arm(partial(job, **{keyword: True}, **values), expect=completed(), because=fix),
-        needs=Needs(packages={"torch": ">=2.5" if job is share_weight else ">=2.1"}),
+        needs=Needs(packages={"torch": ">=2.5" if job in (share_weight, attend) else ">=2.1"}),
         world_size=1,
         expected_s=(0.3, 0.3),
     )
@@ -179,6 +204,7 @@ probe = Probe(
         pair("random", WRONG, "a draw that torch does not restore", "drawn outside of the checkpoint", kind="random"),
         pair("preserve", WRONG, "dropout, and no random state is restored", "it is restored", kind="mask"),
         pair("autocast", MISSING, "autocast has cached a cast", "it caches none", job=share_weight),
+        pair("backend", OTHER, "the context is around the forward", "it is in the layer", job=attend),
         pair("unpack", TWICE, "ctx.saved_tensors is read twice", "it is read once", job=unpack),
     ),
 )

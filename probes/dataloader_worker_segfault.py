@@ -25,8 +25,9 @@ def open_database(path: str) -> mmap.mmap:
 def load(dataset: Any, workers: int) -> Any:
     from torch.utils.data import DataLoader
 
+    context = "fork" if workers else None  # no longer the default of Python 3.14
     try:
-        return [batch.item() for batch in DataLoader(dataset, num_workers=workers)]
+        return [batch.item() for batch in DataLoader(dataset, num_workers=workers, multiprocessing_context=context)]
     except RuntimeError as error:
         raise (error.__cause__ or error) from None  # torch's line with the signal is the cause of its last line
 
@@ -104,7 +105,8 @@ def trace(ctx: Context, *, restart: bool) -> None:
             sys.stderr = log
             os.dup2(log.fileno(), 2)
             worker_init_fn = restart_faulthandler if restart else enable_faulthandler
-            list(DataLoader(dataset, num_workers=1, worker_init_fn=worker_init_fn))
+            options: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
+            list(DataLoader(dataset, worker_init_fn=worker_init_fn, **options))
     except RuntimeError:
         pass  # what the worker printed counts
     finally:

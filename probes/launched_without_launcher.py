@@ -190,7 +190,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         text = code.read_text("utf-8")
         body = ast.parse(text).body
-        functions = {statement.name: statement for statement in body if isinstance(statement, ast.FunctionDef)}
+        functions = {one.name: one for one in body if isinstance(one, ast.FunctionDef) and is_plain(one)}
         calls = list(filter(from_environment, certain(body, functions)))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return unknown(evidence, f"{code} cannot be read: {type(error).__name__}")
@@ -211,13 +211,25 @@ def certain(body: List[ast.stmt], functions: Dict[str, ast.FunctionDef]) -> Iter
                 yield from certain(called.body if called else [], functions)
         elif isinstance(statement, ast.If) and re.search("__name__|is_initialized", ast.unparse(statement.test)):
             yield from certain(statement.body, functions)
-        elif not isinstance(statement, DEFINITIONS) and any(isinstance(node, ast.Return) for node in nodes):
+        elif not isinstance(statement, DEFINITIONS) and any(map(may_leave, nodes)):
             return
+
+
+def is_plain(function: ast.FunctionDef) -> bool:
+    """Whether a call of it runs its body here: a decorator may start processes, or run it elsewhere."""
+    return all(re.search(r"\b(record|hydra\.main)\b", ast.unparse(one)) for one in function.decorator_list)
+
+
+def may_leave(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Return, ast.Raise)) or (
+        isinstance(node, ast.Call) and "exit" in ast.unparse(node.func)
+    )
 
 
 def from_environment(call: ast.Call) -> bool:
     named = {keyword.arg for keyword in call.keywords} <= {"backend", "timeout", "device_id"}
-    return ast.unparse(call.func).split(".")[-1] == "init_process_group" and len(call.args) < 2 and named
+    plain = len(call.args) < 2 and not any(isinstance(argument, ast.Starred) for argument in call.args)
+    return ast.unparse(call.func).split(".")[-1] == "init_process_group" and plain and named
 
 
 RANK_MISSING = r"environment variable RANK expected, but not set"

@@ -66,7 +66,7 @@ def read_ports(root: Path) -> List[Port]:
         port = Port(path.parent.parent.name, path.name, text(path / "state"), text(path / "link_layer"))
         for gid in path.glob("gids/*"):
             value = text(gid)
-            if value and value.strip("0:"):
+            if value.strip("0:") and gid.name.isdecimal() and is_address(value):
                 attributes = path / "gid_attrs"
                 kind, of = text(attributes / "types" / gid.name), text(attributes / "ndevs" / gid.name)
                 port.gids[int(gid.name)] = (value, kind, of)
@@ -76,7 +76,7 @@ def read_ports(root: Path) -> List[Port]:
 
 def text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 
@@ -99,8 +99,10 @@ def check(params: Mapping[str, object]) -> Finding:
     set_by_user = {name: value for name in ("DISABLE", "HCA", "GID_INDEX") if (value := variable(f"NCCL_IB_{name}"))}
     rule, index = set_by_user.get("HCA", ""), set_by_user.get("GID_INDEX", "")
     evidence = [f"NCCL_IB_{name}={value}" for name, value in set_by_user.items()]
+    if not (root.parent if root == DEVICES else root).is_dir():
+        return unknown(*evidence, f"{root} cannot be read here")
     ports = read_ports(root)
-    if not ports and rule:
+    if not ports and rule and not rule.startswith("^"):
         why = f"no RDMA device in {root}, so NCCL goes over TCP; in a container: is /dev/infiniband passed in?"
         return exposed(*evidence, why, advice="remove the variable, or give the job its devices")
     if not ports:
@@ -109,6 +111,9 @@ def check(params: Mapping[str, object]) -> Finding:
             "whether this node should have one cannot be seen; ask in the job's own container and node",
         )
     evidence += [f"{port.name} {port.layer} {port.state}" for port in ports[:16]]
+    other = [f"{name}={value}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN") if (value := variable(name))]
+    if other and other != ["NCCL_NET=IB"] and "NCCL_NET_PLUGIN=none" not in other:
+        return unknown(*evidence, *other, "another network plugin, which may choose by rules of its own")
     if set_by_user.get("DISABLE", "0") != "0":
         return unknown(*evidence, "NCCL does not use these devices at all: TCP, many times slower")
     if root == DEVICES and not list(Path("/dev/infiniband").glob("uverbs*")):
@@ -171,13 +176,15 @@ ADVICE = "show_gids on every node; with NCCL 2.21 or newer remove NCCL_IB_GID_IN
 
 def gid_problem(port: Port, index: str) -> Tuple[str, bool]:
     """What is wrong with the GID that is used, and whether that is certain."""
-    if not re.fullmatch(r"\d+", index):
+    if not port.gids:
+        return f"{port.name}: its GID table cannot be read here, or is empty", False
+    if not re.fullmatch("[0-9]{1,4}", index):
         if any(kind == "RoCE v2" and is_ipv4(gid) for gid, kind, _ in port.gids.values()):
             return "", False
         return f"{port.name}: no RoCE v2 GID with an IPv4 address, which NCCL 2.21 and newer look for", False
     if int(index) not in port.gids:
         there = ", ".join(f"{at}: {gid} {kind} {of}" for at, (gid, kind, of) in sorted(port.gids.items())[:6])
-        return f"{port.name}: GID {index} is empty; there are {there or 'none'}", True
+        return f"{port.name}: GID {index} is empty; there are {there}", True
     gid, kind, of = port.gids[int(index)]
     if ipaddress.ip_address(gid).is_link_local:
         return (
@@ -187,6 +194,13 @@ def gid_problem(port: Port, index: str) -> Tuple[str, bool]:
     if kind != "RoCE v2":
         return f"{port.name}: GID {index} is {gid} ({kind}, {of}), not RoCE v2", False
     return "", False
+
+
+def is_address(gid: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(gid))
+    except ValueError:
+        return False
 
 
 def is_ipv4(gid: str) -> bool:

@@ -33,7 +33,7 @@ from kb.probe import (
 
 SEGMENT = 9637888  # bytes of one connection's buffers in NCCL, as its messages name them
 DOCKERS_MIB, ENOUGH_MIB = 64, 1024
-QUEUE_MIB = 33  # of one rank's proxy, as soon as it uses the network, in NCCL 2.28 and newer
+QUEUE_MIB = 33  # of one rank's proxy in each communicator that uses the network, in NCCL 2.28 and newer
 POPULATE_WRITE = 23  # of madvise
 
 
@@ -148,7 +148,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append(f"{len(stale)} files nccl-* there: of jobs that run now, or left over by killed ones")
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
     needed = 2 * gpus * SEGMENT >> 20
-    advice = "docker run --shm-size=1g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    advice = "docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     if gpus < 2:
         return unknown(*evidence, f"{gpus} NVIDIA GPUs are visible here, so NCCL has nobody to share memory with")
     evidence.append(f"{gpus} GPUs: about {needed} MiB where they talk through shared memory (2 segments each)")
@@ -159,8 +159,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     distances = gpu_distances()
     if distances and all(distance.startswith("NV") for distance in distances) and free > SEGMENT >> 20:
         alone = "all pairs are on NVLink, where NCCL needs little of it in a job on one node"
-        across = f"in a job on several, {gpus * QUEUE_MIB} MiB for the queues of the ranks"
+        across = f"in a job on several, {gpus * QUEUE_MIB} MiB for the queues of each process group"
         return unknown(*evidence, alone, across, advice=advice)
+    if free < needed and not distances and free > SEGMENT >> 20:
+        return unknown(
+            *evidence, "nvidia-smi does not say how they are linked, so whether they do is not known", advice=advice
+        )
     if free < needed:
         return exposed(*evidence, advice=advice)
     enough = f"enough for the rings of one communicator; all-to-all takes {pairs} MiB, every further group its own"

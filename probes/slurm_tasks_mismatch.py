@@ -112,7 +112,8 @@ NO_START = re.compile(r"#|(module|conda|source|export|echo|pip) ")
 HELD = re.compile(r"(export +|local +|readonly +)?\w+\+?=(['\"`]|\$\()")  # a variable, which may hold the command
 OTHERS = re.compile(r"\b(mpirun|mpiexec|prun|jsrun|pdsh|clush|ssh|parallel|xargs|deepspeed|ray)\b")
 # An option or a variable that decides how many tasks there are, and that is not counted here.
-INDIRECT = re.compile(r"--(ntasks-per-(gpu|socket|core)|multi-prog)\b|\b(SLURM|SBATCH)_N[A-Z_]+=|\bset -- ")
+INDIRECT = re.compile(r"--(ntasks-per-(gpu|socket|core)|multi-prog|het-group)\b|\b(SLURM|SBATCH)_N[A-Z_]+=|\bset -- ")
+MORE = re.compile(r"[$`](?!\{?SLURM_\w+\}?$)")  # a word of srun's options that is expanded, and may hold any option
 UNREADABLE = -1
 NAMES = {"-N": "nodes", "-n": "ntasks", "--nodes": "nodes", "--ntasks": "ntasks", "--ntasks-per-node": "per_node"}
 
@@ -175,13 +176,16 @@ def judge_script(text: str) -> Finding:
     first = command.index("srun")
     start = START.search(command, first)
     values = {"$SLURM_NNODES": nodes, "$SLURM_JOB_NUM_NODES": nodes}
-    own = options(split(command[first : start.start() if start else None]), values)
-    if UNREADABLE in own.values():
+    words = split(command[first : start.start() if start else None])
+    own = options(words, values)
+    if UNREADABLE in own.values() or any(MORE.match(word) for word in words) or own.get("per_node", 1) != 1:
         return unknown(evidence, "how many tasks srun starts cannot be read: " + command[:80])
     if own.get("nodes", nodes) != nodes:
         return unknown(evidence, "srun takes %d of the nodes: %s" % (own["nodes"], command[:80]))
     if "ntasks" not in own and "nodes" in own:
         return unknown(evidence, "srun -N without -n: before Slurm 23.02.5 it starts all tasks of the job")
+    if launches and "nodes" not in asked and own.get("ntasks", tasks) > 1:
+        return unknown(evidence, "on how many nodes the tasks are is not known: " + command[:80])
     started = "srun starts %d on %d nodes: %s" % (own.get("ntasks", tasks), nodes, command[:80])
     if launches and own.get("ntasks", tasks) != nodes:
         advice = "srun -N $SLURM_NNODES -n $SLURM_NNODES --ntasks-per-node=1"

@@ -124,6 +124,25 @@ def signal_batch_shell(ctx: Context, *, script: str) -> None:
         shell.wait(10)
 
 
+def signal_wrapper(ctx: Context, *, replaced: bool) -> None:
+    """`bash run.sh` gets SIGTERM as the task of a step: does the training that it runs get it?"""
+    write_script()
+    Path("run.sh").write_text('export PYTHONUNBUFFERED=1\n%s"$PYTHON" train.py handler\n' % ("exec " * replaced))
+    shell = subprocess.Popen(["bash", "run.sh"], env={**os.environ, "PYTHON": sys.executable})
+    worker = 0
+    try:
+        worker = wait_for_start()
+        ctx.reached()
+        shell.send_signal(signal.SIGTERM)
+        code = shell.wait(20)
+        if not read("saved"):
+            raise Symptom("bash ended with %d, its worker trains on: %s" % (code, is_running(worker)))
+        assert 0 < int(read("saved")) < 500, read("saved")
+    finally:
+        kill(worker, shell.pid if shell.poll() is None else 0)
+        shell.wait(10)
+
+
 def stop(ctx: Context, *, together: bool) -> None:
     """One of two ranks gets SIGTERM in mid-training. Do the ranks agree on the step at which they stop?"""
     import torch
@@ -287,6 +306,13 @@ probe = Probe(
             (partial(signal_batch_shell, script=FOREGROUND), partial(signal_batch_shell, script=BACKGROUND)),
             symptom("trap has run: False, worker trains on: True"),
             ("bash runs a trap when its foreground command has ended", "`wait` returns at once, and the trap runs"),
+            needs=Needs(packages={}, programs=("bash",)),
+        ),
+        experiment(
+            "wrapper",
+            (partial(signal_wrapper, replaced=False), partial(signal_wrapper, replaced=True)),
+            symptom("bash ended with -15, its worker trains on: True"),
+            ("bash dies of SIGTERM and hands nothing on", "`exec` put the training in the place of bash"),
             needs=Needs(packages={}, programs=("bash",)),
         ),
         experiment(
