@@ -174,12 +174,16 @@ def import_transformers(ctx: Context, *, companion_fits: bool) -> None:
 # A package and its releases, its companion and the releases that do not fit: from the first, below the second.
 PAIRS: Sequence[Tuple[str, str, str, str, str, str, str]] = (
     ("transformers", "4.32", "4.40", "accelerate", "1.0.0", "", "argument 'dispatch_batches'"),
+    ("transformers", "4.38.0", "4.45.0", "accelerate", "", "0.26.0", "argument 'use_seedable_sampler'"),
     ("transformers", "4.52", "", "accelerate", "", "1.3.0", "argument 'keep_torch_compile'"),
     ("peft", "0.14.0", "", "transformers", "", "4.43.0", "import of EncoderDecoderCache"),
     ("peft", "0.16.0", "0.18.0", "transformers", "5.0.0", "", "import of HybridCache"),
+    ("peft", "0.19.0", "0.20.0", "transformers", "5.6.0", "", "an adapter of a MoE model: 'distributed_operation'"),
     ("peft", "0.15.0", "", "accelerate", "", "0.32.0", "import of clear_device_cache"),
     ("peft", "0.5.0", "", "accelerate", "", "0.21.0", "import of is_npu_available"),
     ("trl", "", "0.8.0", "transformers", "4.39.0", "", "import of top_k_top_p_filtering"),
+    ("trl", "", "0.12.0", "transformers", "4.46.0", "", "compute_loss, get_batch_samples of DPOTrainer and its like"),
+    ("trl", "", "0.13.0", "transformers", "4.47.0", "", "log of DPOTrainer and its like"),
     ("trl", "", "0.12.0", "transformers", "5.0.0", "", "argument 'tokenizer' of Trainer"),
     ("trl", "", "0.29.0", "transformers", "5.3.0", "", "No module named vllm_ascend or weave"),
     ("trl", "0.29.0", "1.14.0", "torch", "", "2.6.0", "import of FSDPModule"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import stat
@@ -103,22 +104,17 @@ ASK = "in a new process: python3 -c \"import ctypes; print(ctypes.CDLL('libcuda.
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Read /proc, /sys and /dev; whether CUDA starts is not tried, because that can load modules and take seconds."""
-    if "microsoft" in os.uname().release.lower() or Path(ROOT, "dev/nvmap").exists():
+    if "microsoft" in platform.release().lower() or exists("dev/nvmap"):
         return unknown("WSL or a Jetson: its GPU does not use nvidia_uvm", advice=ASK)
-    if not Path(ROOT, "proc/driver/nvidia/version").exists():
-        return unknown(
-            "no NVIDIA driver to be seen here", advice="run this on the GPU node, and in the job's container"
-        )
+    if not exists("proc/driver/nvidia/version"):
+        return unknown("no NVIDIA driver in sight", advice="run this on the GPU node, and in the job's container")
     if not list(Path(ROOT, "dev").glob("nvidia[0-9]*")):
-        return unknown(
-            "no /dev/nvidia0 here either", advice="in a container: was it given a GPU? container-without-gpu"
-        )
-    container = "KUBERNETES_SERVICE_HOST" in os.environ or any(
-        Path(ROOT, name).exists() for name in (".dockerenv", "run/.containerenv", ".singularity.d")
-    )
-    loaded = Path(ROOT, "sys/module/nvidia_uvm").exists()
+        return unknown("no /dev/nvidia0 either", advice="in a container: was it given a GPU? container-without-gpu")
+    marks = (".dockerenv", "run/.containerenv", ".singularity.d")
+    container = "KUBERNETES_SERVICE_HOST" in os.environ or any(map(exists, marks))
+    loaded = exists("sys/module/nvidia_uvm")
     majors = device_majors()
-    state = "loaded" if loaded else "not loaded" if Path(ROOT, "sys/module").is_dir() else "unknown (no /sys)"
+    state = "loaded" if loaded else "not loaded" if exists("sys/module") else "unknown (no /sys)"
     evidence = [f"nvidia_uvm: {state}, {describe_sleep()}"]
     versions = {name: read(f"sys/module/{name}/version") for name in ("nvidia", "nvidia_uvm")}
     if all(versions.values()) and len(set(versions.values())) > 1:
@@ -133,39 +129,34 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "the node is there without its module", advice=f"nvidia-modprobe -u -c=0, then {ASK}")
     if "nvidia-uvm" in majors and os.major(node.st_rdev) != majors["nvidia-uvm"]:
         why = f"/dev/nvidia-uvm has the major number {os.major(node.st_rdev)}, the driver {majors['nvidia-uvm']}"
-        return exposed(
-            *evidence, why, advice="the module was loaded anew: make the node, or start the container, again"
-        )
+        advice = "the module was loaded anew: make the node, or start the container, again"
+        return exposed(*evidence, why, advice=advice)
     if not os.access(Path(ROOT, "dev/nvidia-uvm"), os.R_OK | os.W_OK):
-        return exposed(
-            *evidence,
-            "this user may not read and write /dev/nvidia-uvm",
-            advice="ls -l /dev/nvidia*; id; the device rules of the container or job",
-        )
+        why = "this user may not read and write /dev/nvidia-uvm"
+        return exposed(*evidence, why, advice="ls -l /dev/nvidia*; id; the device rules of the container or job")
     return unknown(*evidence, "module and node are there; their state after a suspend cannot be read", advice=ASK)
 
 
 def without_node(evidence: List[str], container: bool) -> Finding:
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", read("proc/self/status"), re.MULTILINE)
     if capabilities and int(capabilities[1], 16) >> 21 & 1 and container:  # CAP_SYS_ADMIN
-        return unknown(
-            *evidence, "no /dev/nvidia-uvm in this container, which is privileged and may make it", advice=ASK
-        )
+        why = "no /dev/nvidia-uvm in this container, which is privileged and may make it"
+        return unknown(*evidence, why, advice=ASK)
     if container:
         why = "no /dev/nvidia-uvm in this container, and it has no right to make one"
         return exposed(*evidence, why, advice="nvidia-modprobe -u -c=0 on the host, then start the container again")
     path = shutil.which("nvidia-modprobe", path=f"{os.environ.get('PATH', '')}:/usr/bin:/run/current-system/sw/bin")
-    if path and (os.geteuid() == 0 or os.stat(path).st_mode & stat.S_ISUID):
-        return unknown(*evidence, f"no /dev/nvidia-uvm yet: CUDA makes it at its first start, with {path}", advice=ASK)
+    if os.geteuid() == 0 or (path and os.stat(path).st_mode & stat.S_ISUID):
+        why = f"no /dev/nvidia-uvm yet: CUDA may make it at its first start, with {path or 'the rights of root'}"
+        return unknown(*evidence, why, advice=ASK)
     why = "no /dev/nvidia-uvm, and no nvidia-modprobe that this user may use: CUDA cannot make it"
     return exposed(*evidence, why, advice="on the host: sudo nvidia-modprobe -u -c=0")
 
 
 def device_majors() -> Dict[str, int]:
     """Names of character devices and their numbers. In most containers, too, they are the host's."""
-    return {
-        name: int(major) for major, name in re.findall(r"^ *(\d+) (nvidia\S*)$", read("proc/devices"), re.MULTILINE)
-    }
+    found = re.findall(r"^ *(\d{1,9}) (nvidia\S*)$", read("proc/devices"), re.MULTILINE)
+    return {name: int(major) for major, name in found}
 
 
 def describe_sleep() -> str:
@@ -173,6 +164,10 @@ def describe_sleep() -> str:
     asleep = abs(time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC))
     kept = re.search(r"PreserveVideoMemoryAllocations: (\d)", read("proc/driver/nvidia/params"))
     return f"{asleep:.0f} s in suspend since the boot, PreserveVideoMemoryAllocations {kept[1] if kept else 'unknown'}"
+
+
+def exists(path: str) -> bool:
+    return os.path.exists(Path(ROOT, path))  # False, too, where it may not be asked
 
 
 def read(path: str) -> str:

@@ -192,7 +192,19 @@ def step_silently(ctx: Context, *, forward_after_step: bool, way: str) -> None:
         raise Symptom("gradient %.1f instead of %.1f, and no error" % (x.grad.item(), 2 * weight * weight))
 
 
-def shard(ctx: Context, layer: Any, way: str) -> Any:
+def restrict(ctx: Context, *, restricted: bool) -> None:
+    """FSDP1 with use_orig_params=True: autograd adds to a flat parameter, which parameters() does not give."""
+    import torch
+
+    layer = shard(ctx, torch.nn.Linear(2, 2), "fsdp1", use_orig_params=True)
+    ctx.reached()
+    layer(torch.ones(1, 2)).sum().backward(inputs=list(layer.parameters()) if restricted else None)
+    trained = sum(p.grad is not None for p in layer.parameters())  # at least 1: each rank has a shard of one or both
+    if not trained:
+        raise Symptom("%d of 2 parameters have a gradient, and no error" % trained)
+
+
+def shard(ctx: Context, layer: Any, way: str, use_orig_params: bool = False) -> Any:
     import torch
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
@@ -203,7 +215,8 @@ def shard(ctx: Context, layer: Any, way: str) -> Any:
         raise Unavailable("FSDP2 of torch %s fails on the CPU" % torch.__version__)
     ctx.init_process_group(timeout_s=10)
     if way == "fsdp1":
-        return fsdp.FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+        cpu = torch.device("cpu")
+        return fsdp.FullyShardedDataParallel(layer, device_id=cpu, use_orig_params=use_orig_params)
     return fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (ctx.world_size,)))
 
 
@@ -330,5 +343,13 @@ probe = Probe(
         early_step("checkpoint", "the checkpoint runs the forward again, with the new weight"),
         early_step("fsdp2", "FSDP2 gathers the new weight for the backward"),
         early_step("fsdp1", "FSDP1's weights are views of one flat parameter", raised(VIEW)),
+        pair(
+            "fsdp1-inputs",
+            partial(restrict, restricted=True),
+            partial(restrict, restricted=False),
+            symptom(r"0 of 2 parameters have a gradient, and no error"),
+            "the backward is restricted to parameters that are not in the graph",
+            "the backward is not restricted",
+        ),
     ),
 )

@@ -5,6 +5,7 @@ The GPUs of the Ray cluster here are numbers, which Ray takes as they are given;
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import secrets
@@ -81,7 +82,7 @@ def cluster(ctx: Context, cpus: int) -> Iterator[Any]:
 
 def reserve(ray: Any, name: str) -> None:
     """What a trainer does at its start, with a limit, which trainers lack."""
-    groups = __import__("ray.util.placement_group", fromlist=["placement_group"])
+    groups = importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of this name
     group = groups.placement_group(BUNDLES, strategy="STRICT_PACK", name=name)
     if not group.wait(3):
         state = groups.placement_group_table(group)["stats"]["scheduling_state"]
@@ -145,11 +146,11 @@ def join(ctx: Context, *, nodes: int) -> None:
 
 # --- the check: does `ray status` show a request that the cluster cannot meet? What did Ray find on this node? -------
 
-N = r"(\d+(?:\.\d+)?)"
+N = r"(\d{1,9}(?:\.\d+)?)"
 USAGE = re.compile(rf"^\s*{N}/{N} (\S+)(?: \({N} used of {N} reserved)?", re.MULTILINE)
 DEMAND = re.compile(r"^\s*(\{.*\}.*): \d+\+ pending (placement groups|tasks/actors)", re.MULTILINE)
 RESOURCES = re.compile(r"--static_resource_list=(\S+)")
-COUNTED = re.compile(r"\{([^{}]*)\}(?: \* (\d+))?")
+COUNTED = re.compile(r"\{([^{}]*)\}(?: \* (\d{1,6})\b)?")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -163,13 +164,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     if "Node status" not in text or "Demands:" not in text:
         return unknown(f"{params['status']} is not the output of ray status")
     total, free = {}, {}
-    for used, there, name, inside, reserved in USAGE.findall(
-        text
-    ):  # `used` has what is used inside groups, not the rest
+    usage = text.split("Usage:", 1)[-1].split("Demands:", 1)[0]  # after it `ray status -v` repeats each node
+    for used, there, name, inside, reserved in USAGE.findall(usage):
+        # `used` has what is used inside groups, and not the rest of what they reserve
         total[name] = float(there)
         free[name] = float(there) - float(used) + float(inside or 0) - float(reserved or 0)
-    active = text.split("Active:", 1)[-1].split("Pending:", 1)[0].split("Idle:", 1)[0]
-    evidence = [f"active nodes: {sum(map(int, re.findall(r'^ *([0-9]+) ', active, re.MULTILINE)))}"]
+    nodes = text.split("Node status", 1)[1].split("Pending:", 1)[0]  # active ones, and idle ones where there is a list
+    evidence = [f"nodes: {sum(map(int, re.findall(r'^ *([0-9]{1,6}) ', nodes, re.MULTILINE)))}"]
     evidence += [f"{free[name]:g} of {total[name]:g} {name} free" for name in total]
     demands = DEMAND.findall(text)
     if not demands or not total:
@@ -183,11 +184,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         for bundle, count in COUNTED.findall(bundles):
             for name, amount in re.findall(rf"'([^']+)': {N}", bundle):
                 asked[name] = asked.get(name, 0) + float(amount) * int(count or 1)
-        for name in {"CPU", "GPU", *total} & set(asked):
+        for name in sorted({"CPU", "GPU", "NPU", *total} & set(asked)):
             if asked[name] > total.get(name, 0):
                 why = f"{asked[name]:g} {name} asked for, {total.get(name, 0):g} in the whole cluster"
                 return exposed(*evidence, why, advice="more nodes, their true numbers in `ray start`, or ask for less")
-            if asked[name] > free[name] and (kind != "tasks/actors" or "GPU" in asked):
+            if asked[name] > free[name] + 1e-6 and (kind != "tasks/actors" or "GPU" in asked):
                 why = f"{asked[name]:g} {name} asked for, {free[name]:g} free: a job, group or actor has the rest"
                 return exposed(*evidence, why, advice="ray list placement-groups, ray list actors, ray job list")
     why = "enough in sum: a bundle has to fit on one node, STRICT_PACK all of them, node:IP on that node"
@@ -198,17 +199,15 @@ def check_node() -> Finding:
     """The resources in the command line of the raylet, against the cards that are given to this container or host."""
     found = [match[1].split(",") for match in map(RESOURCES.search, command_lines()) if match]
     if not found:
-        advice = "`ray status > FILE` on a node of the cluster, then --set status=FILE"
-        return unknown(
-            "no raylet that may be seen here: Ray does not run on this node, or for another user", advice=advice
-        )
+        why = "no raylet that may be seen here: Ray does not run on this node, or for another user"
+        return unknown(why, advice="`ray status > FILE` on a node of the cluster, then --set status=FILE")
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
     offers = [dict(zip(words[::2], words[1::2])) for words in found]
     evidence = [f"Ray offers {offer.get('CPU', 0)} CPU and {offer.get('GPU', 0)} GPU of this node" for offer in offers]
     evidence.append(f"{cards} cards in /dev")
     if cards and not any("GPU" in offer for offer in offers):
-        why = "Ray found no card, unless it was started with --num-gpus=0"
-        return exposed(*evidence, why, advice="nvidia-smi and CUDA_VISIBLE_DEVICES in the shell of `ray start`")
+        why = "Ray found no card, or was told so (--num-gpus=0), or its job may not use them"
+        return unknown(*evidence, why, advice="nvidia-smi and CUDA_VISIBLE_DEVICES in the shell of `ray start`")
     return unknown(*evidence, "what the job asks for is not seen here", advice="--set status=FILE of `ray status`")
 
 
