@@ -63,8 +63,8 @@ def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
 def check(params: Mapping[str, Any]) -> Finding:
     """Look for labels outside the classes in a .jsonl or .csv file of data."""
     path, key, classes = params["data"], params["key"], params["classes"]
-    if path is None or classes is None:
-        return unknown("no data to read", advice="--set data=train.jsonl --set classes=10, and --set key=label")
+    if path is None or classes is None or classes < 1:
+        return unknown("no data or no classes", advice="--set data=train.jsonl --set classes=10, and --set key=label")
     end = time.monotonic() + 0.5
     result: List[str] = []
     rows = values = unread = 0
@@ -82,12 +82,14 @@ def check(params: Mapping[str, Any]) -> Finding:
                 break
         else:
             rows = -rows  # all of them
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
         return unknown(f"{path} cannot be read: {error}")
     message = f"{values} values of {key} in {abs(rows)} rows"
     if result:
         return exposed(
-            f"outside 0 to {classes - 1}, and not -100, after {message}", *result, advice="repair data or model"
+            f"outside 0 to {classes - 1}, and not -100, after {message}",
+            *result,
+            advice="repair data or model, or name it ignore_index",
         )
     if rows >= 0 or not values:
         return unknown(f"nothing outside 0 to {classes - 1} in {message}; the rest was not read, or there is no {key}")
@@ -99,7 +101,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
             yield from csv.DictReader(file)
             return

@@ -171,8 +171,8 @@ def build_beside(ctx: Context, *, locked: bool) -> None:
     assert layer.to("cpu").weight.device.type == "cpu"
 
 
-def load_own(ctx: Context, *, computed: bool) -> None:
-    """from_pretrained of a class of its own, with a buffer that no checkpoint has."""
+def load_own(ctx: Context, *, computed: bool = True, plain: bool = True) -> None:
+    """from_pretrained of a class of its own: it may move a part in __init__, and compute its buffer."""
     import torch
     from transformers import PretrainedConfig, PreTrainedModel  # type: ignore[import-not-found,unused-ignore]
 
@@ -182,6 +182,8 @@ def load_own(ctx: Context, *, computed: bool) -> None:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.layer = torch.nn.Linear(2, 2)
+            if not plain:
+                self.layer.to("cpu")
             self.register_buffer("table", 7 + torch.arange(2.0), persistent=False)
             self.post_init()
 
@@ -288,7 +290,15 @@ own_class = pair(
     expect=symptom(r"the weights were loaded, and table is .{1,80}, not \[7\.0, 8\.0\]"),
     packages={**ANY, "transformers": ">=5", "safetensors": ""},
 )
+own_init = pair(
+    load_own,
+    "own-init",
+    "plain",
+    "from_pretrained runs __init__ with the parameters on meta, and __init__ moves a layer",
+    "__init__ moves nothing",
+    packages={**ANY, "transformers": ">=4.51", "safetensors": ""},
+)
 probe = Probe(
     experiments=(sharded.on_gpus(), moved.on_gpus(1, name="one-gpu"), moved),
-    variants=(sharded, assigned, values, buffer, tied, offloaded, threads, own_class),
+    variants=(sharded, assigned, values, buffer, tied, offloaded, threads, own_class, own_init),
 )

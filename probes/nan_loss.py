@@ -7,6 +7,7 @@ import os
 import struct
 import time
 import zipfile
+import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -224,9 +225,15 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=model.safetensors (or a file of torch.save)")
     try:
-        found = read_checkpoint(path).tensors
+        return look(path)
     except Unreadable as error:
         return unknown(str(error))
+    except (OSError, KeyError, ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        return unknown("%s cannot be read to its end: %s" % (path, error))
+
+
+def look(path: Path) -> Finding:
+    found = read_checkpoint(path).tensors
     tensors = [tensor for tensor in found if tensor.dtype in BITS]
     unread = {tensor.dtype for tensor in found if tensor.dtype not in BITS and not tensor.dtype.startswith(WHOLE)}
     end = time.monotonic() + 0.5
@@ -248,7 +255,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             has_nan = any(value & without_sign > exponent for value in values)
             if broken:
                 # a mask, or the range of an observer, holds inf on purpose; a weight does not
-                (bad if has_nan or tensor.name.endswith(("weight", "bias")) else infinite).append(
+                (bad if has_nan or tensor.name.rpartition(".")[2] in ("weight", "bias") else infinite).append(
                     f"{tensor.name}: {broken} of the first {len(values)} numbers"
                 )
             looked += 1

@@ -154,6 +154,22 @@ def train_thawed(ctx: Context, *, late: bool) -> None:
     assert not missing
 
 
+def train_stage(ctx: Context, *, part: Any) -> None:
+    """A pipeline of two stages: each rank makes an optimizer for what trains in its own layers."""
+    import torch
+
+    model = build(ctx)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(part))
+    stage, given = (model[:2], torch.tensor([1, 2, 3])) if ctx.rank == 0 else (model[2:], torch.ones(3, 4))
+    ctx.reached()
+    optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=0.1)
+    before = [p.detach().clone() for p in stage.parameters()]
+    stage(given.to(ctx.device)).sum().backward()
+    optimizer.step()
+    assert any(not torch.equal(old, new) for old, new in zip(before, stage.parameters()))
+
+
 def train_fsdp(ctx: Context, *, use_orig_params: bool) -> None:
     """FSDP1, and an optimizer for a part of the model."""
     import torch
@@ -219,6 +235,7 @@ NO_DDP = raised(r"DistributedDataParallel is not needed when a module doesn't ha
 LATE = symptom(r"in no optimizer: body\.weight, body\.bias; body\.weight has a gradient and has not moved")
 NO_GROUP = raised(r"list index out of range")
 PART = {"part": ("classifier.", "head.")}
+STAGE = {"part": ("head.", ("body.", "head."))}
 
 
 def pair(
@@ -259,6 +276,7 @@ probe = Probe(
         pair("loss-network", train_through, {"cut": (True, False)}, NO_GRAD, "a loss under no_grad", "with gradients"),
         pair("grad-mode", train_without_grad, {"enabled": (False, True)}, NO_GRAD, "autograd is off", "it is on"),
         pair("late", train_thawed, {"late": (True, False)}, LATE, "a layer thaws behind the optimizer", "before it"),
+        pair("stage", train_stage, STAGE, EMPTY, "only the last stage trains", "both stages train", ranks=2),
         pair("fsdp1", train_fsdp, {"use_orig_params": (False, True)}, EMPTY, "a flat parameter", "original ones"),
         pair("deepspeed", train_deepspeed, PART, NO_GROUP, FROZEN, NAMED, "deepspeed"),
         pair("peft", load_adapter, {"is_trainable": (False, True)}, NO_GRAD, "loaded frozen", "to train", "peft"),
