@@ -36,7 +36,7 @@ PIECE = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|[^\x00-\x7f]|[^\w\s]{1,3}|_|\n+")
 LONGEST_LINE, SHORT_LINE = 200, 120  # characters of a line of evidence, where there is room and where not
 QUOTED = 80  # characters of a failure line by which an observation is known to quote it
 MOST_LINES = 2  # of each list of a diagnosis
-MOST_OBSERVATIONS = 1  # of a triage
+MOST_OBSERVATIONS, MOST_POINTED = 1, 6  # of a triage, and entries that one outcome points to
 HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
 SECTIONS = ("Root cause", "Fix", "How to tell")  # of an incident, unless the model asks for others
@@ -54,7 +54,7 @@ def tokens(text: str) -> int:
 def search_answer(answer: Answer, ask: Iterable[Question], triage: Triage) -> Document:
     document = {"kind": answer.kind.value, "hits": [_hit(hit) for hit in answer.hits], "answered": answer.answered}
     instead = gap(answer, triage)
-    instead["triage"] = instead["triage"][:MOST_OBSERVATIONS]
+    instead["triage"] = _triage(instead["triage"])
     return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask), **instead)
 
 
@@ -141,7 +141,7 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: in
         observations=[_line(line, SHORT_LINE if lines == 1 else LONGEST_LINE) for line in short.observations],
         failure_lines=[_line(failure.line) | {"count": failure.count} for failure in _unobserved(short)],
         next_step=step and present(text=step.text, source=step.source, command=step.command),
-        triage=[each.to_json(in_chinese=False) for each in asked[:MOST_OBSERVATIONS]],
+        triage=_triage([each.to_json(in_chinese=False) for each in asked]),
         ask=_questions(open_questions(diagnosis, catalog)),
         problems=diagnosis.problems,
         note="" if diagnosis.findings or diagnosis.failures or not diagnosis.lines else HEALTHY,
@@ -204,6 +204,21 @@ def _line(line: Line, most: int = LONGEST_LINE) -> Document:
 
 def cut(text: str, most: int = LONGEST_LINE) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _triage(observations: Sequence[Document]) -> list[Document]:
+    """The first observations; an outcome that points to more entries than a model should try says how many more."""
+    return [
+        observation | {"outcomes": [_outcome(outcome) for outcome in observation["outcomes"]]}
+        for observation in observations[:MOST_OBSERVATIONS]
+    ]
+
+
+def _outcome(outcome: Document) -> Document:
+    entries = outcome["points_to"]
+    return (
+        outcome | {"points_to": entries[:MOST_POINTED]} | present(omitted=max(0, len(entries) - MOST_POINTED) or None)
+    )
 
 
 def _questions(ask: Iterable[Question]) -> list[Document]:

@@ -13,6 +13,7 @@ from mcp_types import CallToolResult, TextContent
 
 from kb.content.catalog import Catalog, load_catalog
 from kb.content.roots import builtin_root
+from kb.content.triage import load_triage
 from tests.support.console import CHECKOUT
 from tests.support.mcp_client import Model, over_stdio
 
@@ -82,6 +83,16 @@ def test_the_tools_cost_little(model: Model) -> None:
 @pytest.mark.parametrize("query", QUESTIONS)
 def test_a_search_costs_little(model: Model, query: str) -> None:
     assert cost(model.call("search_incidents", query=query)) <= BUDGET
+
+
+def test_an_outcome_that_points_to_many_entries_says_how_many_it_leaves_out(model: Model) -> None:
+    observation = load_triage((builtin_root(),))["crash"][0]
+    [shown] = model.answer("search_incidents", query="flux capacitor crashed with an unknown error")["triage"]
+    assert any("omitted" in outcome for outcome in shown["outcomes"])
+    for outcome, whole in zip(shown["outcomes"], observation.outcome, strict=True):
+        kept = outcome["points_to"]
+        assert tuple(kept) == whole.points_to[: len(kept)]
+        assert len(kept) + outcome.get("omitted", 0) == len(whole.points_to)
 
 
 def test_every_incident_costs_little_and_has_its_fix(model: Model, catalog: Catalog) -> None:
