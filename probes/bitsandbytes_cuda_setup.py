@@ -1,0 +1,227 @@
+"""bitsandbytes is asked for a compiled library that its package does not have, or that cannot be opened."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from unittest.mock import patch
+
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, clear, completed, exposed, raised, unknown
+
+
+def set_override(override: Optional[str]) -> None:
+    os.environ.pop("BNB_CUDA_VERSION", None)
+    if override is not None:
+        os.environ["BNB_CUDA_VERSION"] = override
+
+
+class OpenedLibrary:
+    """A CUDA library after it was opened; each function of it returns the name of its file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *_: self.path.name
+
+
+def start_library(ctx: Context, *, override: Optional[str] = None, torch_cuda: str = "12.4") -> None:
+    """bitsandbytes' own start on a torch that says it is for CUDA and sees a GPU; then a GPU function is called."""
+    import ctypes
+
+    import torch
+
+    cextension = importlib.import_module("bitsandbytes.cextension")
+    cuda_specs = importlib.import_module("bitsandbytes.cuda_specs")
+
+    open_file = ctypes.cdll.LoadLibrary
+
+    def open_without_gpu(path: str) -> Any:
+        if "_cuda" in Path(path).name and Path(path).exists():
+            return OpenedLibrary(Path(path))
+        return open_file(str(path))
+
+    toolkit = Path(ctx.path("cuda/lib64"))
+    toolkit.mkdir(parents=True)
+    (toolkit / "libcudart.so").touch()
+    os.environ.update(CUDA_HOME=str(toolkit.parent), LD_LIBRARY_PATH=str(toolkit))  # in vain
+    set_override(override)
+    gpu: Dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 1}
+    gpu["get_device_capability"] = lambda _: (9, 0)
+    loads = patch.object(ctypes.cdll, "LoadLibrary", open_without_gpu)
+    with patch.object(torch.version, "cuda", torch_cuda), loads, patch.multiple(torch.cuda, **gpu):
+        ctx.reached()
+        importlib.reload(cuda_specs)
+        importlib.reload(cextension)
+    name = cextension.lib.cquantize_blockwise_fp16_nf4()
+    assert re.match(r"libbitsandbytes_cuda%s\d+\.so$" % torch_cuda.split(".")[0], name), name
+
+
+def quantize(ctx: Context, *, override: Optional[str]) -> None:
+    """The same on a GPU: four-bit quantization and back."""
+    import torch
+
+    set_override(override)
+    ctx.reached()
+    functional = importlib.import_module("bitsandbytes.functional")
+
+    values = torch.linspace(-1, 1, 4096, device="cuda", dtype=torch.float16)
+    packed, state = functional.quantize_4bit(values, quant_type="nf4")
+    assert (functional.dequantize_4bit(packed, state) - values).abs().max() < 0.25
+
+
+def open_named_library(ctx: Context, *, override: Optional[str]) -> None:
+    """A package that was built for CUDA 12.4 alone, and a loader that falls back to the library for the CPU."""
+    import ctypes
+    import shutil
+
+    import torch
+
+    set_override(override)
+    package = Path(ctx.path("bitsandbytes"))
+    package.mkdir()
+    built = package / "libbitsandbytes_cuda124.so"
+    shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", built)
+    wanted = package / ("libbitsandbytes_cuda%s.so" % os.environ.get("BNB_CUDA_VERSION", "124"))
+    if not wanted.exists():
+        wanted = package / "libbitsandbytes_cpu.so"
+    ctx.reached()
+    library = ctypes.cdll.LoadLibrary(str(wanted))
+    assert library._name == str(built), library._name
+
+
+# --- the check -----------------------------------------------------------------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Compare the libraries in the installed package with the CUDA of the installed torch, and with the override."""
+    if sys.platform != "linux":
+        return unknown("the names of the libraries are known for Linux only")
+    folders = []
+    for name in ("torch", "bitsandbytes"):
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError) as error:
+            return unknown("%s cannot be looked up: %s" % (name, error))
+        if spec is None or not spec.origin:
+            return unknown("%s is not installed in this interpreter" % name)
+        folders.append(Path(spec.origin).parent)
+    try:
+        text = (folders[0] / "version.py").read_text(errors="replace")
+        installed = importlib.metadata.distribution("bitsandbytes")
+        release = re.match(r"(\d+)\.(\d+)\.(\d+)", installed.metadata["Version"] or "")
+        if Path(str(installed.locate_file("bitsandbytes"))).resolve() != folders[1].resolve():
+            return unknown("%s hides the installed copy, or is installed from source" % folders[1])
+        files = [path.name for path in folders[1].iterdir()]
+    except (OSError, ImportError, KeyError, ValueError) as error:
+        return unknown("the installed packages cannot be read: %s" % error)
+    cuda = re.search(r"^cuda\b[^=\n]*= *['\"](\d+)\.(\d+)", text, re.MULTILINE)
+    if cuda is None:
+        return unknown("torch/version.py names no CUDA", advice="on a machine with an NVIDIA GPU: torch-without-cuda")
+    if release is None:
+        return unknown("the installed bitsandbytes has no release number")
+    numbers = tuple(int(number) for number in release.groups())
+    site = folders[0].parent
+    lacking = []
+    for needed in ("cudart", "cublas", "cusparse")[: 2 if numbers >= (0, 50) else 3]:
+        library = "lib%s.so.%s" % (needed, cuda.group(1))
+        if not any(path for place in ("torch/lib", "nvidia/*/lib") for path in site.glob("%s/%s*" % (place, library))):
+            lacking.append("there is no %s beside torch" % library)
+    if not glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"):
+        lacking.append("there is no device file of an NVIDIA GPU here")
+    if re.match(r"\s*(-1|none|nodevfiles)?\s*(,|$)", os.environ.get("CUDA_VISIBLE_DEVICES", "0"), re.IGNORECASE):
+        lacking.append("CUDA_VISIBLE_DEVICES hides the GPUs")
+    try:
+        glibc = re.search(r"(\d+)\.(\d+)$", os.confstr("CS_GNU_LIBC_VERSION") or "")
+    except (OSError, ValueError):
+        glibc = None
+    if glibc is None or (numbers[:2] == (0, 45) and (int(glibc.group(1)), int(glibc.group(2))) < (2, 34)):
+        lacking.append("libraries of 0.45 for CUDA 12.6 and newer need glibc 2.34; every one needs glibc")
+    return judge(numbers, (int(cuda.group(1)), int(cuda.group(2))), os.environ.get("BNB_CUDA_VERSION"), files, lacking)
+
+
+def judge(
+    release: Tuple[int, ...], cuda: Tuple[int, int], override: Optional[str], files: List[str], lacking: List[str]
+) -> Finding:
+    matches = [re.fullmatch(r"libbitsandbytes_cuda(\d\d)(\d+)\.so", name) for name in files]
+    versions = sorted((int(match.group(1)), int(match.group(2))) for match in matches if match)
+    has = "bitsandbytes %s has libraries for CUDA " % ".".join(map(str, release))
+    has += ", ".join("%d.%d" % version for version in versions) or "none"
+    wants = "torch is built for CUDA %d.%d" % cuda
+    if release < (0, 40, 1):
+        return unknown(wants, has, "this release takes the CUDA of a libcudart that it finds, not torch's")
+    if override is not None and (override or release >= (0, 50)):
+        set_to = "BNB_CUDA_VERSION=%s" % override
+        if release >= (0, 50) and not override.isdigit():
+            return exposed(set_to, "this release takes digits only", advice="unset BNB_CUDA_VERSION")
+        if not {"libbitsandbytes_cuda%s%s.so" % (override, kind) for kind in ("", "_nocublaslt")} & set(files):
+            return exposed(set_to, has, advice="unset BNB_CUDA_VERSION")
+        if override != "%d%d" % cuda or release < (0, 45):
+            return unknown(set_to, wants, "that library is here; whether card and runtime fit it was not tried")
+    if release < (0, 45) and (cuda in versions) != ("libbitsandbytes_cuda%d%d_nocublaslt.so" % cuda in files):
+        return unknown(wants, has, "cards below compute capability 7.5 take another file, ..._nocublaslt.so")
+    same_major = [version for version in versions if version[0] == cuda[0]]
+    if cuda not in versions and not (release >= (0, 50) and same_major):
+        return exposed(wants, has, advice="a release of bitsandbytes that has a library for this CUDA")
+    if lacking:
+        return unknown(wants, has, *lacking, advice="python -m bitsandbytes, on the machine that trains")
+    return clear(wants, has, "whether it can be opened was not tried: python -m bitsandbytes")
+
+
+# --- the experiments -----------------------------------------------------------------------------------------------
+
+ABSENT = r"CUDA binary (not )?found at \S+libbitsandbytes_cuda\d+\.so|libbitsandbytes_cpu\.so: undefined symbol: cq"
+NO_GPU = "a torch for CUDA that sees a GPU, and the linker's opening of the CUDA library"
+FROM_SOURCE = "bitsandbytes 0.43.1 to 0.45.5, built from source for CUDA 12.4: a library of torch under that name"
+
+
+def experiment(
+    name: str, job: Callable[..., None], arms: Tuple[Any, Any], pattern: str, stands_for: str = "", **more: Any
+) -> Experiment:
+    fidelity = "stand-in" if stands_for else "hardware"
+    because, fix = REASONS.get(name, REASONS["override"])
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **arms[0]), raised(pattern), because, fidelity, stands_for),
+        treatment=Arm(partial(job, **arms[1]), completed(), fix, fidelity, stands_for),
+        world_size=1,
+        deadline_s=60,
+        expected_s=(2.0, 2.0),
+        **more,
+    )
+
+
+REASONS = {
+    "override": ("BNB_CUDA_VERSION names no library of the package", "it is unset, so torch's CUDA decides"),
+    "release": ("the release has no library for the CUDA of this torch", "the release has one"),
+    "empty": ("BNB_CUDA_VERSION is set to an empty text", "it is unset, so torch's CUDA decides"),
+}
+UNSET = ({"override": "127"}, {"override": None})
+EMPTY = ({"override": ""}, {"override": None})
+CUDA = ({"torch_cuda": "10.2"}, {"torch_cuda": "12.4"})
+SOURCE = r"libbitsandbytes_cpu\.so: cannot open shared object file"
+DIGITS = r"BNB_CUDA_VERSION='': value must be digits only"
+LIBRARY = Needs(packages={"torch": ">=2.2", "bitsandbytes": ">=0.43.1"})
+NEWER = Needs(packages={"torch": ">=2.4", "bitsandbytes": ">=0.50"})
+ON_GPU = Needs(gpus=1, packages=LIBRARY.packages)
+
+probe = Probe(
+    check=check,
+    experiments=(
+        experiment("gpu", quantize, UNSET, ABSENT + "|has no attribute 'cquantize", backend="nccl", needs=ON_GPU),
+        experiment("loader", open_named_library, UNSET, SOURCE, FROM_SOURCE),
+    ),
+    variants=(
+        experiment("override", start_library, UNSET, ABSENT, NO_GPU, needs=LIBRARY),
+        experiment("release", start_library, CUDA, ABSENT, NO_GPU, needs=LIBRARY),
+        experiment("empty", start_library, EMPTY, DIGITS, NO_GPU, needs=NEWER),
+    ),
+)
