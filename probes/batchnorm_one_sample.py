@@ -1,0 +1,233 @@
+"""Batch normalization in training needs two values of each channel; a batch of one sample may have one."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+
+def build(ctx: Context) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)).to(ctx.device)
+
+
+def epoch(ctx: Context, *, samples: int, drop_last: bool) -> None:
+    """One epoch in batches of 4."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    dataset = torch.randn(samples, 4)
+    model = build(ctx)
+    ctx.reached()
+    if drop_last:
+        loader = DataLoader(dataset, batch_size=4, shuffle=True, drop_last=True)
+    else:
+        loader = DataLoader(dataset, batch_size=4, shuffle=True)
+    steps = 0
+    for batch in loader:
+        model(batch.to(ctx.device)).sum().backward()
+        steps += 1
+    if not steps:
+        raise Symptom(f"{steps} steps in an epoch of {samples} samples")
+    assert steps == -(-samples // 4) - int(drop_last)
+
+
+def epoch_on_ranks(ctx: Context, *, drop_last: bool) -> None:
+    """10 samples in batches of 4: one process has 4, 4, 2, each of two has 4 and 1."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    ctx.init_process_group(timeout_s=10)
+    dataset = torch.arange(40.0).view(10, 4)
+    model = build(ctx)
+    for batch in DataLoader(dataset, batch_size=4):
+        model(batch.to(ctx.device))
+    ddp = DistributedDataParallel(model)
+    sampler = DistributedSampler(dataset, drop_last=True)
+    ctx.reached()
+    sizes = []
+    for batch in DataLoader(dataset, batch_size=4, sampler=sampler, drop_last=drop_last):
+        ddp(batch.to(ctx.device)).sum().backward()
+        sizes.append(len(batch))
+    assert sizes == [4]
+
+
+def pool(ctx: Context, *, grouped: bool) -> None:
+    """One image; the first layer sees 6 x 6 pixels, the one behind the pooling a single value."""
+    import torch
+
+    channels = 8
+    if grouped:
+        norm = torch.nn.GroupNorm(2, channels)
+    else:
+        norm = torch.nn.BatchNorm2d(channels)
+    features = torch.nn.Sequential(torch.nn.Conv2d(3, channels, 3), torch.nn.BatchNorm2d(channels))
+    image = torch.randn(1, 3, 8, 8)
+    hidden = features(image)
+    ctx.reached()
+    output = norm(torch.nn.AdaptiveAvgPool2d(1)(hidden + 0.1 * torch.arange(8).view(1, 8, 1, 1)))
+    assert output.shape == (1, channels, 1, 1) and output.abs().max().item() > 0.1
+
+
+def tune(ctx: Context, *, frozen: bool) -> None:
+    """A trained model goes on with one sample per step."""
+    import torch
+
+    model = build(ctx)
+    for _ in range(8):
+        model(torch.randn(16, 4, device=ctx.device))
+    mean = model[1].running_mean.clone()
+    sample = torch.randn(1, 4, device=ctx.device)
+    ctx.reached()
+    model.train()
+    if frozen:
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                module.eval()
+    model(sample).sum().backward()
+    assert torch.equal(model[1].running_mean, mean)
+    assert model[0].weight.grad.abs().sum().item() > 0
+
+
+def infer(ctx: Context, *, evaluating: bool) -> None:
+    """One sample goes through a model to see what it predicts."""
+    import torch
+
+    model = build(ctx)
+    sample = torch.randn(1, 4, device=ctx.device)
+    ctx.reached()
+    if evaluating:
+        model.eval()
+    with torch.no_grad():
+        output = model(sample)
+    assert output.shape == (1, 1)
+
+
+def repeat(ctx: Context, *, copies: bool) -> None:
+    """A batch of two from one sample, or from two samples."""
+    import torch
+
+    layer = build(ctx)[1]
+    ctx.reached()
+    batch = torch.randn(1, 8).repeat(2, 1) if copies else torch.randn(2, 8)
+    largest = layer(batch.to(ctx.device)).abs().max().item()
+    variance = layer.running_var.max().item()
+    if largest < 0.001:
+        raise Symptom(f"the largest output is {largest:.3f}, the running variance {variance:.2f}")
+
+
+def group(ctx: Context, *, several: bool) -> None:
+    """Two samples, a single position, and one channel or four in each group."""
+    import torch
+
+    norm = torch.nn.GroupNorm(2 if several else 8, 8)
+    ctx.reached()
+    largest = norm(torch.randn(2, 8, 1, 1)).abs().max().item()
+    if largest < 0.001:
+        raise Symptom(f"the largest output is {largest:.3f}")
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    expect: Expect,
+    because: str,
+    fix: str,
+    control: dict[str, Any],
+    treatment: dict[str, Any],
+    ranks: int = 1,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **control), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **treatment), expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages={"torch": ">=2.1"}),
+        world_size=ranks,
+        expected_s=(0.4, 0.4),
+    )
+
+
+ONE = raised(r"Expected more than 1 value per channel when training, got input size torch\.Size\(\[1, 8(, 1, 1)?\]\)")
+probe = Probe(
+    experiments=(
+        pair(
+            "last-batch",
+            epoch,
+            ONE,
+            "9 samples in batches of 4: the last batch has one",
+            "drop_last leaves that batch out",
+            {"samples": 9, "drop_last": False},
+            {"samples": 9, "drop_last": True},
+        ),
+    ),
+    variants=(
+        pair(
+            "ranks",
+            epoch_on_ranks,
+            ONE,
+            "two ranks have 5 of 10 samples each, one too many for batches of 4; the sampler has drop_last",
+            "the loader has drop_last",
+            {"drop_last": False},
+            {"drop_last": True},
+            ranks=2,
+        ),
+        pair(
+            "no-steps",
+            epoch,
+            symptom(r"0 steps in an epoch of 3 samples"),
+            "3 samples, batches of 4 and drop_last: nothing is left",
+            "without drop_last there is a batch of 3",
+            {"samples": 3, "drop_last": True},
+            {"samples": 3, "drop_last": False},
+        ),
+        pair(
+            "pooled",
+            pool,
+            ONE,
+            "one image, and a BatchNorm2d behind a global pooling",
+            "GroupNorm with 4 channels in a group",
+            {"grouped": False},
+            {"grouped": True},
+        ),
+        pair(
+            "frozen",
+            tune,
+            ONE,
+            "a trained model goes on in training mode with one sample",
+            "its BatchNorm layers are in evaluation mode",
+            {"frozen": False},
+            {"frozen": True},
+        ),
+        pair(
+            "inference",
+            infer,
+            ONE,
+            "one sample through a model that is in training mode, under no_grad",
+            "the model is in evaluation mode",
+            {"evaluating": False},
+            {"evaluating": True},
+        ),
+        pair(
+            "repeated",
+            repeat,
+            symptom(r"the largest output is 0\.000, the running variance 0\.90"),
+            "the only sample is repeated to make a batch of two",
+            "the batch has two samples",
+            {"copies": True},
+            {"copies": False},
+        ),
+        pair(
+            "one-channel-groups",
+            group,
+            symptom(r"the largest output is 0\.000"),
+            "two samples, and one channel in each group of GroupNorm: no error, and no output",
+            "four channels in each group",
+            {"several": False},
+            {"several": True},
+        ),
+    ),
+)
