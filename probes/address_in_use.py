@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,20 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Set, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
 
 
 def start_second_job(ctx: Context, *, port_of_its_own: bool) -> None:
@@ -100,13 +114,17 @@ def choose_port(ctx: Context, *, below_range: bool) -> None:
     """The port is that of an outgoing connection of some program, or one that the kernel lends to none."""
     from torch.distributed import TCPStore
 
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    low, high = lent_ports()
+    if not high:
+        raise Unavailable("/proc does not say which ports the kernel lends")
     server = socket.create_server(("127.0.0.1", 0))
     with server, socket.create_connection(server.getsockname()) as outgoing:
         port = outgoing.getsockname()[1]
         if below_range:
-            ports = range(10000 + os.getpid() % 10000, low)
-            port = next(port for port in ports if outcome_of_bind("0.0.0.0", port) == "free")
+            ports = [*range(10000 + os.getpid() % 10000, low), *range(1024, low), *range(high + 1, 65536)]
+            port = next((port for port in ports if outcome_of_bind("0.0.0.0", port) == "free"), 0)
+            if not port:
+                raise Unavailable("the kernel lends nearly every port: %d to %d" % (low, high))
         ctx.note(port=port, kernel_lends_from=low)
         ctx.reached()
         TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -115,6 +133,8 @@ def choose_port(ctx: Context, *, below_range: bool) -> None:
 def check(params: Mapping[str, Any]) -> Finding:
     """Could a store bind the port now? Binds it as torch does, without listening, and releases it at once."""
     port = params["port"]
+    if not 0 < port < 65536:
+        return unknown(f"{port} is no port that several ranks can agree on: 1 to 65535")
     dual, ipv4 = outcome_of_bind("::", port), outcome_of_bind("0.0.0.0", port)
     find = f"ss -tanp 'sport = :{port}'"
     if ipv4 == "EADDRINUSE":
@@ -125,20 +145,30 @@ def check(params: Mapping[str, Any]) -> Finding:
     if dual == "EADDRINUSE":
         half = f"port {port} is taken for IPv6 only: a store starts on IPv4 without an error, and clients may miss it"
         return exposed(half, *sockets(port), advice=f"find the holder ({find}) or give this job another port")
-    low, high = (int(bound) for bound in read_file("/proc/sys/net/ipv4/ip_local_port_range").split() or (32768, 60999))
+    low, high = lent_ports()
+    if not high:
+        return unknown(f"port {port} can be bound now; which ports the kernel lends to connections cannot be read")
     if low <= port <= high and not is_reserved(port):
         why = f"port {port} is free now, but in the range {low}-{high} that the kernel gives to outgoing connections"
-        return exposed(why, advice=f"choose a MASTER_PORT below {low}")
+        outside = f"below {low}" if low > 2048 else f"above {high}" if high < 65000 else ""
+        reserve = "reserve one as root: net.ipv4.ip_local_reserved_ports"
+        return exposed(why, advice=f"choose a MASTER_PORT {outside}" if outside else reserve)
     return clear(
         f"port {port} can be bound now, on this host and in this network namespace (rank 0's is the one that counts)",
         "`--set port=N` asks about another one",
     )
 
 
+def lent_ports() -> Tuple[int, int]:
+    """The first and last port that the kernel gives to outgoing connections; zeros where it does not say."""
+    bounds = re.findall(r"\d+", read_file("/proc/sys/net/ipv4/ip_local_port_range"))
+    return (int(bounds[0]), int(bounds[1])) if len(bounds) == 2 else (0, 0)
+
+
 def is_reserved(port: int) -> bool:
     """Has root kept the port out of that range?"""
-    ranges = read_file("/proc/sys/net/ipv4/ip_local_reserved_ports").strip().split(",")
-    return any(int(part.split("-")[0]) <= port <= int(part.split("-")[-1]) for part in ranges if part)
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", read_file("/proc/sys/net/ipv4/ip_local_reserved_ports"))
+    return any(int(first) <= port <= int(last or first) for first, last in ranges)
 
 
 def outcome_of_bind(address: str, port: int) -> str:
@@ -165,7 +195,7 @@ def sockets(port: int) -> List[str]:
     result = [
         (STATES.get(row[3], f"state {row[3]}"), row[7], f"socket:[{row[9]}]")
         for row in rows
-        if int(row[1].rsplit(":", 1)[1], 16) == port
+        if len(row) > 9 and row[1].endswith(":%04X" % port)
     ]
     owners = holders({name for _, _, name in result})
     lines = [f"{state}, uid {uid}, {owners.get(name, 'process not visible from here')}" for state, uid, name in result]

@@ -56,6 +56,33 @@ def epoch_on_ranks(ctx: Context, *, drop_last: bool) -> None:
     assert sizes == [4]
 
 
+def epoch_dispatched(ctx: Context, *, drop_last: bool) -> None:
+    """A stream of 9 samples, which one process reads for both."""
+    import os
+
+    rank, size = str(ctx.rank), str(ctx.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    ctx.init_process_group(timeout_s=10)
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            import torch
+
+            return iter(torch.arange(36.0).view(9, 4))
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=4, drop_last=drop_last))
+    model = build(ctx)
+    ctx.reached()
+    sizes = []
+    for batch in loader:
+        model(batch).sum().backward()
+        sizes.append(len(batch))
+    assert sizes == [4]
+
+
 def pool(ctx: Context, *, grouped: bool) -> None:
     """One image; the first layer sees 6 x 6 pixels, the one behind the pooling a single value."""
     import torch
@@ -140,12 +167,13 @@ def pair(
     control: dict[str, Any],
     treatment: dict[str, Any],
     ranks: int = 1,
+    **packages: str,
 ) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(partial(job, **control), expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(partial(job, **treatment), expect=completed(), because=fix, fidelity="cpu"),
-        needs=Needs(packages={"torch": ">=2.1"}),
+        needs=Needs(packages={"torch": ">=2.1", **packages}),
         world_size=ranks,
         expected_s=(0.4, 0.4),
     )
@@ -174,6 +202,17 @@ probe = Probe(
             {"drop_last": False},
             {"drop_last": True},
             ranks=2,
+        ),
+        pair(
+            "dispatched",
+            epoch_dispatched,
+            ONE,
+            "accelerate divides a stream of 9 samples among two ranks: 4 and 1 on each",
+            "the loader has drop_last",
+            {"drop_last": False},
+            {"drop_last": True},
+            ranks=2,
+            accelerate="",
         ),
         pair(
             "no-steps",

@@ -96,8 +96,8 @@ def build_tokenizer() -> Any:
     from tokenizers import Tokenizer, models  # type: ignore[import-not-found]
     from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found]
 
-    words = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2}, unk_token="a"))  # noqa: S106
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")  # noqa: S106
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
 def pad_labels(ctx: Context, *, seq2seq: bool) -> None:

@@ -99,25 +99,28 @@ def check(params: Mapping[str, Any]) -> Finding:
         why = "no code was given to read" if code is None else f"there is no {code}"
         message = f"this Python starts processes with {default} by default"
         return unknown(why, message, advice="--set code=train.py, or a folder")
-    files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     end = time.monotonic() + 0.5
     result: List[str] = []
     chosen = set()
-    read = 0
-    for file in files:
+    read, workers = 0, False
+    for file in code.rglob("*.py") if code.is_dir() else [code]:
         if time.monotonic() > end:
             break
         try:
-            text = file.read_text(errors="replace")
+            text = file.read_text(errors="replace") if file.is_file() else ""
             result += [f"{file}:{line}: {what}" for line, what in gpu_calls(ast.parse(text))]
             chosen |= set(re.findall(r"[\"'](fork|spawn|forkserver)[\"']", text))
+            workers = workers or bool(re.search(r"num_workers[\"']?\s*[=:]\s*[1-9]", text))
             read += 1
-        except (OSError, SyntaxError, ValueError, RecursionError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
-    seen = f"{read} of {len(files)} files were read; start methods named in them: {', '.join(sorted(chosen)) or 'none'}"
-    if result and ("fork" in chosen or (default == "fork" and not chosen)):
+    seen = f"{read} files were read; start methods named in them: {', '.join(sorted(chosen)) or 'none'}"
+    if result and workers and ("fork" in chosen or (default == "fork" and not chosen)):
         advice = "return CPU tensors there, and move the batch in the training loop"
-        return exposed(seen, *result[:10], "with num_workers above 0 the workers are forked", advice=advice)
+        return exposed(seen, *result[:10], "num_workers is above 0, and the workers are forked", advice=advice)
+    if result and not workers:
+        why = "no num_workers above 0 is written there: without workers nothing is forked, and nothing fails"
+        return unknown(seen, *result[:10], why)
     if result and not chosen:
         why = f"this Python does not fork workers by default but uses {default}; a library may fork them all the same"
         return unknown(seen, *result[:10], why)
@@ -127,10 +130,11 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:
     """Statements that name a GPU, in functions that workers run."""
-    loops: Set[ast.AST] = set()  # __iter__ of what is no data set, as a loader or prefetcher has it, runs in the parent
+    loops: Set[ast.AST] = set()  # those of a loader, prefetcher or replay buffer run in the parent
     for owner in ast.walk(tree):
-        if isinstance(owner, ast.ClassDef) and not any("Dataset" in ast.unparse(base) for base in owner.bases):
-            loops |= {item for item in owner.body if getattr(item, "name", "") == "__iter__"}
+        names = [owner.name, *map(ast.unparse, owner.bases)] if isinstance(owner, ast.ClassDef) else []
+        if isinstance(owner, ast.ClassDef) and not re.search(r"data_?set", " ".join(names), re.IGNORECASE):
+            loops |= {item for item in owner.body if getattr(item, "name", "") in ("__iter__", "__getitem__")}
     for function in ast.walk(tree):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) or function in loops:
             continue

@@ -220,6 +220,23 @@ def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
     assert [ready for ready, _ in counts] == [8, 8], counts
 
 
+def iterate(ctx: Context, *, divided: bool) -> None:
+    """An IterableDataset with two workers: each sample once, if the workers divide it."""
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+    class Numbers(IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            worker = get_worker_info()
+            return iter(range(8)[worker.id :: worker.num_workers] if divided else range(8))
+
+    ctx.reached()
+    loader: Any = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    seen = sorted(index for batch in loader for index in batch.tolist())
+    if len(seen) > 8:
+        raise Symptom(f"{len(seen)} samples in an epoch, of 8 that exist")
+    assert seen == list(range(8)), seen
+
+
 # --- the check: cores, their quota and the workers that share them ----------------------------------------------
 
 
@@ -250,6 +267,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % throttled)
         return exposed(*evidence, advice="a higher CPU limit of the container, or less work per sample")
     ranks, source = ranks_here(params["nproc_per_node"])
+    if ranks < 0:
+        return unknown("nproc_per_node is %d, not a number of ranks" % ranks)
     evidence.append("%d ranks on this host (%s)" % (ranks, source) if ranks else "the ranks of this host are not known")
     if workers is None:
         advice = "--set num_workers=8 --set nproc_per_node=4, run where the job runs"
@@ -258,11 +277,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append("no worker (%s): the GPU waits while the samples of a batch are prepared" % named)
         return unknown(*evidence, "what that costs depends on the samples", advice="measure it: see `How to tell`")
     evidence.append("%d workers per rank (%s)" % (workers, named))
-    if workers > cores or (ranks and source != "SLURM_NTASKS_PER_NODE" and ranks * workers > cores):
-        shared = "%d workers take turns, if they compute" % (workers * (ranks or 1))
+    together = cores < allowed or allowed == os.cpu_count()  # else each rank may have cores of its own
+    if workers > cores or (together and ranks * workers > cores):
+        shared = "%d workers take turns, if they compute" % (workers * (ranks if together and ranks else 1))
         return exposed(*evidence, shared, advice="more cores, or less work per sample")
     if ranks * workers > cores:
-        return unknown(*evidence, "enough if each task of Slurm has cores of its own", advice="run this under srun")
+        own = "enough if each rank has cores of its own, as tasks of Slurm and mpirun have, too few if they share these"
+        return unknown(*evidence, own, advice="compare `taskset -cp PID` of two ranks")
     return unknown(*evidence, "there is a core for each worker; whether they keep up was not measured")
 
 
@@ -372,6 +393,23 @@ probe = Probe(
             partial(train, start_s=0.4, persistent_workers=True),
             because="new workers in every epoch, and each has to start up first",
             fix="the workers of the first epoch go on",
+        ),
+        Experiment(
+            name="iterable",
+            control=Arm(
+                partial(iterate, divided=False),
+                symptom("16 samples in an epoch, of 8 that exist"),
+                because="each of two workers reads the whole IterableDataset",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(iterate, divided=True),
+                completed(),
+                because="the workers divide it by get_worker_info()",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
         ),
         experiment(
             "trainer",

@@ -165,6 +165,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not importlib.util.find_spec("setuptools"):
         advice = "pip install setuptools wheel packaging psutil ninja"
         return exposed(*evidence, "setuptools is missing, which --no-build-isolation needs here", advice=advice)
+    if re.search(r"__version__ = '[^']*(\da0|\.dev\d|\bnv\d)", text):
+        told = "this torch is not a release of PyTorch's own: a wheel is chosen by its number, and then may not load"
+        return unknown(*evidence, told, *memory(), advice="compile with FLASH_ATTENTION_FORCE_BUILD=TRUE and MAX_JOBS")
     abi = "TRUE" if tuple(map(int, version.groups())) >= (2, 7) else "TRUE-or-FALSE"
     # 2.8.3 has wheels for torch 2.4 to 2.8 and CUDA 12; a later release asks for cu13 where torch has it.
     has_wheels = (2, 4) <= tuple(map(int, version.groups())) <= (2, 8) and cuda[1] == "12"

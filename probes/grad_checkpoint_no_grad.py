@@ -18,7 +18,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    clear,
     completed,
     exposed,
     raised,
@@ -37,6 +36,8 @@ def train_step(
     embeds_require_grad: bool = False,
     by_keyword: bool = False,
     loss_requires_grad: bool = False,
+    in_place: bool = False,
+    copied: bool = False,
 ) -> None:
     """One forward and backward pass; four adapter matrices should get a gradient."""
     import torch
@@ -46,7 +47,9 @@ def train_step(
     embedding = nn.Embedding(16, 8).requires_grad_(by_keyword)
     layers = adapted_layers()
     head = nn.Linear(8, 16).requires_grad_(head_trains)
-    if hook:  # what enable_input_require_grads() does
+    if copied:
+        embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True).clone())  # noqa: ARG005
+    elif hook:  # what enable_input_require_grads() does
         embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))  # noqa: ARG005
     ctx.reached()
     if embeds:
@@ -56,6 +59,11 @@ def train_step(
         hidden = inputs_embeds
     else:
         hidden = embedding(torch.tensor([1, 2, 3]))
+    if in_place:  # as a model writes image features between its tokens
+        try:
+            hidden[torch.tensor([False, True, False])] = torch.ones(1, 8)
+        except RuntimeError as error:
+            raise Symptom(f"forward: {error}") from error
     for layer in layers:
         if by_keyword:  # as a layer is checkpointed that gets its hidden states by keyword
             hidden = checkpoint(partial(layer, x=hidden), use_reentrant=reentrant)
@@ -135,7 +143,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
         return unknown("%s not installed; how your own code calls checkpoint() is not visible" % missing, advice=look)
     message = "transformers %s, peft %s: gradient_checkpointing_enable() " % (transformers, peft)
-    if int(transformers.split(".")[0]) < 5:
+    if re.match(r"[0-4]\.", transformers):
         return exposed(message + "is reentrant unless told otherwise", advice="use_reentrant=False; " + look)
     return unknown(message + "is non-reentrant by default; use_reentrant=True in a job is not visible", advice=look)
 
@@ -188,7 +196,11 @@ def inspect_adapter(path: Path) -> Finding:
         return unknown("%s, but how they started is unknown: %s" % (counted, error))
     if start not in (True, "gaussian"):
         return unknown("%s, but init_lora_weights=%r need not start from zero" % (counted, start))
-    return clear("%s in %s" % (counted, file))
+    return unknown(
+        "%s in %s: some training has changed them" % (counted, file),
+        "whether it was this run is not visible, if it continued an earlier adapter",
+        advice="compare with the adapter that it started from",
+    )
 
 
 NO_GRAD = raised(r"element 0 of tensors does not require grad and does not have a grad_fn")
@@ -246,6 +258,16 @@ probe = Probe(
             "the hook is on the embedding, and the model gets inputs_embeds",
             "inputs_embeds require grad",
             embeds=True,
+            hook=True,
+        ),
+        pair(
+            "in-place",
+            train_step,
+            {"copied": True},
+            "the hook, and a model that writes into the embedding's output in place",
+            "the hook returns a copy",
+            symptom(r"forward: a (view of a )?leaf Variable that requires grad is being used in an in-place operation"),
+            in_place=True,
             hook=True,
         ),
         pair(

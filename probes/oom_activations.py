@@ -200,8 +200,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "the configuration switches checkpointing on; look whether the model honours it")
     if values and not any(values.get(name) is False for name in SWITCHES):
         return unknown(evidence, "the configuration does not say; LLaMA-Factory and newer TRL checkpoint by default")
+    advice = "gradient checkpointing, if it is not on yet, or fewer tokens per micro batch"
+    if not values and checkpointed <= params["gpu_memory"] < need:
+        return unknown(evidence, "whether checkpointing is on was not said; without it this is too much", advice=advice)
+    if params["trains"] == "all" and need * PER_HIDDEN["adapter"] / PER_HIDDEN["all"] <= params["gpu_memory"] < need:
+        return unknown(evidence, "with frozen weights it would fit: --set trains=adapter", advice=advice)
     if need > params["gpu_memory"]:
-        return exposed(evidence, advice="gradient checkpointing, or fewer tokens per micro batch")
+        return exposed(evidence, advice=advice)
     return unknown(evidence, "what weights, gradients, optimizer and eager attention leave free is not known here")
 
 

@@ -49,8 +49,8 @@ def evaluate(
     if by_file_system:
         share_by_file_system()
     if raise_limit:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # noqa: RUF059
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     opened_before = len(os.listdir("/proc/self/fd"))
     ctx.reached()
     options: Dict[str, Any] = {"multiprocessing_context": start}
@@ -138,8 +138,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(message, "what a job needs depends on what it keeps", advice=advice)
     try:
         soft, kinds = open_files(Path(f"/proc/{pid}"))
-    except (OSError, AttributeError):
-        return unknown(f"there is no process {pid} here, or it belongs to somebody else")
+    except (OSError, ValueError) as error:
+        return unknown(f"process {pid} cannot be looked into, it may be gone or belong to somebody else: {error}")
     used = sum(kinds.values())
     evidence = [f"process {pid} has {used} of {soft} descriptors open"]
     evidence += [f"{number} are {kind}" for kind, number in kinds.most_common(4)]
@@ -155,12 +155,14 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def open_files(process: Path) -> Tuple[int, "Counter[str]"]:
     limits = re.search(r"Max open files\s+(\d+)", (process / "limits").read_text())
-    assert limits
+    if limits is None:
+        raise ValueError("its limit of open files is not a number")
     kinds: "Counter[str]" = Counter()
     for descriptor in (process / "fd").iterdir():
         try:
             name = os.readlink(descriptor)
-        except OSError:
+        except OSError:  # closed meanwhile, or not ours to read
+            kinds["that cannot be read"] += 1
             continue
         if name.startswith("/dev/shm/torch_"):
             kinds["tensors in shared memory, sent by workers"] += 1
@@ -229,7 +231,11 @@ probe = Probe(
             "gc", partial(evaluate, keep="batch", gc_too=True), RETAINED + "; gc.collect() each time", clone, CLONED
         ),
         experiment(
-            "limit", keep, RETAINED, partial(evaluate, keep="batch", raise_limit=True), "the soft limit is the hard one"
+            "limit",
+            keep,
+            RETAINED,
+            partial(evaluate, keep="batch", raise_limit=True),
+            "the soft limit is raised, within the hard one",
         ),
         experiment(
             "file-system",
