@@ -75,16 +75,18 @@ def train(
     learning_rate, reduction = settings.get("learning_rate", 0.01), settings.get("reduction", "mean")
     accumulation = settings.get("accumulation", 1)
     build = partial(getattr(torch.optim, settings.get("optimizer", "SGD")), lr=learning_rate)
-    per_gpu_batch, global_batch = BATCH, BATCH * accumulation
-    data, model, trained = recipe(build, global_batch, reduction)
+    recipe_ranks, per_gpu_batch, recipe_batch = 1, BATCH, BATCH * accumulation
+    data, model, trained = recipe(build, recipe_batch, reduction)
     world_size = dist.get_world_size()  # of the data-parallel group
+    global_batch = recipe_batch if keeps_global else recipe_batch * world_size
     if keeps_global:
         per_rank, rest = divmod(global_batch, world_size)
         assert per_rank > 0 and rest == 0, f"{global_batch} is no multiple of {world_size} ranks"
         accumulation = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= per_gpu_batch)
         per_gpu_batch = per_rank // accumulation
     if scales_rate:
-        learning_rate *= dist.get_world_size()
+        growth = global_batch / recipe_batch
+        learning_rate *= growth
     ddp = torch.nn.parallel.DistributedDataParallel(model.to(ctx.device))
     optimizer = build(ddp.parameters(), lr=learning_rate)
     loader: Any = DataLoader(data, batch_size=per_gpu_batch, sampler=DistributedSampler(data, shuffle=False))
@@ -94,13 +96,13 @@ def train(
         for number, (features, labels) in enumerate(loader, 1):
             loss = mse_loss(ddp(features.to(ctx.device)), labels.to(ctx.device), reduction=reduction)
             if times_ranks:
-                loss = loss * dist.get_world_size()
+                loss = loss * dist.get_world_size() / recipe_ranks
             (loss / accumulation).backward()
             if number % accumulation == 0:
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
-    compare(ddp.module.cpu(), trained, data, steps, per_gpu_batch * accumulation * world_size, global_batch)
+    compare(ddp.module.cpu(), trained, data, steps, per_gpu_batch * accumulation * world_size, recipe_batch)
 
 
 def count_steps(ctx: Context, *, fewer_steps: bool = True, shorter_warmup: bool = True) -> None:

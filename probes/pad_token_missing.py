@@ -81,7 +81,7 @@ def pad(ctx: Context, *, choice: str, **names: str) -> None:
         model.config.pad_token_id = tokenizer.pad_token_id
     elif choice == "spare":
         spare = "<|finetune_right_pad_id|>"  # a token that the model reserves
-        if tokenizer.pad_token is None:
+        if tokenizer.pad_token_id is None:  # not there, or a name without an id
             tokenizer.pad_token = spare if spare in tokenizer.get_vocab() else tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in ("a b c d", "e f")]
@@ -132,6 +132,8 @@ def compare(ctx: Context, *, pad_id: int) -> None:
 # Without a pad token of their own in transformers 4.30 to 5.23, unless tokenizer.json has padding switched on.
 LLAMA, GPT2 = ("LlamaTokenizer", "LlamaTokenizerFast"), ("GPT2Tokenizer", "GPT2TokenizerFast")
 WITHOUT_DEFAULT = (*LLAMA, *GPT2, "PreTrainedTokenizerFast", "TokenizersBackend")
+# transformers 5 prefers a class of its own for some other types (Qwen2), and that one may bring a pad token.
+TYPES = (None, "llama", "mistral", "mixtral", "gpt2")
 # Heads that score the last token, and whose config has no pad_token_id unless the file names one.
 HEADS = [name + "ForSequenceClassification" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "GPT2")]
 
@@ -149,9 +151,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     kind = str(tokenizer.get("tokenizer_class"))
     if not name:
         message = f"tokenizer_config.json names no pad_token, its class is {kind}"
-        if kind in WITHOUT_DEFAULT and fast and not fast.get("padding") and not tokenizer.get("auto_map"):
+        plain = fast and not fast.get("padding") and not tokenizer.get("auto_map")
+        if plain and kind in WITHOUT_DEFAULT and (config or {}).get("model_type") in TYPES:
             return exposed(message, advice="set tokenizer.pad_token in the script, to a token that exists")
-        return unknown(message, "class or tokenizer.json may give one", advice="print(tokenizer.pad_token)")
+        return unknown(message, "class, model type or tokenizer.json may give one", advice="print(tokenizer.pad_token)")
     number = special_ids(tokenizer, fast).get(name)
     message = f"the tokenizer pads with {name!r}, id {number}"
     if number is None:
@@ -166,6 +169,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(message, message_of_model, repair, advice="model.config.pad_token_id = tokenizer.pad_token_id")
     if declared != number:
         return unknown(message, message_of_model, "harmless in causal training, not for a score, reward or class head")
+    rows = (text if isinstance(text, dict) else config).get("vocab_size")
+    if not isinstance(rows, int) or number >= rows:
+        return unknown(message, message_of_model, f"config.json says {rows} rows: is there one for this id?")
     if name == (content(tokenizer.get("eos_token")) or content(special.get("eos_token"))):
         return unknown(
             message, message_of_model, "it is EOS too: harmful where labels or the last token are found by value"
