@@ -93,7 +93,7 @@ def test_verify_names_the_missing_package_and_the_way_to_another_interpreter(ins
 
 
 def test_verify_borrows_an_interpreter_that_has_torch(installed: Path) -> None:
-    code, report, _ = run(installed, "verify", "connection-reset-by-peer", "--python", sys.executable)
+    code, report, _ = run(installed, "verify", "backward-second-time", "--python", sys.executable)
     assert (code, report["verdict"]) == (0, "verified")
 
 
