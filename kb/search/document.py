@@ -20,6 +20,7 @@ from kb.search.tokenizer import STOP_WORDS, normal
 
 HEADLINE, SHOWN, PROSE = 3.0, 0.5, 0.25  # cross-validated by tests/bench/tuning.py: finer grades do not help
 LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
+CHINESE_LOOK_ALIKES = re.compile(r"^### 判断.*", re.MULTILINE | re.DOTALL)  # the last part of the translation
 
 PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  # no part of an identifier
 FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
@@ -88,9 +89,10 @@ def chinese_cause(entry: Entry) -> str:
 
 def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
     """Lines a snippet is taken from: what people call it, what is printed, what was seen."""
-    own = [line.strip() for heading, text in sections.items() if heading != LOOK_ALIKES for line in text.splitlines()]
+    texts = [CHINESE_LOOK_ALIKES.sub("", text) for heading, text in sections.items() if heading != LOOK_ALIKES]
+    own = [line.strip() for text in texts for line in text.splitlines()]
     prose = [MARKUP.sub("", line) for line in own if not line.startswith(("```", "###"))]
-    lines = [*entry.meta.aliases, *(signature.sample for signature in entry.meta.signatures), *prose]
+    lines = [*entry.meta.aliases, *(signature.sample.strip() for signature in entry.meta.signatures), *prose]
     return [line for line in lines if len(line) > 3]
 
 

@@ -7,7 +7,7 @@ document is scored by the best alternative of each concept, so synonyms never ad
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kb.search.tokenizer import Term, normal, normalized, terms, words
@@ -80,6 +80,22 @@ def concepts(units: list[Unit], has: Callable[[str], bool], synonyms: Synonyms) 
             distinct.setdefault(concept.alternatives, concept)
         at += length
     return tuple(distinct.values())
+
+
+def joined_bigrams(surfaces: Sequence[str], text: str, stands: Callable[[str], bool]) -> list[str]:
+    """Surfaces of a text; Chinese ones that overlap in it are one, if that one `stands` in what is shown with it.
+
+    A reader knows 利用率, and neither 利用 nor 用率 of it. Its rank is the better of theirs.
+    """
+    ranks: dict[str, int] = {}
+    last = ""
+    for rank, surface in sorted(enumerate(surfaces), key=lambda ranked: text.find(ranked[1])):
+        longer = last + surface[1:]
+        if last[-1:] == surface[0] and not surface[0].isascii() and longer in text and stands(longer):
+            rank, surface = min(rank, ranks.pop(last)), longer
+        ranks[surface] = rank
+        last = surface
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def _is_bridge(units: list[Unit], at: int, longest: int, synonyms: Synonyms) -> bool:

@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kb.content.applicability import Applicability, State, Versions, applicability
+from kb.content.languages import CHINESE
 from kb.search.cues import agreement, named
 from kb.search.decision import FOLLOWING, LIKELY, Kind, Observations, observe
 from kb.search.explanation import Explanation, Factor, phrase
 from kb.search.index import Index
-from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Concept, Unit, concepts, units_of
+from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Concept, Unit, concepts, joined_bigrams, units_of
 from kb.search.results import Answer, Difference, Hit, is_near, snippet
 from kb.search.scoring import ScoredConcept, Scores, best_numbers, coverage, score_concepts, total_scores
 from kb.search.spelling import corrected
@@ -84,14 +85,14 @@ def search(
     relevant = [number for number in ranked if scoring.totals[number] >= least]
     relevant.sort(key=lambda number: _order(judgements, number))
     ranked = [*relevant, *ranked[len(relevant) :]][:count]
-    hits = [_hit(index.document(number), number, scoring) for number in ranked]
+    hits = [_hit(index.document(number), number, scoring, text) for number in ranked]
     if judgements:
         hits = [replace(hit, applicability=judgements[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
         hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
     kind, probability = _decision(index, units, scoring, admitted)
     if kind is not Kind.ANSWER:
-        differences = (_difference(index, query, scoring, number) for number in ranked)
+        differences = (_difference(index, query, scoring, number, text) for number in ranked)
         hits = [replace(hit, difference=difference) for hit, difference in zip(hits, differences, strict=True)]
     preferred = preference(hits)[:limit] if preference else hits
     facets = () if kind is Kind.ANSWER else _facets(scoring)
@@ -157,7 +158,7 @@ def _facets(scoring: _Scoring) -> tuple[str, ...]:
     return tuple(values_of(scoring.named))
 
 
-def _difference(index: Index, query: list[Concept], scoring: _Scoring, number: int) -> Difference:
+def _difference(index: Index, query: list[Concept], scoring: _Scoring, number: int, text: str) -> Difference:
     """The rarest words first: one that no entry has is the rarest, if it is a name and not a word of any language."""
     from kb.content.facets import values_of  # an answer needs no enumerations
 
@@ -168,6 +169,7 @@ def _difference(index: Index, query: list[Concept], scoring: _Scoring, number: i
     lacks = sorted(
         (word for word in words if not NUMBER.fullmatch(word)), key=lambda word: -idf.get(word, index.idf(""))
     )
+    lacks = joined_bigrams(lacks, text, lambda _: True)
     return Difference(tuple(lacks[:MOST_LACKING]), tuple(values_of(scoring.named & ~index.declared[number])))
 
 
@@ -224,8 +226,10 @@ def _matching_signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
     return strongest
 
 
-def _hit(document: dict[str, Any], number: int, scoring: _Scoring) -> Hit:
-    matched = tuple(concept.concept.surface for concept in scoring.concepts if number in concept.scores)
+def _hit(document: dict[str, Any], number: int, scoring: _Scoring, text: str) -> Hit:
+    words = [concept.concept.surface for concept in scoring.concepts if number in concept.scores]
+    lines, in_chinese = document["lines"], CHINESE.search(text) is not None
+    matched = joined_bigrams(words, text, lambda word: any(word in line for line in lines)) if in_chinese else words
     return Hit(
         id=document["id"],
         title=document["title"],
@@ -240,7 +244,7 @@ def _hit(document: dict[str, Any], number: int, scoring: _Scoring) -> Hit:
         origin=document["origin"],
         probe=document["probe"],
         score=round(scoring.totals[number], 3),
-        matched=matched,
+        matched=tuple(matched),
         signature=scoring.signatures.get(document["id"], ("", ""))[1],
-        snippet=snippet(document["lines"], matched),
+        snippet=snippet(lines, words, in_chinese=in_chinese),
     )

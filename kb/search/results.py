@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -124,15 +125,19 @@ def is_near(rare_words: float, share: float) -> bool:
     return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL
 
 
-def snippet(lines: list[str], matched: tuple[str, ...]) -> str:
-    """The stored line with most of the matched words; of a long one the part around the first, in whole words."""
+def snippet(lines: list[str], matched: Sequence[str], *, in_chinese: bool) -> str:
+    """The stored line with most of the matched words; of a long one the part around the first, in whole words.
+
+    An English question gets a line without Chinese, where the entry has one.
+    """
+    readable = lines if in_chinese else [line for line in lines if not CHINESE.search(line)] or lines
     words = [word.lower() for word in matched]
 
     def matches_in(line: str) -> int:
         low = line.lower()
         return len([word for word in words if word in low])  # quicker than a sum over a generator
 
-    line = max(lines, key=matches_in, default="")
+    line = max(readable, key=matches_in, default="")
     if len(line) <= SNIPPET_LENGTH:
         return line
     at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
