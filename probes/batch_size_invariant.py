@@ -104,11 +104,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         result = _merge_config(params["config"], values)
         if isinstance(result, Finding):
             return result
-        values, ranks_per_sequence = result
-        if world is not None and ranks_per_sequence > 1:
-            if world % ranks_per_sequence:
-                return exposed("%d ranks do not divide by sequence_parallel_size %d" % (world, ranks_per_sequence))
-            world //= ranks_per_sequence
+        values = result
     given = (values["train_batch_size"], values["micro_batch"], values["grad_accum"])
     if given == (None, None, None):
         return unknown(
@@ -175,8 +171,7 @@ def _merge_config(path: Any, given: Mapping[str, Optional[int]]) -> Any:
     missing = [name for name in autos if values[name] is None and name != "train_batch_size"]
     if missing:
         return unknown(*['%s is "auto": also give --set %s=N' % (KEYS[name], name) for name in missing])
-    per_sequence = config.get("sequence_parallel_size", 1)
-    return values, per_sequence if isinstance(per_sequence, int) and per_sequence > 0 else 1
+    return values
 
 
 def _derived(given: Triple, world: Optional[int]) -> Finding:
@@ -220,8 +215,8 @@ def _ways_out(given: Triple, world: int) -> Tuple[str, ...]:
         if world == 1 and fits[-1] > 1:
             ways.append("if you started that many and DeepSpeed saw 1, the batch is right and the world size is wrong")
     if micro and train % world == 0:
-        micros = [m for m in range(min(micro, train // world), 0, -1) if not violation((train, m, accum), world)]
-        ways += ["or micro batch %d" % micros[0]] if micros else []
+        micros = range(min(micro, train // world, MOST_RANKS), 0, -1)
+        ways += ["or micro batch %d" % m for m in micros if not violation((train, m, accum), world)][:1]
     return tuple(ways)
 
 

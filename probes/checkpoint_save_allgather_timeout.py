@@ -169,14 +169,16 @@ gloo = Experiment(
 )
 
 
-def variant(name: str, job: Callable[..., None], change: str, because: str, fix: str, **both: Any) -> Experiment:
+def variant(
+    name: str, job: Callable[..., None], change: str, because: str, fix: str, torch: str = ">=2.2", **both: Any
+) -> Experiment:
     """`change` is the keyword of the job that is the fix; the save is a gather of halves, in place of FSDP's."""
     control, treatment = partial(job, **{change: False}, **both), partial(job, **{change: True}, **both)
     return Experiment(
         name=name,
         control=Arm(control, expect=LATE, because=because, fidelity="stand-in", stands_for=OF_FSDP),
         treatment=Arm(treatment, expect=completed(), because=fix, fidelity="stand-in", stands_for=OF_FSDP),
-        needs=Needs(packages={"torch": ">=2.2"}),
+        needs=Needs(packages={"torch": torch}),
         expected_s=(2.5, 0.5),
     )
 
@@ -207,25 +209,7 @@ probe = Probe(
             expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER|{NCCL2_TIMEOUT}")
         ),
         gloo,
-        Experiment(
-            name="by-hand",
-            control=Arm(
-                partial(save_by_hand, everyone=False),
-                expect=LATE,
-                because=GUARDED,
-                fidelity="stand-in",
-                stands_for=OF_FSDP,
-            ),
-            treatment=Arm(
-                partial(save_by_hand, everyone=True),
-                expect=completed(),
-                because=EVERYONE,
-                fidelity="stand-in",
-                stands_for=OF_FSDP,
-            ),
-            needs=Needs(packages={"torch": ">=2.1"}),
-            expected_s=(2.5, 0.2),
-        ),
+        variant("by-hand", save_by_hand, "everyone", GUARDED, EVERYONE, torch=">=2.1"),
     ),
     variants=(
         variant(

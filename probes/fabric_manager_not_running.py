@@ -13,8 +13,6 @@ from typing import Any, Dict, List, Mapping, Tuple
 from kb.probe import Finding, Param, Probe, clear, exposed, unknown
 
 START = "sudo systemctl status nvidia-fabricmanager; its package must have exactly the version of the driver"
-
-
 ALONE = ", unless it is one GPU alone in a virtual machine"
 
 
@@ -65,9 +63,9 @@ def is_running(name: str) -> bool:
     return False
 
 
-def is_virtual() -> bool:
+def is_in(path: str, text: str) -> bool:
     try:
-        return " hypervisor" in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+        return text in Path(path).read_text().split("\n\n", 1)[0]
     except OSError:
         return False
 
@@ -82,6 +80,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     states, driver = fabric_of(report)
     if not driver:
         return unknown("no answer of nvidia-smi -q", advice="on the GPU node, or with --set smi=FILE of nvidia-smi -q")
+    attached = re.search(r"Attached GPUs\s*:\s*(\d+)", report)
+    if attached and len(states) < int(attached[1]) and states:
+        states["others"] = "not reported"
     tally = Counter(states.values())
     fabric = ", ".join(f"{count} GPUs {state}" for state, count in tally.items())
     evidence = [f"driver {driver}; fabric: {fabric or 'not reported'}"]
@@ -106,10 +107,7 @@ WITHOUT_SWITCH = re.compile(r"PCI[eE]|NVL\b|GeForce|RTX|Quadro|TITAN|Tesla (T4|P
 def on_this_machine(evidence: List[str], driver: str, completed: bool, names: str) -> Finding:
     seen, running = switches(), is_running("nv-fabricmanager")
     match = re.search(r"\d{3}\.\d+(\.\d+)?", ask("nv-fabricmanager", "-v"))
-    evidence = [
-        *evidence,
-        f"{seen} NVSwitches on the PCI bus, nv-fabricmanager {'runs' if running else 'does not run'}",
-    ]
+    evidence = [*evidence, f"{seen} NVSwitches on PCI, nv-fabricmanager {'runs' if running else 'does not run'}"]
     no_fabric = not (seen or completed) and bool(WITHOUT_SWITCH.search(names))
     if match and match[0] != driver and not no_fabric:
         evidence.append(f"the installed fabric manager is {match[0]}: it refuses driver {driver} at its next start")
@@ -118,10 +116,12 @@ def on_this_machine(evidence: List[str], driver: str, completed: bool, names: st
         note = "NVLS wants the GPUs reset after each restart of the manager, which cannot be seen from here"
         return clear(*evidence, f"all GPUs have joined the fabric; {note}")
     if seen and not running:
+        if not is_in("/proc/2/comm", "kthreadd"):  # a container, or /proc with hidepid
+            return unknown(*evidence, "the host's processes cannot be seen from here", advice="on the host itself")
         return exposed(*evidence, "switches without their manager: CUDA answers 802", advice=START)
     if seen:
         return unknown(*evidence, "the manager runs; this driver does not report the fabric state of these GPUs")
-    if is_virtual():
+    if is_in("/proc/cpuinfo", " hypervisor"):
         return unknown(*evidence, "a virtual machine: the switches and their manager may belong to the host")
     if not no_fabric:
         return unknown(*evidence, f"{names or 'no product name'}: B200 and newer boards show no switch on the PCI bus")

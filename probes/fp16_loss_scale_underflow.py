@@ -192,7 +192,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if section.get("loss_scale"):
         message.append(f"loss_scale {section['loss_scale']} is fixed: overflowing steps are skipped without an error")
     advice = "bf16 on GPUs of compute capability 8.0 or higher (nvidia-smi --query-gpu=compute_cap --format=csv)"
-    if str(enabled).lower() == "auto":
+    if str(enabled).lower() != "true":  # "auto" for one
         return unknown(*message, "whether float16 is on is decided by the trainer's arguments", advice=advice)
     if params["model"] is None:
         return unknown(*message, "--set model=folder tells in which precision the model was saved", advice=advice)

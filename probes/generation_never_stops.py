@@ -229,11 +229,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     state = next((s for s in ("exposed", "unknown") if any(f.state == s for f in findings)), "clear")
     evidence = [line for finding in findings for line in finding.evidence]
     if state == "clear" and len(findings) == 1:  # one half of the question is open
-        half = (
-            "samples=batch.jsonl (was it learned?)"
-            if params["samples"] is None
-            else "model=/path (does it stop there?)"
-        )
+        left = params["samples"] is None
+        half = "samples=batch.jsonl (was it learned?)" if left else "model=/path (does it stop there?)"
         return unknown(*evidence, "so far nothing is wrong, the other half is open", advice="--set " + half)
     if state == "clear":
         return unknown(
@@ -294,6 +291,8 @@ def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
                 if not line:
                     break
                 labels = json.loads(line)["labels"]
+                if not all(type(label) is int for label in labels):
+                    raise TypeError
                 taught += any(end_id_ in labels for end_id_ in end_ids)
                 rows += 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -345,7 +344,8 @@ def _token_ids(folder: Path, tokenizer: Mapping[str, Any]) -> Dict[str, int]:
         pairs = [(_content(item), number) for number, item in added.items()]
     else:
         listed = (_json(folder / "tokenizer.json") or {}).get("added_tokens")
-        pairs = [(_content(item), item.get("id")) for item in listed or [] if isinstance(item, dict)]
+        listed = listed if isinstance(listed, list) else []
+        pairs = [(_content(item), item.get("id")) for item in listed if isinstance(item, dict)]
     return {name: int(number) for name, number in pairs if name and str(number).isdecimal()}
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import Any, Iterable, List, Mapping, Tuple
+from typing import Any, List, Mapping, Tuple
 
 from kb.probe import Finding, Param, Probe, clear, exposed, unknown
 
@@ -33,12 +33,14 @@ XIDS = {  # NVIDIA's catalogue: what the driver reports, and the first action
 }
 XIDS.update(dict.fromkeys(range(144, 151), ("NVLink error", "drain; Xid 154 says what the driver wants")))
 OF_PROGRAMS = {13, 31, 43, 69}  # a kernel of the program's own in most cases: see illegal-memory-access
+HARMLESS = {63, 106, 107, 154}  # ignore, in the catalogue; 154 is judged by what it asks for
 
 MIG = r"(?: GPU-C?I:\d+)*"  # the instance, where the GPU is divided
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)" + MIG + r"\): (\d+)\b(?!, \w+ Nonfatal\b)")
 LOST = re.compile(r"fallen off the bus|GPU is lost|Unable to determine the device handle")
 RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)" + MIG + r"\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
 FROM_BOOT = re.compile(r"Linux version \d")  # the first words of a kernel
+SUSPECT = re.compile(r"RmInitAdapter failed|PCIe Bus Error: severity=Uncorrect")
 SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
 
 
@@ -48,12 +50,6 @@ def lines_of(saved: Path) -> Tuple[List[str], str]:
         return saved.read_text(errors="replace").splitlines(), ""
     except OSError as error:
         return [], f"{saved}: {error.strerror}"
-
-
-def kernel_log() -> Tuple[List[str], str]:
-    output, reason = ask("dmesg")
-    lines = output.splitlines()
-    return lines, reason if not lines else ""
 
 
 def ask(*command: str) -> Tuple[str, str]:
@@ -68,24 +64,24 @@ def ask(*command: str) -> Tuple[str, str]:
 
 
 def events(lines: List[str]) -> Tuple[List[str], List[str], List[str]]:
-    """Evidence of hardware in the kernel log, events that programs cause, and what to do."""
+    """Evidence of hardware in the kernel log, events that may have another cause, and what to do."""
     seen = Counter((int(result[2]), result[1]) for result in map(XID.search, lines) if result)
     hardware = [
         f"Xid {code} on {gpu}, {count} times: {XIDS[code][0]}" for (code, gpu), count in seen.items() if code in XIDS
     ]
     advice = [f"Xid {code}: {XIDS[code][1]}" for code in sorted({code for code, _ in seen if code in XIDS})]
-    hardware += [f"Xid 154 on {gpu}: the driver asks for: {action}" for gpu, action in dict(recovery(lines)).items()]
+    recovery = {result[1]: result[2] for result in map(RECOVERY.search, lines) if result}
+    hardware += [f"Xid 154 on {gpu}: the driver asks for: {action}" for gpu, action in recovery.items()]
     if not hardware:
         hardware += [line.strip()[:160] for line in lines if LOST.search(line)][:3]
     for result in filter(None, map(SWITCH.search, lines)):
         hardware.append(f"NVSwitch {result[1]}: fatal SXid {result[2]}")
-    programs = [f"Xid {code} on {gpu}, {count} times" for (code, gpu), count in seen.items() if code in OF_PROGRAMS]
-    return hardware, programs, advice
-
-
-def recovery(lines: Iterable[str]) -> Iterable[Tuple[str, str]]:
-    for result in filter(None, map(RECOVERY.search, lines)):
-        yield result[1], result[2]
+    others = {key: count for key, count in seen.items() if key[0] not in {*XIDS, *HARMLESS}}
+    open_ones = [
+        f"Xid {code} on {gpu}, {count} times" + ": a program's own fault in most cases" * (code in OF_PROGRAMS)
+        for (code, gpu), count in others.items()
+    ]
+    return hardware, open_ones + [line.strip()[:160] for line in lines if SUSPECT.search(line)][:2], advice
 
 
 def health(report: str) -> Tuple[List[str], List[str], int]:
@@ -131,8 +127,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     lines: List[str] = []
     no_log = "no dmesg file was given"
     if params["dmesg"] or not is_saved:
-        lines, no_log = lines_of(params["dmesg"]) if params["dmesg"] else kernel_log()
-    hardware, programs, advice = events(lines)
+        output, no_log = ("", "") if params["dmesg"] else ask("dmesg")
+        lines, no_log = lines_of(params["dmesg"]) if params["dmesg"] else (output.splitlines(), no_log)
+    hardware, open_ones, advice = events(lines)
     report, no_smi = "", "no nvidia-smi file was given"
     if params["smi"]:
         saved, no_smi = lines_of(params["smi"])
@@ -149,8 +146,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         seen = f"{on_bus} GPUs on the bus, {described} answer nvidia-smi"
         remarks.insert(0, f"{seen}: one is lost, or this container or job has only these")
     evidence = hardware[:8] + faults[:8] + remarks[:4]
-    if programs:
-        evidence.append(f"and {', '.join(programs[:4])}: a program's own fault in most cases (illegal-memory-access)")
+    evidence += open_ones[:4]
     if hardware or faults:
         return exposed(*evidence, advice="; ".join(advice[:4]) or "drain the node and reset or replace the GPU")
     if not is_saved and not on_bus and not described:
@@ -162,6 +158,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if any(map(str.strip, lines)) and described:
         first = next(line.strip()[:60] for line in lines if line.strip())
         read = f"{described} GPUs, {len(lines)} lines of kernel log, no hardware event in them"
+        if open_ones:
+            catalogue = "look the numbers up in NVIDIA's Xid catalogue; 13, 31, 43 and 69: illegal-memory-access"
+            return unknown(*evidence, f"{len(lines)} lines of kernel log read", advice=catalogue)
         if not any(map(FROM_BOOT.search, lines[:30])):
             return unknown(*evidence, f"{read}; it does not reach back to the boot, and begins with: {first}")
         return clear(*evidence, f"{read}, which begin at the boot: an event before it cannot be seen")

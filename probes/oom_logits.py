@@ -119,21 +119,17 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
     tokens = params["tokens"] or micro_batch_tokens(values)
     vocab, tried, card = params["vocab"], params["tried"], params["gpu_memory"]
+    tried, card = (value if value and 0 < value < 1 << 20 else 0.0 for value in (tried, card))
     if not tokens or not vocab or tokens < 1 or vocab < 1 or not (tried or card):
         return unknown(
             "tokens per micro batch, vocabulary, and the failed allocation or the GPU's memory are needed",
             advice="--set tokens=8192 --set vocab=151936 --set tried=4.64 (GiB, from the error) or gpu_memory=79",
         )
     sizes = {what: tokens * vocab * width / GIB for what, width in (("bf16", 2), ("fp32", 4))}
-    message = (
-        "%d tokens x %d words: logits of %.2f GiB in bf16, %.2f in fp32, about %.2f GiB at the peak of the loss"
-        % (
-            *(tokens, vocab, sizes["bf16"], sizes["fp32"]),
-            tokens * vocab * PEAK / GIB,
-        )
-    )
+    message = "%d tokens x %d words: logits of %.2f GiB in bf16" % (tokens, vocab, sizes["bf16"])
+    message += ", %.2f in fp32, about %.2f GiB at the peak of the loss" % (sizes["fp32"], tokens * vocab * PEAK / GIB)
     for what, size in sizes.items():
-        if tried and abs(tried - size) < 0.02 * size + 0.01:
+        if tried and tried > 0.09 and abs(tried - size) < 0.02 * size + 0.01:
             return exposed(message, "the failed %.2f GiB are one %s tensor of logits" % (tried, what), advice=ADVICE)
     if tried:
         return unknown(message, "the failed %.2f GiB are neither; a shorter batch than given is possible" % tried)

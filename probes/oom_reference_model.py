@@ -111,12 +111,8 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def _wrong_word(params: Mapping[str, Any]) -> str:
-    for name, known in {
-        "dtype": tuple(WEIGHT_BYTES),
-        "optimizer": tuple(OPTIMIZERS),
-        "adapter": YES + NO,
-        "precompute": YES + NO,
-    }.items():
+    words = {"dtype": tuple(WEIGHT_BYTES), "optimizer": tuple(OPTIMIZERS), "adapter": YES + NO, "precompute": YES + NO}
+    for name, known in words.items():
         if params[name].lower() not in known:
             return "%s=%s is not one of %s" % (name, params[name], ", ".join(known))
     return ""
@@ -180,7 +176,7 @@ def _loads_fp32(trainer: str) -> bool:
 
 def _trl() -> Tuple[int, ...]:
     try:
-        return tuple(map(int, re.findall(r"\d+", version("trl"))[:2]))
+        return tuple(map(int, re.findall(r"\d+", version("trl") or "")[:2]))
     except PackageNotFoundError:
         return ()
 
@@ -199,10 +195,12 @@ def _gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
     """GiB of the smallest GPU, and the source; None with the reason."""
     if given is not None:
         return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=memory.total,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
-        sizes: List[int] = [int(line) for line in output.split("\n") if line.strip()]
+        if "Enabled" in output:
+            return None, "a GPU is divided by MIG: give the memory of the instance"
+        sizes: List[int] = [int(line.split(",")[0]) for line in output.split("\n") if line.strip()]
         return (min(sizes) / 1024, "nvidia-smi, smallest of %d" % len(sizes))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__

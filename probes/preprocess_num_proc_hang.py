@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,6 @@ def preprocess(
 
 LOCKED = """
 import threading
-
 lock = threading.Lock()
 
 def count(text):
@@ -136,11 +136,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     ]
     evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(seen), pid, SAMPLE_S), *message[:8]]
     asleep = [  # the queue of datasets always is, with several threads; a worker that waits for others' has one
-        item["pid"] for item in seen if "futex" in item["where"] and not item["ticks"] and item["threads"] == 1
-    ]
+        item for item in seen if re.search(r"futex|^[0?]$", item["where"]) and not item["ticks"] and item["threads"] < 2
+    ]  # 0 and ?: the kernel does not tell
     if sum(item["ticks"] for item in seen) > IDLE_TICKS:
         if asleep:
-            return unknown(*evidence, "some use the CPU, %d sleep on a lock: look again in a minute" % len(asleep))
+            return unknown(*evidence, "some use the CPU, %d sleep, as on a lock: look again in a minute" % len(asleep))
         spinning = [item["pid"] for item in seen if item["ticks"] and item["threads"] == 1 and _may_spin(item["pid"])]
         if spinning:
             return unknown(

@@ -121,7 +121,7 @@ def launch(ctx: Context, *, options: List[str]) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Count what CUDA would show of CUDA_VISIBLE_DEVICES, and compare it with the processes of this host."""
-    uuids, divided = listed()
+    uuids, divided, instances = listed()
     variable = params["visible"] if params["visible"] is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None and not uuids:
         return unknown("CUDA_VISIBLE_DEVICES is not set, and nvidia-smi is missing or lists no GPU")
@@ -145,27 +145,30 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = f"{one_each}; otherwise start 1 process, or make {processes} GPUs visible"
         return exposed(*evidence, advice=advice)
     if processes > seen:
-        return exposed(*evidence, advice=f"start {seen} processes, or make {processes} GPUs visible to each")
+        some = f"start {seen} processes, or " if seen else ""
+        return exposed(*evidence, advice=f"{some}make {processes} GPUs visible to each; look for a lost card")
     if why == "SLURM_NTASKS_PER_NODE":  # a task may start torchrun, or see one card where this shell sees all
         inside = "run this as a rank does (srun, torchrun), or --set nproc_per_node=8"
         return unknown(*evidence, "how many ranks a task starts, and what it sees, cannot be seen here", advice=inside)
     if not uuids:
         where = "run this on the node of the job, where nvidia-smi lists its GPUs"
         return unknown(*evidence, "whether these GPUs exist cannot be seen here", advice=where)
+    if is_mig and not any(instance.startswith(taken[-1]) for instance in instances):
+        return unknown(*evidence, f"nvidia-smi -L lists no {taken[-1]} here; the names change when instances are made")
     if divided and not is_mig and len(uuids) > 1:
         return unknown(*evidence, "MIG is on for some GPUs, and how CUDA numbers the others was not read")
     return clear(*evidence, "the numbers fit; which of them the program takes for its device cannot be seen")
 
 
-def listed() -> Tuple[List[str], List[str]]:
-    """The UUIDs of the GPUs, and those that are divided into MIG instances."""
+def listed() -> Tuple[List[str], List[str], List[str]]:
+    """The UUIDs of the GPUs, those that are divided into MIG instances, and the instances."""
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return [], []
+        return [], [], []
     uuids = re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", ran.stdout, re.MULTILINE)
     divided = re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)\n +MIG .*\(UUID: MIG-", ran.stdout, re.MULTILINE)
-    return uuids, divided
+    return uuids, divided, re.findall(r"\(UUID: +(MIG-[^)]+)\)", ran.stdout)
 
 
 def visible(variable: Any, uuids: List[str]) -> Tuple[int, List[str]]:
@@ -175,18 +178,17 @@ def visible(variable: Any, uuids: List[str]) -> Tuple[int, List[str]]:
     """
     if variable is None:
         return len(uuids), uuids
-    hides_all = variable.strip() in ("", "-1")  # on purpose
-    entries = [] if hides_all else [entry.strip() for entry in variable.split(",")]
+    entries = [] if variable.strip() in ("", "-1") else [entry.strip() for entry in variable.split(",")]  # hides all
     taken: List[str] = []
     for entry in entries:
         if entry.startswith("MIG-"):
             return len(entries), taken or [entry]
-        if not uuids and re.match(r"GPU-|\d+$", entry):
+        if not uuids and re.match(r"GPU-|[0-9]{1,4}$", entry):
             device = entry  # cannot be looked up here
         elif entry.startswith("GPU-"):
             device = next((uuid for uuid in uuids if uuid.startswith(entry)), "")
         else:
-            device = uuids[int(entry)] if entry.isdigit() and int(entry) < len(uuids) else ""
+            device = uuids[int(entry)] if re.match(r"[0-9]{1,4}$", entry) and int(entry) < len(uuids) else ""
         if not device:
             break
         taken.append(device)
@@ -195,33 +197,15 @@ def visible(variable: Any, uuids: List[str]) -> Tuple[int, List[str]]:
 
 def processes_here(given: Any) -> Tuple[int, str]:
     if given:
-        return given, "as given"
+        return max(given, 0), "as given"
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if os.environ.get(name, "").isdigit():
+        if re.match(r"[0-9]{1,6}$", os.environ.get(name, "")):
             return int(os.environ[name]), name
     return 0, ""
 
 
+EIGHT = "eight GPUs: LOCAL_SIZE=8 of DeepSpeed's CPU accelerator"
 COUNTED = "the count of visible devices by torch's own reading of CUDA_VISIBLE_DEVICES; no CUDA"
-
-model = Experiment(
-    name="model",
-    control=Arm(
-        partial(choose, by="RANK"),
-        expect=symptom(r"invalid device ordinal: rank 1 asks for device 1, 1 visible"),
-        because="the device is chosen by RANK, which goes on counting on the second node",
-        fidelity="model",
-        stands_for=COUNTED,
-    ),
-    treatment=Arm(
-        partial(choose, by="LOCAL_RANK"),
-        expect=completed(),
-        because="the device is chosen by LOCAL_RANK, which begins at 0 on every node",
-        fidelity="model",
-        stands_for=COUNTED,
-    ),
-    expected_s=(0.2, 0.2),
-)
 
 
 def counted(
@@ -235,6 +219,15 @@ def counted(
         expected_s=(0.2, 0.2),
     )
 
+
+model = counted(
+    "model",
+    partial(choose, by="RANK"),
+    partial(choose, by="LOCAL_RANK"),
+    r"invalid device ordinal: rank 1 asks for device 1, 1 visible",
+    because="the device is chosen by RANK, which goes on counting on the second node",
+    fix="the device is chosen by LOCAL_RANK, which begins at 0 on every node",
+)
 
 probe = Probe(
     check=check,
@@ -275,17 +268,17 @@ probe = Probe(
             name="deepspeed",
             control=Arm(
                 partial(launch, options=["--num_gpus", "2"]),
-                expect=symptom(r"gave devices 4,5, the ranks have \['0,1', '0,1'\].*but ignoring it"),
-                because="--num_gpus makes the launcher drop CUDA_VISIBLE_DEVICES and count from device 0",
-                fidelity="stand-in",
-                stands_for="eight GPUs: LOCAL_SIZE=8 of DeepSpeed's CPU accelerator",
+                symptom(r"gave devices 4,5, the ranks have \['0,1', '0,1'\].*but ignoring it"),
+                "--num_gpus makes the launcher drop CUDA_VISIBLE_DEVICES and count from device 0",
+                "stand-in",
+                EIGHT,
             ),
             treatment=Arm(
                 partial(launch, options=[]),
-                expect=completed(),
-                because="without --num_gpus the launcher takes the devices of CUDA_VISIBLE_DEVICES",
-                fidelity="stand-in",
-                stands_for="eight GPUs: LOCAL_SIZE=8 of DeepSpeed's CPU accelerator",
+                completed(),
+                "without --num_gpus the launcher takes the devices of CUDA_VISIBLE_DEVICES",
+                "stand-in",
+                EIGHT,
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.14"}),

@@ -1,0 +1,219 @@
+"""One of two ranks computes as a card with a lowered clock does: its work takes three times as long.
+
+Lowering a clock needs root, and every user of the card would feel it. On a GPU pauses between equal pieces of work take
+its place, without one the work is a pause itself.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from functools import partial
+from typing import Any, Callable, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+NUMBER = "[0-9]+[.][0-9]"
+SAYS = "rank 1 computes for %.1f ms a step and waits for %.1f, rank 0 computes for %.1f and waits for %.1f"
+PIECES, PIECE_S, STEPS, THIRD, TOO_SLOW = 2, 0.015, 8, 1 / 3, 2.0
+
+
+def work_of(ctx: Context) -> Callable[[], None]:
+    """A piece of work that is always the same, and occupies no core that other programs need."""
+    if ctx.device.type != "cuda":
+        return partial(time.sleep, PIECE_S)
+    import torch
+
+    weight = torch.randn(4096, 4096, device=ctx.device, dtype=torch.float16)
+
+    def products() -> None:
+        for _ in range(16):
+            torch.mm(weight, weight)
+        torch.cuda.synchronize()
+
+    products()
+    return products
+
+
+def compute(piece: Callable[[], None], clock: float) -> float:
+    """Seconds for `PIECES` of work at this share of the full clock."""
+    started = time.perf_counter()
+    for _ in range(PIECES):
+        begun = time.perf_counter()
+        piece()
+        if clock < 1:
+            time.sleep((time.perf_counter() - begun) * (1 / clock - 1))
+    return time.perf_counter() - started
+
+
+def train(ctx: Context, *, clock: float, leave_out: bool = False) -> None:
+    """Both ranks have equal work and average their gradients in every step; `clock` is that of rank 1."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    members = [0] if leave_out else [0, 1]
+    group = dist.new_group(members)
+    piece = work_of(ctx)
+    gradient = torch.full((1000,), float(ctx.rank + 1))
+    own: List[float] = []
+    wait: List[float] = []
+    ctx.reached()
+    for _ in range(STEPS if ctx.rank in members else 0):
+        own.append(compute(piece, clock if ctx.rank == 1 else 1.0))
+        started = time.perf_counter()
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        wait.append(time.perf_counter() - started)
+        assert total[0].item() == sum(rank + 1 for rank in members)
+    mine = (1000 * min(own), 1000 * min(wait)) if own else (0.0, 0.0)  # what other programs do not disturb
+    times: List[Any] = [None, None]
+    dist.all_gather_object(times, mine)
+    ctx.note(ms_of_compute_and_wait=[[round(value, 1) for value in pair] for pair in times])
+    (fast, long_wait), (slow, short_wait) = times
+    if slow > TOO_SLOW * fast and short_wait < long_wait:
+        raise Symptom(SAYS % (slow, short_wait, fast, long_wait))
+    assert not leave_out or long_wait < fast
+    assert slow < TOO_SLOW * fast, times
+
+
+def repeat(ctx: Context, *, clock: float) -> None:
+    """The same products at first, and later, when the clock is `clock`, with what nvidia-smi reads then."""
+    piece = work_of(ctx)
+    ctx.reached()
+    first = min(compute(piece, 1.0) for _ in range(STEPS))
+    reading, end = smi(SPELLINGS[0]), time.monotonic() + 3
+    later: List[float] = []
+    while len(later) < STEPS or (reading and reading.poll() is None and time.monotonic() < end):
+        later.append(compute(piece, clock))
+    ctx.note(under_load=answer_of(reading, 0.1)[0][:500], ms=[round(1000 * value, 1) for value in (first, min(later))])
+    ratio = min(later) / first
+    if ratio > TOO_SLOW:
+        raise Symptom("the same matrix products take %.1f times as long as at first" % ratio)
+
+
+# --- the check: what lowers the clock of each GPU now, while it works? ------------------------------------------------
+
+QUERY = "index,pstate,utilization.gpu,clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit,"
+QUERY += "power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
+SPELLINGS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # from driver 535 on, and before
+NAMES = "Idle, Applications Clocks Setting, SW Power Cap, HW Slowdown, Sync Boost, SW Thermal Slowdown, "
+NAMES += "HW Thermal Slowdown, HW Power Brake Slowdown, Display Clock Setting, Board Limit, Reliability"  # bit by bit
+IDLE, SW_POWER_CAP, HEAT_OR_BRAKE = 0x1, 0x4, 0x20 | 0x40 | 0x80
+BUSY, LOW, LINK = 50, 0.7, ("current", "max")  # percent of the time; share of the highest SM clock
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Read clocks, their limits and the PCIe link of each GPU once; only a GPU at work says anything."""
+    output, error = answer_of(smi(SPELLINGS[0]), 3)
+    if "not a valid field" in error:  # an unknown field, and nvidia-smi answers nothing at all
+        output, error = answer_of(smi(SPELLINGS[1]), 3)
+    fields = (QUERY + "reasons").split(",")
+    gpus = [dict(zip(fields, (value.strip() for value in line.split(",")))) for line in output.splitlines()]
+    if error or not gpus or any(len(gpu) != len(fields) for gpu in gpus):
+        return unknown("nvidia-smi does not list the GPUs: %s" % (error or output.strip()[:200] or "no output"))
+    states, evidence = zip(*map(judged, gpus))
+    if "exposed" in states:
+        return exposed(*evidence, advice="compare it with another card under the same load")
+    if set(states) == {"clear"}:
+        return clear(*evidence, "nothing else lowers a clock at this moment; heat may do so later")
+    return unknown(*evidence, advice="run it while the job trains, on its node; an idle card lowers clock and link")
+
+
+def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
+    """The state of one GPU, and a line about it."""
+    value = {name: number(text) for name, text in gpu.items()}
+    busy, clock, highest = value["utilization.gpu"], value["clocks.sm"], value["clocks.max.sm"]
+    draw, limit, default = value["power.draw"], value["power.limit"], value["power.default_limit"]
+    line = "GPU %(index)s: %(utilization.gpu)s %% busy, %(pstate)s, SM %(clocks.sm)s of %(clocks.max.sm)s MHz" % gpu
+    line += ", %(temperature.gpu)s C, %(power.draw)s of %(power.limit)s W" % gpu
+    if not re.fullmatch(r"0x[0-9a-fA-F]+", gpu["reasons"]):
+        return "unknown", line + "; it gives no reasons"
+    reasons = int(gpu["reasons"], 16)
+    names = ", ".join(name for bit, name in enumerate(NAMES.split(", ")) if reasons >> bit & 1)
+    line += "; active: %s" % (names or "none of the reasons")
+    if busy is None or not clock or not highest:
+        return "unknown", line + "; it does not say how busy or how fast it is: MIG, vGPU, or a driver that hides it"
+    if reasons & IDLE or busy < BUSY:
+        return "unknown", line + "; idle, or nearly so"
+    found = ["heat or power lowers the clock"] if reasons & HEAT_OR_BRAKE else []
+    if reasons & SW_POWER_CAP and default and limit and limit < default - 1:
+        found.append("somebody lowered the power limit from %s W" % gpu["power.default_limit"])
+    at_limit = bool(reasons & SW_POWER_CAP and draw and limit and draw > 0.9 * limit)
+    if clock < LOW * highest and not at_limit and not found:
+        found.append("a low clock" if names else "a low clock without a reason: locked, or limited below the driver")
+    links = {name: [value["pcie.link.%s.%s" % (name, which)] or 0.0 for which in LINK] for name in ("gen", "width")}
+    found += [f"PCIe {name} {a:.0f} of {b:.0f} while it works" for name, (a, b) in links.items() if 0 < a < b]
+    if found:
+        return "exposed", "%s: %s" % (line, "; ".join(found))
+    normal = reasons == (SW_POWER_CAP if at_limit else 0)
+    if not (normal and all(map(all, links.values()))):
+        return "unknown", line + (
+            "; its PCIe link cannot be read" if normal else "; near its highest clock all the same"
+        )
+    return "clear", line + ("; at its own power limit, as a card with much work is" if at_limit else "")
+
+
+def number(text: str) -> Optional[float]:
+    return float(text) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else None
+
+
+def smi(reasons: str) -> Optional[subprocess.Popen[str]]:
+    """nvidia-smi with a query for all this, the reasons by this name."""
+    command = ["nvidia-smi", "--query-gpu=" + QUERY + reasons, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    except OSError:
+        return None
+
+
+def answer_of(process: Optional[subprocess.Popen[str]], seconds: float) -> Tuple[str, str]:
+    """What it printed, and "" or the reason not to trust it."""
+    if process is None:
+        return "", "it is not installed here"
+    try:
+        output, error = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()  # without waiting: in state D it does not end
+        return "", "it did not answer in %g s" % seconds
+    return output, (error or output).strip()[:200] if process.returncode else ""
+
+
+PAUSES = "a GPU whose clock heat or power lowers: %s"
+ON_GPU, ON_CPU = PAUSES % "pauses between the pieces of its work", PAUSES % "a pause of as long as its work would take"
+
+
+def pair(name: str, job: Callable[..., None], pattern: str, stands_for: str, **fixed: Any) -> Experiment:
+    fix = "the slow rank is left out" if "leave_out" in fixed else "the clock is not lowered"
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, clock=THIRD), symptom(pattern), LOWERED[job is train], "stand-in", stands_for),
+        treatment=Arm(partial(job, **{"clock": THIRD, **fixed}), completed(), fix, "stand-in", stands_for),
+        world_size=2 if job is train else 1,
+    )
+
+
+LOWERED = ("the clock falls to a third after the first steps", "rank 1 runs at a third of its clock, and rank 0 waits")
+SLOW = SAYS.replace("%.1f", NUMBER)
+later = pair("gpu", repeat, "the same matrix products take %s times as long as at first" % NUMBER, ON_GPU, clock=1.0)
+
+probe = Probe(
+    check=check,
+    experiments=(
+        later.on_gpus(gpus=1, name="gpu", control=later.control, treatment=later.treatment, expected_s=(15.0, 15.0)),
+        pair("ranks", train, SLOW, ON_CPU, clock=1.0),
+    ),
+    variants=(pair("left-out", train, SLOW, ON_CPU, leave_out=True),),
+)

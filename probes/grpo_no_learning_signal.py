@@ -1,0 +1,255 @@
+"""Every reward of a group is equal, so that GRPO has no advantage: no gradient, and no weight changes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from functools import partial, wraps
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+ANSWERS, STEPS = 16, 30
+
+
+def learn(
+    ctx: Context,
+    *,
+    reward: str = "graded",
+    prompts: str = "mixed",
+    temperature: float = 1.0,
+    beta: float = 0.0,
+    learning_rate: float = 0.2,
+) -> None:
+    """GRPO without a library: a policy answers with a number, one update for each batch of groups of eight."""
+    import torch
+
+    torch.manual_seed(0)
+    policy = torch.nn.Linear(2, ANSWERS, device=ctx.device)  # prompt 0 is known, prompt 1 is not
+    with torch.no_grad():
+        policy.weight.zero_()
+        policy.weight[3, 0] = 50.0
+        policy.bias.zero_()
+    questions = torch.eye(2, device=ctx.device)[[0, 0] if prompts == "solved" else [0, 1]]
+    reference = torch.log_softmax(policy(questions), dim=-1).detach()
+    before = [p.detach().clone() for p in policy.parameters()]
+    optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
+    losses, norms, means = [], [], []
+    ctx.reached()
+    for _ in range(STEPS):
+        logps = torch.log_softmax(policy(questions), dim=-1)
+        if temperature == 0:
+            answers = logps.argmax(dim=-1, keepdim=True).expand(-1, 8)
+        else:
+            answers = torch.multinomial((logps / temperature).softmax(dim=-1), 8, replacement=True)
+        rewards = _score(answers, reward)
+        advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
+        chosen = logps.gather(1, answers)
+        ratio = torch.exp(chosen - chosen.detach())  # 1: the weights are those that made the answers
+        log_ratio = reference.gather(1, answers) - chosen
+        loss = (-ratio * advantages + beta * (log_ratio.exp() - log_ratio - 1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(math.sqrt(sum(p.grad.pow(2).sum().item() for p in policy.parameters())))
+        means.append(rewards.mean().item())
+        optimizer.step()
+    changed = sum(not torch.equal(old, new) for old, new in zip(before, policy.parameters()))
+    _judge_run(losses, norms, changed, len(before))
+    assert beta or max(map(abs, losses)) < 1e-5, losses  # the value says nothing, with a gradient as without
+    assert sum(means[-5:]) / 5 > means[0] + 0.05, means
+
+
+def _score(answers: Any, reward: str) -> Any:
+    """Equal for all, or the nearer to 3 the better."""
+    if reward == "exact":  # a pattern that no answer has
+        return (answers == ANSWERS).float()
+    return 1 - (answers - 3).abs().float() / ANSWERS
+
+
+def _judge_run(losses: List[float], norms: List[float], changed: int, tensors: int) -> None:
+    if max(norms) == 0:
+        numbers = (losses[-1], len(norms), len(norms), changed, tensors)
+        raise Symptom("grad_norm 0.0 and loss %.1f in %d of %d steps, %d of %d tensors changed" % numbers)
+    assert changed == tensors, changed
+
+
+def count_groups(ctx: Context, *, group: int) -> None:
+    """One answer of eight is right: how many groups have both right and wrong ones?"""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ctx.reached()
+    rewards = (torch.rand(256, group, generator=generator) < 0.125).float()
+    equal = int((rewards.std(dim=1) == 0).sum())
+    if equal > 128:
+        raise Symptom("%d of 256 groups of %d have no advantage" % (equal, group))
+    assert rewards.mean() < 0.25, rewards.mean()
+
+
+def score(completions: List[str], *, way: str, **_: Any) -> List[float]:
+    if way == "graded":
+        return [text.count("d") / 4 + text.count("e") / 8 for text in completions]
+    return [float("<answer>" in text) if way == "exact" else 0.7 for text in completions]
+
+
+def train(ctx: Context, *, reward: str = "graded", minimum: Optional[int] = None, **options: Any) -> None:
+    """The GRPOTrainer of TRL, three steps of one group of eight with a model of 16 words that is made here."""
+    import torch
+
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # one process, without a launcher
+        os.environ.pop(variable, None)
+    hf: Any = importlib.import_module("transformers")
+    tk: Any = importlib.import_module("tokenizers")
+    trl: Any = importlib.import_module("trl")
+    rows = importlib.import_module("datasets").Dataset.from_dict({"prompt": ["a b c"] * 8})
+    words = {word: number for number, word in enumerate(["</s>", "<pad>", *"abcdefghijklmn"])}
+    plain = tk.Tokenizer(tk.models.WordLevel(words, unk_token="a"))
+    plain.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="<pad>", unk_token="a")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=16, **ids, **sizes))
+    steps = {"max_steps": 3, "logging_steps": 1, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+    batch = {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 6}
+    quiet = {"use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    words_only = {"suppress_tokens": [1], "min_new_tokens": minimum}  # the padding is no answer
+    given = {**steps, **batch, **quiet, "generation_kwargs": words_only, **options}
+    args = trl.GRPOConfig(output_dir=ctx.path("out"), **given)
+    before = [p.detach().clone() for p in model.parameters()]
+    judge = wraps(score)(partial(score, way=reward))
+    trainer = trl.GRPOTrainer(model, judge, args=args, train_dataset=rows, processing_class=tokenizer)
+    ctx.reached()
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    changed = sum(not torch.equal(old, new) for old, new in zip(before, model.parameters()))
+    losses, norms = [log["loss"] for log in logs], [log["grad_norm"] for log in logs]
+    assert len(logs) == 3, logs
+    ctx.note(trl=trl.__version__, log=logs[0])
+    _judge_run(losses, norms, changed, len(before))
+    if options.get("loss_type") == "grpo" and max(map(abs, losses)) < 1e-6:
+        raise Symptom("loss 0 in 3 of 3 steps, grad_norm %.2f, %d tensors changed" % (max(norms), changed))
+    if reward == "same":
+        share = logs[0]["frac_reward_zero_std"]
+        raise Symptom("equal rewards, and frac_reward_zero_std %.1f, %d tensors changed" % (share, changed))
+    assert max(map(abs, losses)) > 0.01, losses
+    assert any(log["reward_std"] > 0 and log["frac_reward_zero_std"] == 0 for log in logs), logs
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """What does the log of a run with TRL or ms-swift say: a loss without meaning, or no signal?"""
+    path = params["state"]
+    if path is None:
+        return unknown("no log was named", advice="--set state=output/checkpoint-50/trainer_state.json")
+    try:
+        if not path.is_file() or path.stat().st_size > 64 << 20:
+            return unknown("%s is not a file, or larger than 64 MiB" % path)
+        logs = json.loads(path.read_text(encoding="utf-8"))["log_history"]
+        steps = [log for log in logs if "grad_norm" in log and "reward" in log]
+        norms = [float(log["grad_norm"]) for log in steps]
+        shares = [float(log["frac_reward_zero_std"]) for log in steps if "frac_reward_zero_std" in log]
+        spread = [float(log["reward_std"]) for log in steps if "reward_std" in log]
+        cut = [float(log.get("completions/clipped_ratio", 0)) for log in steps]
+        extra = any(float(log.get(key) or 0) != 0 for log in steps for key in ("kl", "entropy_coef"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return unknown("%s is no trainer_state.json: %s" % (path, type(error).__name__))
+    if any(map(math.isnan, norms)):
+        return unknown("grad_norm is nan", advice="nan-loss")
+    if len(steps) < 5:
+        return unknown("%d logged steps of GRPO with a grad_norm, five numbers are needed" % len(steps))
+    still = sum(norm == 0 for norm in norms)
+    line = "%d of %d logged steps have grad_norm 0" % (still, len(steps))
+    equal = len(spread) == len(steps) and max(spread) == 0
+    if equal or (len(shares) == len(steps) and min(shares) == 1):
+        kind = "and what gradient there is comes from KL or entropy" if still < len(steps) else "in all of them"
+        return exposed(line, "every group has equal rewards, " + kind, advice="print completions and rewards")
+    if still == len(steps):
+        reason = "completions were cut in %.0f%%: masked?" % (100 * sum(cut) / len(cut))
+        return unknown(line, "rewards differ", reason, advice="mask_truncated_completions, or nothing-trainable")
+    if len(shares) < len(steps):
+        return unknown(line, "frac_reward_zero_std is not in the log: how many groups are equal is not known")
+    line += ", on average %.0f%% of the groups have equal rewards" % (100 * sum(shares) / len(shares))
+    if still or sum(shares) > 0.5 * len(shares):
+        return unknown(line, "a part of each batch is for nothing")
+    if max(norms) < 0.01:
+        return unknown(line, "the gradient is below 0.01: a small reward scale, or rounding")
+    if extra and all(share in (0, 1) for share in shares):  # as scale_rewards="batch" writes it
+        return unknown(line, "whether the gradient is of the rewards or of KL and entropy is not known")
+    return clear(line, "there is a gradient; a loss of 0 means nothing")
+
+
+STILL = symptom(r"grad_norm 0\.0 and loss -?0\.0 in \d+ of \d+ steps, 0 of \d+ tensors changed")
+FEW = symptom(r"\d+ of 256 groups of 2 have no advantage")
+VALUE = symptom(r"loss 0 in 3 of 3 steps, grad_norm \d\.\d\d, 12 tensors changed")
+NOISE = symptom(r"equal rewards, and frac_reward_zero_std 0\.0, \d+ tensors changed")
+LIBRARY = Needs(packages={"torch": ">=2.1", "trl": ">=0.22", "transformers": "", "datasets": "", "tokenizers": ""})
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    change: Dict[str, Tuple[Any, Any]],
+    because: str,
+    fix: str,
+    expect: Expect = STILL,
+    **both: Any,
+) -> Experiment:
+    """`change` maps a keyword to its values in the control arm and in the treatment arm."""
+    broken, fixed = ({key: values[arm] for key, values in change.items()} for arm in (0, 1))
+    return Experiment(
+        name,
+        Arm(partial(job, **broken, **both), expect, because, fidelity="cpu"),
+        Arm(partial(job, **fixed, **both), completed(), fix, fidelity="cpu"),
+        world_size=1,
+        needs=LIBRARY if job is train else Needs(memory_mib=512),
+        deadline_s=90.0,
+        expected_s=(4.0, 4.0) if job is train else (0.5, 0.5),
+    )
+
+
+EQUAL, GRADED = "the reward asks for a pattern that no answer has: 0 for all", "the reward is graded"
+REWARD = {"reward": ("exact", "graded")}
+CUT: Dict[str, Any] = {"mask_truncated_completions": True, "minimum": 6}
+
+probe = Probe(
+    check=check,
+    params={"state": Param("path", "trainer_state.json of a GRPO run, in its last checkpoint")},
+    experiments=(pair("reward", learn, REWARD, EQUAL, GRADED),),
+    variants=(
+        pair("solved", learn, {"prompts": ("solved", "mixed")}, "all are solved", "one is not yet"),
+        pair("greedy", learn, {"temperature": (0.0, 1.0)}, "eight equal answers", "they are sampled"),
+        pair("group", count_groups, {"group": (2, 16)}, "two answers each", "16 answers each", FEW),
+        pair("rate", learn, REWARD, EQUAL + "; a rate of 5", GRADED, learning_rate=5.0),
+        pair("beta", learn, REWARD, EQUAL + "; with KL", GRADED, beta=0.04),
+        pair("trl", train, REWARD, EQUAL, GRADED),
+        pair(
+            "truncated",
+            train,
+            {"max_completion_length": (6, 48)},
+            "all are cut and masked",
+            "most end before",
+            STILL,
+            **CUT,
+        ),
+        pair("value", train, {"loss_type": ("grpo", "dapo")}, "mean over answers", "mean over tokens", VALUE),
+        pair("rounding", train, {"reward": ("same", "graded")}, "0.7 for all", GRADED, NOISE),
+    ),
+)

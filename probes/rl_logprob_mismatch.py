@@ -1,0 +1,319 @@
+"""The sampler that generates and the trainer that learns give the same tokens different log-probabilities."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from functools import partial
+from typing import Any, Dict, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+ENGINE = "vLLM or SGLang, here a sampler in plain torch with the same order of steps"
+DIFFER = r"log-probs of sampler and trainer differ by (0\.0[2-9]|0\.[1-9]|[1-9])\S* nats"
+VOCABULARY, WIDTH, LENGTH = 64, 32, 8
+
+
+def build_policy() -> Any:
+    """A recurrent language model: its state stands for the KV cache. Logits are near 20, as those of large models."""
+    import torch
+
+    class Policy(torch.nn.Module):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+            self.body = torch.nn.GRU(WIDTH, WIDTH, batch_first=True)
+            self.lm_head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, token_ids: Any, state: Any = None) -> Tuple[Any, Any]:
+            return self.body(self.embedding(token_ids), state)  # type: ignore[no-any-return, unused-ignore]
+
+    torch.manual_seed(0)
+    policy = Policy()
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(8)
+        policy.lm_head.bias.fill_(20)
+    return policy
+
+
+def head(policy: Any, hidden: Any, dtype: Any) -> Any:
+    """Logits of hidden states in bf16; the product is taken in `dtype`."""
+    import torch
+
+    hidden, weight = hidden.bfloat16(), policy.lm_head.weight.bfloat16()
+    return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), policy.lm_head.bias.to(dtype)).float()
+
+
+def truncate(logits: Any, top_p: float) -> Any:
+    """The smallest set of tokens whose probability reaches top_p; the others get none."""
+    ordered, index = logits.sort(dim=-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    removed = probabilities.cumsum(-1) - probabilities >= top_p
+    return logits.masked_fill(removed.scatter(-1, index, removed), float("-inf"))
+
+
+class Sampler:
+    """What an engine does: its own weights, a cache of prompts, temperature, truncation, a draw."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = copy.deepcopy(policy)
+        self.cache: Dict[Any, Any] = {}
+
+    def generate(self, prompt: Any, temperature: float, top_p: float, processed: bool, dtype: Any) -> Tuple[Any, ...]:
+        import torch
+
+        key = tuple(prompt[0].tolist())
+        if key not in self.cache:
+            self.cache[key] = self.policy(prompt[:, :-1])[1]
+        state, token = self.cache[key].repeat(1, 256, 1), prompt[:, -1:].repeat(256, 1)
+        tokens: List[Any] = []
+        logprobs: List[Any] = []
+        kept: List[Any] = []
+        for _ in range(LENGTH):
+            hidden, state = self.policy(token, state)
+            raw = head(self.policy, hidden[:, -1], dtype)
+            final = truncate(raw / temperature, top_p)
+            token = final.softmax(-1).multinomial(1)
+            tokens.append(token)
+            logprobs.append((final if processed else raw).log_softmax(-1).gather(-1, token))
+            kept.append(final.isfinite())
+        return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.stack(kept, 1)
+
+
+def step(
+    ctx: Context,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    processed: bool = True,
+    trainer_scales: bool = True,
+    replays: bool = False,
+    synchronised: bool = True,
+    resets_cache: bool = True,
+    fp32_head: str = "both",
+    looks_at_tail: bool = False,
+) -> None:
+    """One update of the policy, the next rollout, and the same tokens scored by the trainer before it learns."""
+    import torch
+
+    policy = build_policy()
+    sampler = Sampler(policy)
+    engine_dtype = torch.float32 if fp32_head == "both" else torch.bfloat16
+    prompt = torch.tensor([[5, 9, 2, 7, 1]])
+    with torch.no_grad():
+        sampler.generate(prompt, temperature, top_p, processed, engine_dtype)  # fills the cache
+        for weight in policy.parameters():
+            weight.add_(0.3 * weight.std() * torch.randn_like(weight))  # an optimizer step
+        if synchronised:
+            sampler.policy.load_state_dict(policy.state_dict())
+        if resets_cache:
+            sampler.cache.clear()
+        ctx.reached()
+        token_ids, sampler_logprobs, kept = sampler.generate(prompt, temperature, top_p, processed, engine_dtype)
+        inputs = torch.cat((prompt.expand(256, -1), token_ids), 1)[:, :-1]
+        hidden = policy(inputs)[0][:, -LENGTH:]
+        logits = head(policy, hidden, torch.float32)
+        if trainer_scales:
+            logits = logits.float() / temperature
+        if replays:
+            logits = logits.masked_fill(~kept, float("-inf"))
+        trainer_logprobs = logits.log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        tail = logits.softmax(-1).masked_fill(kept, 0).sum(-1).mean().item()
+    compare(ctx, trainer_logprobs, sampler_logprobs, mask)
+    if looks_at_tail and tail > 0.01:
+        raise Symptom("the ratio is 1, and tokens with %.0f %% of the probability are never drawn" % (100 * tail))
+
+
+def compare(ctx: Context, trainer_logprobs: Any, sampler_logprobs: Any, mask: Any) -> None:
+    difference = (trainer_logprobs - sampler_logprobs)[mask].float()
+    numbers = (difference.abs().mean().item(), difference.exp().mean().item())
+    ctx.note(nats=round(numbers[0], 4), ratio=round(numbers[1], 4))
+    message = "log-probs of sampler and trainer differ by %.4f nats a token, mean ratio %.4f" % numbers
+    if numbers[0] >= 0.02:
+        raise Symptom(message)
+    assert abs(numbers[1] - 1) < 0.02, message
+
+
+def weigh(ctx: Context, *, weighted: bool) -> None:
+    """The expected gradient of a sampler with other probabilities, and that of the policy itself."""
+    import torch
+
+    torch.manual_seed(0)
+    logits = torch.randn(VOCABULARY)
+    advantages = torch.randn(VOCABULARY)
+    policy, sampler = logits.softmax(-1), (logits / 1.3).softmax(-1)
+    ctx.reached()
+    cap = 3.0
+    weights = (policy / sampler).clamp(max=cap) if weighted else torch.ones(VOCABULARY)
+    score = torch.eye(VOCABULARY) - policy  # row a: gradient of log policy[a]
+    wanted = (policy * advantages) @ score
+    gradient = (sampler * weights * advantages) @ score
+    error = ((gradient - wanted).norm() / wanted.norm()).item()
+    if error > 0.1:
+        raise Symptom("the gradient is %.0f %% away from that of the policy" % (100 * error))
+
+
+def pass_tokens(ctx: Context, *, as_ids: bool) -> None:
+    """A real byte-pair tokenizer: the tokens that were sampled, and those of their text."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    vocabulary = {letter: number for number, letter in enumerate("helo")}
+    vocabulary.update({"he": 4, "ll": 5, "llo": 6, "hello": 7})
+    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    sampled = [4, 6, 7]  # "he" and "llo" have been sampled one after the other
+    ctx.reached()
+    learned = sampled if as_ids else tokenizer.encode(tokenizer.decode(sampled)).ids
+    if learned != sampled:
+        raise Symptom("sampled tokens %s are learned as %s" % (sampled, learned))
+
+
+def train_grpo(ctx: Context, *, top_p: float) -> None:
+    """The GRPOTrainer of TRL with its ratio and metrics; generate() of transformers in the place of vLLM."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(variable, None)
+    import torch
+
+    hf: Any = importlib.import_module("transformers")
+    trl: Any = importlib.import_module("trl")
+    tokenizers: Any = importlib.import_module("tokenizers")
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="w0", eos_token="w1", unk_token="w0")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=None, **sizes))
+
+    class Generation:
+        """The interface of trl.generation.vllm_generation that GRPOTrainer uses."""
+
+        def sync_weights(self) -> None:
+            self.model = copy.deepcopy(model).eval()
+            self.model.generation_config.eos_token_id = None
+
+        def generate(self, prompts: Any, **_: Any) -> Tuple[Any, Any, Any, None]:
+            options = {"do_sample": True, "top_p": top_p, "top_k": 0, "max_new_tokens": 16}
+            options.update(return_dict_in_generate=True, output_scores=True)
+            with torch.no_grad():
+                output = self.model.generate(torch.tensor(prompts), **options)
+            ids = output.sequences[:, -16:]
+            scores = torch.stack(output.scores, 1).log_softmax(-1).gather(-1, ids.unsqueeze(-1))
+            return prompts, ids.tolist(), scores.tolist(), None
+
+    options = {"output_dir": ctx.path("out"), "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2}
+    options.update(per_device_train_batch_size=4, num_generations=4, max_completion_length=16, logging_steps=1)
+    options.update(
+        top_p=top_p, vllm_importance_sampling_mode="token_truncate", learning_rate=1e-3, gradient_checkpointing=False
+    )
+    data = importlib.import_module("datasets").Dataset.from_list([{"prompt": "w5 w6"}] * 16)
+    rewards = lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids]  # noqa: E731
+    trainer = trl.GRPOTrainer(model, rewards, trl.GRPOConfig(**options), data, processing_class=tokenizer)
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
+    ctx.reached()
+    trainer.train()
+    first = trainer.state.log_history[0]
+    names = ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean")
+    ctx.note(trl=trl.__version__, **{name.split("/")[1]: round(first[name], 4) for name in names})
+    if first[names[0]] >= 0.02:
+        raise Symptom(str({name: first[name] for name in names}))
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does a recipe for TRL truncate the sampling of vLLM? Nothing else of the incident is in a file."""
+    advice = "--set config=grpo.yaml, the arguments of GRPOConfig"
+    if params["config"] is None:
+        return unknown("no configuration was given", advice=advice)
+    try:
+        kind, values = read_config(params["config"])
+    except UnreadableConfig as error:
+        return unknown(str(error), advice=advice)
+    if kind != "arguments" or values.get("use_vllm") is not True:
+        return unknown("no use_vllm: true in %s" % params["config"], advice=advice)
+    if values.get("generation_kwargs") or values.get("vllm_importance_sampling_correction") is False:
+        return unknown("generation_kwargs or a correction that is off, which is not judged here")
+    found = []
+    for name, low, high in (("top_p", 0, 1), ("min_p", 0, 1), ("top_k", 0, 101)):
+        value = values.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high:
+            found.append("%s: %s" % (name, value))
+    if found:
+        return exposed(
+            "vLLM samples with %s, and its log-probabilities are those of the tokens left" % " and ".join(found),
+            advice="top_p: 1.0, top_k: 0, no min_p (Fix 2)",
+        )
+    return unknown("no truncation in the recipe; weights, cache, precision and tokens are not in a file")
+
+
+def pair(name: str, job: Any, keyword: str, values: Any, because: str, fix: str, **more: Any) -> Experiment:
+    """One keyword differs: as it was, and as it is fixed."""
+    fails: Expect = more.get("fails", symptom(DIFFER))
+    fidelity, stands_for = more.get("fidelity", "stand-in"), more.get("stands_for", ENGINE)
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{keyword: values[0]}), fails, because, fidelity, stands_for),
+        treatment=Arm(partial(job, **{keyword: values[1]}), completed(), fix, fidelity, stands_for),
+        needs=Needs(packages={"torch": ">=2.1", **more.get("packages", {})}),
+        world_size=1,
+        deadline_s=more.get("deadline_s", 30),
+        expected_s=more.get("expected_s", (0.5, 0.5)),
+    )
+
+
+SMALL = {"transformers": ">=5", "trl": ">=1.16,<2", "datasets": "", "tokenizers": ""}
+LOGGED = symptom(r"'sampling/sampling_logp_difference/mean': 0\.[1-9]")
+TAIL = symptom(r"the ratio is 1, and tokens with \d+ % of the probability are never drawn")
+AWAY = symptom(r"the gradient is \d+ % away from that of the policy")
+LEARNED = symptom(r"sampled tokens \[4, 6, 7\] are learned as \[7, 7\]")
+TRUNCATED = "the sampler normalises over the tokens that top_p leaves, the trainer over all"
+COOL, CUT = partial(step, temperature=0.6), partial(step, top_p=0.8)
+UNSEEN = partial(step, processed=False, looks_at_tail=True)
+ALL = "nothing is cut off"
+BEFORE = "log-probabilities from before the truncation hide it"
+UNDIVIDED, DIVIDED = "the trainer does not divide by the temperature", "both divide"
+RAW, DRAWN = "log-probabilities from before the temperature are returned", "those of the draw are"
+ONE_SIDE = "the product with lm_head is float32 in the trainer and bf16 in the sampler"
+IDS = {"fails": LEARNED, "fidelity": "cpu", "stands_for": "", "packages": {"tokenizers": ""}}
+TRL = {
+    "fails": LOGGED,
+    "stands_for": "vLLM, here generate() of transformers",
+    "packages": SMALL,
+    "expected_s": (8.0, 8.0),
+}
+NO = (False, True)
+MODEL = {"fails": AWAY, "fidelity": "model", "stands_for": "a policy gradient, here the exact mean over 64 tokens"}
+STALE, CACHED = "the sampler keeps the weights before the step", "the prompt's state is that of the old weights"
+probe = Probe(
+    check=check,
+    params={"config": Param("path", "the arguments of GRPOConfig, YAML or JSON")},
+    experiments=(pair("truncated", step, "top_p", (0.8, 1.0), TRUNCATED, ALL),),
+    variants=(
+        pair("replay", CUT, "replays", NO, TRUNCATED, "the trainer normalises over the same tokens"),
+        pair("tail", UNSEEN, "top_p", (0.8, 1.0), BEFORE, ALL, fails=TAIL),
+        pair("temperature", COOL, "trainer_scales", NO, UNDIVIDED, DIVIDED),
+        pair("mode", COOL, "processed", NO, RAW, DRAWN),
+        pair("stale", step, "synchronised", NO, STALE, "it has the new ones"),
+        pair("prefix-cache", step, "resets_cache", NO, CACHED, "the cache is emptied after the update"),
+        pair("fp32-head", step, "fp32_head", ("trainer", "both"), ONE_SIDE, "it is float32 in both"),
+        pair("weights", weigh, "weighted", NO, "no weights", "each token has its ratio as weight", **MODEL),
+        pair("token-ids", pass_tokens, "as_ids", NO, "the text is tokenized again", "the ids are passed on", **IDS),
+        pair("grpo-trainer", train_grpo, "top_p", (0.8, 1.0), TRUNCATED, ALL, deadline_s=90, **TRL),
+    ),
+)

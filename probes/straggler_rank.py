@@ -1,0 +1,263 @@
+"""Two ranks train with DDP, and one needs longer in each step: the other spends the difference in the collective.
+
+A sleep of so many milliseconds per sample stands for a slower card; waiting, gradients and their average are real.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from functools import partial
+from typing import Any, Callable, List, Mapping, Sequence
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+
+STEPS, GLOBAL_BATCH, WAITING = 5, 8, 0.4
+SAMPLE_S = 0.02  # of the fast rank; the slow one needs three times as long
+
+
+def time_ranks(model: Any, compute: Callable[[Any], None], batches: Any, device: Any) -> List[List[float]]:
+    """For each rank the mean seconds of its own work in a step, and of its wait for the others."""
+    import torch
+    import torch.distributed as dist
+
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
+    own = wait = 0.0
+    for batch in batches:
+        dist.barrier()
+        synchronize()
+        started = time.perf_counter()
+        with model.no_sync():
+            compute(batch)
+        synchronize()
+        computed = time.perf_counter()
+        dist.barrier()
+        synchronize()
+        own += computed - started
+        wait += time.perf_counter() - computed
+    mine = torch.tensor([own, wait], device=device) / len(batches)
+    ranks = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine)
+    model.zero_grad()
+    return [rank.tolist() for rank in ranks]
+
+
+def shared_batches(samples: int, shares: Sequence[int], rank: int, epoch: int) -> List[List[int]]:
+    """Of each `sum(shares)` samples this rank gets `shares[rank]`, so that all ranks have as many batches."""
+    order = list(range(samples))
+    random.Random(epoch).shuffle(order)
+    first, size = sum(shares[:rank]), sum(shares)
+    return [order[start + first : start + first + shares[rank]] for start in range(0, samples - size + 1, size)]
+
+
+def alike_batches(lengths: Sequence[int], size: int, ranks: int, rank: int, epoch: int) -> List[List[int]]:
+    """All ranks get samples of about one length in one step; the order of the steps is random."""
+    chance = random.Random(epoch)
+    order = chance.sample(range(len(lengths)), len(lengths) // (size * ranks) * (size * ranks))
+    order.sort(key=lambda index: lengths[index])
+    steps = [order[start : start + size * ranks] for start in range(0, len(order), size * ranks)]
+    chance.shuffle(steps)
+    return [step[rank::ranks] for step in steps]
+
+
+def train(
+    ctx: Context,
+    *,
+    slow: float = 3.0,
+    shares: Sequence[int] = (4, 4),
+    weighted: bool = True,
+    extra_every: int = 0,
+    accumulation: int = 1,
+    num_workers: int = 0,
+    timeout_s: float = 20,
+) -> None:
+    """`slow` is how much longer rank 1 needs per sample; every `extra_every` steps rank 0 does extra work."""
+    import torch
+    from torch.nn.functional import mse_loss
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    torch.set_num_threads(1)
+    dist = ctx.init_process_group(timeout_s=timeout_s)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1).to(ctx.device))
+    inputs = torch.randn(STEPS * GLOBAL_BATCH, 2)
+    samples = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True) ** 2)
+    batches: Any = shared_batches(len(samples), shares, ctx.rank, epoch=0)
+    fork = "fork" if num_workers else None
+    loader: Any = DataLoader(samples, batch_sampler=batches, num_workers=num_workers, multiprocessing_context=fork)
+    done = [0]
+
+    def loss_of(batch: Any) -> Any:
+        x, y = (part.to(ctx.device) for part in batch)
+        time.sleep(SAMPLE_S / accumulation * len(x) * (slow if ctx.rank == 1 else 1))
+        loss = mse_loss(model(x), y)
+        if weighted:
+            loss = loss * len(x) * dist.get_world_size() / sum(shares)
+        return loss / accumulation
+
+    def compute(batch: Any) -> None:
+        for _ in range(accumulation):
+            loss_of(batch).backward()
+        done[0] += 1
+        if ctx.rank == 0 and extra_every and done[0] % extra_every == 0:
+            time.sleep(0.15)  # write an image, copy the weights, tokenise, ask a server
+
+    first = next(iter(loader))
+    for _ in range(2):  # DDP rebuilds its buckets before the second step, and communicates for it
+        loss_of(first).backward()
+    ctx.reached()
+    if shares[0] != shares[1]:  # the gradient of one process which has the batch of all ranks
+        model.zero_grad()
+        loss_of(first).backward()
+        whole = shared_batches(len(samples), [sum(shares)], 0, epoch=0)[0]
+        single: Any = torch.nn.Linear(2, 1).to(ctx.device)
+        single.load_state_dict(model.module.state_dict())
+        x, y = (part[whole].to(ctx.device) for part in samples.tensors)
+        mse_loss(single(x), y).backward()
+        difference, expected = model.module.weight.grad - single.weight.grad, single.weight.grad
+        error = (difference.norm() / expected.norm()).item()
+        if error > 0.02:
+            raise Symptom("the gradient of %s samples is %.0f %% off that of one process" % (list(shares), 100 * error))
+        assert error < 1e-5, error
+    judge(ctx, time_ranks(model, compute, loader, ctx.device))
+
+
+def pad(ctx: Context, *, alike: bool) -> None:
+    """Sequences of two lengths; a batch takes as long as its longest sequence."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    ctx.init_process_group(timeout_s=20)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1).to(ctx.device))
+    lengths = [1, 1, 1, 10] * 8
+    mixed = shared_batches(len(lengths), [2, 2], ctx.rank, epoch=0)
+    batches = alike_batches(lengths, 2, 2, ctx.rank, epoch=0) if alike else mixed
+
+    def compute(batch: Sequence[int]) -> None:
+        time.sleep(SAMPLE_S * max(lengths[index] for index in batch))
+        model(torch.ones(len(batch), 2, device=ctx.device)).sum().backward()
+
+    for _ in range(2):
+        compute(batches[0])
+    ctx.reached()
+    judge(ctx, time_ranks(model, compute, batches, ctx.device))
+
+
+def judge(ctx: Context, ranks: Sequence[Sequence[float]]) -> None:
+    """Raise if ranks that are not the slowest wait for much of a step."""
+    ctx.note(own_and_wait_ms=[[round(1000 * seconds) for seconds in rank] for rank in ranks])
+    share = max(wait / (own + wait) for own, wait in ranks)
+    if share > WAITING:
+        slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
+        shortest = min(range(len(ranks)), key=lambda rank: ranks[rank][1])
+        assert slowest == shortest, ranks
+        numbers = ", ".join("rank %d works %.3f s and waits %.3f s" % (r, *ranks[r]) for r in range(len(ranks)))
+        raise Symptom("%s in a step: rank %d waits least, and the others wait for it" % (numbers, slowest))
+
+
+# --- the check: are the cards that this job may use of one model? -----------------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Compare the models of the GPUs of this machine; speed under load and other machines cannot be seen from here."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"]
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=3, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return unknown("nvidia-smi: %s" % type(error).__name__, advice="run this on each node of the job")
+    cards = [[part.strip() for part in line.split(",", 1)] for line in run.stdout.splitlines() if "," in line]
+    if run.returncode or not cards:
+        return unknown("nvidia-smi lists no GPU here", advice="run this on each node of the job")
+    evidence = ["%d x %s" % (sum(c[1] == name for c in cards), name) for name in sorted({c[1] for c in cards})]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (len(evidence) > 1 or "MIG-" in visible):
+        advice = "compare torch.cuda.get_device_name() of all ranks: CUDA may number the cards in another order"
+        return unknown(*evidence, "the job may use CUDA_VISIBLE_DEVICES=%s of these" % visible, advice=advice)
+    if len(evidence) > 1:
+        advice = "use cards of one model, or give the slower ones fewer samples and weight the loss"
+        return exposed("a job that uses all GPUs here has several models:", *evidence, advice=advice)
+    if params["nodes"] == 1 and len(cards) == 1:
+        return clear(*evidence, "one GPU on one node: there is no rank to wait for")
+    rest = "whether one of them is slower under load, and what the other nodes have, cannot be seen here"
+    return unknown(*evidence, rest, advice="measure each rank: see `How to tell`")
+
+
+SLEEP = "a slower card, or more work for it: a sleep of so many milliseconds per sample"
+WORKS = r"works \d\.\d+ s and waits \d\.\d+ s"
+ONE = symptom(r"rank 0 %s, rank 1 %s in a step: rank 1 waits least" % (WORKS, WORKS))
+ZERO = symptom(ONE.pattern.replace("rank 1 waits", "rank 0 waits"))
+
+
+def experiment(name: str, job: Any, change: Mapping[str, Any], because: str, fix: str, expect: Any = ONE) -> Experiment:
+    """`change` is the keyword of the fix."""
+    return Experiment(
+        name=name,
+        control=Arm(job, expect, because, "stand-in", SLEEP),
+        treatment=Arm(partial(job, **change), completed(), fix, "stand-in", SLEEP),
+        deadline_s=60,
+        expected_s=(2.5, 2.0),
+    )
+
+
+equal = partial(train)
+SLOW = "rank 1 needs three times as long for a sample, and both ranks have four in a step"
+straggler = experiment("slow", equal, {"slow": 1.0}, SLOW, "rank 1 is as fast as rank 0")
+
+probe = Probe(
+    check=check,
+    params={"nodes": Param("int", "how many nodes the job has")},
+    experiments=(straggler.on_gpus(), straggler),
+    variants=(
+        experiment(
+            "split", equal, {"shares": (6, 2)}, SLOW, "rank 0 has six of the eight samples, the loss is weighted"
+        ),
+        experiment(
+            "weights",
+            partial(train, shares=(6, 2), weighted=False),
+            {"weighted": True},
+            "DDP averages over ranks, so that a sample of rank 1 counts three times as much",
+            "the loss is multiplied by own samples x ranks / samples of all ranks",
+            expect=symptom(r"the gradient of \[6, 2\] samples is \d+ % off that of one process"),
+        ),
+        experiment(
+            "rank-zero",
+            partial(train, slow=1.0, extra_every=1),
+            {"extra_every": STEPS},
+            "rank 0 does 150 ms of work of its own after each step",
+            "it does so once in five steps",
+            ZERO,
+        ),
+        experiment(
+            "lengths",
+            partial(pad, alike=False),
+            {"alike": True},
+            "a long sequence in the batch of one rank, none in that of the other",
+            "in each step all ranks have sequences of like length",
+            expect=symptom(ONE.pattern.replace("rank 1 waits", "rank \\d waits")),
+        ),
+        experiment(
+            "futile",
+            partial(train, num_workers=2, accumulation=4, timeout_s=3600),
+            {"slow": 1.0},
+            "more workers, fewer synchronisations and a larger timeout; rank 1 still needs as long",
+            "rank 1 is as fast as rank 0",
+        ),
+    ),
+)
