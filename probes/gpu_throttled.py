@@ -32,7 +32,7 @@ PIECES, PIECE_S, STEPS, THIRD, TOO_SLOW = 2, 0.015, 8, 1 / 3, 2.0
 
 
 def work_of(ctx: Context) -> Callable[[], None]:
-    """A piece of work that is always the same, and occupies no core that other programs need."""
+    """A piece of work that is always the same."""
     if ctx.device.type != "cuda":
         return partial(time.sleep, PIECE_S)
     import torch
@@ -106,13 +106,13 @@ def repeat(ctx: Context, *, clock: float) -> None:
 
 # --- the check: what lowers the clock of each GPU now, while it works? ------------------------------------------------
 
-QUERY = "index,pstate,utilization.gpu,clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit,"
-QUERY += "power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
+QUERY = "index,pstate,utilization.gpu,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,temperature.gpu,power.draw,"
+QUERY += "power.limit,power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
 SPELLINGS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # from driver 535 on, and before
 NAMES = "Idle, Applications Clocks Setting, SW Power Cap, HW Slowdown, Sync Boost, SW Thermal Slowdown, "
 NAMES += "HW Thermal Slowdown, HW Power Brake Slowdown, Display Clock Setting, Board Limit, Reliability"  # bit by bit
 IDLE, SW_POWER_CAP, HEAT_OR_BRAKE = 0x1, 0x4, 0x20 | 0x40 | 0x80
-BUSY, LOW, LINK = 50, 0.7, ("current", "max")  # percent of the time; share of the highest SM clock
+BUSY, LOW, USUAL, LINK = 50, 0.7, 0.85, ("current", "max")  # percent of the time; shares of the highest clock
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -154,15 +154,19 @@ def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
     at_limit = bool(reasons & SW_POWER_CAP and draw and limit and draw > 0.9 * limit)
     if clock < LOW * highest and not at_limit and not found:
         found.append("a low clock" if names else "a low clock without a reason: locked, or limited below the driver")
+    memory, highest_memory = value["clocks.mem"], value["clocks.max.mem"]
+    if memory and highest_memory and memory < LOW * highest_memory:
+        found.append("memory at %.0f of %.0f MHz" % (memory, highest_memory))
     links = {name: [value["pcie.link.%s.%s" % (name, which)] or 0.0 for which in LINK] for name in ("gen", "width")}
     found += [f"PCIe {name} {a:.0f} of {b:.0f} while it works" for name, (a, b) in links.items() if 0 < a < b]
     if found:
         return "exposed", "%s: %s" % (line, "; ".join(found))
-    normal = reasons == (SW_POWER_CAP if at_limit else 0)
-    if not (normal and all(map(all, links.values()))):
-        return "unknown", line + (
-            "; its PCIe link cannot be read" if normal else "; near its highest clock all the same"
-        )
+    if reasons != (SW_POWER_CAP if at_limit else 0):
+        return "unknown", line + "; near its highest clock all the same"
+    if clock < (LOW if at_limit else USUAL) * highest:
+        return "unknown", line + "; slower than most cards are, compare it with an equal one"
+    if not (memory and highest_memory and all(map(all, links.values()))):
+        return "unknown", line + "; its memory clock or its PCIe link cannot be read"
     return "clear", line + ("; at its own power limit, as a card with much work is" if at_limit else "")
 
 

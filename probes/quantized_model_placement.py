@@ -159,7 +159,9 @@ def pair(
     )
 
 
-ACCELERATE = {"torch": ">=2.2", "accelerate": ">=1.0"}
+# accelerate below 1.13 asks for torch.device(0), which builds of torch without a GPU refuse.
+ACCELERATE = {"torch": ">=2.2", "accelerate": ">=1.13"}
+ON_GPUS = Needs(packages={"torch": ">=2.2", "accelerate": ">=1.0"}, gpus=2, gpu_memory_mib=1024)
 LOADER = {"torch": ">=2.4", "accelerate": ">=1.0", "transformers": ">=5.0", "bitsandbytes": ">=0.50"}
 placed = pair(
     "accelerate", prepare, "own_gpu", raised(OTHER_DEVICE), (ON_0, OWN), ACCELERATE, ranks=2, stands_for=MARKED
@@ -167,7 +169,7 @@ placed = pair(
 
 probe = Probe(
     experiments=(
-        placed.on_gpus(expected_s=(20.0, 20.0)),
+        placed.on_gpus(expected_s=(20.0, 20.0), needs=ON_GPUS),
         placed,
         pair(
             "cast",

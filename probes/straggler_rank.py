@@ -5,8 +5,10 @@ A sleep of so many milliseconds per sample stands for a slower card; waiting, gr
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import re
 import subprocess
 import time
 from functools import partial
@@ -89,19 +91,18 @@ def train(
     """`slow` is how much longer rank 1 needs per sample; every `extra_every` steps rank 0 does extra work."""
     import torch
     from torch.nn.functional import mse_loss
-    from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
     torch.set_num_threads(1)
     dist = ctx.init_process_group(timeout_s=timeout_s)
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(2, 1).to(ctx.device))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).to(ctx.device))
     inputs = torch.randn(STEPS * GLOBAL_BATCH, 2)
     samples = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True) ** 2)
     batches: Any = shared_batches(len(samples), shares, ctx.rank, epoch=0)
     fork = "fork" if num_workers else None
     loader: Any = DataLoader(samples, batch_sampler=batches, num_workers=num_workers, multiprocessing_context=fork)
-    done = [0]
+    done = itertools.count(1)
 
     def loss_of(batch: Any) -> Any:
         x, y = (part.to(ctx.device) for part in batch)
@@ -114,9 +115,8 @@ def train(
     def compute(batch: Any) -> None:
         for _ in range(accumulation):
             loss_of(batch).backward()
-        done[0] += 1
-        if ctx.rank == 0 and extra_every and done[0] % extra_every == 0:
-            time.sleep(0.15)  # write an image, copy the weights, tokenise, ask a server
+        if extra_every and next(done) % extra_every == 0 and ctx.rank == 0:
+            time.sleep(0.12)  # write an image, copy the weights, tokenise, ask a server
 
     first = next(iter(loader))
     for _ in range(2):  # DDP rebuilds its buckets before the second step, and communicates for it
@@ -126,26 +126,22 @@ def train(
         model.zero_grad()
         loss_of(first).backward()
         whole = shared_batches(len(samples), [sum(shares)], 0, epoch=0)[0]
-        single: Any = torch.nn.Linear(2, 1).to(ctx.device)
-        single.load_state_dict(model.module.state_dict())
         x, y = (part[whole].to(ctx.device) for part in samples.tensors)
-        mse_loss(single(x), y).backward()
-        difference, expected = model.module.weight.grad - single.weight.grad, single.weight.grad
-        error = (difference.norm() / expected.norm()).item()
+        expected = torch.autograd.grad(mse_loss(model.module(x), y), model.module.weight)[0]
+        error = ((model.module.weight.grad - expected).norm() / expected.norm()).item()
         if error > 0.02:
             raise Symptom("the gradient of %s samples is %.0f %% off that of one process" % (list(shares), 100 * error))
         assert error < 1e-5, error
-    judge(ctx, time_ranks(model, compute, loader, ctx.device))
+    judge(ctx, lambda: time_ranks(model, compute, loader, ctx.device))
 
 
 def pad(ctx: Context, *, alike: bool) -> None:
     """Sequences of two lengths; a batch takes as long as its longest sequence."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     ctx.init_process_group(timeout_s=20)
-    model = DistributedDataParallel(torch.nn.Linear(2, 1).to(ctx.device))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).to(ctx.device))
     lengths = [1, 1, 1, 10] * 8
     mixed = shared_batches(len(lengths), [2, 2], ctx.rank, epoch=0)
     batches = alike_batches(lengths, 2, 2, ctx.rank, epoch=0) if alike else mixed
@@ -157,90 +153,81 @@ def pad(ctx: Context, *, alike: bool) -> None:
     for _ in range(2):
         compute(batches[0])
     ctx.reached()
-    judge(ctx, time_ranks(model, compute, batches, ctx.device))
+    judge(ctx, lambda: time_ranks(model, compute, batches, ctx.device))
 
 
-def judge(ctx: Context, ranks: Sequence[Sequence[float]]) -> None:
-    """Raise if ranks that are not the slowest wait for much of a step."""
-    ctx.note(own_and_wait_ms=[[round(1000 * seconds) for seconds in rank] for rank in ranks])
-    share = max(wait / (own + wait) for own, wait in ranks)
-    if share > WAITING:
-        slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
-        shortest = min(range(len(ranks)), key=lambda rank: ranks[rank][1])
-        assert slowest == shortest, ranks
-        numbers = ", ".join("rank %d works %.3f s and waits %.3f s" % (r, *ranks[r]) for r in range(len(ranks)))
-        raise Symptom("%s in a step: rank %d waits least, and the others wait for it" % (numbers, slowest))
-
-
-# --- the check: are the cards that this job may use of one model? -----------------------------------------------------
+def judge(ctx: Context, measure: Callable[[], List[List[float]]]) -> None:
+    """Raise if a rank waits for much of a step in each of three measurements: a busy machine may spoil one of them."""
+    for _ in range(3):
+        ranks = measure()
+        ctx.note(own_and_wait_ms=[[round(1000 * seconds) for seconds in rank] for rank in ranks])
+        if max(wait / (own + wait) for own, wait in ranks) <= WAITING:
+            return
+    slowest = min(range(len(ranks)), key=lambda rank: ranks[rank][1])
+    assert ranks[slowest] == max(ranks), ranks
+    numbers = ", ".join("rank %d works %.3f s and waits %.3f s" % (r, *ranks[r]) for r in range(len(ranks)))
+    raise Symptom("%s in a step: rank %d waits least, and the others wait for it" % (numbers, slowest))
 
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Compare the models of the GPUs of this machine; speed under load and other machines cannot be seen from here."""
+    if params["ranks"] == 1:
+        return clear("a job of one rank has nobody to wait for")
     try:
-        command = ["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"]
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=3, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return unknown("nvidia-smi: %s" % type(error).__name__, advice="run this on each node of the job")
-    cards = [[part.strip() for part in line.split(",", 1)] for line in run.stdout.splitlines() if "," in line]
-    if run.returncode or not cards:
-        return unknown("nvidia-smi lists no GPU here", advice="run this on each node of the job")
-    evidence = ["%d x %s" % (sum(c[1] == name for c in cards), name) for name in sorted({c[1] for c in cards})]
+        text = subprocess.run(["nvidia-smi", "-L"], capture_output=True, errors="replace", timeout=3, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        text = ""
+    names = re.findall(r"^GPU \d+: (.+?) \(UUID: ", text, re.M)
+    if not names or any("rror" in name for name in names):
+        return unknown("nvidia-smi cannot name the GPUs here", advice="run this on each node of the job")
+    evidence = ["%d x %s" % (names.count(name), name) for name in sorted(set(names))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (len(evidence) > 1 or "MIG-" in visible):
+    if "MIG" in text or (visible is not None and len(evidence) > 1):
         advice = "compare torch.cuda.get_device_name() of all ranks: CUDA may number the cards in another order"
-        return unknown(*evidence, "the job may use CUDA_VISIBLE_DEVICES=%s of these" % visible, advice=advice)
+        return unknown(*evidence, "the job may use parts of these: MIG, or CUDA_VISIBLE_DEVICES", advice=advice)
     if len(evidence) > 1:
         advice = "use cards of one model, or give the slower ones fewer samples and weight the loss"
         return exposed("a job that uses all GPUs here has several models:", *evidence, advice=advice)
-    if params["nodes"] == 1 and len(cards) == 1:
-        return clear(*evidence, "one GPU on one node: there is no rank to wait for")
-    rest = "whether one of them is slower under load, and what the other nodes have, cannot be seen here"
-    return unknown(*evidence, rest, advice="measure each rank: see `How to tell`")
+    return unknown(*evidence, "speed under load and other nodes cannot be seen here", advice="see `How to tell`")
 
 
 SLEEP = "a slower card, or more work for it: a sleep of so many milliseconds per sample"
-WORKS = r"works \d\.\d+ s and waits \d\.\d+ s"
-ONE = symptom(r"rank 0 %s, rank 1 %s in a step: rank 1 waits least" % (WORKS, WORKS))
-ZERO = symptom(ONE.pattern.replace("rank 1 waits", "rank 0 waits"))
+WAITS = r"rank 0 works \d\.\d+ s and waits \S+ s, rank 1 works \d\.\d+ s and waits \S+ s in a step: rank %s waits least"
+ZERO, ONE, ANY = (symptom(WAITS % rank) for rank in ("0", "1", r"\d"))
 
 
 def experiment(name: str, job: Any, change: Mapping[str, Any], because: str, fix: str, expect: Any = ONE) -> Experiment:
-    """`change` is the keyword of the fix."""
     return Experiment(
         name=name,
         control=Arm(job, expect, because, "stand-in", SLEEP),
         treatment=Arm(partial(job, **change), completed(), fix, "stand-in", SLEEP),
         deadline_s=60,
-        expected_s=(2.5, 2.0),
+        expected_s=(5.0, 2.0),
     )
 
 
-equal = partial(train)
 SLOW = "rank 1 needs three times as long for a sample, and both ranks have four in a step"
-straggler = experiment("slow", equal, {"slow": 1.0}, SLOW, "rank 1 is as fast as rank 0")
+straggler = experiment("slow", train, {"slow": 1.0}, SLOW, "rank 1 is as fast as rank 0")
 
 probe = Probe(
     check=check,
-    params={"nodes": Param("int", "how many nodes the job has")},
+    params={"ranks": Param("int", "how many ranks the job has")},
     experiments=(straggler.on_gpus(), straggler),
     variants=(
-        experiment(
-            "split", equal, {"shares": (6, 2)}, SLOW, "rank 0 has six of the eight samples, the loss is weighted"
-        ),
+        experiment("split", train, {"shares": (6, 2)}, SLOW, "rank 0 has six of eight samples, the loss is weighted"),
         experiment(
             "weights",
             partial(train, shares=(6, 2), weighted=False),
             {"weighted": True},
             "DDP averages over ranks, so that a sample of rank 1 counts three times as much",
             "the loss is multiplied by own samples x ranks / samples of all ranks",
-            expect=symptom(r"the gradient of \[6, 2\] samples is \d+ % off that of one process"),
+            symptom(r"the gradient of \[6, 2\] samples is \d+ % off that of one process"),
         ),
         experiment(
             "rank-zero",
             partial(train, slow=1.0, extra_every=1),
             {"extra_every": STEPS},
-            "rank 0 does 150 ms of work of its own after each step",
+            "rank 0 does 120 ms of work of its own after each step",
             "it does so once in five steps",
             ZERO,
         ),
@@ -250,7 +237,7 @@ probe = Probe(
             {"alike": True},
             "a long sequence in the batch of one rank, none in that of the other",
             "in each step all ranks have sequences of like length",
-            expect=symptom(ONE.pattern.replace("rank 1 waits", "rank \\d waits")),
+            ANY,
         ),
         experiment(
             "futile",
