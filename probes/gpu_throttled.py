@@ -12,19 +12,7 @@ import time
 from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
-from kb.probe import (
-    Arm,
-    Context,
-    Experiment,
-    Finding,
-    Probe,
-    Symptom,
-    clear,
-    completed,
-    exposed,
-    symptom,
-    unknown,
-)
+from kb.probe import Arm, Context, Experiment, Finding, Probe, Symptom, clear, completed, exposed, symptom, unknown
 
 NUMBER = "[0-9]+[.][0-9]"
 SAYS = "rank 1 computes for %.1f ms a step and waits for %.1f, rank 0 computes for %.1f and waits for %.1f"
@@ -107,7 +95,8 @@ def repeat(ctx: Context, *, clock: float) -> None:
 # --- the check: what lowers the clock of each GPU now, while it works? ------------------------------------------------
 
 QUERY = "index,pstate,utilization.gpu,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,temperature.gpu,power.draw,"
-QUERY += "power.limit,power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
+QUERY += "power.limit,power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,"
+QUERY += "pcie.link.width.max,"
 SPELLINGS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # from driver 535 on, and before
 NAMES = "Idle, Applications Clocks Setting, SW Power Cap, HW Slowdown, Sync Boost, SW Thermal Slowdown, "
 NAMES += "HW Thermal Slowdown, HW Power Brake Slowdown, Display Clock Setting, Board Limit, Reliability"  # bit by bit
@@ -162,7 +151,7 @@ def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
     if found:
         return "exposed", "%s: %s" % (line, "; ".join(found))
     if reasons != (SW_POWER_CAP if at_limit else 0):
-        return "unknown", line + "; near its highest clock all the same"
+        return "unknown", line + "; its clock is not low all the same"
     if clock < (LOW if at_limit else USUAL) * highest:
         return "unknown", line + "; slower than most cards are, compare it with an equal one"
     if not (memory and highest_memory and all(map(all, links.values()))):

@@ -134,21 +134,16 @@ def step(
         if replays:
             logits = logits.masked_fill(~kept, float("-inf"))
         trainer_logprobs = logits.log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-        mask = torch.ones_like(token_ids, dtype=torch.bool)
         tail = logits.softmax(-1).masked_fill(kept, 0).sum(-1).mean().item()
-    compare(ctx, trainer_logprobs, sampler_logprobs, mask)
-    if looks_at_tail and tail > 0.01:
-        raise Symptom("the ratio is 1, and tokens with %.0f %% of the probability are never drawn" % (100 * tail))
-
-
-def compare(ctx: Context, trainer_logprobs: Any, sampler_logprobs: Any, mask: Any) -> None:
-    difference = (trainer_logprobs - sampler_logprobs)[mask].float()
+    difference = trainer_logprobs - sampler_logprobs
     numbers = (difference.abs().mean().item(), difference.exp().mean().item())
     ctx.note(nats=round(numbers[0], 4), ratio=round(numbers[1], 4))
     message = "log-probs of sampler and trainer differ by %.4f nats a token, mean ratio %.4f" % numbers
     if numbers[0] >= 0.02:
         raise Symptom(message)
     assert abs(numbers[1] - 1) < 0.02, message
+    if looks_at_tail and tail > 0.01:
+        raise Symptom("the ratio is 1, and tokens with %.0f %% of the probability are never drawn" % (100 * tail))
 
 
 def weigh(ctx: Context, *, weighted: bool) -> None:
@@ -185,7 +180,7 @@ def pass_tokens(ctx: Context, *, as_ids: bool) -> None:
         raise Symptom("sampled tokens %s are learned as %s" % (sampled, learned))
 
 
-def train_grpo(ctx: Context, *, top_p: float) -> None:
+def train_grpo(ctx: Context, *, top_p: float = 1.0, lora_dropout: float = 0.0, disable_dropout: bool = True) -> None:
     """The GRPOTrainer of TRL with its ratio and metrics; generate() of transformers in the place of vLLM."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
@@ -220,12 +215,17 @@ def train_grpo(ctx: Context, *, top_p: float) -> None:
 
     options = {"output_dir": ctx.path("out"), "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2}
     options.update(per_device_train_batch_size=4, num_generations=4, max_completion_length=16, logging_steps=1)
-    options.update(
-        top_p=top_p, vllm_importance_sampling_mode="token_truncate", learning_rate=1e-3, gradient_checkpointing=False
-    )
+    options.update(top_p=top_p, learning_rate=1e-3, gradient_checkpointing=False, disable_dropout=disable_dropout)
+    options["vllm_importance_sampling_mode"] = "token_truncate"
+    adapter = None
+    if lora_dropout:
+        peft: Any = importlib.import_module("peft")
+        adapter = peft.LoraConfig(lora_dropout=lora_dropout, init_lora_weights=False, target_modules="all-linear")
     data = importlib.import_module("datasets").Dataset.from_list([{"prompt": "w5 w6"}] * 16)
     rewards = lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids]  # noqa: E731
-    trainer = trl.GRPOTrainer(model, rewards, trl.GRPOConfig(**options), data, processing_class=tokenizer)
+    arguments = trl.GRPOConfig(**options)
+    trainer = trl.GRPOTrainer(model, rewards, arguments, data, processing_class=tokenizer, peft_config=adapter)
+    model = trainer.model
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
     ctx.reached()
     trainer.train()
@@ -250,7 +250,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if values.get("generation_kwargs") or values.get("vllm_importance_sampling_correction") is False:
         return unknown("generation_kwargs or a correction that is off, which is not judged here")
     found = []
-    for name, low, high in (("top_p", 0, 1), ("min_p", 0, 1), ("top_k", 0, 101)):
+    for name, low, high in (("top_p", 0, 1), ("min_p", 0, 1), ("top_k", 0, 32000)):
         value = values.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high:
             found.append("%s: %s" % (name, value))
@@ -259,7 +259,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             "vLLM samples with %s, and its log-probabilities are those of the tokens left" % " and ".join(found),
             advice="top_p: 1.0, top_k: 0, no min_p (Fix 2)",
         )
-    return unknown("no truncation in the recipe; weights, cache, precision and tokens are not in a file")
+    return unknown("top_p, min_p and top_k of the recipe are not numbers that truncate; other causes are not in a file")
 
 
 def pair(name: str, job: Any, keyword: str, values: Any, because: str, fix: str, **more: Any) -> Experiment:
@@ -291,12 +291,10 @@ UNDIVIDED, DIVIDED = "the trainer does not divide by the temperature", "both div
 RAW, DRAWN = "log-probabilities from before the temperature are returned", "those of the draw are"
 ONE_SIDE = "the product with lm_head is float32 in the trainer and bf16 in the sampler"
 IDS = {"fails": LEARNED, "fidelity": "cpu", "stands_for": "", "packages": {"tokenizers": ""}}
-TRL = {
-    "fails": LOGGED,
-    "stands_for": "vLLM, here generate() of transformers",
-    "packages": SMALL,
-    "expected_s": (8.0, 8.0),
-}
+GENERATE = "vLLM, here generate() of transformers"
+TRL = {"fails": LOGGED, "stands_for": GENERATE, "packages": SMALL, "expected_s": (8.0, 8.0), "deadline_s": 90}
+LORA = partial(train_grpo, lora_dropout=0.8)
+ADAPTER = {**TRL, "packages": {**SMALL, "peft": ""}}
 NO = (False, True)
 MODEL = {"fails": AWAY, "fidelity": "model", "stands_for": "a policy gradient, here the exact mean over 64 tokens"}
 STALE, CACHED = "the sampler keeps the weights before the step", "the prompt's state is that of the old weights"
@@ -314,6 +312,7 @@ probe = Probe(
         pair("fp32-head", step, "fp32_head", ("trainer", "both"), ONE_SIDE, "it is float32 in both"),
         pair("weights", weigh, "weighted", NO, "no weights", "each token has its ratio as weight", **MODEL),
         pair("token-ids", pass_tokens, "as_ids", NO, "the text is tokenized again", "the ids are passed on", **IDS),
-        pair("grpo-trainer", train_grpo, "top_p", (0.8, 1.0), TRUNCATED, ALL, deadline_s=90, **TRL),
+        pair("grpo-trainer", train_grpo, "top_p", (0.8, 1.0), TRUNCATED, ALL, **TRL),
+        pair("dropout", LORA, "disable_dropout", NO, "dropout is on when the trainer scores", "it is off", **ADAPTER),
     ),
 )

@@ -1,7 +1,4 @@
-"""Two ranks train with DDP, and one needs longer in each step: the other spends the difference in the collective.
-
-A sleep of so many milliseconds per sample stands for a slower card; waiting, gradients and their average are real.
-"""
+"""Two ranks train with DDP, and one needs longer in each step: the other waits. Only the time per sample is a sleep."""
 
 from __future__ import annotations
 
