@@ -130,7 +130,8 @@ def test_the_parts_of_a_score_add_up_to_it(index: Index, question: str) -> None:
     for hit in hits:
         assert hit.why
         assert round(hit.why.score, 3) == hit.score
-        assert tuple(concept.word for concept in hit.why.concepts) == hit.matched
+        assert {concept.word for concept in hit.why.concepts} >= {word for word in hit.matched if word.isascii()}
+        assert all(any(concept.word in word for word in hit.matched) for concept in hit.why.concepts)
         assert bool(hit.why.signature) == bool(hit.signature)
         assert 0 <= hit.why.coverage <= 1
         for concept in hit.why.concepts:
