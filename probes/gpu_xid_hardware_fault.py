@@ -40,7 +40,7 @@ XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)" + MIG + r"\): (\d+)\b(
 LOST = re.compile(r"fallen off the bus|GPU is lost|Unable to determine the device handle")
 RECOVERY = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)" + MIG + r"\): 154,.*changed .*to 0x[1-9a-f] \(([^)]+)\)")
 FROM_BOOT = re.compile(r"Linux version \d")  # the first words of a kernel
-SUSPECT = re.compile(r"RmInitAdapter failed|PCIe Bus Error: severity=Uncorrect")
+SUSPECT = re.compile(r"RmInitAdapter failed|PCIe Bus Error: severity=(?:Uncorrected|Uncorrectable)\b")
 SWITCH = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]+)\): (\d+), Fatal")
 
 
