@@ -103,12 +103,14 @@ def gpus_seen() -> Tuple[int, str]:
         valid = list(itertools.takewhile(lambda name: not name.strip().startswith("-"), names))  # as CUDA reads it
         return len(valid), "by CUDA_VISIBLE_DEVICES of this shell"
     try:
-        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=True).stdout
+        ran = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=3, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return 0, "nvidia-smi is missing or fails"
-    if any(line.strip().startswith("MIG ") for line in lines.splitlines()):
+    if any(line.strip().startswith("MIG ") for line in ran.stdout.splitlines()):
         return 0, "MIG is on, so a process sees fewer GPUs than nvidia-smi lists"
-    return sum(line.startswith("GPU ") for line in lines.splitlines()), "by nvidia-smi -L"
+    return sum(line.startswith("GPU ") for line in ran.stdout.splitlines()), "by nvidia-smi -L"
 
 
 def torch_version() -> str:

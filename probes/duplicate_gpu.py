@@ -172,7 +172,7 @@ def driver() -> Tuple[int, Dict[str, List[int]]]:
     """How many GPUs nvidia-smi lists, and GPU UUID to the pids on it; in a container these may be missing."""
     used: Dict[str, List[int]] = {}
     try:
-        options = {"capture_output": True, "text": True, "timeout": 3, "check": False}
+        options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 3, "check": False}
         listed = subprocess.run(["nvidia-smi", "-L"], **options).stdout  # type: ignore[call-overload]
         apps = subprocess.run(  # type: ignore[call-overload]
             ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"], **options

@@ -110,7 +110,14 @@ def check(params: Mapping[str, Any]) -> Finding:
         return judge(f"GLOO_SOCKET_IFNAME={named}: {where}", bool(loops), several)
     host = socket.gethostname()
     try:
-        lookup = subprocess.run(["getent", "ahosts", host], stdout=subprocess.PIPE, text=True, timeout=0.7, check=False)
+        lookup = subprocess.run(
+            ["getent", "ahosts", host],
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=0.7,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return unknown(f"GLOO_SOCKET_IFNAME is not set and {host} could not be looked up: {error}")
     addresses = list(dict.fromkeys(line.split()[0] for line in lookup.stdout.splitlines() if line.split()))
@@ -138,7 +145,7 @@ def addresses_of(interface: str) -> List[str]:
     result = []
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            request = interface.encode()[:15].ljust(40, b"\0")
+            request = os.fsencode(interface)[:15].ljust(40, b"\0")
             result.append(socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24]))  # SIOCGIFADDR
     except OSError as error:
         if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):

@@ -172,7 +172,7 @@ def inspect_adapter(path: Path) -> Finding:
                     return unknown("%s is empty in %s: it was saved partitioned, another incident" % (name, file))
                 if not data.strip(b"\0"):
                     zero.append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return unknown("%s cannot be read as safetensors: %s" % (file, error))
     if not names:
         return unknown("%s holds no lora_B tensor" % file)

@@ -120,9 +120,11 @@ def measure(ctx: Context) -> None:
 
 # --- the check: what NCCL itself logs of its memory -----------------------------------------------------------------
 
-ALLOCATED = re.compile(r"(\S+:\d+):\d+ \[\d+\] .{0,120}?Cuda (?:Alloc|Calloc|CallocAsync) Size (\d+)")
-SHARED = re.compile(r"(\S+:\d+):\d+ \[\d+\] .{0,80}?Allocated shareable buffer \S+ size (\d+)")
-NVLS = re.compile(r"(\S+:\d+):\d+ \[\d+\] .{0,120}?nvlsTotalSize (\d+)")
+ALLOCATED = re.compile(
+    r"(?<!\S)(\S{1,255}:\d{1,9}):\d{1,9} \[\d+\] .{0,120}?Cuda (?:Alloc|Calloc|CallocAsync) Size (\d+)"
+)
+SHARED = re.compile(r"(?<!\S)(\S{1,255}:\d{1,9}):\d{1,9} \[\d+\] .{0,80}?Allocated shareable buffer \S+ size (\d+)")
+NVLS = re.compile(r"(?<!\S)(\S{1,255}:\d{1,9}):\d{1,9} \[\d+\] .{0,120}?nvlsTotalSize (\d+)")
 
 
 def check(params: Mapping[str, Any]) -> Finding:

@@ -202,7 +202,10 @@ def in_front() -> List[str]:
 
 def compare_nodes(log: Path) -> Finding:
     """More than one NCCL in the collected logs of one job?"""
-    lines = log.read_text(errors="replace").splitlines()
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError as error:
+        return unknown(f"{log}: {error.strerror}")
     seen: Dict[str, str] = {}
     hosts: Set[str] = set()
     count = 0

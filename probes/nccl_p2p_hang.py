@@ -163,7 +163,11 @@ def matrices() -> tuple[list[str], list[str]]:
         try:
             processes.append(
                 subprocess.Popen(
-                    ["nvidia-smi", "topo", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                    ["nvidia-smi", "topo", *arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    errors="replace",
                 )
             )
         except OSError:

@@ -162,8 +162,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     bad = [line for line in entries if not re.match(r"\S+\s+slots=\d+", line)]
     hosts = [line.split()[0] for line in entries]
     evidence = "%s names %d hosts" % (hostfile, len(hosts))
+    if not hosts:
+        return exposed(evidence, "DeepSpeed's launcher refuses an empty hostfile", advice="HOST slots=8, once each")
     if bad or len(set(hosts)) < len(hosts):
-        wrong = "bad lines, or a host twice: %s" % (bad or hosts)[:2]
+        wrong = "bad lines, or a host twice: %s" % [line[:80] for line in (bad or hosts)[:2]]
         return exposed(evidence, wrong, advice="HOST slots=8, once each")
     if len(hosts) < max(nodes, 1):
         return exposed(evidence, "the job has %d nodes" % max(nodes, 1), advice="one line for each node")

@@ -214,6 +214,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("%s does not parse as Python: %s" % (script, error))
     uses = [line for node in ast.walk(tree) for line in _lines_of_record(node)]
     calls = _calls_of_the_script(tree)
+    if not any(map(_imported, ast.walk(tree))):
+        return unknown("%s imports nothing: is it the training script?" % script)
     if not uses:
         last = _called_from_elsewhere(tree, calls)
         if last:

@@ -163,7 +163,9 @@ def check(params: Mapping[str, Any]) -> Finding:
 def listed() -> Tuple[List[str], List[str], List[str]]:
     """The UUIDs of the GPUs, those that are divided into MIG instances, and the instances."""
     try:
-        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False)
+        ran = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=3, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return [], [], []
     uuids = re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", ran.stdout, re.MULTILINE)
