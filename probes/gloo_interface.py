@@ -167,7 +167,7 @@ def can_bind(address: str) -> bool:
         with socket.socket(family, kind, protocol) as tried:
             tried.bind(where)
         return True
-    except OSError:
+    except (OSError, UnicodeError):  # a name that cannot be one
         return False
 
 

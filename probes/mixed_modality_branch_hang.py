@@ -174,7 +174,8 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice="give text-only samples a dummy image, or batch so that all ranks have one kind in a step",
         )
     if not whole or not text + media:
-        return unknown(seen if text + media else f"no sample in {data}", "" if whole else "the rest was not read")
+        rest = () if whole else ("the rest was not read",)
+        return unknown(seen if text + media else f"no sample in {data}", *rest)
     return unknown(seen, "what the collator drops, truncation cuts off, or another key names cannot be seen here")
 
 
