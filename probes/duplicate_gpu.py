@@ -89,7 +89,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(why, "and starts one rank in each; right only if each task has a GPU of its own")
         why += ", and each task starts ranks for several GPUs"
         return exposed(why, advice="--ntasks-per-node=1 with torchrun, or srun python without torchrun")
-    result = ranks_here()
+    result, complete = ranks_here()
     evidence = [f"rank {rank}: pid {pid}, {gpu}" for (_, rank), (pid, gpu) in sorted(result.items())][:16]
     doubt = "the launcher gave each rank another GPU, the code may still choose otherwise"
     for (job, rank), (_, gpu) in result.items():
@@ -109,7 +109,7 @@ def check(params: Mapping[str, Any]) -> Finding:
                 return exposed(why, *evidence, advice="torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA")
             return unknown(why, "and on another GPU too: which one is current cannot be seen from here", *evidence)
     if result:
-        if all(any(pid in pids for pids in used.values()) for pid, _ in result.values()):
+        if complete and all(any(pid in pids for pids in used.values()) for pid, _ in result.values()):
             return clear("each rank that runs here is alone on its GPU, as the driver sees it", *evidence)
         return unknown(doubt, *evidence)
     count, visible = params["nproc_per_node"], visible_entries() or gpus
@@ -143,20 +143,20 @@ def tasks_of_the_step() -> int:
     return max((int(number) for number in re.findall(r"(?:^|,)(\d+)", text)), default=0)  # "8(x2),4"
 
 
-def ranks_here() -> Dict[Tuple[str, str], Tuple[int, str]]:
-    """(job, RANK) to (first pid, GPU) from the variables that processes were started with."""
+def ranks_here() -> Tuple[Dict[Tuple[str, str], Tuple[int, str]], bool]:
+    """(job, RANK) to (first pid, GPU) from the variables that processes were started with; whether all were read."""
     result: Dict[Tuple[str, str], Tuple[int, str]] = {}
     end = time.monotonic() + 0.4
     for path in sorted(glob("/proc/[0-9]*/environ"), key=lambda item: int(item.split("/")[2])):
         if time.monotonic() > end:
-            break
+            return result, False
         try:
             pairs = Path(path).read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
         variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
-        if not (rank.isdigit() and local.isdigit() and "MASTER_PORT" in variables):
+        if not (re.fullmatch("[0-9]{1,7}", rank) and re.fullmatch("[0-9]{1,7}", local) and "MASTER_PORT" in variables):
             continue
         job = f"{variables.get('MASTER_ADDR')}:{variables['MASTER_PORT']}"
         entries = [item for item in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if item]
@@ -165,7 +165,7 @@ def ranks_here() -> Dict[Tuple[str, str], Tuple[int, str]]:
         else:
             gpu = f"GPU {entries[0]}" if len(entries) == 1 else f"GPU {local}"
         result.setdefault((job, rank), (int(path.split("/")[2]), gpu))  # children of a rank have its variables too
-    return result
+    return result, True
 
 
 def driver() -> Tuple[int, Dict[str, List[int]]]:
