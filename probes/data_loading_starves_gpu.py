@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import time
@@ -183,6 +184,7 @@ def trainer(ctx: Context, *, dataloader_num_workers: int) -> None:
         logging_strategy="no",
     )
     job = Timed(model=Model(), args=arguments, train_dataset=Samples(wait, 2 * SAMPLES * STEPS))
+    multiprocessing.set_start_method("fork", force=True)  # DeepSpeed 0.17.1 sets spawn when it is imported: #7347
     ctx.reached()
     job.train()
     assert len(steps) == STEPS

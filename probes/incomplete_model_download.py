@@ -223,7 +223,9 @@ def _refused(path: Path, checkpoint: Checkpoint) -> Iterator[str]:
 def _wrong_json(path: Path) -> Iterator[str]:
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return  # too deep for this reader, which says nothing about the file
+    except ValueError as error:
         yield "%s: not JSON, %s" % (path, str(error)[:100])
         return
     if not isinstance(content, dict):

@@ -97,6 +97,11 @@ ROWS = (
         DEEPSPEED + "issues/3678", SOURCE,
     ),
     Row(
+        "deepspeed", ">=0.11.2,<0.12.4", "0.12.4", "pipeline parallelism with a loss in bf16 or fp16",
+        "the last stage broadcasts the loss in its own dtype, the others receive float32: 0 is reported",
+        DEEPSPEED + "blob/v0.12.3/deepspeed/runtime/pipe/engine.py", SOURCE,
+    ),
+    Row(
         "deepspeed", ">=0.13.2,<0.16.6", "0.16.6", "ZeRO-1 or ZeRO-2 with gradient clipping",
         "an infinite gradient norm becomes NaN, and clipping fails", DEEPSPEED + "pull/7171", SOURCE,
     ),
@@ -205,7 +210,7 @@ def within(version: Version, specifier: str) -> bool:
 
 def installed(package: str) -> str:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package) or ""  # None where pip left a folder without metadata
     except importlib.metadata.PackageNotFoundError:
         return ""
 

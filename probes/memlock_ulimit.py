@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.probe import (
     Arm,
@@ -29,6 +29,7 @@ from kb.probe import (
 
 KIB = 1024
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
+FIRST_USER_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux; its map of ids may be that of a later one
 DROP_FROM_BOUNDING_SET = 24  # of prctl(2): else root has it again in the next program
 TOO_LITTLE, BUFFER, ENOUGH = 64 * KIB, 1024 * KIB, 4096 * KIB
 PIN = '"$1" -I -S -c "$2" "$3"'
@@ -167,14 +168,17 @@ def check(_: Mapping[str, Any]) -> Finding:
     evidence = [
         f"max locked memory of this process (ulimit -l): {describe_limit(soft)}, hard limit {describe_limit(hard)}"
     ]
-    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    evidence.append(f"RDMA devices: {', '.join(cards) or 'none in /sys/class/infiniband'}")
+    cards = rdma_devices()
+    if cards is None:
+        evidence.append("RDMA devices: /sys/class cannot be read here, so there may be some")
+    else:
+        evidence.append(f"RDMA devices: {', '.join(cards) or 'none in /sys/class/infiniband'}")
     found = ""
     if soft == resource.RLIM_INFINITY:
         found = "this limit is no obstacle"
     elif may_ignore_limits():
         found = "this process has CAP_IPC_LOCK, so the limit does not bind it; it binds ordinary users"
-    elif not cards:
+    elif cards == []:
         found = "without such a device NCCL registers no memory"
     if found and not any(name in os.environ for name in IN_A_JOB):
         return unknown(
@@ -185,6 +189,8 @@ def check(_: Mapping[str, Any]) -> Finding:
         )
     if found:
         return clear(*evidence, found)
+    if cards is None:
+        return unknown(*evidence, advice="look on the host: ls /sys/class/infiniband")
     if soft < 512 * KIB * KIB:
         return exposed(
             *evidence,
@@ -192,6 +198,19 @@ def check(_: Mapping[str, Any]) -> Finding:
             "--ulimit memlock=-1",
         )
     return unknown(*evidence, "more than most jobs pin; NVIDIA asks for unlimited")
+
+
+def rdma_devices() -> Optional[List[str]]:
+    """What is in /sys/class/infiniband, EFA too; Slingshot has a class of its own. None where sysfs is hidden."""
+    try:
+        classes = os.listdir("/sys/class")
+        if "net" not in classes:
+            return None
+        return sorted(
+            name for key in ("infiniband", "cxi") if key in classes for name in os.listdir(f"/sys/class/{key}")
+        )
+    except OSError:
+        return None
 
 
 def describe_limit(limit: int) -> str:
@@ -202,7 +221,7 @@ def may_ignore_limits() -> bool:
     """CAP_IPC_LOCK counts in the first user namespace only."""
     try:
         status = Path("/proc/self/status").read_text()
-        outermost = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+        outermost = os.readlink("/proc/self/ns/user") == FIRST_USER_NAMESPACE
     except OSError:
         return False
     words = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")]

@@ -267,6 +267,17 @@ def pair(
     )
 
 
+def load_after_deepspeed(ctx: Context, *, fork: bool) -> None:
+    """A loader that asks for no start method: DeepSpeed's import has chosen one."""
+    import deepspeed  # type: ignore[import-not-found]  # noqa: F401
+    from torch.utils.data import DataLoader
+
+    if fork:
+        multiprocessing.set_start_method("fork", force=True)
+    ctx.reached()
+    assert list(DataLoader([3, 4], num_workers=1, collate_fn=lambda batch: batch)) == [[3], [4]]
+
+
 def plain(name: str, why: str, because: str, fix: str) -> Experiment:
     control, treatment = partial(start_worker, portable=False, why=why), partial(start_worker, portable=True, why=why)
     return pair(name, control, treatment, because, fix)
@@ -321,6 +332,14 @@ probe = Probe(
             "collate_fn is a lambda and the worker is spawned",
             "collate_fn is a function of a module with functools.partial",
             needs=Needs(),
+        ),
+        pair(
+            "deepspeed",
+            partial(load_after_deepspeed, fork=False),
+            partial(load_after_deepspeed, fork=True),
+            "DeepSpeed 0.17.1 sets spawn when it is imported, and collate_fn is a lambda",
+            "the start method is set back after the import",
+            needs=Needs(packages={"torch": ">=2.1", "deepspeed": "==0.17.1"}),
         ),
     ),
 )
