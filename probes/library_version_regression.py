@@ -110,6 +110,11 @@ ROWS = (
         "Expected all tensors to be on the same device, cuda and cpu", DEEPSPEED + "pull/5461", SOURCE,
     ),
     Row(
+        "deepspeed", "==0.17.1", "0.17.2", "workers of a DataLoader",
+        "its import sets the start method to spawn: Can't pickle local object, or a script that runs again",
+        DEEPSPEED + "pull/7349", SOURCE,
+    ),
+    Row(
         "deepspeed", ">=0.17.6,<0.18.3", "0.18.3", "ZeRO-2 with gradient accumulation, no CPU offload",
         "every micro-batch but the last is discarded, silently; the gradient norm is far too small",
         DEEPSPEED + "blob/v0.18.2/deepspeed/runtime/zero/stage_1_and_2.py", SOURCE,
