@@ -180,7 +180,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def numbers(version: str) -> List[int]:
-    return [int(part) for part in version.split(".")]
+    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def in_front() -> List[str]:

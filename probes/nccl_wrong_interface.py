@@ -161,7 +161,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if family == "AF_INET6":
         return unknown("NCCL_SOCKET_FAMILY=AF_INET6, and this check looks at IPv4 addresses only")
     version = nccl_version()
-    present, linked = interfaces(), interfaces(IFF_RUNNING)
+    try:
+        present, linked = interfaces(), interfaces(IFF_RUNNING)
+    except OSError as error:
+        return unknown(f"the interfaces cannot be listed: {error.strerror}")
     if version >= (2, 28):
         present = linked
     here = ", ".join(f"{name} {address}" for name, address in present)

@@ -85,7 +85,7 @@ def ask(ctx: Context, allocate: Callable[[], Any], free: int) -> None:
     assert request < free
 
 
-NUMBER = r"([\d.]+) (bytes|[KMGT]iB)"
+NUMBER = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
 OLD = re.compile(
     rf"Tried to allocate {NUMBER} \(GPU \d+; {NUMBER} total capacity; {NUMBER} already allocated; {NUMBER} free; "
     rf"{NUMBER} reserved in total by PyTorch"

@@ -169,9 +169,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         command = ["getent", "ahosts", address]
         looked_up = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=0.5)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return unknown(f"could not look up {address}: {error}")
-    items = list(dict.fromkeys(line.split()[0] for line in looked_up.stdout.splitlines()))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return unknown(f"could not look up {address!r}: {error}")
+    items = list(dict.fromkeys(line.split()[0] for line in looked_up.stdout.splitlines() if line.strip()))
+    if not items and looked_up.returncode != 2:  # 2: there is no such name
+        return unknown(f"getent could not look up {address}: exit status {looked_up.returncode}")
     if not items:
         return exposed(f"{address} does not resolve here", advice="DNS or /etc/hosts of this node, or MASTER_ADDR=<IP>")
     answers = {ip: answer(ip, port) for ip in items[:2]}

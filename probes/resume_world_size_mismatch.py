@@ -215,21 +215,26 @@ def check(params: Mapping[str, Any]) -> Finding:
         latest = folder / "latest"
         tag = latest.read_text(errors="replace")[:200].strip() if latest.is_file() else ""
         folders = [folder / tag] if tag and (folder / tag).is_dir() else [folder, *sorted(_folders(folder))[:200]]
-        names = [name for folder in folders for name in sorted(os.listdir(folder))][:MOST]
+        inside = [sorted(os.listdir(folder))[:MOST] for folder in folders]
     except (OSError, ValueError) as error:
         return unknown("%s cannot be read: %s" % (folder, error))
+    names = [name for names in inside for name in names][:MOST]
     converted = (folder / "latest_universal").is_file()
     world = os.environ.get("WORLD_SIZE", "")
     ranks = params["gpus"] or (int(world) if world.isdigit() else 0)
     for writer, pattern in PER_RANK:
-        result = [match.groupdict() for match in map(pattern.fullmatch, names) if match]
-        if result and converted:
+        each = [[match.groupdict() for match in map(pattern.fullmatch, names) if match] for names in inside]
+        results = [_compare(writer, files, ranks) for files in each if files]
+        if results and converted:
             return unknown(
                 "a universal checkpoint lies beside it; with load_universal in the config it is the one read"
             )
-        if result:
-            return _compare(writer, result, ranks)
-    if "latest_universal" in names or any((folder / "zero" / "optimizer_state.pt").exists() for folder in folders):
+        if len({result.evidence[0] for result in results}) > 1:
+            several = "several folders, written by other numbers of processes"
+            return unknown(several, advice="--set checkpoint=FOLDER, the one that will be read")
+        if results:
+            return max(results, key=lambda result: ("clear", "unknown", "exposed").index(result.state))
+    if any((folder / "zero" / "optimizer_state.pt").exists() for folder in folders):
         return clear("a universal checkpoint of DeepSpeed: with load_universal it loads on any number of processes")
     if any(name.endswith(".distcp") for name in names):
         if ".metadata" not in names:
