@@ -66,4 +66,5 @@ def test_the_launcher_says_whether_a_job_spans_nodes(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert spans_nodes(0) is expected
+    assert spans_nodes(-3) is expected
     assert spans_nodes(3) is True
