@@ -1,0 +1,158 @@
+"""PEFT looks for layers by name, and the model has none of that name, or something else that bears it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, List, Optional, Union
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+NOT_FOUND = raised(r"Target modules .* not found in the base model")
+
+
+def gpt2() -> Any:
+    """A GPT-2 of one layer: c_attn, c_proj and c_fc."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found]
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+
+
+def llama() -> Any:
+    """A Llama of one layer: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 16, "max_position_embeddings": 8}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **sizes))
+
+
+def own_model() -> Any:
+    """A model of one's own class, which PEFT has no default names for."""
+    import torch
+
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def adapted(model: Any) -> List[str]:
+    """The layers that have an adapter."""
+    return sorted(name[: -len(".lora_A")] for name, _ in model.named_modules() if name.endswith(".lora_A"))
+
+
+def adapt(
+    ctx: Context, *, target_modules: Optional[Union[str, List[str]]], model: Callable[[], Any], layers: List[str]
+) -> None:
+    """LoRA on these modules: exactly these layers have an adapter, and one step moves it."""
+    import torch
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+
+    base = model()
+    ctx.reached()
+    peft_model = get_peft_model(base, LoraConfig(r=2, target_modules=target_modules))
+    found = sorted({name.rpartition(".")[2] for name in adapted(peft_model)})
+    missing = [name for name in layers if name not in found]
+    if missing:
+        raise Symptom("no adapter on %s, and no error" % ", ".join(missing))
+    assert found == layers, found
+    if model is not own_model:
+        tokens = torch.tensor([[1, 2, 3]])
+        peft_model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients = [p.grad for name, p in peft_model.named_parameters() if "lora_B" in name]
+        assert gradients and all(g is not None and g.abs().sum() > 0 for g in gradients)
+
+
+def pair(
+    name: str,
+    broken: Any,
+    right: Any,
+    model: Callable[[], Any],
+    layers: List[str],
+    because: str,
+    fix: str,
+    expect: Expect = NOT_FOUND,
+) -> Experiment:
+    """`broken` and `right` are the values of target_modules."""
+    job = partial(adapt, model=model, layers=layers)
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, target_modules=broken), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, target_modules=right), expect=completed(), because=fix, fidelity="cpu"),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.8", "transformers": ">=4.38"}),
+        deadline_s=60.0,
+        expected_s=(3.0, 3.0),
+    )
+
+
+QUERIES = ["q_proj", "v_proj"]
+
+probe = Probe(
+    experiments=(
+        pair(
+            "names",
+            QUERIES,
+            ["c_attn"],
+            gpt2,
+            ["c_attn"],
+            "GPT-2 has no q_proj",
+            "the name that its layers have",
+        ),
+    ),
+    variants=(
+        pair(
+            "all-linear",
+            QUERIES,
+            "all-linear",
+            gpt2,
+            ["c_attn", "c_fc", "c_proj"],
+            "GPT-2 has no q_proj",
+            "every linear layer but the output",
+        ),
+        pair(
+            "one-string",
+            ["q_proj,v_proj"],
+            QUERIES,
+            llama,
+            QUERIES,
+            "two names in one string, as a command line passes them",
+            "a list of two",
+        ),
+        pair(
+            "pattern-in-list",
+            [r".*self_attn\.(q_proj|v_proj)"],
+            r".*self_attn\.(q_proj|v_proj)",
+            llama,
+            QUERIES,
+            "a regular expression in a list is taken for the end of a name",
+            "a regular expression as a string",
+        ),
+        pair(
+            "no-default",
+            None,
+            ["0", "1"],
+            own_model,
+            ["0", "1"],
+            "PEFT knows no names for a model of one's own",
+            "they are named",
+            raised(r"Please specify `target_modules`"),
+        ),
+        pair(
+            "container",
+            ["self_attn"],
+            r".*self_attn\.(q_proj|v_proj)",
+            llama,
+            QUERIES,
+            "the name is that of the block around the layers",
+            "the layers in it",
+            raised(r"Target module [\s\S]* is not supported\. Currently, only"),
+        ),
+        pair(
+            "partly",
+            ["q_proj", "value_proj"],
+            QUERIES,
+            llama,
+            QUERIES,
+            "one name of two is wrong",
+            "both are right",
+            symptom(r"no adapter on v_proj, and no error"),
+        ),
+    ),
+)
