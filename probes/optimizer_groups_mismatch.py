@@ -135,7 +135,7 @@ def by_name(ctx: Context, *, named: bool) -> None:
     saved = checkpoint["optimizer"]
     ctx.reached()
     if named:
-        old = dict(zip(checkpoint["trained"], saved["state"].values()))
+        old = {name: saved["state"][i] for i, name in enumerate(checkpoint["trained"]) if i in saved["state"]}
         now = [name for name, p in model.named_parameters() if p.requires_grad]
         state = {i: old[name] for i, name in enumerate(now) if name in old}
         saved = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
