@@ -64,7 +64,7 @@ def micro_batch_tokens(values: Mapping[str, Any]) -> Optional[int]:
 
 
 def spans_nodes(nodes: int) -> Optional[bool]:
-    """Whether a job runs on several nodes: by their number, or without one by the launcher's variables; None if unknown."""
+    """Whether a job runs on several nodes: by number, else by the launcher's variables; None if unknown."""
     if nodes > 0:
         return nodes > 1
     for total, local in NODE_VARIABLES:
