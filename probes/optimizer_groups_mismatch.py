@@ -61,6 +61,9 @@ def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple
     if frozen:
         freeze_backbone(model)
     optimizer = torch.optim.AdamW(groups(model))
+    model.head.weight.requires_grad_(False)  # its first gradient is late, so the state is in another order
+    train(model, optimizer)
+    model.head.weight.requires_grad_(True)
     train(model, optimizer)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trained": names}
