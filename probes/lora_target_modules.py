@@ -25,6 +25,15 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **sizes))
 
 
+def mixture() -> Any:
+    """A mixture of experts of one layer, whose experts are two parameters and no layers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "vocab_size": 16, "head_dim": 4}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts_per_tok=2, **counts, **sizes))
+
+
 def own_model() -> Any:
     """A model of one's own class, which PEFT has no default names for."""
     import torch
@@ -59,6 +68,17 @@ def adapt(
         assert gradients and all(g is not None and g.abs().sum() > 0 for g in gradients)
 
 
+def load(ctx: Context, *, same_base: bool) -> None:
+    """A saved adapter on its own base model, or on another."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    get_peft_model(llama(), LoraConfig(r=2, target_modules=QUERIES)).save_pretrained(ctx.path("adapter"))
+    base = llama() if same_base else gpt2()
+    ctx.reached()
+    model = PeftModel.from_pretrained(base, ctx.path("adapter"))
+    assert len(adapted(model)) == 2
+
+
 def pair(
     name: str,
     broken: Any,
@@ -68,21 +88,30 @@ def pair(
     because: str,
     fix: str,
     expect: Expect = NOT_FOUND,
+    **packages: str,
 ) -> Experiment:
     """`broken` and `right` are the values of target_modules."""
     job = partial(adapt, model=model, layers=layers)
+    broken, right = partial(job, target_modules=broken), partial(job, target_modules=right)
+    return experiment(name, broken, right, because, fix, expect, **packages)
+
+
+def experiment(
+    name: str, broken: Any, right: Any, because: str, fix: str, expect: Expect = NOT_FOUND, **packages: str
+) -> Experiment:
     return Experiment(
         name=name,
-        control=Arm(partial(job, target_modules=broken), expect=expect, because=because, fidelity="cpu"),
-        treatment=Arm(partial(job, target_modules=right), expect=completed(), because=fix, fidelity="cpu"),
+        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(right, expect=completed(), because=fix, fidelity="cpu"),
         world_size=1,
-        needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.8", "transformers": ">=4.38"}),
+        needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.8", "transformers": ">=4.38", **packages}),
         deadline_s=60.0,
         expected_s=(3.0, 3.0),
     )
 
 
 QUERIES = ["q_proj", "v_proj"]
+EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 
 probe = Probe(
     experiments=(
@@ -123,6 +152,44 @@ probe = Probe(
             QUERIES,
             "a regular expression in a list is taken for the end of a name",
             "a regular expression as a string",
+        ),
+        pair(
+            "bare-string",
+            "q_proj",
+            ["q_proj"],
+            llama,
+            ["q_proj"],
+            "a name that is no list is an expression for the whole path",
+            "a list of one",
+        ),
+        pair(
+            "empty",
+            [],
+            "all-linear",
+            gpt2,
+            ["c_attn", "c_fc", "c_proj"],
+            "a search for the layers found none",
+            "PEFT looks for them",
+            raised(r"Target modules (\[\]|set\(\)) not found|No `target_modules` passed but also no"),
+        ),
+        experiment(
+            "other-base",
+            partial(load, same_base=False),
+            partial(load, same_base=True),
+            "an adapter of Llama is loaded on GPT-2",
+            "it is loaded on the model that it was trained on",
+        ),
+        pair(
+            "experts",
+            EXPERTS[:1],
+            EXPERTS,
+            mixture,
+            ["base_layer", "experts"],
+            "gate_proj and up_proj are one parameter, and one of them is named",
+            "all three are named",
+            raised(r"Cannot convert PEFT target\(s\) gate_proj without also targeting up_proj"),
+            peft=">=0.19",
+            transformers=">=5",
         ),
         pair(
             "no-default",
