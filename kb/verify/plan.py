@@ -64,6 +64,11 @@ class Plan:
         return (*self.runnable[:1], *self.variants)
 
     @property
+    def expected_s(self) -> float:
+        """Seconds that the arms take by their author's measure, one after the other."""
+        return sum(sum(experiment.expected_s) for experiment in self.experiments)
+
+    @property
     def has_torch(self) -> bool:
         """Whether any rank is forked from a process that has imported torch."""
         return any(_is_preloaded(experiment) for experiment in self.experiments)

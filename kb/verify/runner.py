@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from threading import Event, Lock
 from typing import Any, Protocol
@@ -83,7 +85,8 @@ def verify(
 ) -> RunResult:
     """Run all plans, CPU experiments six at a time, GPU experiments one at a time. Nothing runs when it returns.
 
-    A plan is read in a thread of its own, when it can soon begin: making it may take a while.
+    Making a plan may take a while, so a thread of its own does it while the first plans run. Of those that wait the
+    longest begins first: a long one at the end would leave the processors idle.
     """
     end = time.monotonic() + options.timeout_s if options.timeout_s else inf
     worker = _PlanRunner(launcher, environment, options, progress, Lock(), Event(), Event())
@@ -91,33 +94,39 @@ def verify(
     planner = ThreadPoolExecutor(1, thread_name_prefix="kb-plan")
     unread = iter(plans)
     following: Future[Plan | None] | None = planner.submit(next, unread, None)
-    futures: list[Future[Report]] = []
+    waiting: list[tuple[float, int, Plan]] = []  # a heap
+    futures: dict[int, Future[Report]] = {}  # by the number of the plan
+    numbers = count()
     pending: set[Future[Report]] = set()
     ending, is_read = Ending.COMPLETE, False
     try:
-        while pending or not is_read:
-            if following is None and not is_read and len(pending) <= JOBS:
+        while pending or waiting or not is_read:
+            while waiting and len(pending) < JOBS:
+                _, number, plan = heappop(waiting)
+                futures[number] = _begin(plan, worker, pool)
+                pending.add(futures[number])
+            if following is None and not is_read:
                 following = planner.submit(next, unread, None)
             waited_for: set[Future[Any]] = {*pending, following} if following else {*pending}
             wait(waited_for, timeout=TURN_S, return_when=FIRST_COMPLETED)
             if following and following.done():
-                plan, following = following.result(), None
-                if plan is None:
+                read, following = following.result(), None
+                if read is None:
                     is_read = True
                 else:
-                    futures.append(_begin(plan, worker, pool))
-                    pending.add(futures[-1])
+                    heappush(waiting, (-read.expected_s, next(numbers), read))
             for future in [future for future in pending if future.done()]:
                 pending.remove(future)
                 options.on_report(future.result())
             if ending is Ending.COMPLETE:
-                ending = _cut_by(end if pending or not is_read else inf, options)
+                ending = _cut_by(end if pending or waiting or not is_read else inf, options)
                 if ending is not Ending.COMPLETE:
                     worker.stop.set()
                     launcher.close()
             if ending is Ending.INTERRUPTED:
                 break
-        return RunResult(tuple(future.result() for future in futures if future not in pending), ending)
+        complete = (futures[number] for number in sorted(futures) if futures[number] not in pending)
+        return RunResult(tuple(future.result() for future in complete), ending)
     finally:
         worker.stop.set()
         if pending:
