@@ -1,0 +1,242 @@
+"""Something that outlives a step holds a tensor with its graph, and with the graph the activations of that step."""
+
+from __future__ import annotations
+
+import resource
+import weakref
+from functools import partial
+from typing import Any, Callable, List
+
+from kb.probe import Arm, Context, Experiment, Probe, Symptom, completed, symptom
+
+STEPS = 20
+MODELS, WIDTH = 12, 1024
+FEW = 2  # steps whose activations may be alive at the end: the last one, and what is being freed
+
+
+class Saved:
+    """One tensor that autograd has saved for a backward."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+def count_steps(ctx: Context, *, step: Callable[[Any, Any, List[Any]], None]) -> None:
+    """Steps of one shape. Of how many does autograd still hold what it saved for the backward?"""
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(ctx.device)
+    batch = torch.randn(32, 64, device=ctx.device)
+    saved: List[weakref.WeakSet[Saved]] = []
+    kept: List[Any] = []
+
+    def pack(tensor: Any) -> Saved:
+        box = Saved(tensor.detach())  # an output of the step would lead back to its own node
+        saved[-1].add(box)
+        return box
+
+    ctx.reached()
+    with saved_tensors_hooks(pack, lambda box: box.tensor):
+        for _ in range(STEPS):
+            saved.append(weakref.WeakSet())
+            step(model, batch, kept)
+    held = sum(map(bool, saved))
+    ctx.note(steps=STEPS, held=held, graph_nodes=graph_nodes())
+    if held > FEW:
+        raise Symptom(f"the activations of {held} of {STEPS} steps are still held")
+
+
+def graph_nodes() -> int:
+    """Nodes of autograd's graph that a living tensor leads to."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    stack = [each.grad_fn for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return len(seen)
+
+
+def add_up(model: Any, batch: Any, kept: List[Any], *, how: str) -> None:
+    """A running loss of an evaluation."""
+    import gc
+
+    import torch
+
+    if how == "eval":
+        model.eval()
+    if how == "no_grad":
+        with torch.no_grad():
+            loss = model(batch).square().mean()
+    else:
+        loss = model(batch).square().mean()
+    total = kept.pop() if kept else 0.0
+    if how == "item":
+        total += loss.item()
+    else:
+        total = total + loss
+    kept.append(total)
+    if how == "collect":
+        gc.collect()
+
+
+def add_up_trained(model: Any, batch: Any, kept: List[Any], *, logged_alone: bool) -> None:
+    """The running loss of a training loop: of the loss itself, or of a term that is logged and not trained."""
+    model.zero_grad(set_to_none=True)
+    loss = model(batch).square().mean()
+    logged = model(batch).abs().mean() if logged_alone else loss
+    loss.backward()
+    kept[:] = [kept[0] + logged if kept else logged]
+
+
+def collect(model: Any, batch: Any, kept: List[Any], *, detached: bool) -> None:
+    """Outputs for a metric at the end of the epoch."""
+    output = model(batch)
+    if detached:
+        kept.append(output.detach())
+    else:
+        kept.append(output)
+
+
+def average(model: Any, batch: Any, kept: List[Any], *, no_grad: bool) -> None:
+    """A moving average of a loss that is computed for it."""
+    import torch
+
+    loss = model(batch).square().mean()
+    loss.backward()
+    average = kept.pop() if kept else torch.zeros((), device=batch.device)
+    if no_grad:
+        with torch.no_grad():
+            average = 0.9 * average + 0.1 * model(batch).square().mean()
+    else:
+        average = 0.9 * average + 0.1 * model(batch).square().mean()
+    kept.append(average)
+
+
+def penalise(ctx: Context, *, how: str) -> None:
+    """A gradient penalty of a model that is made anew each time. How much larger has the process become?
+
+    With `create_graph` the gradient of a parameter has a graph that leads back to the parameter.
+    """
+    import gc
+
+    import torch
+
+    batch = torch.randn(4, WIDTH, device=ctx.device)
+    ctx.reached()
+    before = 0.0
+    for number in range(MODELS + 1):
+        if number == 1:  # the first one has made what stays in any case
+            before = resident_mib()
+        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
+        model.to(ctx.device)
+        loss = model(batch).square().mean()
+        if how == "grad":
+            grads = torch.autograd.grad(loss, tuple(model.parameters()), create_graph=True)
+            (loss + sum(grad.square().sum() for grad in grads)).backward()
+        else:
+            loss.backward(create_graph=True)
+            torch.stack([weight.grad.square().sum() for weight in model.parameters() if weight.grad is not None]).sum()
+        if how == "none":
+            for weight in model.parameters():
+                weight.grad = None
+        del model, loss
+        gc.collect()
+    grown = resident_mib() - before
+    ctx.note(models=MODELS, mib_each=WIDTH * WIDTH * 4 / 2**20, grown_mib=round(grown))
+    if grown > MODELS * WIDTH * WIDTH * 4 / 2**20 / 2:
+        raise Symptom(f"{MODELS} models later the process holds {grown:.0f} MiB more, after gc.collect()")
+
+
+def resident_mib() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+HELD = symptom(r"the activations of (\d+) of \1 steps are still held")
+GROWN = symptom(r"models later the process holds \d{2,} MiB more, after gc\.collect")
+
+
+def pair(name: str, bad: Any, good: Any, *, because: str, fixed: str, expect: Any = HELD, **rest: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(bad, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(good, expect=completed(), because=fixed, fidelity="cpu"),
+        **{"world_size": 1, "expected_s": (0.3, 0.3), **rest},
+    )
+
+
+def steps(step: Callable[..., None], **options: Any) -> Callable[[Context], None]:
+    return partial(count_steps, step=partial(step, **options))
+
+
+NO_GRAD = "under torch.no_grad() a forward saves nothing"
+KEPT = "the running loss has the graph of each batch"
+
+running = pair("evaluation", steps(add_up, how="graph"), steps(add_up, how="no_grad"), because=KEPT, fixed=NO_GRAD)
+
+probe = Probe(
+    experiments=(running.on_gpus(1, name="gpu", expected_s=(10, 10)), running),
+    variants=(
+        pair("item", steps(add_up, how="graph"), steps(add_up, how="item"), because=KEPT, fixed="item() is a number"),
+        pair(
+            "eval-mode",
+            steps(add_up, how="eval"),
+            steps(add_up, how="no_grad"),
+            because="model.eval() changes dropout and BatchNorm, and saves all the same",
+            fixed=NO_GRAD,
+        ),
+        pair(
+            "collector",
+            steps(add_up, how="collect"),
+            steps(add_up, how="item"),
+            because="gc.collect() frees nothing that is in use",
+            fixed="item() is a number",
+        ),
+        pair(
+            "auxiliary",
+            steps(add_up_trained, logged_alone=True),
+            steps(add_up_trained, logged_alone=False),
+            because="no backward goes through the term that is only logged",
+            fixed="the loss whose backward has run: its saved tensors are gone, and only small nodes are kept",
+        ),
+        pair(
+            "outputs",
+            steps(collect, detached=False),
+            steps(collect, detached=True),
+            because="the list has outputs with their graphs",
+            fixed="the outputs are detached",
+        ),
+        pair(
+            "average",
+            steps(average, no_grad=False),
+            steps(average, no_grad=True),
+            because="the average of this step has the graph of all steps before",
+            fixed="the average is updated under no_grad",
+        ),
+        pair(
+            "create-graph",
+            partial(penalise, how="backward"),
+            partial(penalise, how="grad"),
+            because="backward(create_graph=True) leaves a cycle that Python's collector does not see",
+            fixed="torch.autograd.grad makes no cycle",
+            expect=GROWN,
+        ),
+        pair(
+            "grad-to-none",
+            partial(penalise, how="backward"),
+            partial(penalise, how="none"),
+            because="the cycle goes through .grad",
+            fixed=".grad is set to None before the model goes",
+            expect=GROWN,
+        ),
+    ),
+)
