@@ -1,0 +1,399 @@
+"""Processes that share one core, a process bound to one core by OpenMP, and how many threads a rank starts."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import multiprocessing
+import os
+import re
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    Unavailable,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+PLAY_S, ROUNDS = 0.08, 12
+TURNS = 4_000  # hand-overs per round: about 30 on one core, 200,000 on two; between them, a busy machine with two
+
+
+class Game:
+    """Two processes hand a number back and forth, and neither sleeps. On one core it moves once per time slice only.
+
+    Each goes to a core of its own if it may use several: when the kernel would move them apart is not the question.
+    """
+
+    def __init__(self) -> None:
+        self.shared = memoryview(mmap.mmap(-1, 32)).cast("q")  # turns, who is there, and the cores that they may use
+
+    def play(self, me: int) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[me % len(cores)]})
+        self.shared[3] = len(cores)
+        self.shared[1 + me] = 1
+        deadline = time.monotonic() + 20
+        while not self.shared[2 - me] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        end = time.perf_counter() + PLAY_S
+        while time.perf_counter() < end:
+            for _ in range(50):
+                if self.shared[0] % 2 == me:
+                    self.shared[0] += 1
+        os.sched_setaffinity(0, cores)
+
+
+def best(play: Callable[[Game], None]) -> Tuple[int, int]:
+    """The most hand-overs of some rounds, and the cores: with one core three rounds tell, with more a busy machine may
+    need some more of them."""
+    turns = cores = 0
+    for number in range(ROUNDS):
+        game = Game()
+        play(game)
+        turns, cores = max(turns, game.shared[0]), game.shared[3]
+        if turns > TURNS or (cores == 1 and number == 2):
+            break
+    return turns, cores
+
+
+class Samples:
+    """A sample costs computing, in the worker that is asked for it."""
+
+    def __init__(self, game: Game, length: int) -> None:
+        self.game, self.length = game, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.game.play(index)
+        return index
+
+
+def own_cores() -> List[int]:
+    cores = sorted(os.sched_getaffinity(0))  # above `import torch`
+    if len(cores) < 2:
+        raise Unavailable("this process may use one core only, so that there is nothing to compare")
+    return cores
+
+
+def load(ctx: Context, *, cores: Optional[int], num_workers: int = 2) -> None:
+    """A DataLoader whose workers compute; with a single worker, the training process computes as well."""
+    from torch.utils.data import DataLoader
+
+    os.sched_setaffinity(0, own_cores()[:cores])
+    ctx.reached()
+    texts: List[str] = []
+
+    def play(game: Game) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            samples: Any = Samples(game, num_workers)
+            loader: Any = DataLoader(samples, num_workers=num_workers, collate_fn=list, multiprocessing_context="fork")
+        texts[:] = [str(warning.message) for warning in caught]
+        batches = iter(loader)
+        if num_workers == 1:
+            game.play(1)
+        assert list(batches) == [[number] for number in range(num_workers)]
+
+    turns, allowed = best(play)
+    ctx.note(hand_overs=turns, cores=allowed, warnings=texts)
+    if turns <= TURNS:
+        said = re.findall(r"This DataLoader .*? max number of worker in current system is \d+", " ".join(texts))
+        raise Symptom("%s; %d cores, took turns: %d hand-overs" % (said[0] if said else "no warning", allowed, turns))
+    assert allowed >= 2, allowed
+
+
+def count_workers(ctx: Context, *, affinity: bool) -> None:
+    """As many workers as there are cores, by one way to count them or another, where the job may use one."""
+    from torch.utils.data import DataLoader
+
+    os.sched_setaffinity(0, own_cores()[:1])
+    ctx.reached()
+    data: Any = list(range(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        num_workers = os.cpu_count() or 1
+        if affinity:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # that share these cores
+            num_workers = max(1, len(os.sched_getaffinity(0)) // ranks - 1)
+        loader: Any = DataLoader(data, batch_size=2, num_workers=num_workers, multiprocessing_context="fork")
+    assert [value for batch in loader for value in batch.tolist()] == data
+
+
+def load_openmp() -> Any:
+    """The OpenMP library of torch, as `import torch` loads it. It reads its variables, and binds this thread."""
+    spec = importlib.util.find_spec("torch")
+    folder = Path(spec.origin).parent if spec and spec.origin else Path("/nonexistent")
+    found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
+    if not found:
+        raise Unavailable("there is no torch here that brings libgomp")
+    return ctypes.CDLL(str(found[0]))
+
+
+def bind(ctx: Context, *, restored: bool = False) -> None:
+    """Two workers of a process that has loaded torch's OpenMP library."""
+    cores = own_cores()
+    load_openmp()
+    if restored:
+        os.sched_setaffinity(0, cores)  # below it
+    ctx.reached()
+
+    def play(game: Game) -> None:
+        context = multiprocessing.get_context("fork")
+        workers: List[Any] = [context.Process(target=game.play, args=(me,)) for me in range(2)]
+        for process in workers:
+            process.start()
+        for process in workers:
+            process.join()
+
+    turns, allowed = best(play)
+    ctx.note(hand_overs=turns, cores_before=len(cores), cores_of_workers=allowed)
+    if turns <= TURNS:
+        raise Symptom("%d cores before OpenMP, %d after; took turns: %d hand-overs" % (len(cores), allowed, turns))
+    assert allowed == len(cores), allowed
+
+
+def launch(ctx: Context, *, threads: str) -> None:
+    """torchrun with two ranks that write down what they were given."""
+    from torch.distributed.run import main
+
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = threads
+    ctx.reached()
+    script = 'printf %s "$OMP_NUM_THREADS" > "$0-$LOCAL_RANK"'
+    local = ["--nproc-per-node=2", "--local-addr=localhost", "--master-addr=localhost", "--master-port=0"]
+    main([*local, "--no-python", "sh", "-c", script, ctx.path("threads")])
+    given = [Path(ctx.path("threads-%d" % rank)).read_text() for rank in range(2)]
+    if given != [threads, threads]:
+        raise Symptom("OMP_NUM_THREADS was not set, and is %s in the two ranks" % " and ".join(given))
+
+
+def start_threads(ctx: Context, *, share: bool) -> None:
+    """How many threads two ranks start, which may use the same cores."""
+    cores = len(own_cores())
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if share:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ctx.world_size))
+    threads = load_openmp().omp_get_max_threads()
+    ctx.reached()
+    ctx.note(threads=threads, cores=cores)
+    if threads * ctx.world_size > cores:
+        raise Symptom("%d ranks of %d threads each for %d cores" % (ctx.world_size, threads, cores))
+    assert threads >= 1, threads
+
+
+# --- the check: cores, quota, and what the ranks of this host start ----------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Whether the cores that this process may use are enough for the ranks, their workers and their threads."""
+    workers = params["num_workers"]
+    if workers is None and params["config"] is not None:
+        try:
+            values = read_config(params["config"]).values
+        except UnreadableConfig as error:
+            return unknown(str(error))
+        workers = values.get("dataloader_num_workers", values.get("num_workers"))
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
+        return unknown("%r is not a number of workers" % (workers,))
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return unknown("this system does not say which cores a process may use")
+    total = os.cpu_count() or allowed
+    groups = own_groups()
+    quota, group = quota_of(groups)
+    cores = allowed if quota is None else min(float(allowed), quota)
+    ranks, source = ranks_here(params["nproc_per_node"])
+    evidence = [
+        "this process may use %d of %d cores" % (allowed, total),
+        "no CPU quota of a cgroup is visible" if quota is None else "%s: the time of %.1f cores" % (group, quota),
+        "%d ranks on this host (%s)" % (ranks, source) if ranks > 0 else "the ranks of this host are not known",
+        "the number of workers is not known" if workers is None else "%d workers per rank" % workers,
+    ]
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    evidence.append("OMP_NUM_THREADS is %s" % (ascii(threads) if threads not in ("", "1") else "1 or not set"))
+    places = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")}
+    named = ["%s=%s" % (name, ascii(value)) for name, value in places.items() if value]
+    evidence += ["OpenMP may bind the process, see `cores` after `import torch`: " + ", ".join(named)] if named else []
+    if throttled(groups) > 10:
+        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % throttled(groups))
+        return exposed(*evidence, advice="a higher CPU limit, fewer workers, or fewer threads")
+    together = cores < allowed or allowed == total  # else each rank may have cores of its own
+    sharing = ranks if together and ranks > 0 else 1
+    if workers is not None and sharing * (workers + 1) > cores:
+        evidence.append("%d processes share the time of %.1f cores" % (sharing * (workers + 1), cores))
+        return exposed(*evidence, advice="more cores for the job, or fewer workers")
+    if re.fullmatch(r"[1-9][0-9]{0,4}", threads) and sharing * int(threads) > cores:
+        evidence.append("%d threads of OpenMP for %.1f cores" % (sharing * int(threads), cores))
+        return exposed(*evidence, advice="OMP_NUM_THREADS of cores / ranks")
+    return unknown(*evidence, "what the launcher or OpenMP binds later is not seen here", advice="`taskset -cp PID`")
+
+
+def ranks_here(given: Optional[int]) -> Tuple[int, str]:
+    if given is not None:
+        return given, "as given"
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if re.fullmatch(r"[1-9][0-9]{0,4}", os.environ.get(name, "")):
+            return int(os.environ[name]), name
+    return 0, ""
+
+
+def own_groups() -> List[Path]:
+    """This process's cgroup and those above it that are visible here, of version 2 or of the cpu controller."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+    groups: List[Path] = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for base in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct")):
+            group = base / path.lstrip("/")
+            groups += [above for above in (group, *group.parents) if base == above or base in above.parents]
+    return groups
+
+
+def quota_of(groups: List[Path]) -> Tuple[Optional[float], str]:
+    """The smallest quota in cores, and the group that sets it."""
+    quotas: List[Tuple[float, str]] = []
+    for group in groups:
+        try:
+            if (group / "cpu.max").exists():
+                quota, period = (group / "cpu.max").read_text().split()
+            else:
+                quota, period = ((group / ("cpu.cfs_%s_us" % name)).read_text().strip() for name in ("quota", "period"))
+            if quota.isdecimal() and int(period) > 0:
+                quotas.append((int(quota) / int(period), str(group)))
+        except (OSError, ValueError):
+            continue
+    return min(quotas) if quotas else (None, "")
+
+
+def throttled(groups: List[Path]) -> int:
+    """In how many percent of its periods the tightest group was stopped."""
+    shares = [0]
+    for group in groups:
+        try:
+            stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+            shares.append(100 * int(stat["nr_throttled"]) // max(1, int(stat["nr_periods"])))
+        except (OSError, ValueError, KeyError):
+            continue
+    return max(shares)
+
+
+def arms(name: str, fails: Any, works: Any, why: str, fix: str, expect: Any, **changes: Any) -> Experiment:
+    """Two arms; `stands_for` and `env`, of the control arm or of both, are taken out of the changes."""
+    common = {"fidelity": "stand-in" if "stands_for" in changes else "cpu", "stands_for": changes.pop("stands_for", "")}
+    control, treatment = changes.pop("env", ({}, {}))
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because=why, env=control, **common),
+        treatment=Arm(works, completed(), because=fix, env=treatment, **common),
+        **{"world_size": 1, "deadline_s": 60.0, **changes},
+    )
+
+
+WARNING = (
+    r"This DataLoader will create \d+ worker processes in total\. "
+    r"Our suggested max number of worker in current system is 1"
+)
+GOMP = {"stands_for": "`import torch`, by loading the OpenMP library of torch alone", "needs": Needs(packages={})}
+BIND = {"OMP_PROC_BIND": "true"}
+
+probe = Probe(
+    check=check,
+    params={
+        "num_workers": Param("int", "workers of the DataLoader, per rank"),
+        "nproc_per_node": Param("int", "ranks on this host (default: from the launcher's variables)"),
+        "config": Param("path", "a configuration with dataloader_num_workers or num_workers"),
+    },
+    experiments=(
+        arms(
+            "one-core",
+            partial(load, cores=1),
+            partial(load, cores=None),
+            "the job may use one core, so that its two workers take turns",
+            "the job may use all cores, and the two workers compute at the same time",
+            symptom(WARNING + r"; 1 cores, took turns: \d+ hand-overs"),
+        ),
+    ),
+    variants=(
+        arms(
+            "as-suggested",
+            partial(load, cores=1, num_workers=1),
+            partial(load, cores=None, num_workers=1),
+            "one worker, as torch suggests, ends the warning and shares the core with the training process",
+            "with all cores the worker and the training process compute at the same time",
+            symptom(r"no warning; 1 cores, took turns: \d+ hand-overs"),
+        ),
+        arms(
+            "count",
+            partial(count_workers, affinity=False),
+            partial(count_workers, affinity=True),
+            "os.cpu_count() counts the cores of the machine",
+            "the affinity counts those that the job may use",
+            raised(WARNING),
+        ),
+        arms(
+            "openmp",
+            bind,
+            bind,
+            "OMP_PROC_BIND=true: OpenMP binds the process to its first core when it is loaded, workers inherit that",
+            "without the variable the process keeps its cores",
+            symptom(r"([2-9]|\d\d+) cores before OpenMP, 1 after; took turns"),
+            env=(BIND, {}),
+            **GOMP,
+        ),
+        arms(
+            "restore",
+            bind,
+            partial(bind, restored=True),
+            "the workers inherit the one core",
+            "the process takes the cores back that it had before, and the workers inherit these",
+            symptom(r"([2-9]|\d\d+) cores before OpenMP, 1 after; took turns"),
+            env=(BIND, BIND),
+            **GOMP,
+        ),
+        arms(
+            "torchrun",
+            partial(launch, threads=""),
+            partial(launch, threads="2"),
+            "torchrun sets OMP_NUM_THREADS to 1 for more than one rank",
+            "the ranks get the value that was set in front of torchrun",
+            symptom("OMP_NUM_THREADS was not set, and is 1 and 1 in the two ranks"),
+        ),
+        arms(
+            "threads",
+            partial(start_threads, share=False),
+            partial(start_threads, share=True),
+            "without OMP_NUM_THREADS each of the two ranks has a thread for every core",
+            "OMP_NUM_THREADS is the number of cores divided by that of the ranks",
+            symptom(r"2 ranks of (\d+) threads each for \1 cores"),
+            world_size=2,
+            **{**GOMP, "stands_for": "torch.get_num_threads(), by the OpenMP library of torch"},
+        ),
+    ),
+)
