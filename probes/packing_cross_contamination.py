@@ -1,0 +1,317 @@
+"""Two documents in one row: is the second computed as if it were alone?"""
+
+import math
+from functools import partial
+from typing import Any, Callable, List, Mapping, Optional, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    symptom,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+END = 0  # the end-of-sequence token, behind each document
+FIRST, SECOND = [3, 4, 5, 6, 7, 8, END], [11, 12, 13, 14, END]
+PACKED = [len(FIRST), len(SECOND)]
+
+
+def build_model(vocabulary: int, rotary: bool = False, flex: bool = False) -> Any:
+    """Two layers of attention; positions as learned vectors, or as rotations of queries and keys."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(vocabulary, 32)
+            self.places = torch.nn.Embedding(64, 32)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 96) for _ in range(2))
+            self.head = torch.nn.Linear(32, vocabulary)
+
+        def attend(self, x: Any, layer: Any, position_ids: Any, mask: Any) -> Any:
+            query, key, value = layer(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+            if rotary:
+                angles = position_ids[:, None, :, None] * 0.5 ** torch.arange(8)
+                query, key = (turn(part, angles) for part in (query, key))
+            if flex:
+                from torch.nn.attention.flex_attention import flex_attention
+
+                y = flex_attention(query, key, value, block_mask=mask)
+            else:
+                y = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            return torch.as_tensor(y).transpose(1, 2).reshape(x.shape)
+
+        def forward(self, input_ids: Any, position_ids: Any, mask: Any) -> Any:
+            x = self.words(input_ids) if rotary else self.words(input_ids) + self.places(position_ids)
+            for layer in self.layers:
+                x = x + self.attend(torch.nn.functional.layer_norm(x, (32,)), layer, position_ids, mask)
+            return self.head(x)
+
+    def turn(x: Any, angles: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def arrange(lengths: List[int], *, documents: bool, restart: bool, flex: bool = False) -> Tuple[Any, Any]:
+    """Position ids and mask of a row that holds documents of these lengths."""
+    import torch
+
+    document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    length = len(document_ids)
+    position_ids = torch.arange(length)[None]
+    if restart:
+        position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    if flex:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def allowed(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            same = document_ids[query] == document_ids[key]
+            return (query >= key) & same if documents else query >= key
+
+        return position_ids, create_block_mask(allowed, None, None, length, length, device="cpu")
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    if documents:
+        mask = mask & (document_ids[:, None] == document_ids[None, :])
+    return position_ids, mask
+
+
+def compare(packed: Any, alone: Any) -> None:
+    """Raise a symptom where the second document is not what it is alone."""
+    difference = float((packed[0, len(FIRST) :] - alone[0]).abs().max())
+    if difference > 1e-3:
+        raise Symptom("the second document of the row differs by %.3f from the same document alone" % difference)
+    assert difference < 1e-5, difference
+
+
+def pack(
+    ctx: Context, *, documents: bool = True, restart: bool = True, rotary: bool = False, flex: bool = False
+) -> None:
+    """Two documents with an end token behind each, in one row and alone."""
+    import torch
+
+    model = build_model(32, rotary, flex)
+    ctx.reached()
+    with torch.no_grad():
+        alone = model(torch.tensor([SECOND]), *arrange([len(SECOND)], documents=False, restart=True, flex=flex))
+        row = torch.tensor([FIRST + SECOND])
+        packed = model(row, *arrange(PACKED, documents=documents, restart=restart, flex=flex))
+    assert packed.shape == (1, sum(PACKED), 32)
+    compare(packed, alone)
+
+
+def label(ctx: Context, *, border: bool) -> None:
+    """The loss of the row, with the right mask, against the loss of its documents."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model = build_model(32)
+    ctx.reached()
+    row = torch.tensor([FIRST + SECOND])
+    labels = row.clone()
+    if border:
+        labels[0, len(FIRST)] = -100  # the first token of a document has nothing before it
+    with torch.no_grad():
+        logits = model(row, *arrange(PACKED, documents=True, restart=True))
+        loss = cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+        expected = torch.tensor(0.0)
+        for document in (FIRST, SECOND):
+            single = model(torch.tensor([document]), *arrange([len(document)], documents=True, restart=True))
+            expected += cross_entropy(single[0, :-1], torch.tensor(document[1:]), reduction="sum")
+    if abs(loss - expected) > 1e-2:
+        message = "the row has a loss of %.2f over its tokens, its documents have %.2f"
+        raise Symptom(message % (float(loss), float(expected)))
+    assert int((labels[0, 1:] != -100).sum()) == sum(PACKED) - 2
+
+
+def train(ctx: Context, *, documents: bool) -> None:
+    """Rows whose two documents share an answer, which nothing in the second document itself gives away."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model = build_model(10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    arranged, single = arrange([3, 3], documents=documents, restart=True), arrange([3], documents=True, restart=True)
+    generator = torch.Generator().manual_seed(1)
+    ctx.reached()
+    for _ in range(80):
+        answers = 2 + torch.randint(8, (32,), generator=generator)
+        document = torch.stack((torch.ones_like(answers), answers, torch.full_like(answers, END)), 1)
+        mask = arranged[1].expand(32, 1, 6, 6)
+        logits = model(torch.cat((document, document), 1), arranged[0], mask)
+        loss = cross_entropy(logits[:, 3], answers) + cross_entropy(logits[:, 0], answers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        packed = float(cross_entropy(logits[:, 3], answers))
+        alone = float(cross_entropy(model(document, *single)[:, 0], answers))
+    if alone > packed + 0.5:
+        raise Symptom("the answer has a loss of %.2f in the row and of %.2f alone" % (packed, alone))
+    assert abs(packed - math.log(8)) < 0.4 and abs(alone - packed) < 0.2, (packed, alone)
+
+
+def build_llama(implementation: str) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
+
+
+def call(ctx: Context, *, given: str, cache: bool = False, implementation: str = "sdpa") -> None:
+    """A Llama of transformers; `given` says what of positions and mask it gets. By default it keeps a cache."""
+    import torch
+    from transformers import DataCollatorWithFlattening
+
+    model = build_llama(implementation)
+    samples = [{"input_ids": FIRST}, {"input_ids": SECOND}]
+    if given == "nothing":
+        collator = DataCollatorWithFlattening(return_position_ids=False)
+    else:
+        collator = DataCollatorWithFlattening()
+    batch = collator(samples, return_tensors="pt")
+    assert batch["labels"][0, len(FIRST)] == -100
+    del batch["labels"]
+    if given == "ones":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    elif given == "4d":
+        allowed = arrange(PACKED, documents=True, restart=True)[1][None, None]
+        batch["attention_mask"] = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    if not cache:
+        model.config.use_cache = False
+    ctx.reached()
+    with torch.no_grad():
+        alone = model(torch.tensor([SECOND]), use_cache=False).logits
+        compare(model(**batch).logits, alone)
+
+
+def pack_by_trl(ctx: Context, *, strategy: str) -> None:
+    """What SFTTrainer does with packing=True: pack, and a collator that is padding-free for bfd only."""
+    import torch
+    from datasets import Dataset  # type: ignore[import-not-found]
+    from trl import pack_dataset  # type: ignore[import-not-found]
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # type: ignore[import-not-found]
+
+    model = build_llama("sdpa")
+    columns = {"input_ids": [FIRST, SECOND], "labels": [FIRST, SECOND]}
+    dataset = pack_dataset(Dataset.from_dict(columns), sum(PACKED), strategy)
+    collator = DataCollatorForLanguageModeling(pad_token_id=END, padding_free=strategy == "bfd")
+    batch = collator([dataset[0]])
+    assert batch["input_ids"].tolist() == [FIRST + SECOND]
+    names = ("input_ids", "position_ids", "attention_mask")
+    ctx.reached()
+    with torch.no_grad():
+        packed = model(**{name: batch[name] for name in names if name in batch}, use_cache=False).logits
+        compare(packed, model(torch.tensor([SECOND]), use_cache=False).logits)
+
+
+def is_on(value: Any) -> Optional[bool]:
+    """None where the value says neither."""
+    return {"true": True, "false": False, "yes": True, "no": False}.get(str(value).strip().lower())
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Does the configuration pack documents without telling attention where one ends?"""
+    if params["config"] is None:
+        return unknown("no training configuration was named", advice="kb check --config sft.yaml")
+    try:
+        values = read_config(params["config"]).values
+    except UnreadableConfig as error:
+        return unknown(str(error))
+    names = ("packing", "neat_packing", "sample_packing", "padding_free", "reset_attention_mask")
+    states = {name: is_on(values[name]) for name in names if name in values}
+    found = ["%s: %s" % (name, str(values[name])[:40]) for name in states]
+    if not states:
+        return unknown("%s says nothing of packing" % params["config"], "the script or a default may pack")
+    alone = "one document in a row and the same alone must give the same logits: the entry's How to tell"
+    if None in states.values():
+        return unknown(*found, "not a plain true or false", advice=alone)
+    if states.get("reset_attention_mask") is False:
+        return exposed(*found, "Megatron fills each row with several documents", advice="see the entry, Fix 5")
+    in_factory = "neat_packing" in values or "cutoff_len" in values
+    if states.get("packing") and not states.get("neat_packing") and in_factory:
+        return exposed(*found, "LLaMA-Factory then gives every token of a row the mask 1", advice="neat_packing: true")
+    if states.get("packing") and str(values.get("packing_strategy")) == "wrapped":
+        return exposed(*found, "packing_strategy: wrapped keeps no borders", advice="packing_strategy: bfd")
+    if any(states.values()):
+        return unknown(*found, "the kernel and the batch decide, which no file shows", advice=alone)
+    return clear(*found, "that the job reads this file and sets nothing else is not looked at")
+
+
+APART = symptom(r"the second document of the row differs by \d+\.\d+ from the same document alone")
+BLOCKS = "each token sees its own document only"
+TORCH = {"torch": ">=2.1"}
+LLAMA = {**TORCH, "transformers": ">=4.53.1"}
+DOCUMENTS = ("documents", False, True)
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    change: Tuple[str, Any, Any],
+    because: str,
+    fix: str,
+    expect: Expect = APART,
+    packages: Mapping[str, str] = TORCH,
+) -> Experiment:
+    """`change` is a keyword of the job, with its value in the control arm and in the treatment."""
+    keyword, broken, fixed = change
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{keyword: broken}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{keyword: fixed}), expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages=packages),
+        world_size=1,
+        expected_s=(0.3, 0.3),
+    )
+
+
+def llama(name: str, change: Tuple[str, Any, Any], because: str, fix: str, **keywords: Any) -> Experiment:
+    return pair(name, partial(call, **keywords), change, because, fix, APART, LLAMA)
+
+
+RESTARTED = "end tokens and position ids that restart are there; the mask is causal"
+LOSS = symptom(r"the row has a loss of \d+\.\d\d over its tokens, its documents have \d+\.\d\d")
+COPIED = symptom(r"the answer has a loss of 0\.\d\d in the row and of \d+\.\d\d alone")
+ONES = ("given", "ones", "positions")
+TRL = {**LLAMA, "trl": ">=1.0"}
+
+probe = Probe(
+    experiments=(pair("mask", pack, DOCUMENTS, RESTARTED, BLOCKS),),
+    variants=(
+        pair("mask-rotary", partial(pack, rotary=True), DOCUMENTS, "the same, rotary positions", BLOCKS),
+        pair("rotary-running", partial(pack, rotary=True, restart=False), DOCUMENTS, "rotary positions run on", BLOCKS),
+        pair(
+            "positions", pack, ("restart", False, True), "the mask is right, learned positions run on", "they restart"
+        ),
+        pair("border-label", label, ("border", False, True), "a label at the border", "-100 at the border", LOSS),
+        pair("training", train, DOCUMENTS, "neighbours share an answer, and the model copies it", BLOCKS, COPIED),
+        pair("flex", partial(pack, flex=True), DOCUMENTS, "flex_attention", BLOCKS, APART, {"torch": ">=2.6"}),
+        llama("transformers", ("given", "nothing", "positions"), "no position ids", "DataCollatorWithFlattening"),
+        llama("transformers-ones", ONES, "position ids restart, the mask is all ones", "no attention mask"),
+        llama("transformers-eager", ONES, "the same with eager attention", "no attention mask", implementation="eager"),
+        llama("transformers-cache", ("cache", True, False), "the model keeps a cache", "no cache", given="positions"),
+        llama("transformers-4d", ("given", "ones", "4d"), "a 2D mask of ones", "a 4D mask, as LLaMA-Factory makes it"),
+        pair("trl", pack_by_trl, ("strategy", "wrapped", "bfd"), "TRL packs wrapped", "TRL packs bfd", APART, TRL),
+    ),
+    check=check,
+    params={"config": Param("path", "the file that the job reads")},
+)
