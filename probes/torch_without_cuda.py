@@ -80,11 +80,13 @@ def install_again(
     wheel(Path(ctx.path("cuda")), "2.13.0+cu130")
     wheel(Path(ctx.path("pypi")), "2.13.0")
     run(ctx, [sys.executable, "-m", "venv", "--without-pip", ctx.path("env")])
-    run(ctx, [*pip, installed])
+    [packages] = Path(ctx.path("env")).glob("lib/python*/site-packages")
+    with zipfile.ZipFile(installed) as archive:
+        archive.extractall(packages)  # what pip does, in a hundredth of its time
     ctx.reached()
     printed = run(ctx, [*pip, *options, "--find-links", ctx.path(index), requirement])
-    code = "import importlib.metadata as m; print(m.version('kbtorch'))"
-    version = run(ctx, [ctx.path("env/bin/python"), "-c", code]).strip()
+    [info] = packages.glob("kbtorch-*.dist-info")
+    version = info.name[len("kbtorch-") : -len(".dist-info")]
     if version != "2.13.0+cu130":
         raise Symptom("%s is installed as before: %s" % (version, printed.strip().splitlines()[-1]))
 
