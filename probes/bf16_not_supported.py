@@ -1,0 +1,146 @@
+"""bfloat16 is asked for, and no GPU is seen, or one that has no arithmetic for it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+from functools import partial
+from typing import Any, Dict, List, Mapping, Tuple
+
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    clear,
+    completed,
+    exposed,
+    raised,
+    unknown,
+)
+from kb.training_config import UnreadableConfig, read_config
+
+AMPERE = (8, 0)
+
+
+def autocast(ctx: Context, *, dtype: str) -> None:
+    """The first lines of a loop under autocast, where torch says of the GPU that it has no bfloat16."""
+    import torch
+
+    torch.cuda.is_bf16_supported = lambda *_, **__: False
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    ctx.reached()
+    with torch.autocast("cuda", dtype=getattr(torch, dtype)):
+        assert torch.is_autocast_enabled()
+
+
+def configure(ctx: Context, *, library: str, name: str, options: Dict[str, Any]) -> None:
+    """The arguments of a trainer, where no GPU is seen."""
+    import torch
+
+    assert not torch.cuda.is_available()
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(variable, None)  # one process, started without a launcher
+    made: Any = getattr(importlib.import_module(library), name)
+    ctx.reached()
+    arguments = made(output_dir=ctx.path("out"), report_to="none", **options)
+    ctx.note(bf16=arguments.bf16, fp16=arguments.fp16)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Do the GPUs of this node compute in bfloat16, and does the configuration ask for it?"""
+    found = capabilities(params["capability"])
+    if not found:
+        advice = "on the GPU node, or with --set capability=7.5"
+        return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
+    listed = "compute capability " + ", ".join(f"{major}.{minor}" for major, minor in found)
+    if min(found) >= AMPERE:
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
+            return unknown(listed, "CUDA_VISIBLE_DEVICES hides them from this shell", advice="unset it")
+        return clear(listed, "all of them compute in bfloat16; whether torch sees them is another matter")
+    if params["config"] is None:
+        return unknown(listed, "below 8.0 bfloat16 is refused or emulated", advice="--set config=train.yaml")
+    try:
+        values = read_config(params["config"]).values
+    except UnreadableConfig as error:
+        return unknown(listed, str(error))
+    asked = [f"{key}: {values[key]}" for key in ("bf16", "mixed_precision", "precision", "dtype") if asks(values, key)]
+    if asked:
+        return exposed(listed, f"the configuration has {', '.join(asked)}", advice="fp16: true and bf16: false")
+    return unknown(listed, "the configuration names no bf16; flags and defaults, such as TRL's, are not read here")
+
+
+def asks(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    if isinstance(value, dict):
+        value = value.get("enabled")
+    return str(value).lower() in ("true", "yes", "bf16", "bfloat16", "bf16-mixed", "bf16-true", "torch.bfloat16")
+
+
+def capabilities(named: str) -> List[Tuple[int, int]]:
+    """Of the parameter or of nvidia-smi, each once."""
+    text = named
+    if not named:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=0.8, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return []
+        text = ran.stdout
+    return sorted({(int(major), int(minor)) for major, minor in re.findall(r"^\s*(\d{1,2})\.(\d)\s*$", text, re.M)})
+
+
+OLD_GPU = "a GPU below 8.0 and a torch that does not emulate: its answer is replaced by no"
+NO_AUTOCAST = raised(r"Current CUDA Device does not support bfloat16\. Please switch dtype to float16")
+NO_BF16 = raised(r"Your setup doesn't support bf16/gpu")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+
+
+def configured(
+    name: str, library: str, made: str, bad: Dict[str, Any], good: Dict[str, Any], needs: Needs
+) -> Experiment:
+    job = partial(configure, library=library, name=made)
+    return Experiment(
+        name=name,
+        control=Arm(
+            partial(job, options=bad), NO_BF16, f"{made} with {bad or 'its defaults'}, and no GPU", "cpu", "", NO_GPU
+        ),
+        treatment=Arm(partial(job, options=good), completed(), f"{made} with {good}", "cpu", "", NO_GPU),
+        world_size=1,
+        needs=needs,
+        deadline_s=90,
+        expected_s=(8, 8),
+    )
+
+
+TRANSFORMERS = Needs(packages={"torch": ">=2.2", "transformers": ">=4.34", "accelerate": ">=0.26"}, memory_mib=2048)
+TRL = Needs(packages={**TRANSFORMERS.packages, "trl": ">=0.19"}, memory_mib=3072)
+
+probe = Probe(
+    check=check,
+    params={
+        "config": Param("path", "your accelerate YAML, DeepSpeed JSON, or the YAML of a trainer"),
+        "capability": Param("str", "compute capability of the GPUs in question; default: nvidia-smi", ""),
+    },
+    experiments=(
+        Experiment(
+            name="autocast",
+            control=Arm(partial(autocast, dtype="bfloat16"), NO_AUTOCAST, "autocast in bfloat16", "stand-in", OLD_GPU),
+            treatment=Arm(partial(autocast, dtype="float16"), completed(), "autocast in float16", "stand-in", OLD_GPU),
+            world_size=1,
+            expected_s=(0.3, 0.3),
+        ),
+    ),
+    variants=(
+        configured(
+            "no-gpu", "transformers", "TrainingArguments", {"bf16": True}, {"bf16": True, "use_cpu": True}, TRANSFORMERS
+        ),
+        configured("off", "transformers", "TrainingArguments", {"bf16": True}, {"bf16": False}, TRANSFORMERS),
+        configured("trl-default", "trl", "SFTConfig", {}, {"bf16": False}, TRL),
+    ),
+)
