@@ -123,7 +123,8 @@ def missing_keys(state: Any, dcp: Any, path: str) -> Any:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return sorted(set(flatten_state_dict(state)[0]) - set(saved))
+    asked = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+    return sorted(set(flatten_state_dict(asked)[0]) - set(saved))
 
 
 def resume_unused(ctx: Context, *, partial_load: bool) -> None:
@@ -158,6 +159,63 @@ def resume_older(ctx: Context, *, partial_load: bool) -> None:
     put(model, optimizer, state, named=True)
     check_moments(optimizer, 2)
     assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def resume_with_scheduler(ctx: Context, *, partial_load: bool) -> None:
+    """A scheduler, made before this load and not before the save, adds an option to each group."""
+    import torch
+
+    with checkpoint(ctx) as (dcp, path):
+        model, optimizer = start()
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        state = states(model, optimizer, named=True)
+        assert missing_keys(state, dcp, path) == ["optimizer.param_groups.0.initial_lr"]
+        dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial_load))
+        put(model, optimizer, state, named=True)
+        check_moments(optimizer, 2)
+
+
+def resume_objects(ctx: Context, *, named: bool) -> None:
+    """The dict has the model and the optimizer themselves; dcp.load asks them for their state."""
+    with checkpoint(ctx, named=named) as (dcp, path):
+        model, optimizer = start()
+        state = states(model, optimizer, named=True) if named else {"model": model, "optimizer": optimizer}
+        assert missing_keys(state, dcp, path) == []
+        dcp.load(state, checkpoint_id=path)
+        if named:
+            put(model, optimizer, state, named=True)
+        check_moments(optimizer, 2)
+
+
+def resume_layout(ctx: Context, *, same: bool) -> None:
+    """The checkpoint is nested; the resuming job flattens the state of the optimizer, or does not."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    with checkpoint(ctx) as (dcp, path):
+        model, optimizer = start()
+        options = StateDictOptions(flatten_optimizer_state_dict=not same)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
+        )
+        check_moments(optimizer, 2)
+
+
+def set_full_state(ctx: Context, *, lenient: bool) -> None:
+    """A full state dict without the state of a layer that had no gradient."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    saved = get_optimizer_state_dict(*start(trained=True, extra=True))
+    model, optimizer = start(extra=True)
+    ctx.reached()
+    set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(strict=not lenient))
+    check_moments(optimizer, 2)
 
 
 def resume_other_name(ctx: Context, *, same_name: bool) -> None:
@@ -220,6 +278,18 @@ probe = Probe(
         pair("unused", resume_unused, raised(MISSING), "a layer had no gradient", "that is allowed", "partial_load"),
         pair(
             "older", resume_older, raised(MISSING), "an option is missing", "that is allowed", "partial_load", ">=2.7"
+        ),
+        pair("scheduler", resume_with_scheduler, raised(MISSING), "initial_lr", "that is allowed", "partial_load"),
+        pair("objects", resume_objects, EMPTY, "an optimizer asks for nothing before its first step", NAMES, "named"),
+        pair("layout", resume_layout, raised(MISSING), "one side is flattened", "both are nested", "same"),
+        pair(
+            "missing-state",
+            set_full_state,
+            raised(r"Missing optimizer state for parameter"),
+            "a layer had no gradient",
+            "that is allowed",
+            "lenient",
+            ">=2.13",
         ),
         pair("other-name", resume_other_name, EMPTY, "another name, and allowed", "the same name", "same_name"),
         pair("compiled", resume_compiled, raised(MISSING), "the names of the wrapper", NAMES, "named"),

@@ -34,6 +34,13 @@ def mixture() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts_per_tok=2, **counts, **sizes))
 
 
+def mamba() -> Any:
+    """A Mamba of one layer: in_proj, x_proj, dt_proj, out_proj and conv1d."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(hidden_size=8, state_size=4, num_hidden_layers=1, vocab_size=16))
+
+
 def own_model() -> Any:
     """A model of one's own class, which PEFT has no default names for."""
     import torch
@@ -190,6 +197,26 @@ probe = Probe(
             raised(r"Cannot convert PEFT target\(s\) gate_proj without also targeting up_proj"),
             peft=">=0.19",
             transformers=">=5",
+        ),
+        pair(
+            "all-linear-in-list",
+            ["all-linear"],
+            "all-linear",
+            gpt2,
+            ["c_attn", "c_fc", "c_proj"],
+            "in a list it is a name like others",
+            "a string",
+        ),
+        pair(
+            "mamba",
+            "all-linear",
+            ["in_proj"],
+            mamba,
+            ["in_proj"],
+            "out_proj is among them, whose weight the kernel takes past the adapter",
+            "the projection that is called as a layer",
+            raised(r"Module 'out_proj' is incompatible with Mamba-based models"),
+            peft=">=0.16",
         ),
         pair(
             "no-default",

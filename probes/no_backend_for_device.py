@@ -179,6 +179,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     fsdp = fsdp if isinstance(fsdp, dict) else {}
     if fsdp.get("fsdp_offload_params") not in (True, "true", "True") or fsdp.get("fsdp_version") not in (2, "2"):
         return unknown("no FSDP2 with fsdp_offload_params in this file; the code is not read")
+    kind = values.get("distributed_type")
+    if (kind is not None and str(kind).upper() != "FSDP") or values.get("use_cpu") in (True, "true", "True"):
+        return unknown("fsdp_config is there, and the job is not one of FSDP on GPUs by this file")
     installed = release("accelerate")
     if installed is None:
         return unknown("FSDP2 with fsdp_offload_params, and no accelerate in this interpreter", advice="--python PATH")
