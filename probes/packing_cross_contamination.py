@@ -203,6 +203,30 @@ def call(ctx: Context, *, given: str, cache: bool = False, implementation: str =
         compare(model(**batch).logits, alone)
 
 
+def call_multimodal(ctx: Context, *, rows: int) -> None:
+    """Text for a Qwen2.5-VL, which takes borders from the first of four rows of positions."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    config = Qwen2_5_VLConfig(
+        text_config={"vocab_size": 32, "pad_token_id": END, "rope_parameters": rope, **size, **heads},
+        vision_config={"depth": 1, "num_heads": 2, "out_hidden_size": 32, **size},
+        **{name + "_token_id": 28 + n for n, name in enumerate(("image", "video", "vision_start", "vision_end"))},
+    )
+    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    position_ids = arrange(PACKED, documents=True, restart=True)[0]
+    if rows == 4:
+        position_ids = position_ids[None].expand(4, -1, -1)
+    ctx.reached()
+    with torch.no_grad():
+        packed = model(torch.tensor([FIRST + SECOND]), position_ids=position_ids, use_cache=False).logits
+        compare(packed, model(torch.tensor([SECOND]), use_cache=False).logits)
+
+
 def pack_by_trl(ctx: Context, *, strategy: str) -> None:
     """What SFTTrainer does with packing=True: pack, and a collator that is padding-free for bfd only."""
     import torch
@@ -244,14 +268,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     alone = "one document in a row and the same alone must give the same logits: the entry's How to tell"
     if None in states.values():
         return unknown(*found, "not a plain true or false", advice=alone)
-    if states.get("reset_attention_mask") is False:
+    if states.get("reset_attention_mask") is False and "packing" not in states:
         return exposed(*found, "Megatron fills each row with several documents", advice="see the entry, Fix 5")
     in_factory = "neat_packing" in values or "cutoff_len" in values
     if states.get("packing") and not states.get("neat_packing") and in_factory:
         return exposed(*found, "LLaMA-Factory then gives every token of a row the mask 1", advice="neat_packing: true")
     if states.get("packing") and str(values.get("packing_strategy")) == "wrapped":
         return exposed(*found, "packing_strategy: wrapped keeps no borders", advice="packing_strategy: bfd")
-    if any(states.values()):
+    if any(states.values()) or "reset_attention_mask" in states or not {"packing", "sample_packing"} & set(states):
         return unknown(*found, "the kernel and the batch decide, which no file shows", advice=alone)
     return clear(*found, "that the job reads this file and sets nothing else is not looked at")
 
@@ -310,6 +334,14 @@ probe = Probe(
         llama("transformers-eager", ONES, "the same with eager attention", "no attention mask", implementation="eager"),
         llama("transformers-cache", ("cache", True, False), "the model keeps a cache", "no cache", given="positions"),
         llama("transformers-4d", ("given", "ones", "4d"), "a 2D mask of ones", "a 4D mask, as LLaMA-Factory makes it"),
+        pair(
+            "transformers-rows",
+            call_multimodal,
+            ("rows", 2, 4),
+            "Qwen2.5-VL, position ids of two dimensions",
+            "four rows of position ids",
+            packages={**TORCH, "transformers": ">=5.0"},
+        ),
         pair("trl", pack_by_trl, ("strategy", "wrapped", "bfd"), "TRL packs wrapped", "TRL packs bfd", APART, TRL),
     ),
     check=check,
