@@ -17,7 +17,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    clear,
     completed,
     raised,
     symptom,
@@ -170,7 +169,14 @@ def check(params: Mapping[str, Any]) -> Finding:
             f"spaces in {classes!r} become part of a class name", advice="separate the names by commas alone"
         )
     if "TRANSFORMER" in str(policy).upper() and classes:
-        return clear(f"{policy} with {classes}: whether the model has that class is seen when it is wrapped")
+        return unknown(
+            f"{policy} with {classes}: only the model can say whether it has that class",
+            advice="print the wrapped model; the Trainer of transformers 4 needs auto_wrap in the option fsdp as well",
+        )
+    if classes:
+        return unknown(
+            f"auto_wrap_policy {policy!r} with {classes}: what it does depends on the library", advice=advice
+        )
     return unknown(f"{policy} without a class: the model's own list decides, and it may be empty", advice=advice)
 
 

@@ -21,7 +21,6 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
-    clear,
     completed,
     raised,
     symptom,
@@ -36,10 +35,13 @@ LIMITS: Dict[Tuple[int, int], int] = {
     (7, 5): 65536,
     (8, 0): 166912,
     (8, 6): 101376,
+    (8, 7): 166912,
     (8, 9): 101376,
     (9, 0): 232448,
     (10, 0): 232448,
+    (10, 3): 232448,
     (12, 0): 101376,
+    (12, 1): 101376,
 }
 RTX, HOPPER = (8, 6), (9, 0)
 TUNED = 232448  # kernels that are tuned on a data centre card fill this
@@ -118,7 +120,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(f"compute capability {lacking[0][0]}.{lacking[0][1]} is not in the table of this probe")
     evidence = [f"compute capability {card[0]}.{card[1]}: {LIMITS[card]} bytes for a block" for card in found]
     if min(LIMITS[card] for card in found) >= TUNED:
-        return clear(*evidence, "as much as any card has; a kernel that asks for more fails everywhere")
+        return unknown(*evidence, "as much as any card has; a kernel that asks for more fails everywhere")
     return unknown(*evidence, "kernels that are tuned for H100 may ask for more")
 
 
