@@ -17,7 +17,6 @@ from kb.probe import (
     Needs,
     Param,
     Probe,
-    clear,
     completed,
     exposed,
     raised,
@@ -26,6 +25,8 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 AMPERE = (8, 0)
+KEYS = ("bf16", "mixed_precision", "precision", "dtype", "torch_dtype")
+SEEN = "in the job: print(torch.cuda.is_available(), torch.cuda.get_device_capability())"
 
 
 def autocast(ctx: Context, *, dtype: str) -> None:
@@ -59,18 +60,18 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = "on the GPU node, or with --set capability=7.5"
         return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
     listed = "compute capability " + ", ".join(f"{major}.{minor}" for major, minor in found)
-    if min(found) >= AMPERE:
-        if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
-            return unknown(listed, "CUDA_VISIBLE_DEVICES hides them from this shell", advice="unset it")
-        return clear(listed, "all of them compute in bfloat16; whether torch sees them is another matter")
+    if found[0] >= AMPERE:  # whether torch sees them only the job can tell
+        return unknown(listed, "all have bfloat16; if it is refused, torch sees no GPU", advice=SEEN)
+    if found[-1] >= AMPERE:
+        return unknown(listed, "the GPUs differ: below 8.0 bfloat16 is refused or emulated", advice=SEEN)
     if params["config"] is None:
         return unknown(listed, "below 8.0 bfloat16 is refused or emulated", advice="--set config=train.yaml")
     try:
         values = read_config(params["config"]).values
     except UnreadableConfig as error:
         return unknown(listed, str(error))
-    asked = [f"{key}: {values[key]}" for key in ("bf16", "mixed_precision", "precision", "dtype") if asks(values, key)]
-    if asked:
+    asked = [f"{key}: {values[key]}" for key in KEYS if asks(values, key)]
+    if asked and not any(str(values.get(key)).lower() in ("true", "yes") for key in ("use_cpu", "no_cuda")):
         return exposed(listed, f"the configuration has {', '.join(asked)}", advice="fp16: true and bf16: false")
     return unknown(listed, "the configuration names no bf16; flags and defaults, such as TRL's, are not read here")
 
@@ -92,7 +93,8 @@ def capabilities(named: str) -> List[Tuple[int, int]]:
         except (OSError, subprocess.SubprocessError):
             return []
         text = ran.stdout
-    return sorted({(int(major), int(minor)) for major, minor in re.findall(r"^\s*(\d{1,2})\.(\d)\s*$", text, re.M)})
+    lines = [re.fullmatch(r"(\d{1,2})\.(\d)", line.strip()) for line in text.strip().splitlines()]
+    return sorted({(int(line[1]), int(line[2])) for line in lines if line}) if all(lines) else []
 
 
 OLD_GPU = "a GPU below 8.0 and a torch that does not emulate: its answer is replaced by no"
@@ -118,7 +120,7 @@ def configured(
     )
 
 
-TRANSFORMERS = Needs(packages={"torch": ">=2.2", "transformers": ">=4.34", "accelerate": ">=0.26"}, memory_mib=2048)
+TRANSFORMERS = Needs(packages={"torch": ">=2.2", "transformers": ">=4.52", "accelerate": ">=0.26"}, memory_mib=2048)
 TRL = Needs(packages={**TRANSFORMERS.packages, "trl": ">=0.19"}, memory_mib=3072)
 
 probe = Probe(

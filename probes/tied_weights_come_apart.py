@@ -6,12 +6,13 @@ import importlib
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional
 
 from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import (
     Arm,
     Context,
+    Expect,
     Experiment,
     Finding,
     Needs,
@@ -26,6 +27,8 @@ from kb.probe import (
 
 WORDS, WIDTH, RATE = 32, 8, 0.5
 FULLY_SHARD = Needs(packages={"torch": ">=2.6"})
+TRANSFORMERS = Needs(packages={"torch": ">=2.2", "transformers": ">=4.40"}, memory_mib=2048)
+PEFT = Needs(packages={**TRANSFORMERS.packages, "peft": ">=0.18"}, memory_mib=2048)
 
 
 def make_model(*, tied: bool = True) -> Any:
@@ -54,19 +57,10 @@ def whole(tensor: Any) -> Any:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
 
 
-def fill(model: Any, values: Mapping[str, Any]) -> None:
-    """Load the full values into a sharded model, name by name: both names have the same values."""
-    import torch
-    from torch.distributed.tensor import distribute_tensor
-
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(distribute_tensor(values[name].to(weight.device), weight.device_mesh, weight.placements))
-
-
 def shard_from_meta(model: Any, device: Any, *, retie: bool) -> Any:
     """To meta, sharded, materialised, loaded. Whoever ties again does it on meta, and once more after to_empty."""
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     values = {name: value.clone() for name, value in model.state_dict().items()}
     model.to("meta")
@@ -76,15 +70,18 @@ def shard_from_meta(model: Any, device: Any, *, retie: bool) -> Any:
     model.to_empty(device=device)
     if retie:
         model.lm_head.weight = model.embed.weight
-    fill(model, values)
+    for name, weight in model.named_parameters():  # both names have the same values
+        part = distribute_tensor(values[name].to(weight.device), weight.device_mesh, weight.placements)
+        weight.data.copy_(part)
     return model
 
 
-def shard_units(model: Any, device: Any, *, together: bool) -> Any:
+def shard_units(model: Any, device: Any, *, retie: bool) -> Any:
+    """The tie is kept by one unit for both."""
     from torch.distributed.fsdp import fully_shard
 
     model.to(device)
-    if together:
+    if retie:
         fully_shard([model.embed, model.lm_head])
     else:
         fully_shard(model.embed)
@@ -111,33 +108,29 @@ def load_without_head(model: Any, device: Any, *, retie: bool) -> Any:
     return model.to(device)
 
 
-def replace_embedding(model: Any, device: Any, *, retie: bool) -> Any:
-    """An embedding of one's own in place of the model's, with the same values."""
-    from torch import nn
+def step(model: Any, device: Any, **rest: Any) -> None:
+    """One step of SGD. Every rank has the same batch."""
+    import torch
 
-    model.embed = nn.Embedding.from_pretrained(model.embed.weight.detach().clone(), freeze=False)
-    if retie:
-        model.lm_head.weight = model.embed.weight
-    return model.to(device)
+    tokens = torch.arange(WORDS, device=device)
+    answer = model(tokens[None], **rest)
+    logits = getattr(answer, "logits", answer)[0]
+    torch.nn.functional.cross_entropy(logits, tokens.roll(1)).backward()
+    torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=RATE).step()
 
 
 def train(ctx: Context, *, prepare: Callable[[Any, Any], Any]) -> None:
-    """One step, compared with the same step of a tied model in one process. Both ranks have the same batch."""
-    import torch
-
+    """One step, compared with the same step of a tied model in one process."""
     ctx.init_process_group(timeout_s=20)
-    reference, model = make_model(), make_model()
     ctx.reached()
-    model = prepare(model, ctx.device)
-    for one, where in ((reference, torch.device("cpu")), (model, ctx.device)):
-        tokens = torch.arange(WORDS, device=where)[None]
-        optimizer = torch.optim.SGD(one.parameters(), lr=RATE)
-        torch.nn.functional.cross_entropy(one(tokens)[0], tokens[0].roll(1)).backward()
-        optimizer.step()
-    compare(reference, whole(model.embed.weight), whole(model.lm_head.weight), len(list(model.parameters())))
+    model = prepare(make_model(), ctx.device)
+    step(model, ctx.device)
+    compare(whole(model.embed.weight), whole(model.lm_head.weight), len(list(model.parameters())))
 
 
-def compare(reference: Any, embed: Any, head: Any, parameters: int) -> None:
+def compare(embed: Any, head: Any, parameters: int) -> None:
+    reference = make_model()
+    step(reference, "cpu")
     apart = float((embed - head).abs().max())
     off = float((embed - reference.embed.weight.detach()).abs().max())
     if apart > 1e-4 or off > 1e-4:
@@ -154,7 +147,7 @@ def pipeline(ctx: Context, *, reduce: bool) -> None:
     import torch.distributed as dist
 
     ctx.init_process_group(timeout_s=20)
-    reference, model = make_model(), make_model(tied=False).to(ctx.device)
+    model = make_model(tied=False).to(ctx.device)
     tokens = torch.arange(WORDS, device=ctx.device)
     first = ctx.rank == 0
     weight = model.embed.weight if first else model.lm_head.weight
@@ -178,51 +171,45 @@ def pipeline(ctx: Context, *, reduce: bool) -> None:
     torch.optim.SGD([weight], lr=RATE).step()
     both = [torch.empty_like(weight) for _ in range(2)]
     dist.all_gather(both, weight.detach())
-    reference_tokens = tokens.cpu()[None]
-    optimizer = torch.optim.SGD(reference.parameters(), lr=RATE)
-    torch.nn.functional.cross_entropy(reference(reference_tokens)[0], reference_tokens[0].roll(1)).backward()
-    optimizer.step()
-    compare(reference, both[0].cpu(), both[1].cpu(), 4)
+    compare(both[0].cpu(), both[1].cpu(), 4)
 
 
-def llama(ctx: Context, *, retie: bool) -> None:
-    """A tied Llama of transformers, moved to meta and back, then trained one step."""
+def llama(ctx: Context, *, prepare: Callable[[Any, Any], Any]) -> None:
+    """A tied Llama of transformers, trained one step."""
     import torch
 
     transformers: Any = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
-    values: Dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
-    rotary = {name: value.clone() for name, value in model.named_buffers()}
-    before = len(list(model.parameters()))
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     ctx.reached()
-    model.to("meta").to_empty(device=ctx.device)
+    step(prepare(model, ctx.device), ctx.device)
+    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    if weights[0] is not weights[1]:
+        apart = float((weights[0] - weights[1]).abs().max())
+        raise Symptom(f"2 parameters instead of 1: after one step embedding and head differ by {apart:.4f}")
+
+
+def meta_and_back(model: Any, device: Any, *, retie: bool) -> Any:
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    rotary = {name: value.clone() for name, value in model.named_buffers()}
+    model.to("meta").to_empty(device=device)
     if retie:
         model.tie_weights()
     model.load_state_dict(values)
     for name, buffer in model.named_buffers():
         buffer.copy_(rotary[name])
-    tokens = torch.arange(WORDS, device=ctx.device)[None]
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    inside, outside = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    apart = float((inside - outside).abs().max())
-    if inside is not outside:
-        after = len(list(model.parameters()))
-        raise Symptom(
-            f"{after} parameters instead of {before}: after one step embedding and head differ by {apart:.4f}"
-        )
+    return model
+
+
+def adapter(model: Any, device: Any, *, retie: bool) -> Any:
+    """LoRA that also trains both, as their own copies."""
+    peft: Any = importlib.import_module("peft")
+    both = ["embed_tokens", "lm_head"]
+    options = {"ensure_weight_tying": True} if retie else {}
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=both, **options))
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -231,102 +218,70 @@ def check(params: Mapping[str, Any]) -> Finding:
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.safetensors")
     try:
-        names = [tensor.name for tensor in read_checkpoint(path).tensors]
+        names = "\n".join(tensor.name for tensor in read_checkpoint(path).tensors)
     except Unreadable as error:
         return unknown(str(error))
-    heads = [name for name in names if re.search(r"(^|\.)(lm_head|output|output_layer|embed_out)\.weight$", name)]
-    inputs = [
-        name
-        for name in names
-        if re.search(r"(^|\.)(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in)\.weight$", name)
-    ]
-    if heads and inputs:
+    head = re.search(r"^(.*\.)?(lm_head|output|output_layer|embed_out)\.weight$", names, re.M)
+    first = re.search(r"^(.*\.)?(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in)\.weight$", names, re.M)
+    if head and first:
         return unknown(
-            f"{inputs[0]} and {heads[0]} are both in the file: a model that ties them may drop one",
+            f"{first[0]} and {head[0]} are both in the file: a model that ties them may drop one",
             advice="compare them: torch.equal; if they differ, they were trained apart",
         )
-    if inputs:
+    if first:
         return unknown(
-            f"{inputs[0]} is in the file and no head that kb knows: a model that is not tied starts with a random one",
+            f"{first[0]} is in the file and no head that kb knows: a model that is not tied starts with a random one",
             advice="after the load: model.get_input_embeddings().weight is model.get_output_embeddings().weight",
         )
-    return unknown(f"no input embedding that kb knows among {len(names)} tensors; other files may have it")
+    return unknown("no input embedding that kb knows is in the file; other files may have it")
 
 
 APART = symptom(r"\d+ parameters instead of \d+: after one step embedding and head differ by \d")
 ONE = "one parameter: it gets both gradients, and the step is that of the tied model"
+LIBRARY: Mapping[str, Any] = {"job": llama, "world_size": 1, "deadline_s": 90, "expected_s": (5.0, 5.0)}
 
 
-def apart(name: str, prepare: Callable[..., Any], *, because: str, **rest: Any) -> Experiment:
+def apart(
+    name: str,
+    prepare: Callable[..., Any],
+    because: str,
+    *,
+    job: Callable[..., None] = train,
+    expect: Expect = APART,
+    **rest: Any,
+) -> Experiment:
     return Experiment(
         name=name,
-        control=Arm(
-            partial(train, prepare=partial(prepare, retie=False)), expect=APART, because=because, fidelity="cpu"
-        ),
-        treatment=Arm(
-            partial(train, prepare=partial(prepare, retie=True)), expect=completed(), because=ONE, fidelity="cpu"
-        ),
-        expected_s=(0.6, 0.6),
-        **rest,
+        control=Arm(partial(job, prepare=partial(prepare, retie=False)), expect, because, "cpu"),
+        treatment=Arm(partial(job, prepare=partial(prepare, retie=True)), completed(), ONE, "cpu"),
+        **{"expected_s": (0.6, 0.6), **rest},
     )
 
 
-gloo = apart(
-    "gloo",
-    shard_from_meta,
-    because="moved to meta, the two names are two parameters, with equal values",
-    needs=FULLY_SHARD,
-)
+gloo = apart("gloo", shard_from_meta, "moved to meta, the two names are two parameters", needs=FULLY_SHARD)
 
 probe = Probe(
     check=check,
     params={"checkpoint": Param("path", "one file of the model: model.safetensors or pytorch_model.bin")},
     experiments=(gloo.on_gpus(), gloo),
     variants=(
-        Experiment(
-            name="units",
-            control=Arm(
-                partial(train, prepare=partial(shard_units, together=False)),
-                expect=raised(r"is shared with a parameter already managed by another FSDP group"),
-                because="each is sharded as a unit of its own; torch 2.13 finds it at the first forward",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(train, prepare=partial(shard_units, together=True)),
-                expect=completed(),
-                because="both in one unit: the tie is kept",
-                fidelity="cpu",
-            ),
+        apart(
+            "units",
+            shard_units,
+            "each is sharded as a unit of its own; torch 2.13 finds it at the first forward",
+            expect=raised(r"is shared with a parameter already managed by another FSDP group"),
             needs=Needs(packages={"torch": ">=2.13"}),
-            expected_s=(0.6, 0.6),
+            world_size=1,
         ),
-        apart("assign", load_clones, because="assign=True puts two tensors in the place of one", world_size=1),
-        apart("omitted", load_without_head, because="nobody fills the head: it keeps its random values", world_size=1),
-        apart("replaced", replace_embedding, because="the head keeps the old weight", world_size=1),
+        apart("assign", load_clones, "assign=True puts two tensors in the place of one", world_size=1),
+        apart("omitted", load_without_head, "nobody fills the head: it keeps its random values", world_size=1),
         Experiment(
             name="pipeline",
-            control=Arm(
-                partial(pipeline, reduce=False),
-                expect=APART,
-                because="each stage steps with its own half of the gradient",
-                fidelity="cpu",
-            ),
-            treatment=Arm(
-                partial(pipeline, reduce=True),
-                expect=completed(),
-                because="the copies add their gradients before the step",
-                fidelity="cpu",
-            ),
+            control=Arm(partial(pipeline, reduce=False), APART, "each steps with its half of the gradient", "cpu"),
+            treatment=Arm(partial(pipeline, reduce=True), completed(), "the copies add their gradients", "cpu"),
             expected_s=(0.6, 0.6),
         ),
-        Experiment(
-            name="transformers",
-            control=Arm(partial(llama, retie=False), expect=APART, because="to_empty after meta", fidelity="cpu"),
-            treatment=Arm(partial(llama, retie=True), expect=completed(), because="tie_weights()", fidelity="cpu"),
-            needs=Needs(packages={"torch": ">=2.2", "transformers": ">=4.40"}, memory_mib=2048),
-            world_size=1,
-            deadline_s=90,
-            expected_s=(5.0, 5.0),
-        ),
+        apart("transformers", meta_and_back, "to_empty after meta", needs=TRANSFORMERS, **LIBRARY),
+        apart("peft", adapter, "modules_to_save makes a copy of each", needs=PEFT, **LIBRARY),
     ),
 )
