@@ -105,51 +105,48 @@ def shuffle(ctx: Context, *, own_generator: bool) -> None:
     judge(ids + flat(DataLoader(dataset, batch_sampler=batches[DONE:])))
 
 
-def each_epoch(ctx: Context, *, once: bool) -> None:
-    """The skip of the resumed epoch, and the epoch behind it."""
+def position(ctx: Context, *, once: bool = True, in_samples: bool = True) -> None:
+    """Seen were 2 batches of 2; the resumed run takes batches of 4, in the rest of this epoch and in the next one."""
     from torch.utils.data import BatchSampler, DataLoader
 
-    dataset, done = list(range(SAMPLES)), DONE
+    dataset, batch_size, consumed = list(range(SAMPLES)), 2 * BATCH, DONE * BATCH
+    ids = dataset[:consumed]
+    done = consumed // batch_size if in_samples else DONE
     ctx.reached()
     for _ in range(2):
-        batches = list(BatchSampler(dataset, BATCH, drop_last=True))
-        ids = flat(DataLoader(dataset, batch_sampler=batches[done:]))
+        batches = list(BatchSampler(dataset, batch_size, drop_last=True))
+        judge(ids + flat(DataLoader(dataset, batch_sampler=batches[done:])))
+        ids = []
         if once:
             done = 0
-    judge(ids)
 
 
-def other_size(ctx: Context, *, in_samples: bool) -> None:
-    """The position was counted in batches of 2 on one rank; the resumed run takes batches of 4."""
-    from torch.utils.data import BatchSampler, DataLoader
-
-    dataset, batch_size = list(range(SAMPLES)), 2 * BATCH
-    ids = flat(islice(iter(DataLoader(dataset, batch_size=BATCH)), DONE))
-    consumed = DONE * BATCH
-    ctx.reached()
-    done = consumed // batch_size if in_samples else DONE
-    batches = list(BatchSampler(dataset, batch_size, drop_last=True))
-    judge(ids + flat(DataLoader(dataset, batch_sampler=batches[done:])))
-
-
-def stream(ctx: Context, *, seek: bool) -> None:
-    """An IterableDataset: what is skipped is read, unless the data set itself begins at the position."""
-    from torch.utils.data import DataLoader, IterableDataset
-
-    source, consumed = Counted(100), 80
+def stream_of(source: Any, start: int, rewind: bool = True) -> Any:
+    """A stream that begins at `start`, and in the next pass at 0."""
+    from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self, start: int = 0) -> None:
             self.start = start
 
-        def __iter__(self) -> Iterator[int]:
+        def set_epoch(self, epoch: int) -> None:
+            if epoch > 0 and rewind:
+                self.start = 0
+
+        def __iter__(self) -> Iterator[Any]:
             return (source[index] for index in range(self.start, len(source)))
 
+    return Rows(start)
+
+
+def stream(ctx: Context, *, seek: bool) -> None:
+    """An IterableDataset: what is skipped is read, unless the data set itself begins at the position."""
+    from torch.utils.data import DataLoader
+
+    source, consumed = Counted(100), 80
     ctx.reached()
-    if seek:
-        batch = next(iter(DataLoader(Rows(start=consumed), batch_size=BATCH)))
-    else:
-        batch = next(islice(iter(DataLoader(Rows(), batch_size=BATCH)), consumed // BATCH, None))
+    loader = DataLoader(stream_of(source, consumed if seek else 0), batch_size=BATCH)
+    batch = next(islice(iter(loader), 0 if seek else consumed // BATCH, None))
     assert batch.tolist() == [80, 81]
     if source.reads > BATCH:
         raise Symptom(f"{source.reads} samples were read for the first batch behind the resume")
@@ -176,60 +173,44 @@ def train(ctx: Context, dataset: Any, seen: list[int], resumed: str = "", **opti
             seen.extend(x.flatten().long().tolist())
             return {"loss": (self.weight * x - labels).mean()}
 
-    arguments = TrainingArguments(
-        ctx.path("out"),
-        per_device_train_batch_size=BATCH,
-        save_steps=1,
-        save_strategy="steps",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        **options,
-    )
+    options |= {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "no", "report_to": []}
+    options |= {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": BATCH}
+    arguments = TrainingArguments(ctx.path("out"), **options)
     Trainer(Noting(), arguments, train_dataset=dataset).train(resume_from_checkpoint=resumed or None)
 
 
-def to_features(index: int) -> dict[str, Any]:
-    import torch
+class Features(Counted):
+    def __getitem__(self, index: int) -> Any:
+        import torch
 
-    return {"x": torch.tensor([float(index)]), "labels": torch.tensor([0])}
+        return {"x": torch.tensor([float(super().__getitem__(index))]), "labels": torch.tensor([0])}
 
 
-def trainer(ctx: Context, *, ignore_data_skip: bool) -> None:
+def trainer(ctx: Context, *, skip: bool = True, seedable: bool = True) -> None:
     """Two epochs of 8 steps; resumed in the second one."""
-    dataset, first, rest = [to_features(index) for index in range(SAMPLES)], [], []  # type: ignore[var-annotated]
-    train(ctx, dataset, first, num_train_epochs=2)
+    dataset, first, rest = Features(SAMPLES), [], []  # type: ignore[var-annotated]
+    options: dict[str, Any] = {"num_train_epochs": 2, "accelerator_config": {"use_seedable_sampler": seedable}}
+    train(ctx, dataset, first, **options)
     ctx.reached()
-    train(ctx, dataset, rest, ctx.path("out/checkpoint-10"), num_train_epochs=2, ignore_data_skip=ignore_data_skip)
+    train(ctx, dataset, rest, ctx.path("out/checkpoint-10"), ignore_data_skip=not skip, **options)
     judge(first[SAMPLES : SAMPLES + DONE * BATCH] + rest)
 
 
-def trainer_stream(ctx: Context, *, start: int = 10, skip: bool = False) -> None:
-    """A stream, resumed behind 5 of 8 steps."""
-    from torch.utils.data import IterableDataset
-
-    class Rows(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
-        reads = 0
-
-        def __init__(self, start: int = 0) -> None:
-            self.start = start
-
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            for index in range(self.start, 2 * SAMPLES):
-                Rows.reads += 1
-                yield to_features(index)
-
-    train(ctx, Rows(), [], max_steps=8)
-    Rows.reads, rest = 0, []  # type: ignore[var-annotated]
+def trainer_stream(ctx: Context, *, seek: bool = True, leave: bool = True, rewind: bool = True) -> None:
+    """A stream of 24, resumed behind 5 of 16 steps of 2: the rest of this pass, and 8 samples of the next."""
+    source, start, steps, rest = Features(24), 10, 16, []  # type: ignore[var-annotated]
+    train(ctx, stream_of(source, 0), [], max_steps=steps)
+    source.reads = 0
     ctx.reached()
-    ignore_data_skip = start > 0 and not skip
-    train(ctx, Rows(start), rest, ctx.path("out/checkpoint-5"), max_steps=8, ignore_data_skip=ignore_data_skip)
-    if rest[0] != 10:
-        raise Symptom(f"with the resume {rest[0] - 10} of {2 * SAMPLES} samples were left out")
-    assert rest == list(range(10, 16))
-    if Rows.reads > len(rest) + BATCH:  # the loader is one batch ahead
-        raise Symptom(f"{Rows.reads} samples were read for the {len(rest)} behind the resume")
+    dataset, ignore_data_skip = stream_of(source, start if seek else 0, rewind), seek and leave
+    train(ctx, dataset, rest, ctx.path("out/checkpoint-5"), max_steps=steps, ignore_data_skip=ignore_data_skip)
+    expected = [*range(start, len(source)), *range(8)]
+    left_out = next((got - due for got, due in zip(rest, expected, strict=False) if got != due), 0)
+    if left_out:
+        raise Symptom(f"with the resume {left_out} of {len(source)} samples were left out")
+    assert rest == expected
+    if source.reads > len(rest) + 2 * BATCH:  # the loader is a batch ahead
+        raise Symptom(f"{source.reads} samples were read for the {len(rest)} behind the resume")
 
 
 def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) -> None:
@@ -255,6 +236,8 @@ def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) ->
     accelerator, loader = begin()
     accelerator.load_state(ctx.path("state"))
     epoch, done = 1, DONE
+    if with_epoch:
+        loader.set_epoch(epoch)
     active = accelerator.skip_first_batches(loader, done)
     if with_epoch:
         active.set_epoch(epoch)
@@ -297,8 +280,7 @@ def lightning(ctx: Context, *, resumable: bool) -> None:
                 self.epoch, self.done = self.epoch + 1, 0
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(self.dataset), generator=generator).tolist()
-            own = order[self.rank :: self.world_size][: len(self) * self.batch_size]
-            own = own[self.done * self.batch_size :]
+            own = order[self.rank :: self.world_size][self.done * self.batch_size : len(self) * self.batch_size]
             for batch in DataLoader(self.dataset, batch_sampler=BatchSampler(own, self.batch_size, False)):
                 self.done += 1
                 yield batch
@@ -324,12 +306,13 @@ def lightning(ctx: Context, *, resumable: bool) -> None:
     judge(ids[SAMPLES:])
 
 
-def stateful(ctx: Context, *, with_epoch: bool) -> None:
+def stateful(ctx: Context, *, with_epoch: bool = True, new_state: bool = True, done: int = DONE) -> None:
     """torchdata's loader restores how far it was, and not the epoch of the sampler."""
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found]
 
     dataset = list(range(SAMPLES))
+    at_end = done * BATCH == SAMPLES
 
     def build(epoch: int) -> Any:
         sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
@@ -338,162 +321,61 @@ def stateful(ctx: Context, *, with_epoch: bool) -> None:
 
     loader = build(1)
     iterator = iter(loader)
-    ids = flat(islice(iterator, DONE))
+    ids = flat(islice(iterator, done))
     state = loader.state_dict()
     ctx.reached()
-    loader = build(1 if with_epoch else 0)
-    loader.load_state_dict(state)
-    judge(ids + flat(loader))
+    loader = build((2 if at_end else 1) if with_epoch else 0)
+    if not (at_end and new_state):
+        loader.load_state_dict(state)
+    judge(([] if at_end else ids) + flat(loader))
+
+
+def boundary(ctx: Context, *, new_state: bool) -> None:
+    """Saved behind the last batch of an epoch."""
+    stateful(ctx, new_state=new_state, done=SAMPLES // BATCH)
 
 
 TWICE = symptom(r"with the resume \d+ of \d+ samples came twice and \d+ never")
 NEVER = symptom(r"with the resume 0 of 16 samples came twice and 4 never")
-READ = symptom(r"\d+ samples were read for the (first batch|6) behind the resume")
+EMPTY = symptom(r"with the resume 0 of 16 samples came twice and 16 never")
+LEFT_OUT = symptom(r"with the resume 10 of 24 samples were left out")
+READ = symptom(r"\d+ samples were read for the (first batch|22) behind the resume")
+OLD: dict[str, Any] = {"transformers": ">=4.41", "accelerate": ""}
+NEW: dict[str, Any] = {"transformers": ">=5.0", "accelerate": ""}
+Job = Callable[..., None]
 
 
 def pair(
-    name: str,
-    job: Callable[..., None],
-    change: tuple[str, Any, Any],
-    expect: Expect,
-    because: str,
-    fix: str,
-    *,
-    world_size: int = 1,
-    **packages: str,
+    name: str, job: Job, key: str, expect: Expect, because: str, fix: str, *, ranks: int = 1, **packages: str
 ) -> Experiment:
-    """`change` is a keyword, its value in the control arm and its value in the treatment."""
-    key, wrong, right = change
+    """`key` is False in the control arm and True in the treatment."""
     return Experiment(
         name=name,
-        control=Arm(partial(job, **{key: wrong}), expect=expect, because=because, fidelity="cpu"),
-        treatment=Arm(partial(job, **{key: right}), expect=completed(), because=fix, fidelity="cpu"),
+        control=Arm(partial(job, **{key: False}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{key: True}), expect=completed(), because=fix, fidelity="cpu"),
         needs=Needs(packages={"torch": ">=2.1", **packages}),
-        world_size=world_size,
+        world_size=ranks,
         deadline_s=60.0 if packages else 20.0,
         expected_s=(4.0, 4.0) if packages else (0.4, 0.4),
     )
 
 
-OFF_ON = (False, True)
-probe = Probe(
-    experiments=(
-        pair(
-            "order",
-            resume,
-            ("with_epoch", *OFF_ON),
-            TWICE,
-            "the new sampler has the order of epoch 0, and the first batches of that order are skipped",
-            "the new sampler gets the epoch ahead of the skip",
-            world_size=2,
-        ),
-    ),
-    variants=(
-        pair(
-            "replay",
-            replay,
-            ("by_index", *OFF_ON),
-            READ,
-            "40 batches are drawn from the loader and dropped",
-            "the indices of 40 batches are dropped, ahead of the loader",
-        ),
-        pair(
-            "stream",
-            stream,
-            ("seek", *OFF_ON),
-            READ,
-            "a stream has no indices; what is skipped is read",
-            "the stream begins at the position",
-        ),
-        pair(
-            "shuffle",
-            shuffle,
-            ("own_generator", *OFF_ON),
-            TWICE,
-            "the global generator is restored as it was in mid-epoch and draws another order",
-            "the order is drawn by a generator that is seeded with seed plus epoch",
-        ),
-        pair(
-            "each-epoch",
-            each_epoch,
-            ("once", *OFF_ON),
-            NEVER,
-            "the skip is applied in the next epoch too",
-            "the skip is 0 behind the resumed epoch",
-        ),
-        pair(
-            "batch-size",
-            other_size,
-            ("in_samples", *OFF_ON),
-            NEVER,
-            "2 batches of 2 were seen, and 2 of 4 are skipped",
-            "4 samples were seen, and 4 are skipped",
-        ),
-        pair(
-            "trainer",
-            trainer,
-            ("ignore_data_skip", True, False),
-            TWICE,
-            "with ignore_data_skip the epoch begins again, and the last steps see its first half twice",
-            "the Trainer skips by index",
-            transformers=">=5.0",
-            accelerate="",
-        ),
-        pair(
-            "trainer-stream",
-            trainer_stream,
-            ("start", 0, 10),
-            READ,
-            "the Trainer reads the stream up to the step",
-            "the stream begins at the position, and ignore_data_skip leaves that to it",
-            transformers=">=4.41",
-            accelerate="",
-        ),
-        pair(
-            "trainer-stream-twice",
-            trainer_stream,
-            ("skip", True, False),
-            symptom(r"with the resume 10 of 32 samples were left out"),
-            "the stream begins at the position, and the Trainer skips as many again",
-            "ignore_data_skip",
-            transformers=">=4.41",
-            accelerate="",
-        ),
-        pair(
-            "accelerate",
-            prepared,
-            ("seedable", *OFF_ON),
-            TWICE,
-            "load_state and skip_first_batches with the plain RandomSampler, saved in mid-epoch",
-            "use_seedable_sampler: the order follows from seed and epoch",
-            accelerate=">=0.30",
-        ),
-        pair(
-            "accelerate-epoch",
-            prepared,
-            ("with_epoch", *OFF_ON),
-            TWICE,
-            "a seedable sampler in a new process, which is at epoch 0",
-            "set_epoch on what skip_first_batches returns",
-            accelerate=">=0.30",
-        ),
-        pair(
-            "lightning",
-            lightning,
-            ("resumable", *OFF_ON),
-            TWICE,
-            "a plain DataLoader begins anew in mid-epoch",
-            "a loader with state_dict and load_state_dict",
-            lightning=">=2.3",
-        ),
-        pair(
-            "stateful",
-            stateful,
-            ("with_epoch", *OFF_ON),
-            TWICE,
-            "StatefulDataLoader in a new process whose sampler is at epoch 0",
-            "the sampler gets the epoch",
-            torchdata=">=0.9",
-        ),
-    ),
+ORDER = pair("order", resume, "with_epoch", TWICE, "skipped in the order of epoch 0", "set_epoch before it", ranks=2)
+VARIANTS = (
+    pair("replay", replay, "by_index", READ, "40 batches are drawn and dropped", "their indices are dropped"),
+    pair("stream", stream, "seek", READ, "no indices: what is skipped is read", "the stream begins at the position"),
+    pair("shuffle", shuffle, "own_generator", TWICE, "the global generator of mid-epoch", "one of seed plus epoch"),
+    pair("each-epoch", position, "once", NEVER, "skipped in the next epoch too", "not behind the resumed epoch"),
+    pair("batch-size", position, "in_samples", NEVER, "2 batches of 2 seen, 2 of 4 skipped", "4 samples are skipped"),
+    pair("trainer", trainer, "skip", TWICE, "ignore_data_skip begins the epoch again", "skipped by index", **NEW),
+    pair("trainer-sampler", trainer, "seedable", TWICE, "use_seedable_sampler is off", "it is on", **NEW),
+    pair("trainer-stream", trainer_stream, "seek", READ, "it is read up to the step", "it begins there", **OLD),
+    pair("trainer-stream-twice", trainer_stream, "leave", LEFT_OUT, "skipped twice", "ignore_data_skip", **OLD),
+    pair("trainer-stream-pass", trainer_stream, "rewind", LEFT_OUT, "each pass begins there", "only one", **OLD),
+    pair("accelerate", prepared, "seedable", TWICE, "a RandomSampler", "use_seedable_sampler", accelerate=">=0.30"),
+    pair("accelerate-epoch", prepared, "with_epoch", TWICE, "skipped at epoch 0", "set_epoch", accelerate=">=0.30"),
+    pair("lightning", lightning, "resumable", TWICE, "a plain DataLoader", "a loader with a state", lightning=">=2.3"),
+    pair("stateful", stateful, "with_epoch", TWICE, "the sampler is at epoch 0", "set_epoch", torchdata=">=0.9"),
+    pair("stateful-end", boundary, "new_state", EMPTY, "the state of a full epoch", "it is left", torchdata=">=0.9"),
 )
+probe = Probe(experiments=(ORDER,), variants=VARIANTS)
