@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping
 
 from kb.probe import (
     Arm,
@@ -45,12 +45,12 @@ def publish(tmp: str, final: str) -> None:
     dist.barrier()
 
 
-def publish_otherwise(tmp: str, final: str, *, by: str, waits: bool) -> None:
+def publish_otherwise(tmp: str, final: str, *, by_rank_0: bool, waits: bool) -> None:
     import torch.distributed as dist
 
     if waits:
         dist.barrier()
-    if by == "all" or int(os.environ["LOCAL_RANK"] if by == "local rank 0" else dist.get_rank()) == 0:
+    if dist.get_rank() == 0 or not by_rank_0:
         os.rename(tmp, final)
     if waits:
         dist.barrier()
@@ -103,7 +103,6 @@ def assert_whole(folder: str) -> None:
 def save(ctx: Context, *, publishes: Callable[[str, str], None], late: str = "") -> None:
     """A checkpoint is written into tmp-checkpoint-5 and renamed. Rank 1 may be late with its folder or its file."""
     ctx.init_process_group(timeout_s=15)
-    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node
     if late != "folder":
         os.makedirs("tmp-checkpoint-5", exist_ok=True)
     ctx.reached()
@@ -142,9 +141,9 @@ def start_save(ctx: Context, *, makes: Callable[[str], None], disks: int = 1, is
 def rotate(ctx: Context, *, by_rank_0: bool) -> None:
     """The old checkpoint is deleted."""
     dist = ctx.init_process_group(timeout_s=15)
-    os.makedirs("checkpoint-1", exist_ok=True)
-    write_files(ctx, "checkpoint-1")
     old = "checkpoint-1"
+    os.makedirs(old, exist_ok=True)
+    write_files(ctx, old)
     ctx.reached()
     dist.barrier()
     if dist.get_rank() == 0 or not by_rank_0:
@@ -153,13 +152,13 @@ def rotate(ctx: Context, *, by_rank_0: bool) -> None:
     assert not os.path.exists(old)
 
 
-def clean_up(ctx: Context, *, by_one: bool) -> None:
+def clean_up(ctx: Context, *, by_rank_0: bool) -> None:
     """Rank 0 renames the folder while rank 1, of another node, removes what it takes for a left-over."""
     ctx.init_process_group(timeout_s=15)
     os.makedirs("tmp-checkpoint-5", exist_ok=True)
     write_files(ctx, "tmp-checkpoint-5")
     ctx.reached()
-    if by_one:
+    if by_rank_0:
         publish("tmp-checkpoint-5", "checkpoint-5")
     elif ctx.rank == 0:
         assert ctx.meet("deletes")
@@ -181,13 +180,13 @@ def clean_up(ctx: Context, *, by_one: bool) -> None:
     assert_whole("checkpoint-5")
 
 
-def name_folder(ctx: Context, *, is_shared: bool) -> None:
+def name_folder(ctx: Context, *, by_rank_0: bool) -> None:
     """The folder's name has the time in it, and rank 1 starts a second later."""
     dist = ctx.init_process_group(timeout_s=15)
     ctx.reached()
     time.sleep(1.1 * ctx.rank)
     name = [time.strftime("runs/%Y%m%d-%H%M%S")]
-    if is_shared:
+    if by_rank_0:
         dist.broadcast_object_list(name, src=0)
     make_folder(name[0])
     write_files(ctx, name[0])
@@ -199,7 +198,7 @@ def name_folder(ctx: Context, *, is_shared: bool) -> None:
 
 def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
     """A Trainer of two ranks with a callback that deletes a checkpoint once a newer one is saved."""
-    dist = ctx.init_process_group(timeout_s=30)
+    ctx.init_process_group(timeout_s=30)
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", LOCAL_RANK=str(ctx.rank), LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate wants them; the group is there already
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -214,10 +213,10 @@ def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
         def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             old = os.path.join(args.output_dir, "checkpoint-%d" % (state.global_step - 1))
             if state.global_step > 1:
-                dist.barrier()
+                args.distributed_state.wait_for_everyone()
                 if state.is_world_process_zero or not by_rank_0:
                     shutil.rmtree(old)
-                dist.barrier()
+                args.distributed_state.wait_for_everyone()
 
     options = {"max_steps": 2, "save_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(output_dir="out", per_device_train_batch_size=1, **options)
@@ -229,13 +228,8 @@ def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does save_on_each_node of the Trainer fit the file system, and is the installed transformers one that races?"""
-    nodes = spans_nodes(params["nodes"])
+    """Do save_on_each_node of the Trainer and the installed transformers fit the nodes and the file system?"""
     version = installed("transformers")
-    if nodes and version.startswith(("4.36.", "4.38.")):
-        return exposed("transformers %s on several nodes" % version, advice="install transformers 4.39 or newer")
-    if version == "4.36.0":
-        return unknown("transformers 4.36.0 races with more than one process, and how many there are is not known")
     if params["config"] is None:
         return unknown("no configuration was given", advice="--config FILE --set nodes=NODES --set folder=OUTPUT_DIR")
     try:
@@ -245,13 +239,20 @@ def check(params: Mapping[str, Any]) -> Finding:
     own, folder = config.values.get("save_on_each_node", False), params["folder"] or config.values.get("output_dir")
     if config.kind != "arguments" or "output_dir" not in config.values or not isinstance(own, bool):
         return unknown("the file is no set of arguments of the Trainer, where save_on_each_node could be read")
+    nodes = spans_nodes(params["nodes"])
     if nodes is None:
         return unknown("on how many nodes the job runs is not known", advice="--set nodes=NODES")
+    if nodes and (version == "4.36.0" or (not own and version.startswith(("4.36.", "4.38.")))):
+        return exposed("transformers %s on several nodes" % version, advice="install transformers 4.39 or newer")
+    if not nodes and version == "4.36.0":
+        return unknown("transformers 4.36.0 races with more than one process, and how many there are is not known")
     if not nodes:
         return clear("one node: save_on_each_node makes no difference; scripts and callbacks were not read")
+    if not isinstance(folder, (str, Path)) or set("${") & set(str(folder)):
+        return unknown("%s is no plain path" % ascii(folder), advice="--set folder=OUTPUT_DIR")
     try:
-        kind = file_system(Path(str(folder)))
-    except (OSError, TypeError, ValueError, IndexError) as error:
+        kind = file_system(Path(os.path.expanduser(str(folder))))
+    except (OSError, ValueError, IndexError) as error:
         return unknown("the file system of the output folder cannot be found: %s" % ascii(error))
     seen = "save_on_each_node is %s, %s lies on %s" % (own, ascii(str(folder)), kind)
     if own and kind in SHARED:
@@ -287,121 +288,78 @@ def file_system(folder: Path) -> str:
 ONE = "barrier, rank 0 alone renames, barrier"
 MADE = "rank 0 makes the folder, barrier, each rank makes it where it is missing"
 LOST = r"No such file or directory: 'tmp-checkpoint-5' -> 'checkpoint-5'"
+NOT_EMPTY = r"Directory not empty: 'tmp-checkpoint-5' -> 'checkpoint-5'"
+NO_TMP = r"Parent directory tmp-checkpoint-5 does not exist"
+EXISTS = r"File exists: '\S+checkpoint-5'"
+SPLIT = symptom(r"the files of one save lie in 2 folders")
 NO_PARENT = r"Parent directory \S*checkpoint-5 does not exist"
 GONE = raised(r"FileNotFoundError: \[Errno 2\] No such file or directory: '[^'\n]+'")
 
 
 def pair(
-    name: str,
-    control: Callable[[Context], None],
-    treatment: Callable[[Context], None],
-    expect: Expect,
-    because: str,
-    fix: str,
-    stands_for: str = "",
-    packages: Optional[Mapping[str, str]] = None,
+    name: str, control: Any, treatment: Any, expect: Expect, because: str, fix: str, stands_for: str = "", **more: str
 ) -> Experiment:
     options: Any = {"fidelity": "stand-in" if stands_for else "cpu", "stands_for": stands_for}
     return Experiment(
         name=name,
         control=Arm(control, expect=expect, because=because, **options),
         treatment=Arm(treatment, expect=completed(), because=fix, **options),
-        needs=Needs(packages={"torch": ">=2.1", **(packages or {})}),
-        deadline_s=60.0 if packages else 20.0,
-        expected_s=(10.0, 10.0) if packages else (1.5, 1.5),
+        needs=Needs(packages={"torch": ">=2.1", **more}),
+        deadline_s=60.0 if more else 20.0,
+        expected_s=(10.0, 10.0) if more else (1.5, 1.5),
     )
 
 
-def end_of_save(name: str, by: str, text: str, because: str, late: str = "", stands_for: str = "") -> Experiment:
-    control = partial(publish_otherwise, by=by, waits=not late)
-    treatment = partial(save, publishes=publish, late=late)
-    return pair(
-        name, partial(save, publishes=control, late=late), treatment, raised(text), because, ONE, stands_for=stands_for
-    )
+def of_two(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **more: str) -> Experiment:
+    """The same job, where each rank does it, and where rank 0 does it for all."""
+    return pair(name, partial(job, by_rank_0=False), partial(job, by_rank_0=True), expect, because, fix, **more)
 
 
-def start_of_save(name: str, control: Callable[..., None], text: str, because: str, **more: Any) -> Experiment:
-    stands_for = more.pop("stands_for", "")
-    treatment = partial(start_save, makes=make_folder, **more)
-    return pair(
-        name, partial(start_save, makes=control, **more), treatment, raised(text), because, MADE, stands_for=stands_for
-    )
+def end_of_save(name: str, text: str, because: str, by_rank_0: bool = False, late: str = "") -> Experiment:
+    control = partial(save, publishes=partial(publish_otherwise, by_rank_0=by_rank_0, waits=not late), late=late)
+    return pair(name, control, partial(save, publishes=publish, late=late), raised(text), because, ONE)
+
+
+def start_of_save(name: str, makes: Any, text: str, because: str, stands_for: str = "", **more: Any) -> Experiment:
+    control, treatment = partial(start_save, makes=makes, **more), partial(start_save, makes=make_folder, **more)
+    return pair(name, control, treatment, raised(text), because, MADE, stands_for)
 
 
 probe = Probe(
-    experiments=(end_of_save("rename", "all", LOST, "every rank renames the folder"),),
+    experiments=(end_of_save("rename", LOST, "every rank renames the folder, as does local rank 0 of each node"),),
     variants=(
-        end_of_save(
-            "not-empty",
-            "all",
-            r"Directory not empty: 'tmp-checkpoint-5' -> 'checkpoint-5'",
-            "every rank renames as soon as it has written, rank 1 makes the folder anew",
-            late="folder",
-        ),
-        end_of_save(
-            "guard-only",
-            "rank 0",
-            r"Parent directory tmp-checkpoint-5 does not exist",
-            "rank 0 alone renames, and does not wait for the file of rank 1",
-            late="file",
-        ),
-        end_of_save(
-            "local-rank",
-            "local rank 0",
-            LOST,
-            "local rank 0 of each node renames, on a shared disk",
-            stands_for="two nodes with one GPU each",
-        ),
-        pair(
-            "rotation",
-            partial(rotate, by_rank_0=False),
-            partial(rotate, by_rank_0=True),
-            GONE,
-            "every rank deletes the old checkpoint",
-            "barrier, rank 0 alone deletes, barrier",
-        ),
-        pair(
+        end_of_save("not-empty", NOT_EMPTY, "all rename, none waits, rank 1 makes the folder anew", late="folder"),
+        end_of_save("guard-only", NO_TMP, "rank 0 renames, and does not wait for rank 1", by_rank_0=True, late="file"),
+        of_two("rotation", rotate, GONE, "every rank deletes the old checkpoint", "barrier, rank 0 deletes, barrier"),
+        of_two(
             "clean-up",
-            partial(clean_up, by_one=False),
-            partial(clean_up, by_one=True),
+            clean_up,
             symptom(r"checkpoint-5 holds \d of 3 files after the save"),
             "another rank deletes the folder with ignore_errors while rank 0 renames it",
             "rank 0 alone touches the folder",
-            "the time that a slow disk takes between two files",
+            stands_for="the time that a slow disk takes between two files",
         ),
-        start_of_save("make", make_if_missing, r"File exists: '\S+checkpoint-5'", "every rank looks, then makes"),
+        start_of_save("make", make_if_missing, EXISTS, "every rank looks, then makes"),
         start_of_save(
-            "local-disks",
-            make_by_rank_0,
-            NO_PARENT,
-            "rank 0 makes the folder, all wait, and the other node has a disk of its own",
-            disks=2,
-            stands_for="two nodes with a disk each",
+            "local-disks", make_by_rank_0, NO_PARENT, "rank 0 makes it, all wait", "two nodes with a disk each", disks=2
         ),
         start_of_save(
             "stale",
             partial(os.makedirs, exist_ok=True),
-            r"File exists: '\S+checkpoint-5'",
+            EXISTS,
             "makedirs with exist_ok where rank 1 is still told that there is no such folder",
+            "a file system client that answers from its cache",
             is_stale=True,
-            stands_for="a file system client that answers from its cache",
         ),
-        pair(
-            "names",
-            partial(name_folder, is_shared=False),
-            partial(name_folder, is_shared=True),
-            symptom(r"the files of one save lie in 2 folders"),
-            "each rank puts the time into the name",
-            "rank 0 sends its name to the others",
-        ),
-        pair(
+        of_two("names", name_folder, SPLIT, "each rank takes its own time", "rank 0 sends its name to the others"),
+        of_two(
             "transformers",
-            partial(run_callback, by_rank_0=False),
-            partial(run_callback, by_rank_0=True),
+            run_callback,
             GONE,
             "a callback deletes the old checkpoint in on_save, which runs on every rank",
             "it does so where state.is_world_process_zero",
-            packages={"transformers": ">=4.39", "accelerate": ""},
+            transformers=">=4.39",
+            accelerate="",
         ),
     ),
     check=check,
