@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
-import subprocess
 from functools import partial
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Dict, Mapping
 
+from kb.host import compute_capabilities
 from kb.probe import (
     Arm,
     Context,
@@ -55,7 +54,7 @@ def configure(ctx: Context, *, library: str, name: str, options: Dict[str, Any])
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Do the GPUs of this node compute in bfloat16, and does the configuration ask for it?"""
-    found = capabilities(params["capability"])
+    found = compute_capabilities(params["capability"])
     if not found:
         advice = "on the GPU node, or with --set capability=7.5"
         return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
@@ -81,20 +80,6 @@ def asks(values: Mapping[str, Any], key: str) -> bool:
     if isinstance(value, dict):
         value = value.get("enabled")
     return str(value).lower() in ("true", "yes", "bf16", "bfloat16", "bf16-mixed", "bf16-true", "torch.bfloat16")
-
-
-def capabilities(named: str) -> List[Tuple[int, int]]:
-    """Of the parameter or of nvidia-smi, each once."""
-    text = named
-    if not named:
-        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=0.8, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return []
-        text = ran.stdout
-    lines = [re.fullmatch(r"(\d{1,2})\.(\d)", line.strip()) for line in text.strip().splitlines()]
-    return sorted({(int(line[1]), int(line[2])) for line in lines if line}) if all(lines) else []
 
 
 OLD_GPU = "a GPU below 8.0 and a torch that does not emulate: its answer is replaced by no"

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
+from kb.host import cpu_quota, ranks_here
 from kb.probe import (
     Arm,
     Context,
@@ -221,8 +222,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     except (AttributeError, OSError):
         return unknown("this system does not say which cores a process may use")
     total = os.cpu_count() or allowed
-    groups = own_groups()
-    quota, group = quota_of(groups)
+    quota, group, stopped = cpu_quota()
     cores = allowed if quota is None else min(float(allowed), quota)
     ranks, source = ranks_here(params["nproc_per_node"])
     evidence = [
@@ -236,8 +236,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     places = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")}
     named = ["%s=%s" % (name, ascii(value)) for name, value in places.items() if value]
     evidence += ["OpenMP may bind the process, see `cores` after `import torch`: " + ", ".join(named)] if named else []
-    if throttled(groups) > 10:
-        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % throttled(groups))
+    if stopped > 10:
+        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % stopped)
         return exposed(*evidence, advice="a higher CPU limit, fewer workers, or fewer threads")
     together = cores < allowed or allowed == total  # else each rank may have cores of its own
     sharing = ranks if together and ranks > 0 else 1
@@ -248,60 +248,6 @@ def check(params: Mapping[str, Any]) -> Finding:
         evidence.append("%d threads of OpenMP for %.1f cores" % (sharing * int(threads), cores))
         return exposed(*evidence, advice="OMP_NUM_THREADS of cores / ranks")
     return unknown(*evidence, "what the launcher or OpenMP binds later is not seen here", advice="`taskset -cp PID`")
-
-
-def ranks_here(given: Optional[int]) -> Tuple[int, str]:
-    if given is not None:
-        return given, "as given"
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if re.fullmatch(r"[1-9][0-9]{0,4}", os.environ.get(name, "")):
-            return int(os.environ[name]), name
-    return 0, ""
-
-
-def own_groups() -> List[Path]:
-    """This process's cgroup and those above it that are visible here, of version 2 or of the cpu controller."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except (OSError, ValueError):
-        return []
-    groups: List[Path] = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for base in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct")):
-            group = base / path.lstrip("/")
-            groups += [above for above in (group, *group.parents) if base == above or base in above.parents]
-    return groups
-
-
-def quota_of(groups: List[Path]) -> Tuple[Optional[float], str]:
-    """The smallest quota in cores, and the group that sets it."""
-    quotas: List[Tuple[float, str]] = []
-    for group in groups:
-        try:
-            if (group / "cpu.max").exists():
-                quota, period = (group / "cpu.max").read_text().split()
-            else:
-                quota, period = ((group / ("cpu.cfs_%s_us" % name)).read_text().strip() for name in ("quota", "period"))
-            if quota.isdecimal() and int(period) > 0:
-                quotas.append((int(quota) / int(period), str(group)))
-        except (OSError, ValueError):
-            continue
-    return min(quotas) if quotas else (None, "")
-
-
-def throttled(groups: List[Path]) -> int:
-    """In how many percent of its periods the tightest group was stopped."""
-    shares = [0]
-    for group in groups:
-        try:
-            stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
-            shares.append(100 * int(stat["nr_throttled"]) // max(1, int(stat["nr_periods"])))
-        except (OSError, ValueError, KeyError):
-            continue
-    return max(shares)
 
 
 def arms(name: str, fails: Any, works: Any, why: str, fix: str, expect: Any, **changes: Any) -> Experiment:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
+from kb.host import cpu_quota, ranks_here
 from kb.probe import (
     Arm,
     Context,
@@ -258,15 +257,14 @@ def check(params: Mapping[str, Any]) -> Finding:
         allowed = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
         return unknown("this system does not say which cores a process may use")
-    quota, group = quota_of(own_groups())
+    quota, group, stopped = cpu_quota()
     cores = allowed if quota is None else min(float(allowed), quota)
     evidence = [
         "this process may use %d of %d cores" % (allowed, os.cpu_count() or allowed),
         "no CPU quota of a cgroup is visible" if quota is None else "%s: the time of %.1f cores" % (group, quota),
     ]
-    throttled = throttling(own_groups())
-    if throttled > 10:
-        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % throttled)
+    if stopped > 10:
+        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % stopped)
         return exposed(*evidence, advice="a higher CPU limit of the container, or less work per sample")
     ranks, source = ranks_here(params["nproc_per_node"])
     if ranks < 0:
@@ -287,60 +285,6 @@ def check(params: Mapping[str, Any]) -> Finding:
         own = "enough if each rank has cores of its own, as tasks of Slurm and mpirun have, too few if they share these"
         return unknown(*evidence, own, advice="compare `taskset -cp PID` of two ranks")
     return unknown(*evidence, "there is a core for each worker; whether they keep up was not measured")
-
-
-def ranks_here(given: Optional[int]) -> Tuple[int, str]:
-    if given:
-        return given, "as given"
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if re.fullmatch(r"[1-9][0-9]{0,4}", os.environ.get(name, "")):
-            return int(os.environ[name]), name
-    return 0, ""
-
-
-def own_groups() -> List[Path]:
-    """This process's cgroup and those above it that are visible here, of version 2 or of the cpu controller."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except (OSError, ValueError):
-        return []
-    groups: List[Path] = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for base in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")):
-            group = base / path.lstrip("/")
-            groups += [above for above in (group, *group.parents) if base == above or base in above.parents]
-    return groups
-
-
-def quota_of(groups: List[Path]) -> Tuple[Optional[float], str]:
-    """The smallest quota in cores, and the group that sets it."""
-    quotas: List[Tuple[float, str]] = []
-    for group in groups:
-        try:
-            if (group / "cpu.max").exists():
-                quota, period = (group / "cpu.max").read_text().split()
-            else:
-                quota, period = ((group / ("cpu.cfs_%s_us" % name)).read_text().strip() for name in ("quota", "period"))
-            if quota.isdecimal() and int(period) > 0:
-                quotas.append((int(quota) / int(period), str(group)))
-        except (OSError, ValueError):
-            continue
-    return min(quotas) if quotas else (None, "")
-
-
-def throttling(groups: List[Path]) -> int:
-    """In how many percent of its periods the tightest group was stopped."""
-    shares = [0]
-    for group in groups:
-        try:
-            stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
-            shares.append(100 * int(stat["nr_throttled"]) // max(1, int(stat["nr_periods"])))
-        except (OSError, ValueError, KeyError):
-            continue
-    return max(shares)
 
 
 GPU = "the GPU, by a wait of 20 ms; the loader and its workers are real"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping
 
+from kb.host import compute_capabilities
 from kb.probe import (
     Arm,
     Context,
@@ -144,19 +144,6 @@ def requests(values: Mapping[str, Any], parent: str = "", named: bool = False) -
             yield f"{parent}{key}: {value}"
 
 
-def capabilities(given: str) -> list[tuple[int, int]]:
-    """One for each GPU, or none where a single one cannot be read."""
-    if not given:
-        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=0.8, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return []
-        given = ran.stdout
-    found = [re.fullmatch(r"(\d{1,2})\.(\d)", word) for word in re.split(r"[\s,]+", given.strip())]
-    return [(int(each[1]), int(each[2])) for each in found if each] if all(found) else []
-
-
 def installed_version() -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in re.findall(r"\d+", metadata.version("flash-attn"))[:3])
@@ -166,7 +153,7 @@ def installed_version() -> tuple[int, ...]:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """The GPUs of this node, the installed flash-attn, and what a configuration asks for."""
-    found, version = capabilities(params["capability"]), installed_version()
+    found, version = compute_capabilities(params["capability"]), installed_version()
     if not found:
         advice = "on the GPU node, or with --set capability=7.5"
         return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Dict, Mapping, Tuple
 
+from kb.host import compute_capabilities
 from kb.probe import (
     Arm,
     Context,
@@ -111,7 +110,7 @@ def launch(ctx: Context, *, fits: bool) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """How much shared memory do the GPUs of this node have for a block? Which kernels will run, nobody can know."""
-    found = capabilities(params["capability"])
+    found = compute_capabilities(params["capability"])
     advice = "on the GPU node, or with --set capability=8.9"
     if not found:
         return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
@@ -122,19 +121,6 @@ def check(params: Mapping[str, Any]) -> Finding:
     if min(LIMITS[card] for card in found) >= TUNED:
         return unknown(*evidence, "as much as any card has; a kernel that asks for more fails everywhere")
     return unknown(*evidence, "kernels that are tuned for H100 may ask for more")
-
-
-def capabilities(named: str) -> List[Tuple[int, int]]:
-    """Of the parameter or of nvidia-smi, each once."""
-    text = named
-    if not named:
-        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=0.8, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return []
-        text = ran.stdout
-    return sorted({(int(major), int(minor)) for major, minor in re.findall(r"^\s*(\d{1,2})\.(\d)\s*$", text, re.M)})
 
 
 COMPILER = "a launch on a card of compute capability 8.6, by Triton's compiler for it without the card"
