@@ -22,41 +22,41 @@ from kb.probe import (
 )
 
 
+def compiler(seconds: float) -> Any:
+    """A backend of torch.compile for forward and backward that takes so long for each graph and uses no processor."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compile_graph(graph: Any, _: Any) -> Any:
+        time.sleep(seconds)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)
+
+
 def train(ctx: Context, *, warm_up: bool) -> None:
-    """Two steps. Rank 0 must compile the layers, rank 1 need not: its cache is warm, or it takes no new path."""
+    """Two steps. Rank 0 must compile the step, rank 1 need not: its cache is warm, or it takes no new path."""
     import torch
 
     timeout_s = 5.0 if ctx.backend == "nccl" else 1.2
     dist = ctx.init_process_group(timeout_s=timeout_s)
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
-    def layers(x: torch.Tensor, count: int) -> torch.Tensor:
-        for _ in range(count):
-            x = torch.sin(x) + 1
-        return x
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) + 1
 
-    compiled = torch.compile(layers, backend="aot_eager", dynamic=False)  # a compiler that needs no C++ and no Triton
+    run = torch.compile(layers, backend=compiler(2.5 * timeout_s)) if ctx.rank == 0 else layers
     x = torch.ones(8, device=ctx.device)
-    count = 0
-    if ctx.rank == 0:  # how many layers take about twice the timeout to compile on this machine?
-        compiled(x, 10)
-        taken = []
-        for size in (40, 50, 60):  # the fastest counts: on a busy machine a slow one would leave too few layers
-            begun = time.monotonic()
-            compiled(x, size)
-            taken.append((time.monotonic() - begun) / size)
-        count = int(2.5 * timeout_s / min(taken))
-    run = compiled if ctx.rank == 0 else layers
     ctx.reached()
     if warm_up:
         begun = time.monotonic()
-        run(x, count)
+        run(x)
         ctx.note(seconds_of_warm_up=round(time.monotonic() - begun, 2))
         dist.barrier(group=patient)  # waits for the slowest compile under a timeout of its own
     for step in range(2):
         dist.all_reduce(x)  # what the step before left over: the ranks start together
         begun = time.monotonic()
-        run(x, count)
+        run(x)
         ctx.note(**{f"seconds_in_step_{step}": round(time.monotonic() - begun, 2)})
     dist.all_reduce(x)
     assert x[0].item() == 2**3, x
@@ -74,27 +74,17 @@ def train_ddp(ctx: Context, *, warms_up: bool) -> None:
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
 
     class Layers(nn.Module):  # type: ignore[misc]
-        def __init__(self, count: int) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.weight, self.count = nn.Parameter(torch.ones(8)), count
+            self.weight = nn.Parameter(torch.ones(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(self.count):
-                x = torch.sin(x * self.weight)
-            return x
+            return torch.sin(x * self.weight)
 
+    model = Layers().to(ctx.device)
     dummy_batch = torch.ones(8, device=ctx.device)
-    count = 10
-    if ctx.rank == 0:  # how many layers take about twice the timeout to compile on this machine?
-        taken = []
-        for size in (5, 15, 20):  # the first is slower than the others; of these the fastest counts, as above
-            begun = time.monotonic()
-            torch.compile(Layers(size).to(ctx.device), backend="aot_eager", dynamic=False)(dummy_batch).sum().backward()
-            taken.append((time.monotonic() - begun) / size)
-        count = int(2 * timeout_s / min(taken))
-    ctx.meet("measured", timeout_s=60)
-    model = Layers(count).to(ctx.device)
-    compiled = torch.compile(model, backend="aot_eager", dynamic=False) if ctx.rank == 0 else model
+    compiled = torch.compile(model, backend=compiler(2 * timeout_s)) if ctx.rank == 0 else model
+    ctx.meet("built", timeout_s=60)
     ddp = DistributedDataParallel(compiled)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ctx.reached()
@@ -155,9 +145,7 @@ def autocast(ctx: Context, *, as_in_loop: bool) -> None:
         raise Symptom(f"the warm-up compiled {warm} graph, and the step another one")
 
 
-STANDS_FOR = (
-    "inductor, Triton autotuning or an extension's build; the compile is torch.compile with the backend aot_eager"
-)
+STANDS_FOR = "inductor, Triton autotuning or an extension's build: a backend of torch.compile that waits so long"
 LATE = "rank 0 compiles inside the first step for longer than the timeout, and rank 1 waits in the next all-reduce"
 EARLY = "every rank runs the layers once before the first collective, and the wait for the slowest has its own timeout"
 

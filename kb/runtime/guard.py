@@ -121,7 +121,7 @@ def _poll(watch: _Watch) -> None:
             return
         if watch.elapsed() >= next_look:
             next_look = watch.elapsed() + SURVEY_S
-            tree = processes.descendants(os.getpid())
+            tree = _tree(watch)
             watch.shared_memory |= processes.shared_memory_files(tree)
             watch.peak_bytes = max(watch.peak_bytes, processes.resident_bytes(tree))
             if watch.peak_bytes > spec["memory_cap_bytes"]:
@@ -130,14 +130,21 @@ def _poll(watch: _Watch) -> None:
         time.sleep(POLL_S)
 
 
-def _reap(watch: _Watch) -> None:
+def _tree(watch: _Watch) -> List[processes.Process]:
+    """Every live process below the guard. Orphans come back to a subreaper: where it has no child, there is none, and
+    /proc, long on a node with many processes, need not be read."""
+    return processes.descendants(os.getpid()) if _reap(watch) else []
+
+
+def _reap(watch: _Watch) -> bool:
+    """Collect the children that have ended; whether there are others."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid == 0:
-            return
+            return True
         if pid in watch.ranks:
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
             at = round(watch.elapsed(), 3)
@@ -151,7 +158,7 @@ def _end(watch: _Watch) -> None:
     waiting = evidence.collect(watch.spec, {pid: watch.ranks[pid] for pid in cut}) if watch.ending else {}
     if not watch.ending:
         _wait_until_gone(watch, LATE_S)
-    strays = [p for p in processes.descendants(os.getpid()) if p.pid not in watch.ranks]
+    strays = [process for process in _tree(watch) if process.pid not in watch.ranks]
     survivors = _kill(watch, GRACE_S)
     record = {
         "ending": watch.ending or "all exited",
@@ -191,7 +198,7 @@ def _signal_name(number: int) -> str:
 
 def _kill(watch: _Watch, grace_s: float) -> List[processes.Process]:
     """End every descendant. Returns those that even KILL did not end within `KILLED_S`."""
-    tree = processes.descendants(os.getpid())
+    tree = _tree(watch)
     for process in tree:
         processes.send_signal(process, signal.SIGTERM)
         if process.state == "T":  # a stopped process handles TERM only once it continues
@@ -200,7 +207,7 @@ def _kill(watch: _Watch, grace_s: float) -> List[processes.Process]:
         _wait_until_gone(watch, grace_s)
     end = time.monotonic() + KILLED_S
     while True:  # in rounds: a process may fork between listing and killing
-        tree = processes.descendants(os.getpid())
+        tree = _tree(watch)
         if not tree or time.monotonic() > end:
             return tree
         for process in tree:
@@ -211,8 +218,7 @@ def _kill(watch: _Watch, grace_s: float) -> List[processes.Process]:
 def _wait_until_gone(watch: _Watch, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        _reap(watch)
-        if not processes.descendants(os.getpid()):
+        if not _tree(watch):
             return
         time.sleep(POLL_S)
     _reap(watch)
