@@ -121,7 +121,7 @@ def _poll(watch: _Watch) -> None:
             return
         if watch.elapsed() >= next_look:
             next_look = watch.elapsed() + SURVEY_S
-            tree = _tree(watch)
+            tree = processes.listed_descendants(os.getpid())
             watch.shared_memory |= processes.shared_memory_files(tree)
             watch.peak_bytes = max(watch.peak_bytes, processes.resident_bytes(tree))
             if watch.peak_bytes > spec["memory_cap_bytes"]:
