@@ -225,6 +225,7 @@ def flip_a_bit(path: str) -> str:
 
 
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+SMALL = (".json", ".txt", ".model")  # beside the weights
 SECONDS = 0.6
 MOST = 2000  # files of a folder
 
@@ -247,21 +248,23 @@ def check(params: Mapping[str, Any]) -> Finding:
         for folder in folders
         if not _has_metadata(folder)
     ]
-    torn += _unfinished(files) if path.is_dir() else []
+    torn += _unfinished(files) + _cut_json(files) if path.is_dir() else []
     if torn:
         return exposed(*torn[:8], advice="resume from the checkpoint before this one, and keep this one for the report")
+    missing = _missing(files)
+    if missing:
+        return exposed(*missing[:5], advice="not every shard was saved or copied: resume from the one before this one")
     room = disk.f_bavail * disk.f_frsize
-    counts = (read, path, size >> 20, room >> 20)
-    message = "%d files of %s read, none is torn; %d MiB, and %d MiB are free, without a look at quotas" % counts
+    message = "%d files of %s read, none is torn; %d MiB" % (read, path, size >> 20)
+    if not disk.f_blocks:
+        return unknown(message, *unread[:4], "the file system does not say how much is free")
+    message += ", and %d MiB are free, without a look at quotas" % (room >> 20)
     if room < size:
         return exposed(message, advice="another one of this size does not fit: make room, or keep fewer")
     if unread or not (read or folders):
         return unknown(message, *unread[:5])
     if len(files) >= MOST:
         return unknown(message, "more files than are looked at: name one folder, or one file, of it")
-    missing = _missing(files)
-    if missing:
-        return exposed(*missing[:5], advice="not every shard was saved or copied: resume from the one before this one")
     if folders:
         return unknown(
             message, "the .distcp shards were not read; .metadata may be of an earlier save into this folder"
@@ -270,6 +273,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(message, "whether every rank's file is there cannot be seen: count them")
     if path.is_dir() and not any(file.name == "trainer_state.json" for file in files):
         return unknown(message, "whether every file of it is there cannot be seen: compare with an older checkpoint")
+    other = size - sum(file.stat().st_size for file in files if file.suffix in (*WEIGHTS, *SMALL))
+    if path.is_dir() and other > size // 10:
+        return unknown(message, "%d MiB in files of other kinds were not read" % (other >> 20))
     return clear(message, "values were not compared: a changed bit is only found by a checksum")
 
 
@@ -293,6 +299,27 @@ def _unfinished(files: List[Path]) -> List[str]:
         for folder in sorted(begun)
         if re.fullmatch(r"checkpoint-\d+", folder.resolve().name) and not (folder / "trainer_state.json").exists()
     ]
+
+
+def _cut_json(files: List[Path]) -> List[str]:
+    """JSON files that are empty, zeros, or begin with a bracket and end without it; marks of a save that goes on."""
+    result: List[str] = []
+    for file in files:
+        if file.name == "checkpoint-is-incomplete.txt":
+            result.append("%s: the Trainer removes it once its save at SIGTERM is whole" % file)
+        if file.suffix != ".json":
+            continue
+        try:
+            with file.open("rb") as stream:
+                first = stream.read(64).strip()
+                stream.seek(max(0, file.stat().st_size - 64))
+                last = stream.read().strip()
+        except OSError:
+            continue
+        brackets = {b"{": b"}", b"[": b"]"}
+        if not first.strip(b"\0") or last[-1:] != brackets.get(first[:1], last[-1:]):
+            result.append("%s: its end is missing, or it is empty" % file)
+    return result
 
 
 def _missing(files: List[Path]) -> List[str]:

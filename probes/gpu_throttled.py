@@ -141,7 +141,8 @@ def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
     if reasons & SW_POWER_CAP and default and limit and limit < default - 1:
         found.append("somebody lowered the power limit from %s W" % gpu["power.default_limit"])
     at_limit = bool(reasons & SW_POWER_CAP and draw and limit and draw > 0.9 * limit)
-    if clock < LOW * highest and not at_limit and not found:
+    hidden = bool(reasons & SW_POWER_CAP and not (draw and limit))  # a laptop, a GB10: is the cap its own, or low?
+    if clock < LOW * highest and not at_limit and not hidden and not found:
         found.append("a low clock" if names else "a low clock without a reason: locked, or limited below the driver")
     memory, highest_memory = value["clocks.mem"], value["clocks.max.mem"]
     if memory and highest_memory and memory < LOW * highest_memory:
@@ -150,6 +151,8 @@ def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
     found += [f"PCIe {name} {a:.0f} of {b:.0f} while it works" for name, (a, b) in links.items() if 0 < a < b]
     if found:
         return "exposed", "%s: %s" % (line, "; ".join(found))
+    if hidden:
+        return "unknown", line + "; it does not say what its power limit is"
     if reasons != (SW_POWER_CAP if at_limit else 0):
         return "unknown", line + "; its clock is not low all the same"
     if clock < (LOW if at_limit else USUAL) * highest:

@@ -3,7 +3,7 @@
 import os
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Optional, Tuple
 
 from kb.cpu_arms import import_deepspeed
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
@@ -16,8 +16,11 @@ def compare_ranks(model: Any, group: Any = None) -> List[str]:
 
     word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    def add(t: Any) -> Any:
-        return None if t is None else t.detach().view(word[t.element_size()]).sum(dtype=torch.int64).item()
+    def add(t: Any) -> Optional[int]:
+        if t is None:
+            return None
+        parts = t.detach().reshape(-1).view(word[t.element_size()]).split(1 << 24)
+        return sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
     plain = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not hasattr(p, "to_local")]
     mine = {n: (add(p), add(p.grad)) for n, p in plain}
@@ -27,30 +30,26 @@ def compare_ranks(model: Any, group: Any = None) -> List[str]:
     for place, what in enumerate(("weights", "gradients")):
         apart = [n for n in mine if len({other[n][place] for other in every if n in other}) > 1]
         if apart:
-            lines.append(
-                "%s differ between ranks: %d of %d parameters, first %s" % (what, len(apart), len(mine), apart[0])
-            )
+            text = "%s differ between ranks: %d of %d parameters, first %s"
+            lines.append(text % (what, len(apart), len(mine), apart[0]))
     return lines
 
 
-def average(parameters: Any) -> None:
-    """Fix 5."""
-    import torch
-    import torch.distributed as dist
-
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
 def judge(model: Any, gradient: float = 1.5) -> None:
-    lines = compare_ranks(model)
-    if lines:
+    if lines := compare_ranks(model):
         raise Symptom("; ".join(lines))
     gradients = [p.grad for p in model.parameters() if not hasattr(p, "to_local")]
     assert gradients and all(abs(value.item() - gradient) < 1e-6 for value in gradients), gradients
+
+
+def start(ctx: Context) -> Tuple[Any, Any]:
+    """Join the group: torch, which a probe imports in the job only, and its collectives."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=15)
+    os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
+    return torch, dist
 
 
 def weight(ctx: Context) -> Any:
@@ -68,11 +67,12 @@ def batch_of(ctx: Context) -> Any:
     return torch.full((1, 1), ctx.rank + 1.0, device=ctx.device)
 
 
-def forward(ctx: Context, *, way: str) -> None:
-    """One backward through the wrapper, or around it; `folklore` is around it with all that is tried against it."""
+def forward(ctx: Context, *, way: str, sharded: bool = False) -> None:
+    """Through the wrapper, or around it; `folklore` adds all that is tried against it. `sharded`: an optimizer that
+    shares its work, and gives every rank the same weights whatever the gradients were."""
     from torch.nn.parallel import DistributedDataParallel
 
-    dist = ctx.init_process_group(timeout_s=10)
+    torch, dist = start(ctx)
     model, batch = DistributedDataParallel(weight(ctx), find_unused_parameters=way == "folklore"), batch_of(ctx)
     ctx.reached()
     if way == "wrapper":
@@ -84,15 +84,21 @@ def forward(ctx: Context, *, way: str) -> None:
         loss.data /= dist.get_world_size()
         dist.barrier()
     loss.backward()
+    if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
+        after: List[Any] = [None, None]
+        dist.all_gather_object(after, model.module.weight.item())
+        assert after[0] == after[1] and (way == "module" or abs(after[0] - 0.85) < 1e-6), after
     judge(model)
 
 
 def change(ctx: Context, *, what: str, when: str) -> None:
     """The model changes before it is wrapped, after it, or after it and is wrapped again."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    ctx.init_process_group(timeout_s=10)
+    torch, _ = start(ctx)
     net = torch.nn.Sequential(weight(ctx), weight(ctx))
     if what == "enlarged":
         net[0].requires_grad_(False)
@@ -121,10 +127,9 @@ def change(ctx: Context, *, what: str, when: str) -> None:
 
 def loss_with_weights(ctx: Context, *, wrapped: bool) -> None:
     """A loss with a parameter of its own, as ArcFace has."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    ctx.init_process_group(timeout_s=10)
+    torch, _ = start(ctx)
     model, criterion = DistributedDataParallel(weight(ctx)), weight(ctx)
     if wrapped:
         criterion = DistributedDataParallel(criterion)
@@ -137,7 +142,7 @@ def accumulate(ctx: Context, *, way: str) -> None:
     """Three batches, two to a step: the last step has one batch. It must not fall under no_sync."""
     from torch.nn.parallel import DistributedDataParallel
 
-    ctx.init_process_group(timeout_s=10)
+    start(ctx)
     model = DistributedDataParallel(weight(ctx))
     loader, accumulation = [batch_of(ctx)] * 3, 2
     expected = [1.5, 0.75]
@@ -147,17 +152,16 @@ def accumulate(ctx: Context, *, way: str) -> None:
         model.zero_grad()
 
     ctx.reached()
-    if way == "backward outside":
+    if way == "outside":
         with model.no_sync():
             loss = model(loader[0]).sum()
         loss.backward()
         judge(model)
     if way == "leftover":
         for i, batch in enumerate(loader):
-            last = (i + 1) % accumulation == 0
-            with nullcontext() if last else model.no_sync():
+            with model.no_sync() if (i + 1) % accumulation else nullcontext():
                 (model(batch).sum() / accumulation).backward()
-            if last:
+            if (i + 1) % accumulation == 0:
                 step()
         step()
     for i, batch in enumerate(loader):
@@ -171,17 +175,15 @@ def accumulate(ctx: Context, *, way: str) -> None:
 
 def outside(ctx: Context, *, averaged: bool, sharded: bool = False) -> None:
     """Gradients that autograd.grad returns, or of parameters that FSDP2 was told to leave alone."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    ctx.init_process_group(timeout_s=10)
+    torch, dist = start(ctx)
     if sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         model = torch.nn.Sequential(weight(ctx), weight(ctx))
-        mesh = init_device_mesh("cpu", (ctx.world_size,))
-        fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params={model[1].weight})
     else:
         model = DistributedDataParallel(weight(ctx))
     ctx.reached()
@@ -189,65 +191,49 @@ def outside(ctx: Context, *, averaged: bool, sharded: bool = False) -> None:
     if sharded:
         loss.backward()
     else:
-        parameters = list(model.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
-            parameter.grad = gradient
-    if averaged:
-        average(p for p in model.parameters() if p.requires_grad and not hasattr(p, "to_local"))
+        (model.module.weight.grad,) = torch.autograd.grad(loss, list(model.parameters()))
+    parameters = [p for p in model.parameters() if averaged and p.requires_grad and not hasattr(p, "to_local")]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad /= dist.get_world_size()
+        dist.all_reduce(parameter.grad)
     judge(model)
 
 
-def mesh_of_one(ctx: Context, *, strategy: str) -> None:
+def mesh_of_one(ctx: Context, *, mesh: bool) -> None:
     """FSDP1 with a mesh of two replicas of one shard, or with two replicas and no mesh."""
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    ctx.init_process_group(timeout_s=10)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if "HYBRID" in strategy else None
-    model = FullyShardedDataParallel(
-        weight(ctx), device_mesh=mesh, sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu")
-    )
+    torch, _ = start(ctx)
+    options: Any = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
+    if mesh:
+        shape = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        options.update(device_mesh=shape, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    model = FullyShardedDataParallel(weight(ctx), **options)
     ctx.reached()
     model(batch_of(ctx)).sum().backward()
     judge(model)
 
 
-def blind(ctx: Context, *, way: str) -> None:
-    """An optimizer that shares its work gives every rank the same weights, whatever the gradients were."""
-    import torch
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+def update(ctx: Context, *, own: str, shared: bool) -> None:
+    """Each rank's own validation loss decides whether its rate falls, or only rank 0 has the momentum of before."""
     from torch.nn.parallel import DistributedDataParallel
 
-    dist = ctx.init_process_group(timeout_s=10)
+    torch, dist = start(ctx)
     model = DistributedDataParallel(weight(ctx))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    ctx.reached()
-    (model.module if way == "module" else model)(batch_of(ctx)).sum().backward()
-    optimizer.step()
-    after: List[Any] = [None] * ctx.world_size
-    dist.all_gather_object(after, model.module.weight.item())
-    lines = compare_ranks(model)
-    if lines:
-        raise Symptom("%s; after the step the weights are %.2f and %.2f" % ("; ".join(lines), after[0], after[1]))
-    assert all(abs(value - 0.85) < 1e-6 for value in after)
-
-
-def schedule(ctx: Context, *, reduced: bool) -> None:
-    """Each rank's own validation loss decides whether the rate falls."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist = ctx.init_process_group(timeout_s=10)
-    model = DistributedDataParallel(weight(ctx))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     ctx.reached()
-    for metric in (torch.ones(1), torch.tensor([0.5 + ctx.rank])):
-        if reduced:
+    for metric in (torch.ones(1), torch.tensor([0.5 + ctx.rank])) if own == "rate" else ():
+        if shared:
             dist.all_reduce(metric)
             metric /= dist.get_world_size()
         scheduler.step(metric.item())
+    if own == "state" and (shared or ctx.rank == 0):
+        saved = {0: {"momentum_buffer": torch.ones(1, 1)}}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": saved})
     model(batch_of(ctx)).sum().backward()
     optimizer.step()
     judge(model)
@@ -257,10 +243,8 @@ def prepare(ctx: Context, *, kept: bool) -> None:
     """What accelerate's prepare returns is kept, or thrown away."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
-    ctx.init_process_group(timeout_s=10)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
-    accelerator = Accelerator(cpu=True)
-    model = weight(ctx)
+    start(ctx)
+    accelerator, model = Accelerator(cpu=True), weight(ctx)
     ctx.reached()
     if kept:
         model = accelerator.prepare(model)
@@ -270,109 +254,62 @@ def prepare(ctx: Context, *, kept: bool) -> None:
     judge(model)
 
 
-def fit(ctx: Context, module: Any, **options: Any) -> None:
+def lightning(ctx: Context, *, way: str) -> None:
+    """Manual optimization with two kinds of backward; a backbone that thaws, or whose rate was 0, in epoch 0."""
     import lightning.pytorch as pl  # type: ignore[import-not-found]
-    import torch
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_RANK=str(ctx.rank), RANK=str(ctx.rank))
-    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kb")
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", limit_train_batches=1, **quiet, **options)
-    ctx.reached()
-    trainer.fit(module, torch.utils.data.DataLoader([0, 0]))
-
-
-def lightning(ctx: Context, *, manual_backward: bool) -> None:
-    """Manual optimization of Lightning: its own backward, or that of the tensor."""
-    import lightning.pytorch as pl
-    import torch
-
-    ctx.init_process_group(timeout_s=20)
-
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = weight(ctx)
-            self.automatic_optimization = False
-
-        def training_step(self, *_: Any) -> None:
-            self.optimizers().zero_grad()
-            loss = self.layer(batch_of(ctx)).sum()
-            if manual_backward:
-                self.manual_backward(loss)
-            else:
-                loss.backward()
-            judge(self)
-            self.optimizers().step()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    fit(ctx, Module(), max_steps=1)
-
-
-def finetune(ctx: Context, *, frozen: bool) -> None:
-    """Lightning: a backbone that its callback thaws in the second epoch, or whose rate was 0 until then."""
-    import lightning.pytorch as pl
-    import torch
     from lightning.pytorch.callbacks import BackboneFinetuning  # type: ignore[import-not-found]
 
-    ctx.init_process_group(timeout_s=20)
-    rate = 1e-9
+    torch, _ = start(ctx)
+    os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kb")
+    manual, thawed, rate = "backward" in way, way == "thawed", 1e-9
 
     class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.backbone, self.head = torch.nn.Sequential(weight(ctx)), weight(ctx)
+            self.automatic_optimization = not manual
 
         def training_step(self, *_: Any) -> Any:
-            return self.head(self.backbone(batch_of(ctx))).sum()
+            loss = self.head(self.backbone(batch_of(ctx))).sum()
+            if manual:
+                loss.backward() if way == "loss.backward" else self.manual_backward(loss)
+                judge(self)
+                self.optimizers().step()
+            return loss
 
         def on_train_epoch_start(self) -> None:
-            if not frozen:
-                self.optimizers().param_groups[0]["lr"] = rate if self.current_epoch >= 1 else 0.0
+            if way == "rate":
+                self.optimizers().param_groups[1]["lr"] = rate if self.current_epoch else 0.0
 
         def on_before_optimizer_step(self, *_: Any) -> None:
-            if self.current_epoch == 1:
+            if self.current_epoch:
                 judge(self)
 
         def configure_optimizers(self) -> Any:
-            if frozen:
-                return torch.optim.SGD(self.head.parameters(), lr=rate)
-            groups = [{"params": self.backbone.parameters(), "lr": 0.0}, {"params": self.head.parameters()}]
-            return torch.optim.SGD(groups, lr=rate)
+            parts = [self.head] if thawed else [self.head, self.backbone]
+            return torch.optim.SGD([{"params": part.parameters()} for part in parts], lr=rate)
 
-    callbacks = [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=rate)] if frozen else []
-    fit(ctx, Module(), max_epochs=2, callbacks=callbacks)
+    options: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    callbacks = [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=rate)] if thawed else []
+    options.update(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1 if manual else 2, callbacks=callbacks)
+    trainer = pl.Trainer(limit_train_batches=1, enable_model_summary=False, **options)
+    ctx.reached()
+    trainer.fit(Module(), torch.utils.data.DataLoader([0, 0]))
 
 
 def trainer(ctx: Context, *, argument: bool) -> None:
     """compute_loss of a Trainer with the model that it is given, or with self.model."""
-    import torch
+    torch, _ = start(ctx)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
-    ctx.init_process_group(timeout_s=20)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_RANK=str(ctx.rank), RANK=str(ctx.rank))
-    os.environ.update(WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
-
-    class Net(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = weight(ctx)
-
+    class Net(torch.nn.Linear):  # type: ignore[misc, name-defined]
         def forward(self, x: Any, labels: Any = None) -> Any:  # noqa: ARG002 -- the Trainer looks for this name
-            return self.layer(x).sum()
+            return super().forward(x).sum()
 
     class Mine(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
-            if argument:
-                return model(**inputs)
-            return self.model(**inputs)
+            return model(**inputs) if argument else self.model(**inputs)
 
         def training_step(self, *arguments: Any, **options: Any) -> Any:
             loss = super().training_step(*arguments, **options)
@@ -380,222 +317,83 @@ def trainer(ctx: Context, *, argument: bool) -> None:
             return loss
 
     options = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
-    arguments = TrainingArguments(
-        output_dir=ctx.path("out"), use_cpu=True, max_steps=1, per_device_train_batch_size=1, optim="sgd", **options
-    )
-    data = [{"x": torch.tensor([float(value)])} for value in (1, 2)]
+    options.update(use_cpu=True, max_steps=1, per_device_train_batch_size=1, optim="sgd")
+    data, net = [{"x": torch.tensor([float(value)])} for value in (1, 2)], Net(1, 1, bias=False)
+    torch.nn.init.ones_(net.weight)
     ctx.reached()
-    Mine(model=Net(), args=arguments, train_dataset=data).train()
+    Mine(model=net, args=TrainingArguments(output_dir=ctx.path("out"), **options), train_dataset=data).train()
 
 
 def engine(ctx: Context, *, own: bool) -> None:
     """DeepSpeed, stage 0: the engine's backward, or that of the tensor."""
     deepspeed = import_deepspeed()
-    import torch
-
-    dist = ctx.init_process_group(timeout_s=20)
-    os.environ.update(LOCAL_RANK=str(ctx.rank), RANK=str(ctx.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "1")
+    torch, _ = start(ctx)
     net = weight(ctx)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)[0]
     ctx.reached()
-    loss = engine.module(batch_of(ctx)).sum()  # with engine(...) 0.19.8 refuses loss.backward()
+    loss = engine.module(batch_of(ctx)).sum()  # with engine(...) 0.18.3 and newer refuse loss.backward()
     if own:
         engine.backward(loss)
     else:
         loss.backward()
     engine.step()
-    after: List[Any] = [None] * ctx.world_size
-    dist.all_gather_object(after, net.weight.item())
-    if after[0] != after[1]:
-        raise Symptom(compare_ranks(net)[0])
+    if lines := compare_ranks(net):
+        raise Symptom(lines[0])
 
 
 def apart(what: str, count: str) -> Expect:
     return symptom(r"(?<!; )%s differ between ranks: %s parameters, first [^\s;]+$" % (what, count))
 
 
-ONE, OF_TWO = apart("gradients", "1 of 1"), apart("gradients", "1 of 2")
+ONE, OF_TWO, TWO = apart("gradients", "1 of 1"), apart("gradients", "1 of 2"), apart("gradients", "2 of 2")
+WEIGHT, HUGGING_FACE = apart("weights", "1 of 1"), {"transformers": ">=4.52", "accelerate": ">=0.26"}
+RATE, STATE = "each rank's own metric moves its learning rate", "rank 0 alone loads the state of the optimizer"
+THROUGH, EQUAL = "the forward goes through DDP", "around it, and the optimizer sends its weights to all ranks"
+AROUND = "around DDP, with find_unused_parameters=True, the loss averaged over the ranks, and a barrier"
+IGNORED, WAYS, THAWS = partial(outside, sharded=True), ("loss.backward", "manual_backward"), ("thawed", "rate")
 
 
-def pair(
-    name: str,
-    broken: Callable[..., None],
-    fixed: Callable[..., None],
-    expect: Expect,
-    because: str,
-    fix: str,
-    **needs: str,
-) -> Experiment:
+def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **named: Any) -> Experiment:
+    """`named`: the keyword in which the arms differ with its two values, and packages with their versions."""
+    needs = {key: value for key, value in named.items() if isinstance(value, str)}
+    [(way, (broken, fixed))] = [item for item in named.items() if item[0] not in needs]
+    deadline_s, seconds = (60.0, 3.0) if {*needs} - {"torch"} else (20.0, 0.4)
     return Experiment(
         name=name,
-        control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
-        treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
+        control=Arm(partial(job, **{way: broken}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **{way: fixed}), expect=completed(), because=fix, fidelity="cpu"),
         needs=Needs(packages={"torch": ">=2.1", **needs}),
-        deadline_s=60.0 if needs else 20.0,
-        expected_s=(3.0, 3.0) if needs else (0.4, 0.4),
+        deadline_s=deadline_s,
+        expected_s=(seconds, seconds),
     )
 
 
-WRAPPER = partial(forward, way="wrapper")
+def changed(what: str, expect: Expect, because: str, fixed: str) -> Experiment:
+    return pair(what, partial(change, what=what), expect, because + " after the wrapping", fixed, when=("after", fixed))
+
 
 probe = Probe(
-    experiments=(
-        pair(
-            "module",
-            partial(forward, way="module"),
-            WRAPPER,
-            ONE,
-            "the forward goes through ddp.module",
-            "it goes through DDP",
-        ),
-    ),
+    experiments=(pair("module", forward, ONE, "it goes around DDP", THROUGH, way=("module", "wrapper")),),
     variants=(
-        pair(
-            "folklore",
-            partial(forward, way="folklore"),
-            WRAPPER,
-            ONE,
-            "around DDP, with find_unused_parameters=True, the loss averaged over the ranks, and a barrier",
-            "the forward goes through DDP",
-        ),
-        pair(
-            "enlarged",
-            partial(change, what="enlarged", when="after"),
-            partial(change, what="enlarged", when="before"),
-            apart("gradients", "2 of 3"),
-            "a layer is added and another thawed after the wrapping",
-            "before it",
-        ),
-        pair(
-            "converted",
-            partial(change, what="converted", when="after"),
-            partial(change, what="converted", when="wrapped again"),
-            apart("gradients", "2 of 2"),
-            "the model goes to float64 and back after the wrapping",
-            "it is wrapped again",
-        ),
-        pair(
-            "loss-weights",
-            partial(loss_with_weights, wrapped=False),
-            partial(loss_with_weights, wrapped=True),
-            OF_TWO,
-            "the loss has a weight, and DDP wraps the model only",
-            "DDP wraps the loss as well",
-        ),
-        pair(
-            "backward-outside",
-            partial(accumulate, way="backward outside"),
-            partial(accumulate, way="right"),
-            ONE,
-            "the forward is under no_sync, the backward is not",
-            "the last micro-batch has its forward outside of no_sync",
-        ),
-        pair(
-            "leftover",
-            partial(accumulate, way="leftover"),
-            partial(accumulate, way="right"),
-            ONE,
-            "the epoch ends within an accumulation, under no_sync, and a step is taken",
-            "the last batch of the epoch is outside of no_sync",
-        ),
-        pair(
-            "autograd-grad",
-            partial(outside, averaged=False),
-            partial(outside, averaged=True),
-            ONE,
-            "torch.autograd.grad returns the gradients, DDP never sees them",
-            "an all-reduce of each gradient",
-        ),
-        pair(
-            "loaded",
-            partial(change, what="loaded", when="after"),
-            partial(change, what="loaded", when="before"),
-            apart("weights", "2 of 2"),
-            "rank 0 alone loads weights after the wrapping",
-            "before it: DDP then sends them to all ranks",
-        ),
-        pair(
-            "own-rate",
-            partial(schedule, reduced=False),
-            partial(schedule, reduced=True),
-            apart("weights", "1 of 1"),
-            "each rank's own metric moves its learning rate",
-            "the mean of the metric does",
-        ),
-        pair(
-            "sharded-optimizer",
-            partial(blind, way="module"),
-            partial(blind, way="wrapper"),
-            symptom(r"(?<!; )gradients differ [^;]+; after the step the weights are (0\.\d+) and \1$"),
-            "gradients are not averaged, and the optimizer sends its weights to all ranks",
-            "they are averaged",
-        ),
-        pair(
-            "fsdp2-ignored",
-            partial(outside, averaged=False, sharded=True),
-            partial(outside, averaged=True, sharded=True),
-            ONE,
-            "FSDP2 leaves a parameter alone",
-            "an all-reduce of its gradient",
-            torch=">=2.9",
-        ),
-        pair(
-            "fsdp1-mesh",
-            partial(mesh_of_one, strategy="HYBRID_SHARD"),
-            partial(mesh_of_one, strategy="NO_SHARD"),
-            ONE,
-            "FSDP1 with a mesh of two replicas and one shard",
-            "NO_SHARD without a mesh",
-            torch=">=2.4",
-        ),
-        pair(
-            "prepare",
-            partial(prepare, kept=False),
-            partial(prepare, kept=True),
-            ONE,
-            "what prepare returned is thrown away",
-            "it is called",
-            accelerate="",
-        ),
-        pair(
-            "trainer",
-            partial(trainer, argument=False),
-            partial(trainer, argument=True),
-            ONE,
-            "compute_loss calls self.model",
-            "it calls the model that it is given",
-            transformers=">=4.52",
-            accelerate=">=0.26",
-        ),
-        pair(
-            "lightning",
-            partial(lightning, manual_backward=False),
-            partial(lightning, manual_backward=True),
-            ONE,
-            "manual optimization, and loss.backward()",
-            "self.manual_backward(loss)",
-            lightning=">=2.2",
-        ),
-        pair(
-            "lightning-finetuning",
-            partial(finetune, frozen=True),
-            partial(finetune, frozen=False),
-            OF_TWO,
-            "BackboneFinetuning thaws the backbone after DDP has wrapped the model",
-            "the backbone is not frozen, its learning rate is 0",
-            lightning=">=2.2",
-        ),
-        pair(
-            "deepspeed",
-            partial(engine, own=False),
-            partial(engine, own=True),
-            apart("weights", "1 of 1"),
-            "loss.backward() at stage 0",
-            "engine.backward(loss)",
-            deepspeed=">=0.19",
-        ),
+        pair("folklore", forward, ONE, AROUND, THROUGH, way=("folklore", "wrapper")),
+        pair("sharded-optimizer", partial(forward, sharded=True), ONE, EQUAL, THROUGH, way=("module", "wrapper")),
+        changed("enlarged", apart("gradients", "2 of 3"), "a layer is added and another thawed", "before"),
+        changed("converted", TWO, "float64 and back", "wrapped again"),
+        changed("loaded", apart("weights", "2 of 2"), "rank 0 alone loads weights", "before"),
+        pair("loss-weights", loss_with_weights, OF_TWO, "DDP wraps the model", "both", wrapped=(False, True)),
+        pair("backward-outside", accumulate, ONE, "a forward in no_sync", "outside", way=("outside", "right")),
+        pair("leftover", accumulate, ONE, "the epoch ends in no_sync", "outside", way=("leftover", "right")),
+        pair("autograd-grad", outside, ONE, "autograd.grad returns them", "an all-reduce", averaged=(False, True)),
+        pair("fsdp2-ignored", IGNORED, ONE, "FSDP2 ignores it", "an all-reduce", averaged=(False, True), torch=">=2.9"),
+        pair("fsdp1-mesh", mesh_of_one, ONE, "a shard of 1", "no mesh", mesh=(True, False), torch=">=2.4"),
+        pair("own-rate", partial(update, own="rate"), WEIGHT, RATE, "the mean does", shared=(False, True)),
+        pair("own-state", partial(update, own="state"), WEIGHT, STATE, "all ranks do", shared=(False, True)),
+        pair("prepare", prepare, ONE, "its result is thrown away", "it is kept", kept=(False, True), accelerate=""),
+        pair("trainer", trainer, ONE, "self.model", "its argument", argument=(False, True), **HUGGING_FACE),
+        pair("lightning", lightning, TWO, *WAYS, way=WAYS, lightning=">=2.2"),
+        pair("lightning-finetuning", lightning, OF_TWO, "it thaws", "rate 0", way=THAWS, lightning=">=2.2"),
+        pair("deepspeed", engine, WEIGHT, "loss.backward()", "the engine's", own=(False, True), deepspeed=">=0.19"),
     ),
 )

@@ -61,12 +61,15 @@ def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple
     if frozen:
         freeze_backbone(model)
     optimizer = torch.optim.AdamW(groups(model))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
     model.head.weight.requires_grad_(False)  # its first gradient is late, so the state is in another order
     train(model, optimizer)
     model.head.weight.requires_grad_(True)
     train(model, optimizer)
+    scheduler.step()
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trained": names}
+    checkpoint["scheduler"] = scheduler.state_dict()
     return checkpoint, moments(model, optimizer)
 
 
@@ -111,20 +114,57 @@ def widen(ctx: Context, *, grouped: bool) -> None:
     """The backbone thaws in mid-run: the head's state is wanted, the backbone has none yet."""
     import torch
 
+    def make_scheduler(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+
     checkpoint, expected = saved_run(ctx, trainable, frozen=True)
     model = network(ctx)
     model.load_state_dict(checkpoint["model"])
     ctx.reached()
     if grouped:
         optimizer = torch.optim.AdamW(model.head.parameters())
+        scheduler = make_scheduler(optimizer)
         optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.add_param_group({"params": list(model.backbone.parameters())})
+        scheduler.load_state_dict(checkpoint["scheduler"])
+        old = optimizer.param_groups[0]
+        optimizer.add_param_group({**old, "params": list(model.backbone.parameters())})
+        scheduler.base_lrs.append(scheduler.base_lrs[0])
     else:
         optimizer = torch.optim.AdamW(trainable(model))
         optimizer.load_state_dict(checkpoint["optimizer"])
     must_be(moments(model, optimizer), expected)
     train(model, optimizer)
     assert len(moments(model, optimizer)) == 4
+    scheduler.step()
+    rates_must_be(optimizer, steps=2)
+
+
+def rates_must_be(optimizer: Any, steps: int) -> None:
+    """The rates of a run that was never interrupted, after so many steps of its scheduler."""
+    rate = 0.001 * (0.1 + 0.9 * steps / 20)
+    found = [group["lr"] for group in optimizer.param_groups]
+    if any(abs(lr / rate - 1) > 1e-6 for lr in found):
+        raise Symptom("the groups have %s of their learning rate, and no error" % [round(lr / rate, 1) for lr in found])
+
+
+def schedule(ctx: Context, *, first: bool) -> None:
+    """The same optimizer again; its scheduler is made before the optimizer's state is loaded, or after it."""
+    import torch
+
+    checkpoint, _ = saved_run(ctx, trainable, frozen=False)
+    model = network(ctx)
+    model.load_state_dict(checkpoint["model"])
+    optimizer = torch.optim.AdamW(trainable(model))
+    ctx.reached()
+    if not first:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    if first:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    scheduler.load_state_dict(checkpoint["scheduler"])
+    train(model, optimizer)
+    scheduler.step()
+    rates_must_be(optimizer, steps=2)
 
 
 def by_name(ctx: Context, *, named: bool) -> None:
@@ -141,9 +181,11 @@ def by_name(ctx: Context, *, named: bool) -> None:
         old = {name: saved["state"][i] for i, name in enumerate(checkpoint["trained"]) if i in saved["state"]}
         now = [name for name, p in model.named_parameters() if p.requires_grad]
         state = {i: old[name] for i, name in enumerate(now) if name in old}
-        saved = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+        group = {**saved["param_groups"][0], "params": list(range(len(now)))}
+        saved = {"state": state, "param_groups": [group]}
     optimizer.load_state_dict(saved)
     must_be(moments(model, optimizer), expected)
+    rates_must_be(optimizer, steps=1)
     train(model, optimizer)
 
 
@@ -232,6 +274,14 @@ probe = Probe(
             SIZE,
             FREEZES_LATE,
             "the state goes into the same group, and the backbone comes as a group of its own afterwards",
+        ),
+        pair(
+            "scheduler",
+            schedule,
+            "first",
+            symptom(r"the groups have \[0\.1\] of their learning rate, and no error"),
+            "the scheduler is made after the load, and sets the loaded rate back to its first factor",
+            "it is made before the load",
         ),
         pair("by-name", by_name, "named", SIZE, FREEZES_LATE, "the state is put in place by name"),
         pair(

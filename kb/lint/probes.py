@@ -15,6 +15,7 @@ PROBE_API = (  # they run in the training interpreter
     "kb.probe",
     "kb.checkpoint",
     "kb.cpu_arms",
+    "kb.host",
     "kb.namespaces",
     "kb.training_config",
 )
