@@ -1,0 +1,273 @@
+"""Two pipeline stages that have something for each other both receive first, so neither gets to send."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, List, Mapping
+
+from kb.probe import (
+    GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Needs,
+    Probe,
+    Symptom,
+    completed,
+    raised,
+    symptom,
+)
+
+
+def exchange(
+    ctx: Context,
+    *,
+    batched: bool = False,
+    even_sends_first: bool = False,
+    receive_first: bool = True,
+    is_async: bool = False,
+    barrier: bool = False,
+) -> None:
+    """One step in the steady phase: an activation goes up, a gradient comes down, and each rank does both."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    rank = dist.get_rank()
+    peer = 1 - rank
+    output = torch.full((4,), rank + 1.0, device=ctx.device)
+    received = torch.zeros_like(output)
+    ctx.reached()
+    if barrier:
+        dist.barrier()
+    if batched:
+        operations = [dist.P2POp(dist.isend, output, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    elif is_async:
+        sending = dist.isend(output, peer)
+        dist.recv(received, peer)
+        sending.wait()
+    elif even_sends_first:
+        if rank % 2 == 0:
+            dist.send(output, peer)
+            dist.recv(received, peer)
+        else:
+            dist.recv(received, peer)
+            dist.send(output, peer)
+    elif receive_first:
+        dist.recv(received, peer)
+        dist.send(output, peer)
+    else:
+        dist.send(output, peer)
+        dist.recv(received, peer)
+    values = received.tolist()
+    ctx.meet("exchanged")
+    assert values == [2.0 - rank] * 4, values
+
+
+def pair_by_order(ctx: Context, *, mirrored: bool) -> None:
+    """Two stages on each of two ranks: the next and the previous rank are one peer, which gets two messages."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    rank = dist.get_rank()
+    peer = 1 - rank
+    activation = torch.full((4,), 10.0 + rank, device=ctx.device)
+    gradient = torch.full((4,), -1.0 - rank, device=ctx.device)
+    activation_in, gradient_in = torch.zeros_like(activation), torch.zeros_like(gradient)
+    ctx.reached()
+    previous = [dist.P2POp(dist.isend, gradient, peer), dist.P2POp(dist.irecv, activation_in, peer)]
+    following = [dist.P2POp(dist.isend, activation, peer), dist.P2POp(dist.irecv, gradient_in, peer)]
+    operations = following + previous if mirrored and rank % 2 else previous + following
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    values = [activation_in[0].item(), gradient_in[0].item()]
+    ctx.meet("exchanged")
+    if values[0] < 0:
+        raise Symptom(f"rank {rank} got the gradient {values[0]:.0f} as its activation, no error")
+    assert values == [10.0 + peer, -1.0 - peer], values
+
+
+def make_groups(ctx: Context, *, same_order: bool) -> None:
+    """A group for activations and one for gradients; rank 1 makes them in the other order."""
+    from datetime import timedelta
+
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=2)
+    ranks, timeout, groups = [0, 1], timedelta(seconds=2), {}
+    for name in ("forward", "backward") if same_order or ctx.rank == 0 else ("backward", "forward"):
+        groups[name] = dist.new_group(ranks, timeout=timeout)
+    output = torch.ones(4, device=ctx.device)
+    received = torch.zeros_like(output)
+    ctx.reached()
+    if ctx.rank == 0:
+        dist.send(output, 1, group=groups["forward"])
+    else:
+        dist.recv(received, 0, group=groups["forward"])
+        assert received.tolist() == [1.0] * 4
+    ctx.meet("sent")
+
+
+def run_out(ctx: Context, *, agreed: bool) -> None:
+    """The first and the last stage read data of their own; the first has one batch less."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=2)
+    rank, device = dist.get_rank(), ctx.device
+    batches = [1.0] * (2 + rank)
+    ctx.reached()
+    if agreed:
+        steps = torch.tensor([len(batches)], device=device)
+        dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+        batches = batches[: int(steps)]
+    for batch in batches:
+        hidden = torch.full((4,), batch, device=device)
+        if rank == 0:
+            dist.send(hidden, 1)
+        else:
+            dist.recv(hidden, 0)
+    ctx.meet("trained", timeout_s=10)
+    assert len(batches) == 2, batches
+
+
+def schedule(ctx: Context, *, microbatches: int = 2, one_f_one_b: bool = True, every_stage: bool = True) -> None:
+    """Two stages of torch.distributed.pipelining; the loss of the pipeline is that of both layers in one process."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    from torch.nn.functional import mse_loss
+
+    dist = ctx.init_process_group(timeout_s=3)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    samples = torch.ones(4, 4)
+    expected = mse_loss(layers[1](layers[0](samples)), samples).item()
+    stage = PipelineStage(layers[rank], rank, 2, torch.device("cpu"))
+    ctx.reached()
+    kind: Any = Schedule1F1B if one_f_one_b else ScheduleGPipe
+    pipeline = kind(stage, microbatches, loss_fn=mse_loss)
+    losses: List[Any] = []
+
+    def call(run: Callable[..., Any]) -> None:
+        if rank == last:
+            run(target=samples, losses=losses)
+        else:
+            run(samples)
+
+    if every_stage or rank == last:
+        call(pipeline.eval)
+    call(pipeline.step)
+    ctx.meet("trained", timeout_s=10)
+    if rank == last:
+        assert abs(sum(float(loss) for loss in losses) / microbatches - expected) < 1e-5, losses
+
+
+RECEIVE = raised(GLOO_TIMEOUT)
+BOTH_RECEIVE = "each of two stages receives first, and would send afterwards"
+BATCHED = "each stage gives send and receive to batch_isend_irecv"
+
+gloo = Experiment(
+    name="gloo",
+    control=Arm(partial(exchange, batched=False), expect=RECEIVE, because=BOTH_RECEIVE, fidelity="cpu"),
+    treatment=Arm(partial(exchange, batched=True), expect=completed(), because=BATCHED, fidelity="cpu"),
+    expected_s=(2.4, 0.3),
+)
+
+
+def variant(
+    name: str,
+    job: Callable[..., None],
+    change: Mapping[str, Any],
+    because: str,
+    fix: str,
+    expect: Expect = RECEIVE,
+    torch: str = ">=2.1",
+) -> Experiment:
+    """`change` is what the treatment arm adds to the job of the control arm."""
+    return Experiment(
+        name=name,
+        control=Arm(job, expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **change), expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages={"torch": torch}),
+        expected_s=(2.4, 0.5),
+    )
+
+
+BOTH_SEND = raised(r"Timed out waiting \d+ms for send operation|Application timeout caused pair closure")
+TOO_FEW = raised(r"Number of microbatches \(1\) must be greater than or equal to the number of stages \(2\)")
+
+probe = Probe(
+    experiments=(
+        gloo.on_gpus(
+            expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(.*OpType=RECV|{NCCL2_TIMEOUT}")
+        ),
+        gloo,
+    ),
+    variants=(
+        variant(
+            "send-first",
+            partial(exchange, receive_first=False),
+            {"even_sends_first": True},
+            "each of two stages sends four numbers first; gloo's send waits for the receiver",
+            "even ranks send first, odd ranks receive first",
+            BOTH_SEND,
+        ),
+        variant(
+            "isend",
+            partial(exchange, receive_first=False),
+            {"is_async": True},
+            "each of two stages sends first, and waits",
+            "each starts its send, receives, and waits for the send afterwards: enough for gloo",
+            BOTH_SEND,
+        ),
+        variant(
+            "barrier",
+            partial(exchange, barrier=True),
+            {"batched": True},
+            "a barrier before the step, then each of two stages receives first",
+            BATCHED,
+        ),
+        variant(
+            "two-for-one-peer",
+            partial(pair_by_order, mirrored=False),
+            {"mirrored": True},
+            "both ranks list the previous stage first, so a gradient is the first to go and an activation to come",
+            "odd ranks list the next stage first",
+            symptom(r"rank \d got the gradient -\d as its activation, no error"),
+        ),
+        variant(
+            "group-order",
+            partial(make_groups, same_order=False),
+            {"same_order": True},
+            "rank 1 makes the two groups in the other order, so they do not meet",
+            "every rank makes every group in one order",
+        ),
+        variant(
+            "steps",
+            partial(run_out, agreed=False),
+            {"agreed": True},
+            "the first stage has one batch less than the last",
+            "the stages agree on the smallest number of batches",
+        ),
+        variant(
+            "microbatches",
+            partial(schedule, microbatches=1),
+            {"microbatches": 2},
+            "1F1B with one microbatch and two stages",
+            "as many microbatches as stages",
+            TOO_FEW,
+            ">=2.13",
+        ),
+        variant(
+            "schedule-eval",
+            partial(schedule, microbatches=1, one_f_one_b=False, every_stage=False),
+            {"every_stage": True},
+            "GPipe with one microbatch; the last stage alone calls eval, which takes what the first sends for its step",
+            "GPipe with one microbatch; every stage calls eval",
+            torch=">=2.13",
+        ),
+    ),
+)
