@@ -222,7 +222,11 @@ def variable(name: str) -> str:
 OVER_THE_CARD = {"NCCL_NET": "IB", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # in both arms
 
 probe = Probe(
-    params={"sysfs": Param("path", "a copy of /sys/class/infiniband of another node (cp -rL)", str(DEVICES))},
+    params={
+        "sysfs": Param(
+            "path", "another node's: `cd /sys/class/infiniband && cp -r --parents */ports DIR`", str(DEVICES)
+        )
+    },
     check=check,
     experiments=(
         Experiment(
