@@ -62,6 +62,14 @@ UNDECIDED = {
         "driver-too-old",
         "gpu-2: Test CUDA failure common.cu:1007 'CUDA driver version is insufficient for CUDA runtime version'\n",
     ),
+    "a port that came back, and a job that went on for a while": (
+        "ib-link-flapping",
+        STEP.format(12)
+        + "gpu-3:2011:2043 [4] transport/net_ib.cc:214 NCCL WARN NET/IB : mlx5_5:1 Got non-fatal async event: port error(10)\n"
+        + STEP.format(13)
+        + STEP.format(93)
+        + FULL.format(640),
+    ),
     "any loss that no parameter leads to": (
         "grad-checkpoint-no-grad",
         "    loss.backward()\nRuntimeError: element 0 of tensors does not require grad and does not have a grad_fn\n",
