@@ -24,7 +24,7 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 AMPERE = (8, 0)
-KEYS = ("bf16", "mixed_precision", "precision", "dtype", "torch_dtype")
+KEYS = ("bf16", "bf16_full_eval", "mixed_precision", "precision", "dtype", "torch_dtype", "bnb_4bit_compute_dtype")
 SEEN = "in the job: print(torch.cuda.is_available(), torch.cuda.get_device_capability())"
 
 

@@ -45,6 +45,18 @@ def publish(tmp: str, final: str) -> None:
     dist.barrier()
 
 
+def publish_anew(tmp: str, final: str) -> None:
+    """The same where the folder of an earlier run may be in the way."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if os.path.isdir(final):
+            shutil.rmtree(final)
+        os.rename(tmp, final)
+    dist.barrier()
+
+
 def publish_otherwise(tmp: str, final: str, *, by_rank_0: bool, waits: bool) -> None:
     import torch.distributed as dist
 
@@ -100,9 +112,11 @@ def assert_whole(folder: str) -> None:
         assert torch.load(os.path.join(folder, "rng_state_%d.pt" % rank))["rank"] == rank
 
 
-def save(ctx: Context, *, publishes: Callable[[str, str], None], late: str = "") -> None:
+def save(ctx: Context, *, publishes: Callable[[str, str], None], late: str = "", again: bool = False) -> None:
     """A checkpoint is written into tmp-checkpoint-5 and renamed. Rank 1 may be late with its folder or its file."""
     ctx.init_process_group(timeout_s=15)
+    if again and ctx.rank == 0:
+        os.makedirs("checkpoint-5/of-an-earlier-run")
     if late != "folder":
         os.makedirs("tmp-checkpoint-5", exist_ok=True)
     ctx.reached()
@@ -150,6 +164,18 @@ def rotate(ctx: Context, *, by_rank_0: bool) -> None:
         shutil.rmtree(old)
     dist.barrier()
     assert not os.path.exists(old)
+
+
+def link(ctx: Context, *, by_rank_0: bool) -> None:
+    """The newest checkpoint gets a link, where there is none."""
+    dist = ctx.init_process_group(timeout_s=15)
+    ctx.reached()
+    is_missing = not os.path.lexists("last")
+    dist.barrier()  # both have looked
+    if is_missing and (dist.get_rank() == 0 or not by_rank_0):
+        os.symlink("checkpoint-5", "last")
+    dist.barrier()
+    assert os.readlink("last") == "checkpoint-5"
 
 
 def clean_up(ctx: Context, *, by_rank_0: bool) -> None:
@@ -242,10 +268,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     nodes = spans_nodes(params["nodes"])
     if nodes is None:
         return unknown("on how many nodes the job runs is not known", advice="--set nodes=NODES")
-    if nodes and (version == "4.36.0" or (not own and version.startswith(("4.36.", "4.38.")))):
+    untold = "" if version and "dev" not in version else "how transformers %s saves is not known" % (version or "?")
+    if nodes and not untold and (version == "4.36.0" or (not own and version.startswith(("4.36.", "4.38.")))):
         return exposed("transformers %s on several nodes" % version, advice="install transformers 4.39 or newer")
     if not nodes and version == "4.36.0":
         return unknown("transformers 4.36.0 races with more than one process, and how many there are is not known")
+    if not nodes and untold:
+        return unknown(untold, advice="--python PYTHON_OF_THE_JOB")
     if not nodes:
         return clear("one node: save_on_each_node makes no difference; scripts and callbacks were not read")
     if not isinstance(folder, (str, Path)) or set("${") & set(str(folder)):
@@ -259,6 +288,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(seen, "every node writes the same files", advice="save_on_each_node=False on shared storage")
     if not own and kind in OF_ONE_NODE:
         return exposed(seen, "the other nodes get a part of each checkpoint", advice="a shared folder, or True")
+    if kind in SHARED | OF_ONE_NODE and untold:
+        return unknown(seen + ", which fit, but " + untold, advice="--python PYTHON_OF_THE_JOB")
     if kind in SHARED | OF_ONE_NODE:
         return clear(seen + ", which fit; scripts and callbacks were not read")
     return unknown(seen + ": unknown whether all nodes see it", advice="touch a file there, look from another node")
@@ -275,6 +306,8 @@ def file_system(folder: Path) -> str:
     """The type of the mount that the folder lies on, or would lie on."""
     while not folder.exists():
         folder = folder.parent
+        if str(folder) == "/":
+            raise ValueError("nothing of the path exists here")
     real, best = os.path.realpath(str(folder)) + "/", ("", "")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -330,6 +363,17 @@ probe = Probe(
     variants=(
         end_of_save("not-empty", NOT_EMPTY, "all rename, none waits, rank 1 makes the folder anew", late="folder"),
         end_of_save("guard-only", NO_TMP, "rank 0 renames, and does not wait for rank 1", by_rank_0=True, late="file"),
+        pair(
+            "again",
+            partial(save, publishes=publish, again=True),
+            partial(save, publishes=publish_anew, again=True),
+            raised(NOT_EMPTY),
+            "rank 0 renames onto the folder of an earlier run",
+            "it removes that first",
+        ),
+        of_two(
+            "link", link, raised(r"File exists: 'checkpoint-5' -> 'last'"), "every rank links", "rank 0 alone links"
+        ),
         of_two("rotation", rotate, GONE, "every rank deletes the old checkpoint", "barrier, rank 0 deletes, barrier"),
         of_two(
             "clean-up",

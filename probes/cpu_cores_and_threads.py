@@ -8,6 +8,8 @@ import mmap
 import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import time
 import warnings
 from functools import partial
@@ -189,6 +191,18 @@ def launch(ctx: Context, *, threads: str) -> None:
         raise Symptom("OMP_NUM_THREADS was not set, and is %s in the two ranks" % " and ".join(given))
 
 
+def count_threads(ctx: Context) -> None:
+    """How many threads torch takes in a new process, where OMP_NUM_THREADS says two."""
+    own_cores()
+    script = "import torch; print(torch.backends.mkl.is_available(), torch.get_num_threads())"
+    ctx.reached()
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    if said[0] != "True":
+        raise Unavailable("this torch has no MKL")
+    if said[1] != "2":
+        raise Symptom("OMP_NUM_THREADS is 2, torch takes %s threads" % said[1])
+
+
 def start_threads(ctx: Context, *, share: bool) -> None:
     """How many threads two ranks start, which may use the same cores."""
     cores = len(own_cores())
@@ -233,10 +247,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     ]
     threads = os.environ.get("OMP_NUM_THREADS", "")
     evidence.append("OMP_NUM_THREADS is %s" % (ascii(threads) if threads not in ("", "1") else "1 or not set"))
+    mkl = os.environ.get("MKL_NUM_THREADS", "")
+    evidence += ["MKL_NUM_THREADS is %s, which wins over it in torch for x86" % ascii(mkl)] if mkl else []
     places = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")}
     named = ["%s=%s" % (name, ascii(value)) for name, value in places.items() if value]
     evidence += ["OpenMP may bind the process, see `cores` after `import torch`: " + ", ".join(named)] if named else []
-    if stopped > 10:
+    if quota is not None and stopped > 10:
         evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % stopped)
         return exposed(*evidence, advice="a higher CPU limit, fewer workers, or fewer threads")
     together = cores < allowed or allowed == total  # else each rank may have cores of its own
@@ -244,7 +260,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if workers is not None and sharing * (workers + 1) > cores:
         evidence.append("%d processes share the time of %.1f cores" % (sharing * (workers + 1), cores))
         return exposed(*evidence, advice="more cores for the job, or fewer workers")
-    if re.fullmatch(r"[1-9][0-9]{0,4}", threads) and sharing * int(threads) > cores:
+    if not mkl and re.fullmatch(r"[1-9][0-9]{0,4}", threads) and sharing * int(threads) > cores:
         evidence.append("%d threads of OpenMP for %.1f cores" % (sharing * int(threads), cores))
         return exposed(*evidence, advice="OMP_NUM_THREADS of cores / ranks")
     return unknown(*evidence, "what the launcher or OpenMP binds later is not seen here", advice="`taskset -cp PID`")
@@ -268,6 +284,7 @@ WARNING = (
 )
 GOMP = {"stands_for": "`import torch`, by loading the OpenMP library of torch alone", "needs": Needs(packages={})}
 BIND = {"OMP_PROC_BIND": "true"}
+TWO = {"OMP_NUM_THREADS": "2", "MKL_DYNAMIC": "FALSE"}  # else MKL takes no more than there are physical cores
 
 probe = Probe(
     check=check,
@@ -330,6 +347,15 @@ probe = Probe(
             "torchrun sets OMP_NUM_THREADS to 1 for more than one rank",
             "the ranks get the value that was set in front of torchrun",
             symptom("OMP_NUM_THREADS was not set, and is 1 and 1 in the two ranks"),
+        ),
+        arms(
+            "mkl",
+            count_threads,
+            count_threads,
+            "MKL_NUM_THREADS=1 wins over OMP_NUM_THREADS=2",
+            "without MKL_NUM_THREADS torch takes what OMP_NUM_THREADS says",
+            symptom("OMP_NUM_THREADS is 2, torch takes 1 threads"),
+            env=({**TWO, "MKL_NUM_THREADS": "1"}, TWO),
         ),
         arms(
             "threads",

@@ -69,6 +69,15 @@ def wrap_blocks(model: Any, device: Any) -> Any:
     return model
 
 
+def wrap_by_strategy(model: Any, device: Any, *, strategy: str) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({type(model.layers[0])})
+    options = {"use_orig_params": True, "device_id": device, "sharding_strategy": ShardingStrategy[strategy]}
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+
+
 def wrap_by_size(model: Any, device: Any, *, numbers: Optional[int]) -> Any:
     """None is torch's own default, a hundred million."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -105,6 +114,15 @@ def shard_blocks(model: Any, device: Any) -> Any:
     return model
 
 
+def shard_and_keep(model: Any, device: Any, *, reshard: bool) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model.to(device)
+    for layer in [*model.layers, model]:
+        fully_shard(layer, reshard_after_forward=reshard)
+    return model
+
+
 def wrap_with_accelerate(model: Any, device: Any, *, policy: str, names: Optional[List[str]]) -> Any:
     """What `Accelerator.prepare` does with the plugin of the configuration."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -115,6 +133,28 @@ def wrap_with_accelerate(model: Any, device: Any, *, policy: str, names: Optiona
     return FullyShardedDataParallel(
         model, auto_wrap_policy=plugin.auto_wrap_policy, use_orig_params=True, device_id=device
     )
+
+
+def shard_with_accelerate(model: Any, device: Any, *, own: bool) -> Any:
+    """What `Accelerator.prepare` shards with FSDP2: a policy of one's own, or the name of the class."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    accelerate: Any = importlib.import_module("accelerate")
+    utils: Any = importlib.import_module("accelerate.utils.fsdp_utils")
+    policy: Any = ModuleWrapPolicy({type(model.layers[0])}) if own else "transformer_based_wrap"
+    names = None if own else ["Block"]
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=names
+    )
+    plugin.set_auto_wrap_policy(model)
+    chosen = utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+    model.to(device)
+    for module in list(model.modules())[1:]:
+        if chosen is not None and chosen(module):
+            fully_shard(module)
+    fully_shard(model)
+    return model
 
 
 def gather(ctx: Context, *, wrap: Callable[[Any, Any], Any]) -> None:
@@ -152,8 +192,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     except UnreadableConfig as error:
         return unknown(str(error))
     options = values.get("fsdp_config")
-    if not isinstance(options, dict) or not (values.get("fsdp") or values.get("distributed_type") == "FSDP"):
-        return unknown(f"{params['config']} does not ask for FSDP; flags of the launcher and code cannot be seen")
+    if not isinstance(options, dict):
+        return unknown(f"{params['config']} has no fsdp_config to read; flags, another file and code cannot be seen")
     named = {str(key).replace("fsdp_", "", 1): value for key, value in options.items()}
     policy = named.get("auto_wrap_policy", os.environ.get("FSDP_AUTO_WRAP_POLICY"))
     classes = named.get("transformer_layer_cls_to_wrap", os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
@@ -242,6 +282,30 @@ probe = Probe(
             fixed="the class is named",
             needs=ACCELERATE,
             deadline_s=60,
+        ),
+        units(
+            "accelerate-callable",
+            partial(shard_with_accelerate, own=True),
+            partial(shard_with_accelerate, own=False),
+            because="FSDP2 in accelerate drops a policy that is neither transformer_based_wrap nor size_based_wrap",
+            fixed="transformer_based_wrap with the class of a block",
+            needs=Needs(packages={"torch": ">=2.6", "accelerate": ">=1.8"}, memory_mib=2048),
+            deadline_s=60,
+        ),
+        units(
+            "shard-grad-op",
+            partial(wrap_by_strategy, strategy="SHARD_GRAD_OP"),
+            partial(wrap_by_strategy, strategy="FULL_SHARD"),
+            because="SHARD_GRAD_OP: units are there, and stay gathered from forward to backward",
+            fixed="FULL_SHARD",
+        ),
+        units(
+            "not-resharded",
+            partial(shard_and_keep, reshard=False),
+            partial(shard_and_keep, reshard=True),
+            because="reshard_after_forward=False for each block, the same with FSDP2",
+            fixed="reshard_after_forward=True",
+            needs=Needs(packages={"torch": ">=2.6"}),
         ),
         Experiment(
             name="other-class",

@@ -7,7 +7,7 @@ import weakref
 from functools import partial
 from typing import Any, Callable, List
 
-from kb.probe import Arm, Context, Experiment, Probe, Symptom, completed, symptom
+from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
 STEPS = 20
 MODELS, WIDTH = 12, 1024
@@ -55,7 +55,9 @@ def graph_nodes() -> int:
     import torch
 
     gc.collect()
-    stack = [each.grad_fn for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    stack = [
+        each.grad_fn for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn is not None
+    ]
     seen = set()
     while stack:
         node = stack.pop()
@@ -104,6 +106,33 @@ def collect(model: Any, batch: Any, kept: List[Any], *, detached: bool) -> None:
         kept.append(output.detach())
     else:
         kept.append(output)
+
+
+def circle(model: Any, batch: Any, kept: List[Any], *, collected: bool) -> None:
+    """A result of the step that names itself, as a bound callback does, in a job without Python's collector."""
+    import gc
+
+    gc.disable()
+    result = {"output": model(batch)}
+    result["self"] = result
+    if collected:
+        gc.collect()
+
+
+def log(model: Any, batch: Any, kept: List[Any], *, as_number: bool) -> None:
+    """A term for the log of transformers' Trainer."""
+    import os
+    import tempfile
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # else the Trainer waits for other ranks
+        os.environ.pop(name, None)
+    from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    if not kept:
+        arguments = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], disable_tqdm=True)
+        kept.append(Trainer(model=model, args=arguments))
+    loss = model(batch).square().mean()
+    kept[0].log({"aux": loss.item() if as_number else loss})
 
 
 def average(model: Any, batch: Any, kept: List[Any], *, no_grad: bool) -> None:
@@ -200,6 +229,22 @@ probe = Probe(
             steps(add_up, how="item"),
             because="gc.collect() frees nothing that is in use",
             fixed="item() is a number",
+        ),
+        pair(
+            "python-cycle",
+            steps(circle, collected=False),
+            steps(circle, collected=True),
+            because="nothing but a Python cycle names the output, and the collector is off",
+            fixed="gc.collect() frees what only a cycle holds",
+        ),
+        pair(
+            "trainer-log",
+            steps(log, as_number=False),
+            steps(log, as_number=True),
+            because="Trainer.log puts the tensor into state.log_history",
+            fixed="item() is a number",
+            needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ">=0.30"}),
+            expected_s=(5, 5),
         ),
         pair(
             "auxiliary",

@@ -1,7 +1,9 @@
 """Two documents in one row: is the second computed as if it were alone?"""
 
 import math
+import re
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.probe import (
@@ -14,6 +16,7 @@ from kb.probe import (
     Param,
     Probe,
     Symptom,
+    Unavailable,
     clear,
     completed,
     exposed,
@@ -227,6 +230,37 @@ def call_multimodal(ctx: Context, *, rows: int) -> None:
         compare(packed, model(torch.tensor([SECOND]), use_cache=False).logits)
 
 
+def call_hybrid(ctx: Context, *, packed: bool) -> None:
+    """A Qwen3-Next, whose first layer carries a state: position ids that restart, or a padded batch."""
+    if find_spec("fla") or find_spec("causal_conv1d"):
+        raise Unavailable("kernels of this environment (fla, causal_conv1d) do not run on the CPU")
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    size = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 0}
+    linear = {"linear_%s" % name: 2 for name in ("num_key_heads", "num_value_heads")}
+    linear.update({"linear_%s" % name: 16 for name in ("key_head_dim", "value_head_dim")})
+    kinds = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(num_hidden_layers=2, layer_types=kinds, **size, **heads, **linear)
+    model = Qwen3NextForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    position_ids = arrange(PACKED, documents=True, restart=True)[0]
+    missing = PACKED[0] - PACKED[1]
+    rows = torch.tensor([FIRST, SECOND + [END] * missing])
+    attention_mask = torch.ones_like(rows)
+    attention_mask[1, PACKED[1] :] = 0
+    ctx.reached()
+    with torch.no_grad():
+        alone = model(torch.tensor([SECOND]), use_cache=False).logits
+        if packed:
+            row = torch.tensor([FIRST + SECOND])
+            compare(model(row, position_ids=position_ids, use_cache=False).logits, alone)
+        else:
+            logits = model(rows, attention_mask=attention_mask, use_cache=False).logits
+            assert float((logits[1, : PACKED[1]] - alone[0]).abs().max()) < 1e-5
+
+
 def pack_by_trl(ctx: Context, *, strategy: str) -> None:
     """What SFTTrainer does with packing=True: pack, and a collator that is padding-free for bfd only."""
     import torch
@@ -260,7 +294,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         values = read_config(params["config"]).values
     except UnreadableConfig as error:
         return unknown(str(error))
-    names = ("packing", "neat_packing", "sample_packing", "padding_free", "reset_attention_mask")
+    names = ["packing", "neat_packing", "sample_packing", "padding_free", "reset_attention_mask"]
+    names += ["eval_packing", "eval_sample_packing"]
     states = {name: is_on(values[name]) for name in names if name in values}
     found = ["%s: %s" % (name, str(values[name])[:40]) for name in states]
     if not states:
@@ -268,11 +303,17 @@ def check(params: Mapping[str, Any]) -> Finding:
     alone = "one document in a row and the same alone must give the same logits: the entry's How to tell"
     if None in states.values():
         return unknown(*found, "not a plain true or false", advice=alone)
+    if any(re.search("^sft$|packed|thd|pretraining_dataset|megatron|^use_(mca|v1)", str(key)) for key in values):
+        return unknown(*found, "another option of the file decides how rows are made", advice=alone)
     if states.get("reset_attention_mask") is False and "packing" not in states:
         return exposed(*found, "Megatron fills each row with several documents", advice="see the entry, Fix 5")
     in_factory = "neat_packing" in values or "cutoff_len" in values
     if states.get("packing") and not states.get("neat_packing") and in_factory:
-        return exposed(*found, "LLaMA-Factory then gives every token of a row the mask 1", advice="neat_packing: true")
+        stage = str(values.get("stage", "sft"))
+        advice = (
+            "neat_packing: true" if stage == "sft" else "packing: false; neat_packing raises in stage %s" % stage[:9]
+        )
+        return exposed(*found, "LLaMA-Factory then gives every token of a row the mask 1", advice=advice)
     if states.get("packing") and str(values.get("packing_strategy")) == "wrapped":
         return exposed(*found, "packing_strategy: wrapped keeps no borders", advice="packing_strategy: bfd")
     if any(states.values()) or "reset_attention_mask" in states or not {"packing", "sample_packing"} & set(states):
@@ -340,6 +381,14 @@ probe = Probe(
             ("rows", 2, 4),
             "Qwen2.5-VL, position ids of two dimensions",
             "four rows of position ids",
+            packages={**TORCH, "transformers": ">=5.0"},
+        ),
+        pair(
+            "transformers-hybrid",
+            call_hybrid,
+            ("packed", True, False),
+            "a layer of linear attention; position ids restart, no mask, no cache",
+            "a padded batch, one document in a row",
             packages={**TORCH, "transformers": ">=5.0"},
         ),
         pair("trl", pack_by_trl, ("strategy", "wrapped", "bfd"), "TRL packs wrapped", "TRL packs bfd", APART, TRL),

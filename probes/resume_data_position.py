@@ -1,6 +1,7 @@
 """A checkpoint holds no position in the data; a resume has to find it, in the same order and without reading."""
 
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -121,22 +122,44 @@ def position(ctx: Context, *, once: bool = True, in_samples: bool = True) -> Non
             done = 0
 
 
-def stream_of(source: Any, start: int, rewind: bool = True) -> Any:
+def rebuilt(ctx: Context, *, with_seed: bool) -> None:
+    """The rows are shuffled ahead of the loader, at each start."""
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+    def rest(done: int) -> Any:
+        rows = list(range(64))
+        random.Random(SEED if with_seed else None).shuffle(rows)
+        batches = list(BatchSampler(SequentialSampler(rows), BATCH, drop_last=True))
+        return DataLoader(rows, batch_sampler=batches[done:])  # type: ignore[arg-type, unused-ignore]
+
+    ids = flat(islice(iter(rest(0)), DONE))
+    ctx.reached()
+    judge(ids + flat(rest(DONE)), 64)
+
+
+def stream_of(source: Any, start: int, rewind: bool = True, by_first: bool = True, has_length: bool = False) -> Any:
     """A stream that begins at `start`, and in the next pass at 0."""
     from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self, start: int = 0) -> None:
             self.start = start
+            self.first = None if by_first else 0
 
         def set_epoch(self, epoch: int) -> None:
-            if epoch > 0 and rewind:
+            if self.first is None:
+                self.first = epoch
+            if epoch != self.first and rewind:
                 self.start = 0
 
         def __iter__(self) -> Iterator[Any]:
             return (source[index] for index in range(self.start, len(source)))
 
-    return Rows(start)
+    class Sized(Rows):
+        def __len__(self) -> int:
+            return len(source)
+
+    return Sized(start) if has_length else Rows(start)
 
 
 def stream(ctx: Context, *, seek: bool) -> None:
@@ -211,6 +234,16 @@ def trainer_stream(ctx: Context, *, seek: bool = True, leave: bool = True, rewin
     assert rest == expected
     if source.reads > len(rest) + 2 * BATCH:  # the loader is a batch ahead
         raise Symptom(f"{source.reads} samples were read for the {len(rest)} behind the resume")
+
+
+def trainer_stream_length(ctx: Context, *, by_first: bool) -> None:
+    """A stream with a length, in two epochs of 8 steps; the Trainer resumes in epoch 1."""
+    source, rest = Features(SAMPLES), []  # type: ignore[var-annotated]
+    train(ctx, stream_of(source, 0, has_length=True), [], num_train_epochs=2)
+    ctx.reached()
+    dataset = stream_of(source, DONE * BATCH, by_first=by_first, has_length=True)
+    train(ctx, dataset, rest, ctx.path("out/checkpoint-10"), num_train_epochs=2, ignore_data_skip=True)
+    judge(list(range(DONE * BATCH)) + rest)
 
 
 def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) -> None:
@@ -367,11 +400,13 @@ VARIANTS = (
     pair("shuffle", shuffle, "own_generator", TWICE, "the global generator of mid-epoch", "one of seed plus epoch"),
     pair("each-epoch", position, "once", NEVER, "skipped in the next epoch too", "not behind the resumed epoch"),
     pair("batch-size", position, "in_samples", NEVER, "2 batches of 2 seen, 2 of 4 skipped", "4 samples are skipped"),
+    pair("rebuilt", rebuilt, "with_seed", TWICE, "the rows are shuffled without a seed", "with one"),
     pair("trainer", trainer, "skip", TWICE, "ignore_data_skip begins the epoch again", "skipped by index", **NEW),
     pair("trainer-sampler", trainer, "seedable", TWICE, "use_seedable_sampler is off", "it is on", **NEW),
     pair("trainer-stream", trainer_stream, "seek", READ, "it is read up to the step", "it begins there", **OLD),
     pair("trainer-stream-twice", trainer_stream, "leave", LEFT_OUT, "skipped twice", "ignore_data_skip", **OLD),
     pair("trainer-stream-pass", trainer_stream, "rewind", LEFT_OUT, "each pass begins there", "only one", **OLD),
+    pair("trainer-stream-length", trainer_stream_length, "by_first", TWICE, "epoch > 0", "another epoch", **NEW),
     pair("accelerate", prepared, "seedable", TWICE, "a RandomSampler", "use_seedable_sampler", accelerate=">=0.30"),
     pair("accelerate-epoch", prepared, "with_epoch", TWICE, "skipped at epoch 0", "set_epoch", accelerate=">=0.30"),
     pair("lightning", lightning, "resumable", TWICE, "a plain DataLoader", "a loader with a state", lightning=">=2.3"),

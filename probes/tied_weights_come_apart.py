@@ -212,6 +212,37 @@ def adapter(model: Any, device: Any, *, retie: bool) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=both, **options))
 
 
+def merge(ctx: Context, *, unties: bool, ensures: bool = False) -> None:
+    """A LoRA layer on the embedding of a tied Llama is trained and merged: does the model stay the same?"""
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    peft: Any = importlib.import_module("peft")
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    options = {"ensure_weight_tying": True} if ensures else {}
+    lora = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **options)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora).to(ctx.device)
+    for _ in range(3):
+        model.zero_grad()
+        step(model, ctx.device)
+    model.eval()
+    tokens = torch.arange(WORDS, device=ctx.device)[None]
+    before = model(tokens).logits.detach()
+    ctx.reached()
+    if unties:
+        base = model.get_base_model()
+        head = base.get_output_embeddings()
+        head = getattr(head, "base_layer", head)
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        base.config.tie_word_embeddings = False
+    model = model.merge_and_unload()
+    off = float((model(tokens).logits.detach() - before).abs().max())
+    if off > 1e-4:
+        raise Symptom(f"after the merge the logits differ by {off:.4f}")
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Which of the two names does a checkpoint file have? Whether the job ties them no file can say."""
     path: Optional[Path] = params["checkpoint"]
@@ -237,6 +268,7 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 APART = symptom(r"\d+ parameters instead of \d+: after one step embedding and head differ by \d")
+MERGED = symptom(r"after the merge the logits differ by \d")
 ONE = "one parameter: it gets both gradients, and the step is that of the tied model"
 LIBRARY: Mapping[str, Any] = {"job": llama, "world_size": 1, "deadline_s": 90, "expected_s": (5.0, 5.0)}
 
@@ -282,6 +314,18 @@ probe = Probe(
             expected_s=(0.6, 0.6),
         ),
         apart("transformers", meta_and_back, "to_empty after meta", needs=TRANSFORMERS, **LIBRARY),
+        *(
+            Experiment(
+                name=name,
+                control=Arm(partial(merge, unties=False, ensures=ensures), MERGED, "one weight gets both", "cpu"),
+                treatment=Arm(partial(merge, unties=True, ensures=ensures), completed(), "the head is its own", "cpu"),
+                needs=PEFT,
+                world_size=1,
+                deadline_s=90,
+                expected_s=(5.0, 5.0),
+            )
+            for name, ensures in (("peft-merge", False), ("peft-merge-tied", True))
+        ),
         apart("peft", adapter, "modules_to_save makes a copy of each", needs=PEFT, **LIBRARY),
     ),
 )

@@ -75,13 +75,15 @@ def load_kernel() -> Any:
     return module.matmul
 
 
-def compile_for(ctx: Context, *, card: Tuple[int, int], block: Dict[str, int], num_stages: int, num_warps: int) -> None:
+def compile_for(
+    ctx: Context, *, card: Tuple[int, int], block: Dict[str, int], num_stages: int, num_warps: int, data: str = "fp16"
+) -> None:
     """How much shared memory does Triton's compiler give the kernel on this card? A launch compares it likewise."""
     triton: Any = importlib.import_module("triton")
     compiler: Any = importlib.import_module("triton.compiler")
     backends: Any = importlib.import_module("triton.backends.compiler")
     matmul = load_kernel()
-    pointers = {"left": "*fp16", "right": "*fp16", "out": "*fp32", "steps": "i32"}
+    pointers = {"left": "*" + data, "right": "*" + data, "out": "*fp32", "steps": "i32"}
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
     ctx.reached()
     source = compiler.ASTSource(matmul, {**pointers, **dict.fromkeys(block, "constexpr")}, block, aligned)
@@ -167,6 +169,7 @@ probe = Probe(
     ),
     variants=(
         compiled("tile", {}, {"block": SMALL}, because=FIVE, fixed="a tile of 64 x 64 x 32"),
+        compiled("dtype", {"num_stages": 3, "data": "fp32"}, {"num_stages": 3}, because="float32", fixed="float16"),
         compiled("card", {}, {"card": HOPPER}, because=FIVE, fixed="the same kernel for a card of 9.0"),
         compiled("warps", {"num_warps": 4}, {"num_stages": 3}, because="fewer warps ask for as much", fixed="stages"),
     ),
