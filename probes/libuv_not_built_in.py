@@ -156,7 +156,8 @@ def start_below_torchrun(ctx: Context, *, imported: bool) -> None:
     import torch.distributed as dist
 
     be_a_rank(ctx)
-    os.environ.update(USE_LIBUV="0", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # torch 2.5 reads it
+    os.environ.update(USE_LIBUV="0", TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # torch 2.5 reads it
     if ctx.rank == 0:
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, True, use_libuv=False)
         assert not store.libuvBackend
