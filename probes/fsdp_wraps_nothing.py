@@ -249,7 +249,7 @@ probe = Probe(
             shard_blocks,
             because="fully_shard of the model alone makes one group, also with reshard_after_forward=True",
             fixed=BLOCK_UNITS,
-            needs=Needs(packages={"torch": ">=2.6"}),
+            needs=Needs(packages={"torch": ">=2.7"}),
         ),
         units(
             "size",
