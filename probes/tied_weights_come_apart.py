@@ -26,7 +26,7 @@ from kb.probe import (
 )
 
 WORDS, WIDTH, RATE = 32, 8, 0.5
-FULLY_SHARD = Needs(packages={"torch": ">=2.8"})  # on CPU 2.7.1 steps otherwise, although tied
+FULLY_SHARD = Needs(packages={"torch": ">=2.9"})  # on CPU 2.7.1 and 2.8.0 step otherwise, although tied
 TRANSFORMERS = Needs(packages={"torch": ">=2.2", "transformers": ">=4.40"}, memory_mib=2048)
 PEFT = Needs(packages={**TRANSFORMERS.packages, "peft": ">=0.18"}, memory_mib=2048)
 
