@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from kb.probe import (
@@ -24,12 +25,11 @@ from kb.probe import (
 
 def compiler(seconds: float) -> Any:
     """A backend of torch.compile for forward and backward that takes so long for each graph and uses no processor."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     def compile_graph(graph: Any, _: Any) -> Any:
         time.sleep(seconds)
-        return make_boxed_func(graph.forward)
+        return import_module("functorch.compile").make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)
 
