@@ -113,8 +113,11 @@ def resident_bytes(processes: List[Process]) -> int:
 def shared_memory_files(processes: List[Process]) -> Set[str]:
     """Files under /dev/shm that these processes map or hold open."""
     paths: Set[str] = set()
-    if not os.path.isdir("/dev/shm") or not os.listdir("/dev/shm"):  # to read all maps costs far more
-        return paths
+    try:
+        if not os.listdir("/dev/shm"):  # to read all maps costs far more
+            return paths
+    except OSError:  # not there, or not ours to list: the maps tell
+        pass
     for process in processes:
         try:
             with open("/proc/%d/maps" % process.pid) as file:

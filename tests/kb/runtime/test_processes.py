@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def wait_for_names(tree: Callable[[int], list[Process]], pid: int, names: list[s
     for _ in range(1000):
         if sorted(process.name for process in tree(pid)) == names:
             return
-        threading.Event().wait(0.01)
+        time.sleep(0.01)
     assert sorted(process.name for process in tree(pid)) == names
 
 
@@ -40,7 +41,7 @@ def test_the_whole_tree_is_found(shell: subprocess.Popen[str], tree: Callable[[i
     wait_for_names(tree, shell.pid, ["sh", "sleep", "sleep"])
 
 
-def test_a_process_that_a_thread_starts_is_below_it(tmp_path: Path) -> None:
+def test_a_process_that_a_thread_starts_is_below_it() -> None:
     started: list[subprocess.Popen[bytes]] = []
     done = threading.Event()
 
@@ -79,7 +80,21 @@ def test_nothing_is_below_a_process_that_is_gone() -> None:
     assert listed_descendants(gone.pid) == []
 
 
-def test_a_file_in_shared_memory_belongs_to_the_process_that_holds_it(tmp_path: Path) -> None:
+def test_a_folder_of_shared_memory_that_may_not_be_listed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.listdir
+
+    def refuse(path: str) -> list[str]:
+        if path == "/dev/shm":
+            raise PermissionError(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    own = read_process(os.getpid())
+    assert own
+    assert isinstance(shared_memory_files([own]), set)
+
+
+def test_a_file_in_shared_memory_belongs_to_the_process_that_holds_it() -> None:
     path = Path("/dev/shm") / f"kb-test-{os.getpid()}"
     own = read_process(os.getpid())
     assert own
