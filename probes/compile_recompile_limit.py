@@ -115,13 +115,13 @@ def values(ctx: Context, *, mended: bool) -> None:
     layers = [compiler.compile(torch.nn.Dropout(n / 8)) for n in range(1, 5)]
     mask, ones = eval("lambda x: x + 1"), torch.ones(1, 2)
 
-    def sized(n: int) -> None:
+    def step_of_sizes(n: int) -> None:
         x = torch.ones(2, SIZES[n])
         if mended:
             x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
         fixed(x)
 
-    def told(n: int) -> None:
+    def step_of_texts(n: int) -> None:
         if mended:
             seen.append(f"sample {n}")
         record(ones, f"sample {n}")
@@ -130,8 +130,8 @@ def values(ctx: Context, *, mended: bool) -> None:
         ("counter", lambda _: counter(ones)),
         ("list", lambda n: total(torch.ones(n + 2, 2) if mended else [ones] * (n + 2))),
         ("function", lambda _: apply(mask if mended else eval("lambda x: x + 1"), ones)),
-        ("text", told),
-        ("full graph", sized),
+        ("text", step_of_texts),
+        ("full graph", step_of_sizes),
         ("layer", lambda n: layers[n](ones)),
     )
     ctx.reached()

@@ -114,10 +114,10 @@ Counters = Dict[Tuple[str, str], int]  # (device:port, name) to value
 def look(root: Path) -> Counters:
     """What can be read now; a counter that cannot is left out."""
     paths = [path for place in PLACES for path in root.glob(f"*/{place}")]
-    return parsed(f"{path}:{text(path)}" for path in paths if path.name in DOWN + LOST + HINT + TRAFFIC)
+    return parse(f"{path}:{text(path)}" for path in paths if path.name in DOWN + LOST + HINT + TRAFFIC)
 
 
-def parsed(lines: Iterable[str]) -> Counters:
+def parse(lines: Iterable[str]) -> Counters:
     """Of lines as `grep -H .` prints them."""
     found = [LINE.search(line.strip()) for line in lines]
     return {(f"{each[1]}:{each[2] or each[3]}", each[4]): int(each[5]) for each in found if each}
@@ -157,7 +157,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, *live, f"these grew within {BETWEEN_S} s", advice=REPAIR)
     evidence += [f"{line} within {BETWEEN_S} s" for line in growth(first, now, LOST)]
     full = [f"{at} {name} is at its limit" for (at, name), count in errors.items() if count == FULL.get(name)]
-    earlier = parsed(text(Path(str(saved))).splitlines()[:100_000]) if saved else {}
+    earlier = parse(text(Path(str(saved))).splitlines()[:100_000]) if saved else {}
     if not earlier:
         totals = [f"{port} {name} {value}" for (port, name), value in errors.items() if value][:16]
         evidence += totals or ["every error counter that can be read is 0"]

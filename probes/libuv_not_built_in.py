@@ -143,10 +143,10 @@ def join(ctx: Context, address: str = "env://") -> None:
     ctx.meet("counted")
 
 
-def start(ctx: Context, *, told: bool) -> None:
+def start(ctx: Context, *, has_variable: bool) -> None:
     """Ranks that something other than torchrun starts."""
     be_a_rank(ctx)
-    if told:
+    if has_variable:
         os.environ["USE_LIBUV"] = "0"
     join(ctx)
 
@@ -323,7 +323,7 @@ NO_SWITCH = ["--standalone", "--rdzv-conf", "use_libuv=0"]
 
 probe = Probe(
     check=check,
-    experiments=(pair("ranks", start, RANKS, "USE_LIBUV=0 in their environment", 2, told=(False, True)),),
+    experiments=(pair("ranks", start, RANKS, "USE_LIBUV=0 in their environment", 2, has_variable=(False, True)),),
     variants=(
         pair("torchrun", run, STATIC, OWN_FILE, options=(["--master-port=1"], BY_FILE)),
         pair("standalone", run, "so does c10d's, and its option is not read", OWN_FILE, options=(NO_SWITCH, BY_FILE)),

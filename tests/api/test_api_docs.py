@@ -155,7 +155,7 @@ def test_the_chatbot_of_the_page_cites_nothing_where_kb_has_no_answer(place: Pla
     with started(place) as replica:
         own = {"PATH": os.environ["PATH"], "KB": replica.url, "KB_KEY": place.key("read"), "NO_PROXY": "*"}
         replies = run(f"{sys.executable} bot.py < questions", tmp_path, own).splitlines()
-    assert len(replies) == len(unknown) >= 30  # fewer with each entry that covers one
+    assert len(replies) == len(unknown) >= 0.75 * len(foreign)
     cited = [question for question, reply in zip(unknown, replies, strict=True) if "§" in json.loads(reply)]
     assert not cited
 
