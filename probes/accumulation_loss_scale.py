@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
+from kb.packages import numbers, version
 from kb.probe import (
     Arm,
     Context,
@@ -250,7 +250,7 @@ def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str 
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Compare the table of releases with the packages of this interpreter."""
-    transformers, deepspeed = release("transformers"), release("deepspeed")
+    transformers, deepspeed = final_release("transformers"), final_release("deepspeed")
     if transformers is None:
         return unknown("no final release of transformers is installed in this interpreter")
     name = "transformers " + ".".join(map(str, transformers))
@@ -268,18 +268,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     )
 
 
-def known(version: Tuple[int, ...]) -> List[str]:
-    def numbers(text: str) -> Tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
-
-    return [text for first, end, text in TRANSFORMERS if numbers(first) <= version < numbers(end)]
+def known(transformers: Tuple[int, ...]) -> List[str]:
+    return [text for first, end, text in TRANSFORMERS if numbers(first) <= transformers < numbers(end)]
 
 
-def release(package: str) -> Any:
-    try:
-        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|\+.*)?$", importlib.metadata.version(package), re.ASCII)
-    except Exception:  # not installed, or its metadata is damaged
-        return None
+def final_release(package: str) -> Any:
+    """None for a candidate or a development build as well: what it contains is not known."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|\+.*)?$", version(package), re.ASCII)
     return tuple(int(part or 0) for part in match.groups()) if match else None
 
 

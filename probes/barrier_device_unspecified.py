@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import os
 import re
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Tuple
 
+from kb.packages import release, version
 from kb.probe import (
     Arm,
     Context,
@@ -113,19 +113,6 @@ def gpus_seen() -> Tuple[int, str]:
     return sum(line.startswith("GPU ") for line in ran.stdout.splitlines()), "by nvidia-smi -L"
 
 
-def torch_version() -> str:
-    try:
-        return "torch " + importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "torch is not installed in this interpreter"
-
-
-def torch_release() -> Tuple[int, ...]:
-    """Major and minor number; empty where they are not known."""
-    match = re.match(r"torch (\d+)\.(\d+)", torch_version())
-    return tuple(map(int, match.groups())) if match else ()
-
-
 def check(params: Mapping[str, Any]) -> Finding:
     """Compare the barrier's guess with the launcher's assignment, rank by rank, as torch's source defines both."""
     visible, source = (params["visible"], "as given") if params["visible"] else gpus_seen()
@@ -134,7 +121,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(f"no GPU: {source}", advice="give the number: --set visible=N")
     if nodes < 1 or (processes is not None and processes < 1):
         return unknown(f"no layout: nodes {nodes}, processes on each {processes}")
-    evidence = [f"GPUs that a process sees: {visible} ({source}); {torch_version()}"]
+    installed = release("torch")
+    torch = f"torch {version('torch') or 'is not installed in this interpreter'}"
+    evidence = [f"GPUs that a process sees: {visible} ({source}); {torch}"]
     if processes is None:
         return unknown(
             *evidence,
@@ -153,15 +142,14 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice=f"start at most {visible} processes on a node",
         )
     wrong = [rank for rank in range(nodes * processes) if rank % visible != rank % processes]
-    release = torch_release()
-    if not wrong and release < (2, 5):
+    if not wrong and installed < (2, 5):
         right = f"rank % {visible} is each rank's own GPU, which decides in the default group"
         return unknown(*evidence, right, "up to torch 2.4 a barrier in a subgroup guesses by the rank in that group")
     if not wrong:
         return clear(
             *evidence, f"rank % {visible} is each rank's own GPU: in this layout the warning is only a warning"
         )
-    if not release or (release >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"):
+    if not installed or (installed >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"):
         return unknown(
             *evidence,
             "torch 2.15 and newer takes the GPU when the group is made: LOCAL_RANK, which torchrun sets, or else rank"

@@ -7,10 +7,10 @@ import shutil
 import time
 from contextlib import suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -255,7 +255,7 @@ def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Do save_on_each_node of the Trainer and the installed transformers fit the nodes and the file system?"""
-    version = installed("transformers")
+    release = version("transformers")
     if params["config"] is None:
         return unknown("no configuration was given", advice="--config FILE --set nodes=NODES --set folder=OUTPUT_DIR")
     try:
@@ -268,10 +268,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     nodes = spans_nodes(params["nodes"])
     if nodes is None:
         return unknown("on how many nodes the job runs is not known", advice="--set nodes=NODES")
-    untold = "" if version and "dev" not in version else "how transformers %s saves is not known" % (version or "?")
-    if nodes and not untold and (version == "4.36.0" or (not own and version.startswith(("4.36.", "4.38.")))):
-        return exposed("transformers %s on several nodes" % version, advice="install transformers 4.39 or newer")
-    if not nodes and version == "4.36.0":
+    untold = "" if release and "dev" not in release else "how transformers %s saves is not known" % (release or "?")
+    if nodes and not untold and (release == "4.36.0" or (not own and release.startswith(("4.36.", "4.38.")))):
+        return exposed("transformers %s on several nodes" % release, advice="install transformers 4.39 or newer")
+    if not nodes and release == "4.36.0":
         return unknown("transformers 4.36.0 races with more than one process, and how many there are is not known")
     if not nodes and untold:
         return unknown(untold, advice="--python PYTHON_OF_THE_JOB")
@@ -293,13 +293,6 @@ def check(params: Mapping[str, Any]) -> Finding:
     if kind in SHARED | OF_ONE_NODE:
         return clear(seen + ", which fit; scripts and callbacks were not read")
     return unknown(seen + ": unknown whether all nodes see it", advice="touch a file there, look from another node")
-
-
-def installed(package: str) -> str:
-    try:
-        return metadata.version(package) or ""
-    except Exception:  # a broken installation
-        return ""
 
 
 def file_system(folder: Path) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
-import re
 from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
+from kb.packages import release, version
 from kb.probe import (
     Arm,
     Context,
@@ -203,7 +202,7 @@ def check(params: Mapping[str, Any]) -> Finding:
                 plain.get("backend", str(config.values.get("dynamo_backend", "no")).lower()),
                 "the file, unless the command line has the flag",
             )
-            known = accelerate <= (1, 15)  # what a later launcher writes is not known
+            known = accelerate < (1, 16)  # what a later launcher writes is not known
             dynamic = plain.get("use_dynamic", "false" if known else "")
         elif str(config.values.get("torch_compile")).lower() in ("true", "yes", "1"):
             backend = "torch_compile"
@@ -212,18 +211,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if backend in ("", "no", "none", "false"):  # YAML reads a bare NO as false
         return unknown("accelerate is not told to compile; torch_compile=True and code do so by themselves", advice=ASK)
     if dynamic in ("false", "0", "no", "off", "f", "n"):
-        found = "accelerate %d.%d compiles (%s) with dynamic=False, by %s" % (*accelerate, backend[:40], source)
+        found = f"accelerate {version('accelerate')} compiles ({backend[:40]}) with dynamic=False, by {source}"
         return exposed(found, advice="dynamo_use_dynamic: true")
     return unknown("accelerate fixes no size; lists, counters and functions are not visible", advice=ASK)
-
-
-def release(package: str) -> Tuple[int, int]:
-    """(0, 0) where the package is not installed or its version cannot be read."""
-    try:
-        match = re.match(r"(\d{1,4})\.(\d{1,4})\b", importlib.metadata.version(package), re.ASCII)
-    except Exception:  # not installed, or its metadata is damaged
-        return 0, 0
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 HIT = r"torch\._dynamo hit config\.(recompile_limit|cache_size_limit) \(3\) function: .{1,300}? last reason: "

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
+from kb.packages import release, version
 from kb.probe import (
     Arm,
     Context,
@@ -176,22 +175,19 @@ def check(_: Mapping[str, Any]) -> Finding:
     """Ask the compilers that Triton and the inductor would take to read Python.h; nothing is written or linked."""
     c_compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
     (c_reads, c_text), (cxx_reads, cxx_text) = reads(c_compiler, "c"), reads(os.environ.get("CXX", "g++"), "c++")
-    try:
-        release = str(importlib.metadata.version("triton"))
-    except Exception:  # not installed, or its metadata is damaged
-        release = ""
+    triton = version("triton")
     evidence = [c_text, cxx_text]
-    evidence.append(f"Triton {release}" if release else "Triton is not installed: torch.compile is for the CPU here")
+    evidence.append(f"Triton {triton}" if triton else "Triton is not installed: torch.compile is for the CPU here")
     if c_reads is None or cxx_reads is None:
         return unknown(*evidence, advice="try again when the machine is less busy")
-    if not c_reads and (release or not cxx_reads):
+    if not c_reads and (triton or not cxx_reads):
         return exposed(*evidence, advice="install gcc, g++ and the headers of this Python, or set CC and CXX")
     if not cxx_reads:
         message = "enough for Triton's kernels; what the inductor compiles for the CPU needs C++"
         return unknown(*evidence, message, advice="install g++, or set CXX")
-    if not release:
+    if not triton:
         return unknown(*evidence, advice="run this in the environment of the job")
-    if "-std=c++20" in cxx_text and not 0 < torch_minor() <= 9:
+    if "-std=c++20" in cxx_text and not (2,) < release("torch")[:2] <= (2, 9):
         message = "the inductor of torch 2.9.1 asks for C++17, that of 2.13 for C++20"
         return unknown(*evidence, message, advice="name a newer g++ in CXX, gcc 10 at least")
     folders = driver_folders()
@@ -202,24 +198,14 @@ def check(_: Mapping[str, Any]) -> Finding:
     header = os.path.join(os.path.dirname(spec.origin or ""), "backends/nvidia/include/cuda.h") if spec else ""
     if not os.path.exists(header):
         return unknown(*evidence, "this Triton has no cuda.h of its own", advice="the wheel of PyPI has one")
-    numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
-    named = [*folders, *os.environ.get("LIBRARY_PATH", "").split(":")]
-    if numbers < [3, 6] and not any(os.path.exists(os.path.join(folder, "libcuda.so")) for folder in named if folder):
+    named = filter(None, [*folders, *os.environ.get("LIBRARY_PATH", "").split(":")])
+    if release("triton") < (3, 6) and not any(os.path.exists(os.path.join(folder, "libcuda.so")) for folder in named):
         message = f"libcuda.so.1 is in {folders[0]}, libcuda.so is not: -lcuda is not found there"
         advice = "if linking fails, the link of fix 4; the linker may know other folders"
         return unknown(*evidence, message, advice=advice)
     if not shutil.which("ld"):
         return unknown(*evidence, "there is no ld on PATH", advice="install binutils")
     return clear(*evidence, f"libcuda.so.1 is in {folders[0]}")
-
-
-def torch_minor() -> int:
-    """9 for torch 2.9.1; 0 where the release cannot be read, or is no 2.x."""
-    try:
-        matched = re.match(r"2\.(\d+)", str(importlib.metadata.version("torch")))
-    except Exception:  # not installed, or its metadata is damaged
-        return 0
-    return int(matched.group(1)) if matched else 0
 
 
 def reads(compiler: Optional[str], language: str) -> Tuple[Optional[bool], str]:

@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, List, Mapping, Tuple
 
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -90,38 +90,29 @@ def start_alone(ctx: Context, *, variables: Mapping[str, str]) -> None:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Asks what accelerate asks: nvidia-smi."""
-    release = release_of_accelerate()
-    if release is None:
+    installed = release("accelerate")
+    if not installed:
         return unknown("accelerate is not installed in this environment, or its release cannot be read")
     gpus = query("name,driver_version")
     if not gpus or any(len(gpu) != 2 for gpu in gpus):
         return unknown("nvidia-smi is missing, does not answer, or does not list the GPUs")
     names, drivers = zip(*gpus)
-    evidence = (
-        f"accelerate {release[0]}.{release[1]}, {len(names)} GPUs: {', '.join(sorted(set(names)))}, driver {drivers[0]}"
-    )
-    refused = ("RTX 3090", "RTX 40") if release < (0, 27) else ("RTX 40",)
-    if release < (0, 25) or len(names) < 2 or not any(family in name for name in names for family in refused):
+    models = ", ".join(sorted(set(names)))
+    evidence = f"accelerate {installed[0]}.{installed[1]}, {len(names)} GPUs: {models}, driver {drivers[0]}"
+    refused = ("RTX 3090", "RTX 40") if installed < (0, 27) else ("RTX 40",)
+    if installed < (0, 25) or len(names) < 2 or not any(family in name for name in names for family in refused):
         return clear(evidence)
     if not re.match(r"\d+\.\d+", drivers[0]):
         return unknown(evidence, "the release of the driver cannot be read")
-    if release >= (0, 29) and tuple(map(int, re.findall(r"\d+", drivers[0])[:3])) >= (550, 40, 7):
+    if installed >= (0, 29) and tuple(map(int, re.findall(r"\d+", drivers[0])[:3])) >= (550, 40, 7):
         return clear(evidence)
-    if release < (0, 26) and "CUDA_VISIBLE_DEVICES" in os.environ:
+    if installed < (0, 26) and "CUDA_VISIBLE_DEVICES" in os.environ:
         return unknown(evidence, "this release counts the GPUs that torch sees: CUDA_VISIBLE_DEVICES is set")
     missing = [name for name in BOTH if name not in os.environ]
     if missing:
-        remedy = "driver 550.40.07 or newer" + (", and accelerate 0.29 or newer" if release < (0, 29) else "")
+        remedy = "driver 550.40.07 or newer" + (", and accelerate 0.29 or newer" if installed < (0, 29) else "")
         return exposed(evidence, f"not set here: {', '.join(missing)}", advice=f"{remedy}; else both variables")
     return clear(evidence, "both variables are set here")
-
-
-def release_of_accelerate() -> Any:
-    try:
-        major, minor = version("accelerate").split(".")[:2]
-        return int(major), int(minor)
-    except (PackageNotFoundError, ValueError, AttributeError):
-        return None
 
 
 def query(fields: str) -> List[Tuple[str, ...]]:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Tuple
 
+from kb.packages import version as installed
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"  # LD_LIBRARY_PATH is read once, when a process starts
@@ -114,12 +115,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     lacking = [
         f"{name} {version} is not installed, and torch needs it"
         for name, version in pinned.items()
-        if not version_of(name)
+        if not installed(name)
     ]
     others = [
-        f"{name} is {version_of(name)}, torch was built for {version}"
+        f"{name} is {installed(name)}, torch was built for {version}"
         for name, version in pinned.items()
-        if version and version_of(name) and not is_of(version_of(name), version)
+        if version and installed(name) and not is_of(installed(name), version)
     ]
     if lacking:
         return exposed(
@@ -194,13 +195,6 @@ def requirements(package: str) -> List[str]:
 
 def is_of(version: str, pin: str) -> bool:
     return f"{version}.".startswith(pin[:-1]) if pin.endswith(".*") else version == pin
-
-
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def absent(package: str) -> List[str]:

@@ -11,11 +11,11 @@ import os
 import re
 import subprocess
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, List, Mapping, Tuple
 
 from kb.cpu_arms import limit_address_space
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -171,13 +171,8 @@ def shadowing_libraries() -> List[str]:
 
 def own_libraries() -> List[str]:
     """The cuBLAS and cuDNN that pip installed for torch; where there are none, torch was built for the system's."""
-    own = []
-    for name in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
-        try:
-            own.append(f"torch has its own: {name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return own
+    names = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+    return [f"torch has its own: {name} {found}" for name in names if (found := version(name))]
 
 
 STANDS_FOR = "cuBLAS beside torch's caching allocator on a GPU: MKL's FFT beside a pool, under one limit of the kernel"

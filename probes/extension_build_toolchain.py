@@ -9,11 +9,11 @@ import subprocess
 import sys
 import sysconfig
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Tuple
 from unittest.mock import patch
 
+from kb.packages import release as installed
 from kb.probe import (
     Arm,
     Context,
@@ -185,7 +185,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     if shutil.which((compiler.split() or [""])[0]) is None:
         problems.append("no program %r, which is the C++ compiler here (CXX, else c++)" % compiler)
     release, of_host, limit = release_of(compiler), release_of(host), limit_of_nvcc()
-    if 0 < release < 9 or (release == 9 and torch_release() >= (2, 13)):
+    if 0 < release < 9 or (release == 9 and installed("torch") >= (2, 13)):
         problems.append("%s is release %d; torch 2.2.2 needs 9, torch 2.13 needs 10" % (compiler, release))
     headers = [sysconfig.get_paths()["include"], *os.environ.get("CPATH", "").split(os.pathsep)]
     if not any(folder and os.path.exists(os.path.join(folder, "Python.h")) for folder in headers):
@@ -229,13 +229,6 @@ def release_of(compiler: str) -> int:
 def numbers(text: str) -> Tuple[int, ...]:
     found = re.search(r"(\d+)\.(\d+)", text)
     return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
-
-
-def torch_release() -> Tuple[int, ...]:
-    try:
-        return numbers(version("torch"))
-    except (PackageNotFoundError, TypeError):
-        return (0, 0)
 
 
 def glibc() -> Tuple[int, ...]:

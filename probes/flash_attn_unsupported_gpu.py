@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping
 
 from kb.host import compute_capabilities
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -144,16 +144,9 @@ def requests(values: Mapping[str, Any], parent: str = "", named: bool = False) -
             yield f"{parent}{key}: {value}"
 
 
-def installed_version() -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in re.findall(r"\d+", metadata.version("flash-attn"))[:3])
-    except (metadata.PackageNotFoundError, TypeError, KeyError, OSError):
-        return ()
-
-
 def check(params: Mapping[str, Any]) -> Finding:
     """The GPUs of this node, the installed flash-attn, and what a configuration asks for."""
-    found, version = compute_capabilities(params["capability"]), installed_version()
+    found, version = compute_capabilities(params["capability"]), release("flash-attn")
     if not found:
         advice = "on the GPU node, or with --set capability=7.5"
         return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import importlib.metadata
 import os
-import re
 from functools import partial
 from typing import Any, Dict, Mapping
 
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -142,7 +141,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return clear("fsdp_version is 2: FSDP2 keeps every parameter as it is")
     orig = str(fsdp_options.get("use_orig_params", os.environ.get("FSDP_USE_ORIG_PARAMS", "not given"))).lower()
     if orig in ("true", "1", "yes", "y", "t", "on"):
-        if torch_before_2_1():
+        if () < release("torch") < (2, 1):
             return unknown("use_orig_params is on, which does not help before torch 2.1", advice="a newer torch")
         return clear("use_orig_params is on: a unit may mix frozen and trainable parameters, unless code turns it off")
     adapter = [key for key in ("adapter", "peft_type", "use_peft", "lora_r", "finetuning_type") if values.get(key)]
@@ -155,14 +154,6 @@ def check(params: Mapping[str, Any]) -> Finding:
         seen = f"an adapter on a frozen base ({', '.join(adapter)})"
         return unknown(message, seen + ": the Trainer gives it units of its own, an own loop must", advice=advice)
     return unknown(f"{message}: refused as soon as one unit mixes frozen and trainable weights", advice=advice)
-
-
-def torch_before_2_1() -> bool:
-    try:
-        release = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return release is not None and (int(release.group(1)), int(release.group(2))) < (2, 1)
 
 
 MESSAGE = r"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping
 
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -137,7 +137,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return inspect_adapter(params["adapter"])
     transformers, peft = version("transformers"), version("peft")
     look = "an adapter that was trained without an error can be looked at: --set adapter=FOLDER (or a .safetensors)"
-    if transformers is None or peft is None:
+    if not transformers or not peft:
         missing = " and ".join(
             name for name, message in (("transformers", transformers), ("peft", peft)) if not message
         )
@@ -146,13 +146,6 @@ def check(params: Mapping[str, Any]) -> Finding:
     if re.match(r"[0-4]\.", transformers):
         return exposed(message + "is reentrant unless told otherwise", advice="use_reentrant=False; " + look)
     return unknown(message + "is non-reentrant by default; use_reentrant=True in a job is not visible", advice=look)
-
-
-def version(package: str) -> Optional[str]:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def inspect_adapter(path: Path) -> Finding:

@@ -6,9 +6,9 @@ import ctypes
 import re
 import subprocess
 from functools import partial
-from importlib import metadata
 from typing import Any, Callable, List, Mapping
 
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -146,12 +146,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     tokens, width = params["tokens"], params["width"]
     if tokens and width and tokens * width > 2**31 - 1:
         evidence.append(f"{tokens} x {width} is {tokens * width / 2**31:.2f} times what an offset of 32 bits can reach")
-    installed = []
-    for name in SUSPECTS:
-        try:
-            installed.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
+    installed = [f"{name} {found}" for name in SUSPECTS if (found := version(name))]
     kernels = f"packages with kernels of their own: {', '.join(installed) or 'none'}"
     if evidence:
         advice = "name the kernel with a core dump or CUDA_LAUNCH_BLOCKING=1; fewer tokens per GPU, or newer kernels"

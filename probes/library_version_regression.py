@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import re
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, List, Mapping, Optional, Tuple
 
+from kb.packages import version as installed
 from kb.probe import (
     Arm,
     Context,
@@ -211,13 +211,6 @@ def within(version: Version, specifier: str) -> bool:
         if (version > other) - (version < other) not in compare[operator]:
             return False
     return True
-
-
-def installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package) or ""  # None where pip left a folder without metadata
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def check(params: Mapping[str, Any]) -> Finding:

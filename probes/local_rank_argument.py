@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -183,15 +183,13 @@ def passed_by(line: str, script: str) -> Any:
     if re.search(r"(?<!=)\$|--launcher", options):
         return None
     if launcher == LAUNCH:
-        return "" if re.search(r"--use[-_]env", options) else spelling_of_torch()
+        return "" if re.search(r"--use[-_]env", options) else spelling(release("torch"))
     return "" if "--no_local_rank" in options else UNDERSCORE
 
 
-def spelling_of_torch() -> Any:
-    try:
-        return HYPHEN if int(version("torch").split(".")[0]) >= 2 else UNDERSCORE
-    except (PackageNotFoundError, ValueError, AttributeError):
-        return None
+def spelling(torch: tuple[int, ...]) -> Any:
+    """What its launcher passes; None where its release is not known."""
+    return (HYPHEN if torch >= (2,) else UNDERSCORE) if torch else None
 
 
 TORCH_2 = Needs(packages={"torch": ">=2.0"})

@@ -6,8 +6,6 @@ the output is wrong without an error. The hang comes afterwards, when one rank h
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import json
 import re
 from functools import partial
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from kb.cpu_arms import import_deepspeed
+from kb.packages import release
 from kb.probe import (
     GLOO_TIMEOUT,
     NCCL2_TIMEOUT,
@@ -252,14 +251,6 @@ def model_config(path: Path) -> Dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{path} holds no model configuration")
     return document
-
-
-def release(package: str) -> Tuple[int, ...]:
-    """Major and minor number; empty when it is not installed."""
-    try:
-        return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return ()
 
 
 LOST = rf"{GLOO_TIMEOUT}|Connection (closed|reset) by peer"

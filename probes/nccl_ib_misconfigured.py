@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import ipaddress
 import os
 import re
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Mapping, Tuple
 
+from kb.packages import nccl_release
 from kb.probe import (
     Arm,
     Context,
@@ -159,16 +159,6 @@ def check(params: Mapping[str, object]) -> Finding:
 
 
 FINDS_GID = (2, 21)
-
-
-def nccl_release() -> Tuple[int, ...]:
-    """Major and minor number of the NCCL that pip installed for torch; empty when there is none."""
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
-        try:
-            return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
-        except (importlib.metadata.PackageNotFoundError, ValueError):
-            continue
-    return ()
 
 
 ADVICE = "show_gids on every node; with NCCL 2.21 or newer remove NCCL_IB_GID_INDEX, else give the RoCE v2 GID of IPv4"

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Set
 
+from kb.packages import NCCL
+from kb.packages import version as installed_version
 from kb.probe import (
     Arm,
     Context,
@@ -141,12 +143,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             "the torch of this interpreter requires no NCCL package: it is a CPU build, or holds NCCL itself"
         )
     (package, version), *_ = pinned.items()
-    installed = {}
-    for name in ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    installed = {name: found for name in NCCL if (found := installed_version(name))}
     evidence = [f"torch requires {package} {version}; installed: {installed or 'none'}"]
     files = [str(metadata.distribution(name).locate_file("nvidia/nccl/lib/libnccl.so.2")) for name in installed]
     on_disk = version_in(files[0]) if files else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NoReturn, Tuple
 
 from kb.namespaces import bind_over, bring_up, join_nodes, lay_cable, own_network, run_two_nodes
+from kb.packages import nccl_release
 from kb.probe import (
     Arm,
     Context,
@@ -160,7 +160,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     family, _ = setting("NCCL_SOCKET_FAMILY")
     if family == "AF_INET6":
         return unknown("NCCL_SOCKET_FAMILY=AF_INET6, and this check looks at IPv4 addresses only")
-    version = nccl_version()
+    version = nccl_release()
     try:
         present, linked = interfaces(), interfaces(IFF_RUNNING)
     except OSError as error:
@@ -205,16 +205,6 @@ def is_of_this_host_only(name: str, address: str) -> bool:
     """Loopback, link-local, or a bridge or tunnel end that container runtimes and libvirt make; br-ex is none."""
     made = re.match(r"docker|br-[0-9a-f]{12}$|virbr|veth|lxc|lxdbr|cni|podman", name)
     return address.startswith(("127.", "169.254.")) or bool(made)
-
-
-def nccl_version() -> Tuple[int, ...]:
-    """Of the package that torch brings; () without it."""
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
-        try:
-            return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(package))[:2]))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ()
 
 
 def setting(variable: str) -> Tuple[str, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional, Tuple
+from typing import Any
 
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -158,14 +157,6 @@ def compute(ctx: Context, *, both: bool) -> None:
 # --- the check: an accelerate configuration with FSDP2 and CPU offload, and a release that starts nccl alone ----------
 
 
-def release(package: str) -> Optional[Tuple[int, int]]:
-    try:
-        match = re.match(r"(\d{1,4})\.(\d{1,4})", importlib.metadata.version(package) or "")
-    except (importlib.metadata.PackageNotFoundError, TypeError, ValueError, OSError):
-        return None
-    return (int(match.group(1)), int(match.group(2))) if match else None
-
-
 def check(params: Mapping[str, Any]) -> Finding:
     from kb.training_config import UnreadableConfig, read_config
 
@@ -183,9 +174,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if (kind is not None and str(kind).upper() != "FSDP") or values.get("use_cpu") in (True, "true", "True"):
         return unknown("fsdp_config is there, and the job is not one of FSDP on GPUs by this file")
     installed = release("accelerate")
-    if installed is None:
+    if not installed:
         return unknown("FSDP2 with fsdp_offload_params, and no accelerate in this interpreter", advice="--python PATH")
-    said = "FSDP2 with fsdp_offload_params, accelerate %d.%d" % installed
+    said = "FSDP2 with fsdp_offload_params, accelerate %d.%d" % installed[:2]
     if installed < (1, 9):
         advice = "accelerate>=1.9, or InitProcessGroupKwargs(backend=...), unless the code has it already"
         return exposed(said + " starts nccl alone", advice=advice)

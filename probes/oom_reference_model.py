@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import traceback
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, List, Mapping, Optional, Tuple
 
 from kb.cpu_arms import limit_address_space
+from kb.packages import release, version
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 GIB = 1 << 30
@@ -170,20 +169,13 @@ SECOND_LOAD_SINCE = {"dpo": (0, 29), "kto": (1, 2), "grpo": (0, 0), "rloo": (0, 
 
 def _loads_fp32(trainer: str) -> bool:
     """Before 1.16 trl's second load takes its dtype from model_init_kwargs, fp32 by default, not from the policy."""
-    numbers = _trl()
+    numbers = release("trl")[:2]
     return trainer in SECOND_LOAD_SINCE and (not numbers or SECOND_LOAD_SINCE[trainer] <= numbers < (1, 16))
-
-
-def _trl() -> Tuple[int, ...]:
-    try:
-        return tuple(map(int, re.findall(r"\d+", version("trl") or "")[:2]))
-    except PackageNotFoundError:
-        return ()
 
 
 def _copy_despite_precompute(trainer: str) -> Tuple[bool, str]:
     """trl 0.29.0 to 1.1.x load the reference of DPO even when its log-probabilities are precomputed."""
-    numbers = _trl()
+    numbers = release("trl")[:2]
     if not numbers:
         return False, "precompute drops the copy, except in DPO of trl 0.29 to 1.1 (trl is not installed here)"
     if trainer == "dpo" and (0, 29) <= numbers < (1, 2):

@@ -7,10 +7,11 @@ import math
 import os
 import re
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Dict, Mapping, Optional, Tuple
 from unittest.mock import PropertyMock, patch
 
+from kb.packages import numbers as numbers_of
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -139,7 +140,7 @@ def judge(numbers: Mapping[str, int], processes: int, *, has_eval: bool) -> Find
     batch, accumulation, generations = numbers["batch"], numbers["accumulation"], numbers["generations"]
     total = processes * batch * accumulation
     line = "%d processes x batch %d x accumulation %d = %d completions" % (processes, batch, accumulation, total)
-    release = installed_release()
+    release = numbers_of(version("trl"))
     if release and release < (0, 15):
         return unknown("trl %s counts prompts, and this rule is that of 0.15 and newer" % version("trl"))
     if generations < 2:
@@ -164,13 +165,6 @@ def judge(numbers: Mapping[str, int], processes: int, *, has_eval: bool) -> Find
     if release:
         return exposed(needed, advice="a larger per_device_train_batch_size, or trl 0.17 and newer")
     return unknown(groups, needed, "which release of trl will run is not known", advice="--python of that environment")
-
-
-def installed_release() -> Tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in version("trl").split(".")[:2])
-    except (PackageNotFoundError, ValueError):
-        return ()
 
 
 def divisors(total: int) -> Tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Rank 0 works alone for twice the process group's timeout while the other rank waits for it, as `zero_first` does."""
 
 from functools import partial
-from importlib import metadata
 from typing import Any, Mapping
 
+from kb.packages import release, version
 from kb.probe import (
     GLOO_TIMEOUT,
     NCCL2_TIMEOUT,
@@ -104,12 +104,11 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def torchs_default() -> str:
-    try:
-        version = metadata.version("torch")
-        default_s = 600 if tuple(int(part) for part in version.split(".")[:2]) >= (2, 2) else 1800
-    except (metadata.PackageNotFoundError, AttributeError, ValueError):
+    if not release("torch"):
         return "no release of torch is installed here, so its default timeout is not known"
-    return f"torch {version} waits {default_s} s in an nccl group unless the job or its framework passes a timeout"
+    default_s = 600 if release("torch") >= (2, 2) else 1800
+    name = "torch " + version("torch")
+    return f"{name} waits {default_s} s in an nccl group unless the job or its framework passes a timeout"
 
 
 SHORT = "the others wait in the training group, whose timeout is half of what rank 0 needs"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -203,7 +204,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     stale = [lock for lock in locks if not holders[lock]]
     if not stale:
         return clear(*message, "every lock has a living owner: a build is under way")
-    installed = _torch()
+    installed = release("torch")[:2]
     if installed >= FLOCK_SINCE:
         fails = [reason for lock in stale for reason in [_flock_fails(lock)] if reason]
         if fails:
@@ -316,17 +317,6 @@ def _file_system(path: Path) -> str:
         if real.startswith(point) and len(point) >= len(where):
             where, kind = point, fields[2]
     return kind
-
-
-def _torch() -> tuple[int, int]:
-    """Major and minor release of the installed torch; (0, 0) when there is none."""
-    import importlib.metadata
-
-    try:
-        major, minor = importlib.metadata.version("torch").split(".")[:2]
-        return int(major), int(minor)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return 0, 0
 
 
 WAITS = hung(r"file_baton\.py\", line \d+ in wait\b")

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Tuple
 
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -172,9 +172,8 @@ OFF = ("", "off", "false", "f", "no", "n", "0")  # as tokenizers reads it, in an
 def check(_: Mapping[str, Any]) -> Finding:
     """Is the protection of tokenizers switched off in this environment?"""
     value = os.environ.get("TOKENIZERS_PARALLELISM")
-    try:
-        message = "tokenizers %s" % version("tokenizers")
-    except PackageNotFoundError:
+    message = "tokenizers %s" % version("tokenizers")
+    if not version("tokenizers"):
         return unknown(
             "tokenizers is not installed in this Python; TOKENIZERS_PARALLELISM is %s" % (value or "not set")
         )

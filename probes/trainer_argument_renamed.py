@@ -9,11 +9,11 @@ import os
 import re
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Set, Tuple
 
+from kb.packages import version
 from kb.probe import (
     Arm,
     Context,
@@ -218,7 +218,7 @@ def judge(script: Path, tree: ast.Module) -> Finding:
                 if theirs is None:
                     unseen.append("line %d: how %s is called was not found" % (own[name].lineno, name))
                 elif takes_less(own[name], theirs):
-                    where = (own[name].lineno, name, installed("transformers"))
+                    where = (own[name].lineno, name, "transformers %s" % version("transformers"))
                     refused.append("line %d: %s takes fewer arguments than %s passes" % where)
     for node in ast.walk(tree):
         target = names.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
@@ -232,7 +232,7 @@ def judge(script: Path, tree: ast.Module) -> Finding:
             unseen.append("line %d: what %s of %s takes was not found" % (node.lineno, name, package))
             continue
         known = known | fields.get(ast.unparse(node.func), set())
-        judged.append("line %d: %s of %s" % (node.lineno, name, installed(package)))
+        judged.append("line %d: %s of %s" % (node.lineno, name, f"{package} {version(package)}".strip()))
         for keyword in node.keywords:
             if keyword.arg is None:
                 unseen.append("line %d: %s gets ** that cannot be seen here" % (node.lineno, name))
@@ -265,13 +265,6 @@ def method(target: Tuple[str, str], name: str) -> Optional[ast.FunctionDef]:
     found = definition(*target)
     body = found.body if found else []
     return next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == name), None)
-
-
-def installed(package: str) -> str:
-    try:
-        return "%s %s" % (package, version(package))
-    except PackageNotFoundError:
-        return package
 
 
 def imported(tree: ast.Module) -> Dict[str, Tuple[str, str]]:

@@ -8,13 +8,13 @@ stand still while rank 1 waits.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import threading
 import time
 from functools import partial
 from typing import Any, Mapping
 
+from kb.packages import release
 from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 
@@ -61,9 +61,8 @@ def native_call(ctx: Context, *, holds_the_gil: bool, in_a_thread: bool = False)
 
 def check(_: Mapping[str, Any]) -> Finding:
     """Do the variables leave the watchdog the time that handling a timeout takes, and is the monitor on?"""
-    try:
-        torch = tuple(int(part) for part in importlib.metadata.version("torch").split("+")[0].split(".")[:2])
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+    torch = release("torch")[:2]
+    if not torch:
         return unknown("torch is not installed in this interpreter, or its version cannot be read")
     named = {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
     if torch < (2, 3):

@@ -7,12 +7,12 @@ import os
 import re
 import zipfile
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, List, Mapping
 
 from kb.checkpoint import Unreadable, read_checkpoint
+from kb.packages import version
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 
@@ -198,10 +198,8 @@ def _protocol(path: Path) -> int:
 
 
 def _torch() -> str:
-    try:
-        return "torch %s is installed; the default changed in 2.6" % metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "torch is not installed here"
+    torch = version("torch")
+    return "torch %s is installed; the default changed in 2.6" % torch if torch else "torch is not installed here"
 
 
 def variant(

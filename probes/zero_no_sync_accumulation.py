@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
-import re
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, Mapping, Tuple
 
+from kb.packages import release
 from kb.probe import (
     Arm,
     Context,
@@ -156,13 +155,6 @@ def accumulate(ctx: Context, *, older: str = "", sync_each_batch: bool = False, 
             optimizer.zero_grad()
     compare(ctx, model.module.weight)
     ctx.meet("done")
-
-
-def release(package: str) -> Tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in re.findall(r"\d+", str(importlib.metadata.version(package)))[:3])
-    except (importlib.metadata.PackageNotFoundError, KeyError, OSError, ValueError):  # the latter: damaged metadata
-        return ()
 
 
 def check(params: Mapping[str, Any]) -> Finding:
