@@ -80,6 +80,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if "SHARDED" in kind:
         return unknown(
             "the configuration saves %s, every rank its own shard" % kind,
+            "accelerate copies them to host memory first: on a single host they are the whole model",
             "whether the Trainer heeds it depends: TrainingArguments read this key since transformers 5.10 only",
             "whether your script asks for a full state dict at the end cannot be seen",
         )
