@@ -63,14 +63,14 @@ def shard(ctx: Context, model: Any, stacks: Sequence[Any]) -> Any:
     return model
 
 
-def zero3(ctx: Context, *, dummy: str) -> None:
+def zero(ctx: Context, *, dummy: str = "", stage: int = 3, tower: str = "") -> None:
     """DeepSpeed itself, on CPU and gloo, without its compiled operators."""
     import torch
 
     deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=2)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model, text, image = model_and_batch(ctx, dummy, "")
+    model, text, image = model_and_batch(ctx, dummy, tower)
     batch = (text, image if ctx.rank == 0 else None)
     expected = model(*batch).detach()
     engine = deepspeed.initialize(
@@ -78,7 +78,7 @@ def zero3(ctx: Context, *, dummy: str) -> None:
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         config={
             "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # shard small weights too
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},  # shard small weights too
             "zero_allow_untested_optimizer": True,
         },
     )[0]
@@ -170,7 +170,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     seen = f"{media} samples with and {text} without an image, video or audio"
     if text and media:
         return exposed(
-            seen + "; it matters where the tower is sharded, as by ZeRO-3 and FSDP",
+            seen + "; it matters where the tower is sharded, as by ZeRO-3 and FSDP, or trained with ZeRO-1 or 2",
             advice="give text-only samples a dummy image, or batch so that all ranks have one kind in a step",
         )
     if not whole or not text + media:
@@ -265,8 +265,29 @@ dealt = Experiment(
 COUNTED = {"LOCAL_SIZE": "2"}  # without it DeepSpeed 0.14 counts CPUs as devices with numactl, which few machines have
 deepspeed_on_cpu = Experiment(
     name="deepspeed",
-    control=Arm(partial(zero3, dummy=""), expect=GLOO, because=SKIPS, fidelity="cpu", env=COUNTED),
-    treatment=Arm(partial(zero3, dummy="added"), expect=completed(), because=ENTERS, fidelity="cpu", env=COUNTED),
+    control=Arm(partial(zero, dummy=""), expect=GLOO, because=SKIPS, fidelity="cpu", env=COUNTED),
+    treatment=Arm(partial(zero, dummy="added"), expect=completed(), because=ENTERS, fidelity="cpu", env=COUNTED),
+    needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.14"}),
+    deadline_s=90,
+    expected_s=(6, 4),
+)
+SIZES = raised(r"op\.preamble\.length <= op\.nbytes", after=rf"{LOST}|op\.preamble\.length <= op\.nbytes")
+zero2 = Experiment(
+    name="zero2",
+    control=Arm(
+        partial(zero, stage=2, tower="trained"),
+        expect=SIZES,
+        because="rank 1 has no gradients of the trained tower, so it reduces a smaller bucket than rank 0",
+        fidelity="cpu",
+        env=COUNTED,
+    ),
+    treatment=Arm(
+        partial(zero, stage=2, tower="frozen"),
+        expect=completed(),
+        because="the tower is frozen, so both ranks have gradients of the same parameters",
+        fidelity="cpu",
+        env=COUNTED,
+    ),
     needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.14"}),
     deadline_s=90,
     expected_s=(6, 4),
@@ -282,5 +303,5 @@ probe = Probe(
         gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
         gloo,
     ),
-    variants=(dropped, frozen, root_unit, dealt, deepspeed_on_cpu),
+    variants=(dropped, frozen, root_unit, dealt, deepspeed_on_cpu, zero2),
 )

@@ -187,6 +187,36 @@ def coalesce(ctx: Context) -> None:
     assert all(whole.tolist() == [1.0] * 2 * ctx.world_size for whole in wholes), wholes
 
 
+def meet_barrier(ctx: Context, *, alike: bool) -> None:
+    """Rank 0 is in a barrier, which has no tensor, while the other reduces one; or both are in the same two calls."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    ctx.reached()
+    if alike or ctx.rank == 0:
+        dist.barrier()
+    if alike or ctx.rank == 1:
+        dist.all_reduce(torch.ones(4, device=ctx.device))
+
+
+def send(ctx: Context) -> None:
+    """Rank 0 sends to rank 1, then all three enter a barrier: nothing is wrong with it."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    received = torch.zeros(4, device=ctx.device)
+    ctx.reached()
+    if ctx.rank == 0:
+        dist.send(torch.ones(4, device=ctx.device), 1)
+    elif ctx.rank == 1:
+        dist.recv(received, 0)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise Symptom(f"a call that every rank makes ended with: {error}") from error
+    assert received.tolist() == [float(ctx.rank == 1)] * 4, received
+
+
 RANK = re.compile(r"(^|(?<!lora)_)rank$|main_process|global_zero|is_master|process_index")
 COLLECTIVE = re.compile(
     r"all_reduce|all_gather\w*|all_to_all\w*|broadcast|broadcast_object_list|reduce_scatter\w*|(monitored_)?barrier"
@@ -373,6 +403,37 @@ coalesced = Experiment(
     needs=Needs(packages={"torch": ">=2.5,<2.12"}),  # gloo coalesces all-gathers from 2.5 on
     expected_s=(0.5, 0.5),
 )
+OTHER = r"is running collective: CollectiveFingerPrint\(SequenceNumber=0"
+fingerprint = variant(
+    "fingerprint",
+    meet_barrier,
+    {"alike": True},
+    "torch says that the rank in the barrier reduces, or that the rank in the all-reduce gathers",
+    "both ranks make the same calls",
+    raised(rf"OpType=(BARRIER\), but Rank 1 {OTHER}OpType=GATHER|ALLREDUCE, .*, but Rank 0 {OTHER}OpType=REDUCE)\)"),
+    {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+)
+sent = Experiment(
+    name="sends",
+    control=Arm(
+        send,
+        expect=symptom(
+            r"OpType=BARRIER\)\.Collectives differ in the following aspects:\s+Sequence number: (0vs 1|1vs 0)"
+        ),
+        because="torch checks each call, and two ranks have counted a send and a receive as well",
+        fidelity="cpu",
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    ),
+    treatment=Arm(
+        send,
+        expect=completed(),
+        because="the same calls unchecked",
+        fidelity="cpu",
+        env={"TORCH_DISTRIBUTED_DEBUG": "OFF"},
+    ),
+    world_size=3,
+    expected_s=(0.5, 0.5),
+)
 
 probe = Probe(
     check=check,
@@ -385,5 +446,5 @@ probe = Probe(
         ),
         gloo,
     ),
-    variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail, coalesced),
+    variants=(reported, evaluated, skipped, named, counted, synchronised, in_detail, fingerprint, coalesced, sent),
 )
