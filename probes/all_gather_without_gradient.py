@@ -10,7 +10,7 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed,
 ROWS, WIDTH = 3, 4  # pairs of a rank, numbers of a row
 
 
-def gather_by_function(images: Any) -> Any:
+def gather_by_function(images: Any, *, summed: bool = True) -> Any:
     """The function of the entry: the gradient of a row is the sum of what all ranks have for it."""
     import torch
     import torch.distributed as dist
@@ -28,7 +28,12 @@ def gather_by_function(images: Any) -> Any:
             dist.all_reduce(gradient)
             return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
-    return AllGather.apply(images)
+    class OwnChunk(AllGather):
+        @staticmethod
+        def backward(_, gradient):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+            return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+    return (AllGather if summed else OwnChunk).apply(images)
 
 
 def gather_by_torch(images: Any, texts: Any) -> Any:
@@ -39,33 +44,40 @@ def gather_by_torch(images: Any, texts: Any) -> Any:
     return all_images, all_texts
 
 
-def gather_plainly(tensor: Any, way: str) -> Any:
+def gather_plainly(tensor: Any, way: str, multiplied: str) -> Any:
     import torch
     import torch.distributed as dist
 
+    tensor = tensor.contiguous()  # NCCL refuses others
     parts: List[Any] = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
-    if way == "own part":
+    if way == "own part" and multiplied == "part":
+        parts[dist.get_rank()] = tensor + (dist.get_world_size() - 1) * (tensor - tensor.detach())
+    elif way == "own part":
         parts[dist.get_rank()] = tensor
     gathered = torch.cat(parts)
-    return gathered.requires_grad_(True) if way == "requires_grad" else gathered
+    return gathered.requires_grad_() if way == "requires_grad" else gathered
 
 
-def gather(images: Any, texts: Any, way: str) -> Any:
+def gather(images: Any, texts: Any, way: str, multiplied: str) -> Any:
     if way == "torch.distributed.nn":
         return gather_by_torch(images, texts)
-    one = gather_by_function if way == "own function" else partial(gather_plainly, way=way)
+    if way.startswith("own function"):
+        one = partial(gather_by_function, summed=way == "own function")
+    else:
+        one = partial(gather_plainly, way=way, multiplied=multiplied)
     return one(images), one(texts)
 
 
-def contrast(rows: Any, of_all: Any, first: int) -> Any:
+def contrast(rows: Any, of_all: Any, first: int, scale: Any) -> Any:
     """The loss of CLIP, of images and texts: the pair of row i is row `first` + i of all."""
     import torch
     from torch.nn.functional import cross_entropy
 
     (images, texts), (all_images, all_texts) = rows, of_all
     pairs = torch.arange(first, first + len(images), device=images.device)
-    return (cross_entropy(images @ all_texts.T, pairs) + cross_entropy(texts @ all_images.T, pairs)) / 2
+    logits = scale * images @ all_texts.T, scale * texts @ all_images.T
+    return (cross_entropy(logits[0], pairs) + cross_entropy(logits[1], pairs)) / 2
 
 
 def batch(ctx: Context) -> Any:
@@ -75,48 +87,71 @@ def batch(ctx: Context) -> Any:
     return torch.sin(numbers * 1.7).reshape(2, 2 * ROWS, WIDTH)
 
 
-def tower(ctx: Context) -> Any:
-    """Two encoders in one module: the first half of the outputs is for images, the other for texts."""
+def tower(ctx: Context, learned: bool) -> Any:
+    """Two encoders in one module, the first half of the outputs for images, the other for texts; and a temperature."""
     import torch
 
-    layer = torch.nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.cos(torch.arange(2.0 * WIDTH * WIDTH)).reshape(2 * WIDTH, WIDTH))
-    return layer.to(ctx.device)
+    class Tower(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+            with torch.no_grad():
+                self.layer.weight.copy_(torch.cos(torch.arange(2.0 * WIDTH * WIDTH)).reshape(2 * WIDTH, WIDTH))
+            self.scale = torch.nn.Parameter(torch.full((1,), 1.25), requires_grad=learned)
+
+        def forward(self, images: Any, texts: Any) -> Tuple[Any, Any, Any]:
+            both = self.layer(torch.cat([images, texts]))
+            return both[: len(images), :WIDTH], both[len(images) :, WIDTH:], self.scale * 1
+
+    return Tower().to(ctx.device)
 
 
-def encode(model: Any, images: Any, texts: Any) -> Tuple[Any, Any]:
-    import torch
-
-    both = model(torch.cat([images, texts]))
-    return both[: len(images), :WIDTH], both[len(images) :, WIDTH:]
-
-
-def train(ctx: Context, *, way: str, loss: str = "of the rank's rows", factor: int = 1) -> None:
+def train(
+    ctx: Context,
+    *,
+    way: str,
+    loss: str = "of the rank's rows",
+    multiplied: str = "nothing",
+    learned: bool = True,
+    sharded: bool = False,
+) -> None:
     """The gradient of one step on two ranks, beside that of one process with all rows."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init_process_group(timeout_s=15)
     all_rows = batch(ctx)
-    alone = tower(ctx)
-    everything = encode(alone, *all_rows)
-    contrast(everything, everything, 0).backward()
-    model = DistributedDataParallel(tower(ctx))
-    own = encode(model, *all_rows[:, ctx.rank * ROWS : (ctx.rank + 1) * ROWS])
-    ctx.reached()
-    gathered = gather(*own, way)
-    if loss == "of all rows":
-        value = contrast(gathered, gathered, 0)
+    alone, model = tower(ctx, learned), tower(ctx, learned)
+    images, texts, scale = alone(*all_rows)
+    contrast((images, texts), (images, texts), 0, scale).backward()
+    if sharded:
+        model = FullyShardedDataParallel(model, device_id=ctx.device, use_orig_params=True)
     else:
-        value = contrast(own, gathered, ctx.rank * ROWS)
-    (value * factor).backward()
-    compare(model.module.weight.grad, alone.weight.grad)
+        model = DistributedDataParallel(model)
+    images, texts, scale = model(*all_rows[:, ctx.rank * ROWS : (ctx.rank + 1) * ROWS])
+    ctx.reached()
+    gathered = gather(images, texts, way, multiplied)
+    if loss == "of all rows":
+        value = contrast(gathered, gathered, 0, scale)
+    else:
+        value = contrast((images, texts), gathered, ctx.rank * ROWS, scale)
+    if multiplied == "loss":
+        value = value * ctx.world_size
+    value.backward()
+    if way == "requires_grad":
+        assert all(tensor.grad is not None for tensor in gathered)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for found, expected in zip(model.parameters(), alone.parameters()):
+            if expected.requires_grad:
+                compare(found.grad, expected.grad)
     ctx.meet("compared")
 
 
 def compare(found: Any, expected: Any) -> None:
     import torch
 
+    if found is None:
+        found = torch.zeros_like(expected)
     cosine = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0).item()
     ratio = (found.norm() / expected.norm()).item()
     if abs(ratio - 1) > 0.01 or cosine < 0.999:
@@ -127,7 +162,10 @@ DIFFERS = symptom(r"gradient of the batch of all ranks: \d\.\d\d times the norm,
 LOST = "all_gather: the rank's rows are compared with rows of the other ranks, which get no gradient from it"
 SHARE = "the rank's own part is put back, and the loss is that of all rows: each rank has its share, DDP averages"
 HALF = symptom(r"gradient of the batch of all ranks: 0\.50 times the norm, cosine 1\.00$")
+TWICE = symptom(r"gradient of the batch of all ranks: 2\.00 times the norm, cosine 1\.00$")
+NOTHING = symptom(r"gradient of the batch of all ranks: 0\.00 times the norm, cosine 0\.00$")
 ROWS_OF_ALL = "of all rows"
+BY_TORCH = "torch.distributed.nn.all_gather"
 
 
 def pair(name: str, control: Any, treatment: Any, because: str, fix: str, expect: Any = DIFFERS) -> Experiment:
@@ -160,34 +198,59 @@ probe = Probe(
             "a function of one's own, with all_reduce in its backward",
         ),
         pair(
+            "own-chunk",
+            partial(train, way="own function without all_reduce", loss=ROWS_OF_ALL),
+            partial(train, way="own function", loss=ROWS_OF_ALL),
+            "the backward returns the rank's chunk of its own gradient",
+            "the same with all_reduce before",
+            HALF,
+        ),
+        pair(
             "all-rows",
             partial(train, way="own part", loss=ROWS_OF_ALL),
             partial(train, way="torch.distributed.nn", loss=ROWS_OF_ALL),
             SHARE,
-            "torch.distributed.nn.all_gather: the backward adds the shares of the ranks, DDP averages the sum",
+            f"{BY_TORCH}: the backward adds the shares of the ranks, DDP averages the sum",
             HALF,
         ),
         pair(
             "own-part",
             partial(train, way="own part", loss=ROWS_OF_ALL),
-            partial(train, way="own part", loss=ROWS_OF_ALL, factor=2),
+            partial(train, way="own part", loss=ROWS_OF_ALL, multiplied="part"),
             SHARE,
-            "the loss times the number of ranks",
+            "the part that is put back has N times the gradient",
             HALF,
+        ),
+        pair(
+            "sharded",
+            partial(train, way="own part", loss=ROWS_OF_ALL, sharded=True),
+            partial(train, way="own part", loss=ROWS_OF_ALL, sharded=True, multiplied="part"),
+            "the same under FSDP, which averages as well",
+            "the part that is put back has N times the gradient",
+            HALF,
+        ),
+        pair(
+            "loss-times-ranks",
+            partial(train, way="own part", loss=ROWS_OF_ALL, multiplied="loss"),
+            partial(train, way="own part", loss=ROWS_OF_ALL, multiplied="part"),
+            "the loss is multiplied: the encoders are right, and the temperature has N times its gradient",
+            "only the part that is put back is multiplied",
+            TWICE,
         ),
         pair(
             "own-part-of-local-loss",
             partial(train, way="own part"),
-            partial(train, way="own part", loss=ROWS_OF_ALL, factor=2),
+            partial(train, way="torch.distributed.nn"),
             "the rank's own part is put back, but the loss is that of the rank's rows",
-            "the loss of all rows, times the number of ranks",
+            BY_TORCH,
         ),
         pair(
             "requires-grad",
-            partial(train, way="requires_grad"),
-            partial(train, way="torch.distributed.nn"),
-            "requires_grad_() on what was gathered: it gets a gradient, and the model does not",
-            "torch.distributed.nn.all_gather",
+            partial(train, way="requires_grad", loss=ROWS_OF_ALL, learned=False),
+            partial(train, way="torch.distributed.nn", loss=ROWS_OF_ALL, learned=False),
+            "requires_grad_() on what was gathered: it gets the gradient, and the model none",
+            BY_TORCH,
+            NOTHING,
         ),
     ),
 )
