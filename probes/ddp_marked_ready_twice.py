@@ -10,7 +10,7 @@ from typing import Any, Dict
 from kb.probe import Arm, Context, Expect, Experiment, Param, Probe, Symptom, completed, raised, symptom
 
 WHYS = ("find-unused", "default", "reused", "two-forwards", "outside", "opaque-output", "branches", "elsewhere")
-FIXES = ("non-reentrant", "no-find-unused", "static_graph", "patched", "tensor")
+FIXES = ("non-reentrant", "no-find-unused", "static_graph", "patched", "tensor", "static_graph-tensor")
 
 
 class Opaque:
@@ -46,7 +46,7 @@ def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", byp
             if why in ("branches", "elsewhere"):
                 return x if skips else layer(x)
             if why == "opaque-output":
-                return layer(x) if fix == "tensor" else Opaque(layer(x))
+                return layer(x) if fix.endswith("tensor") else Opaque(layer(x))
             for _ in range(2 if why == "reused" else 1):
                 if fix == "non-reentrant":
                     x = checkpoint(layer, x, use_reentrant=False)
@@ -61,7 +61,7 @@ def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", byp
     parallel = DistributedDataParallel(
         model,
         find_unused_parameters=why not in ("reused", "two-forwards", "outside") and fix != "no-find-unused",
-        static_graph=fix == "static_graph",
+        static_graph=fix.startswith("static_graph"),
     )
     weight = model.layer.weight
     weight.register_post_accumulate_grad_hook(
@@ -159,16 +159,16 @@ probe = Probe(
             "static-opaque",
             {"why": "opaque-output", "fix": "static_graph"},
             "static_graph, and the forward returns an object of an own class",
-            {"why": "opaque-output", "fix": "tensor"},
-            "it returns the tensor",
+            {"why": "opaque-output", "fix": "static_graph-tensor"},
+            "it returns the tensor, still with static_graph",
             SILENT,
         ),
         variant(
             "bypass",
-            {"why": "find-unused", "fixed": False, "bypasses": True},
+            {"why": "find-unused", "fix": "no-find-unused", "bypasses": True},
             "the module inside DDP is called instead of DDP",
-            {"why": "find-unused", "fix": "non-reentrant"},
-            "DDP is called, the checkpoint is not reentrant",
+            {"why": "find-unused", "fix": "no-find-unused"},
+            "DDP is called, also with a reentrant checkpoint",
             SILENT,
         ),
     ),

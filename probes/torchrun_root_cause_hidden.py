@@ -97,7 +97,8 @@ def run_recorded() -> None:
     def main() -> None:
         train()
 
-    main()
+    if __name__ == "__main__":
+        main()
 
 
 IMPORTS = """import atexit, os, resource, sys, time
@@ -227,9 +228,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     where = "%s uses `record` in line %d" % (script, min(uses))
     if ERRORS not in {name for node in ast.walk(tree) for name in _imported(node)}:
         return unknown(where, "whether that is torch's cannot be seen: %s is not imported" % ERRORS)
-    recorded = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _lines_of_record(node)}
-    if not any(_is_recorded(call.func, recorded) for call in calls):
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    recorded = {node.name for node in functions if _lines_of_record(node)}
+    plain = {node.name for node in functions if not node.decorator_list or _is_record(node.decorator_list[-1])}
+    called = [call.func for call in calls if _is_recorded(call.func, recorded)]
+    if not called:
         return unknown(where, "but the script itself does not call what is recorded; does something else?")
+    if not all(_recorded_name(function) in plain for function in called):
+        return unknown(where, "but a decorator or a module below it may end in sys.exit, which is not recorded")
     return clear(where, "it writes exceptions; a signal or sys.exit leaves no error file all the same")
 
 
@@ -251,6 +257,12 @@ def _is_recorded(function: ast.expr, recorded: Set[str]) -> bool:
     if isinstance(function, ast.Call):  # record(main)()
         return _is_record(function.func)
     return isinstance(function, ast.Name) and function.id in recorded
+
+
+def _recorded_name(function: ast.expr) -> str:
+    """main, of main() and of record(main)()."""
+    inner = function.args[0] if isinstance(function, ast.Call) and function.args else function
+    return inner.id if isinstance(inner, ast.Name) else ""
 
 
 def _called_from_elsewhere(tree: ast.Module, calls: List[ast.Call]) -> str:
