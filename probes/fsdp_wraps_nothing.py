@@ -289,7 +289,7 @@ probe = Probe(
             partial(shard_with_accelerate, own=False),
             because="FSDP2 in accelerate drops a policy that is neither transformer_based_wrap nor size_based_wrap",
             fixed="transformer_based_wrap with the class of a block",
-            needs=Needs(packages={"torch": ">=2.6", "accelerate": ">=1.8"}, memory_mib=2048),
+            needs=Needs(packages={"torch": ">=2.7", "accelerate": ">=1.8"}, memory_mib=2048),
             deadline_s=60,
         ),
         units(
@@ -305,7 +305,7 @@ probe = Probe(
             partial(shard_and_keep, reshard=True),
             because="reshard_after_forward=False for each block, the same with FSDP2",
             fixed="reshard_after_forward=True",
-            needs=Needs(packages={"torch": ">=2.6"}),
+            needs=Needs(packages={"torch": ">=2.7"}),
         ),
         Experiment(
             name="other-class",
