@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import zipfile
+from collections import defaultdict, deque
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -121,6 +122,19 @@ def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
     assert loaded[0] == state[0] and (loaded[1] == state[1]).all()
 
 
+def save_containers(ctx: Context, *, plain: bool) -> None:
+    """Containers whose classes are all allowed, as they are or as a dict and a list."""
+    import torch
+
+    counts, recent = defaultdict(int, tokens=7), deque([2.5, 2.25])
+    state = {"counts": dict(counts), "recent": list(recent)} if plain else {"counts": counts, "recent": recent}
+    torch.save(state, ctx.path("checkpoint.pt"))
+    ctx.reached()
+    with torch.serialization.safe_globals([defaultdict, deque, int]):
+        loaded = torch.load(ctx.path("checkpoint.pt"), weights_only=True)
+    assert loaded["counts"] == {"tokens": 7} and list(loaded["recent"]) == [2.5, 2.25]
+
+
 class Annealing:
     """As the schedulers of torch before 2.4: the state holds a function that is nested in a class."""
 
@@ -144,10 +158,11 @@ def save_old_schedule(ctx: Context, *, without_function: bool) -> None:
 
 
 REBUILT = "tensor|tensor_v2|tensor_v3|parameter|parameter_with_state|qtensor|sparse_tensor|nested_tensor"
+PLAIN = r"Size|device|bool|\w*(Storage|Tensor)|b?float\d\w*|complex\d+|[qu]*int\d\w*|bits\d\w*|per_(tensor|channel)_\w+"
 ALLOWED = re.compile(
-    r"collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.(bytearray|set|complex)|torch\.\w+"
+    r"collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.(bytearray|set|complex)|torch\.(%s)"
     r"|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout|torch\.storage\.(Unt|T)ypedStorage"
-    r"|torch\._tensor\.Tensor|torch\._utils\._rebuild_(%s)" % REBUILT
+    r"|torch\._tensor\.Tensor|torch\._utils\._rebuild_(%s)" % (PLAIN, REBUILT)
 )
 
 
@@ -162,25 +177,37 @@ def check(params: Mapping[str, Any]) -> Finding:
     names = {name for name in checkpoint.names if not ALLOWED.fullmatch(name)}
     surely = sorted(name for name in names if not re.match(r"torch\.(?!nn\.modules\.|optim\.)", name))
     perhaps = sorted(names.difference(surely))
+    protocol = _protocol(params["checkpoint"]) if checkpoint.format == "torch.save" else 2
+    written = []
+    if protocol not in (2, 3):
+        spelt = "pickle_protocol=%d" % protocol if protocol else "pickle_protocol=0 or 1"
+        written = ["written with %s; torch.load reads 2 and 3" % spelt]
     if surely:
         advice = "import what you trust of it and pass it to torch.serialization.safe_globals([...])"
         if any(CALLS.fullmatch(name) for name in surely):
             advice = "allow no getattr, eval or module of the system: if your own job wrote the file, load it once with"
             advice += " weights_only=False, take the function out and save plain data; if not, take it for an attack"
-        return exposed(*["not allowed by default: " + name for name in surely + perhaps], _torch(), advice=advice)
+        elif protocol not in (2, 3):
+            advice = AGAIN
+        elif CONTAINERS.intersection(surely):
+            advice += "; that does not help with defaultdict (torch 2.10 and newer) and deque: save a dict and a list"
+        return exposed(
+            *written, *["not allowed by default: " + name for name in surely + perhaps], _torch(), advice=advice
+        )
+    if written:
+        return exposed(*written, advice=AGAIN)
     if perhaps:
         advice = ""
         if any(name.startswith("torch.distributed.tensor.") for name in perhaps):
             advice = "import torch.distributed.tensor before torch.load"
         return unknown(*["allowed in some releases of torch: " + name for name in perhaps], _torch(), advice=advice)
-    protocol = _protocol(params["checkpoint"]) if checkpoint.format == "torch.save" else 2
-    if protocol not in (2, 3):
-        advice = "load it once with weights_only=False, if your own job wrote it, and save it without pickle_protocol"
-        written = "pickle_protocol=%d" % protocol if protocol else "pickle_protocol=0 or 1"
-        return exposed("written with %s; torch.load reads 2 and 3" % written, advice=advice)
     return clear("%s holds tensors and plain data only" % params["checkpoint"])
 
 
+AGAIN = (
+    "load it once with weights_only=False, if your own job wrote it, and save it as plain data without pickle_protocol"
+)
+CONTAINERS = {"collections.defaultdict", "collections.deque"}
 CALLS = re.compile(
     r"(builtins|__builtin__)\.(getattr|eval|exec|compile|open|__import__)|(os|posix|nt|sys|subprocess|shutil)\..*"
 )
@@ -258,6 +285,15 @@ probe = Probe(
             "the file was saved with pickle_protocol=4, and has nothing but a tensor in it",
             "torch chooses the protocol",
             {"torch": ">=2.1"},
+        ),
+        variant(
+            "container",
+            partial(save_containers, plain=False),
+            partial(save_containers, plain=True),
+            r"Can only (SETITEM for dict|extend lists)",
+            "both classes are allowed, and torch refuses to fill a deque, from 2.10 on a defaultdict too",
+            "they are saved as a dict and a list",
+            {"torch": ">=2.5"},
         ),
         variant(
             "one-cycle",
