@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -97,7 +98,7 @@ def preload(ctx: Context, *, finds_own: bool) -> None:
     if finds_own:
         shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", folder / "libcublas.so.12")
     sys.path[:] = [ctx.path("site-packages")]
-    search = getattr(torch, "_preload_cuda_lib", None) or torch._preload_cuda_deps  # the latter until 2.8 or so
+    search = getattr(torch, "_preload_cuda_lib", None) or torch._preload_cuda_deps  # the latter until 2.9
     ctx.reached()
     search("cublas", "libcublas.so.*[0-9]")
 
@@ -146,8 +147,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             *first[:8],
             *others[:4],
-            "this torch loads its own libraries first; whether that is enough shows only when it runs",
+            "this torch loads some or all of its own libraries first; whether that is enough shows only when it runs",
         )
+    foreign = parts_of_system()
+    if foreign:
+        return unknown(*foreign[:4], "cuDNN opens its parts by name; which it takes shows when it runs")
     return clear(f"all {len(pinned)} CUDA packages of torch and their files are there, and LD_LIBRARY_PATH has none")
 
 
@@ -159,10 +163,12 @@ def linked(library: Path) -> Finding:
     if "=>" not in ran.stdout:
         return unknown(f"ldd says nothing of {library}: {(ran.stderr or ran.stdout).strip()[:200]}")
     lacking = [line.strip() for line in ran.stdout.splitlines() if "not found" in line]
+    own = of_packages()
+    before = [line for line in lacking if line.startswith(("libc10", "libtorch")) or line.split(" ")[0] in own]
+    if len(before) < len(lacking):
+        return exposed(*[line for line in lacking if line not in before][:8], advice="install what brings this file")
     if lacking:
-        return exposed(
-            *lacking[:8], advice="some of these Python loads before; libc10 and libtorch come with import torch"
-        )
+        return unknown(*lacking[:8], "torch and its packages have these, and may load them before this file is loaded")
     return clear(f"ldd finds everything that {library} names; what it loads later by itself is not seen")
 
 
@@ -181,7 +187,14 @@ def required() -> Dict[str, str]:
             if wanted & {*re.findall(r"'([\w-]+)'", other)}
         ]
     machine = os.uname().machine
-    here = [line for line in lines if "extra ==" not in line and ("platform_machine" not in line or machine in line)]
+    system = f'platform_system == "{platform.system()}"'
+    here = [
+        line
+        for line in lines
+        if "extra ==" not in line
+        and ("platform_machine" not in line or machine in line)
+        and ("platform_system" not in line or system in line.replace("'", '"'))
+    ]
     result = (re.match(r"(nvidia-[\w.-]+)\s*(?:\(?==([^);\s]+))?", line) for line in here)
     return {match.group(1): match.group(2) or "" for match in result if match}
 
@@ -224,7 +237,7 @@ def folder_of(package: str) -> str:
 
 def shadowing() -> List[str]:
     """Libraries of the nvidia packages that some folder of LD_LIBRARY_PATH has as well, with other content."""
-    own = {file.name: file for place in sys.path for file in Path(place or ".").glob("nvidia/*/lib/*.so.*")}
+    own = of_packages()
     result = []
     for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
         for name, file in own.items() if folder else ():
@@ -232,6 +245,28 @@ def shadowing() -> List[str]:
             if other.exists() and not other.samefile(file) and other.stat().st_size != file.stat().st_size:
                 result.append(f"{other} is found before {file}")
     return result
+
+
+def of_packages() -> Dict[str, Path]:
+    return {file.name: file for place in sys.path for file in Path(place or ".").glob("nvidia/*/lib/*.so.*")}
+
+
+def parts_of_system() -> List[str]:
+    """Parts of cuDNN that the linker would find in the system, and that the installed package does not have."""
+    own = {name for name in of_packages() if name.startswith("libcudnn")}
+    releases = {name.rsplit(".so.", 1)[1] for name in own}
+    if not own:
+        return []
+    try:
+        ran = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, check=True, timeout=2)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"ldconfig does not say which cuDNN the system has: {error}"]
+    found = re.findall(r"(libcudnn\w*\.so\.([.\d]+)) .*=> (\S+)", ran.stdout.decode(errors="replace"))
+    return [
+        f"{path} is in the system, and the cuDNN of the packages has no {name}"
+        for name, release, path in found
+        if release in releases and name not in own
+    ]
 
 
 def loads_its_own() -> bool:
