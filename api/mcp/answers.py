@@ -36,7 +36,8 @@ PIECE = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|[^\x00-\x7f]|[^\w\s]{1,3}|_|\n+")
 LONGEST_LINE, SHORT_LINE = 200, 120  # characters of a line of evidence, where there is room and where not
 QUOTED = 80  # characters of a failure line by which an observation is known to quote it
 MOST_LINES = 2  # of each list of a diagnosis
-MOST_OBSERVATIONS, MOST_POINTED = 1, 6  # of a triage, and entries that one outcome points to
+MOST_OBSERVATIONS = 1  # of a triage
+MOST_POINTED = (6, 4, 2)  # entries that one outcome of it points to: the most that fit the budget
 HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
 SECTIONS = ("Root cause", "Fix", "How to tell")  # of an incident, unless the model asks for others
@@ -53,9 +54,14 @@ def tokens(text: str) -> int:
 
 def search_answer(answer: Answer, ask: Iterable[Question], triage: Triage) -> Document:
     document = {"kind": answer.kind.value, "hits": [_hit(hit) for hit in answer.hits], "answered": answer.answered}
-    instead = gap(answer, triage)
-    instead["triage"] = _triage(instead["triage"])
-    return document | present(did_you_mean=answer.did_you_mean, ask=_questions(ask), **instead)
+    instead, asked = gap(answer, triage), _questions(ask)
+
+    def build(pointed: int) -> Document:
+        shortened = instead | {"triage": _triage(instead["triage"], pointed)}
+        return document | present(did_you_mean=answer.did_you_mean, ask=asked, **shortened)
+
+    *longer, shortest = map(build, MOST_POINTED)
+    return next((each for each in longer if tokens(encode(each)) <= BUDGET), shortest)
 
 
 def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str], language: str) -> Document:
@@ -141,7 +147,7 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: in
         observations=[_line(line, SHORT_LINE if lines == 1 else LONGEST_LINE) for line in short.observations],
         failure_lines=[_line(failure.line) | {"count": failure.count} for failure in _unobserved(short)],
         next_step=step and present(text=step.text, source=step.source, command=step.command),
-        triage=_triage([each.to_json(in_chinese=False) for each in asked]),
+        triage=_triage([each.to_json(in_chinese=False) for each in asked], MOST_POINTED[0]),
         ask=_questions(open_questions(diagnosis, catalog)),
         problems=diagnosis.problems,
         note="" if diagnosis.findings or diagnosis.failures or not diagnosis.lines else HEALTHY,
@@ -206,19 +212,17 @@ def cut(text: str, most: int = LONGEST_LINE) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _triage(observations: Sequence[Document]) -> list[Document]:
-    """The first observations; an outcome that points to more entries than a model should try says how many more."""
+def _triage(observations: Sequence[Document], pointed: int) -> list[Document]:
+    """The first observations; an outcome that points to more entries than these says how many more."""
     return [
-        observation | {"outcomes": [_outcome(outcome) for outcome in observation["outcomes"]]}
+        observation | {"outcomes": [_outcome(outcome, pointed) for outcome in observation["outcomes"]]}
         for observation in observations[:MOST_OBSERVATIONS]
     ]
 
 
-def _outcome(outcome: Document) -> Document:
+def _outcome(outcome: Document, pointed: int) -> Document:
     entries = outcome["points_to"]
-    return (
-        outcome | {"points_to": entries[:MOST_POINTED]} | present(omitted=max(0, len(entries) - MOST_POINTED) or None)
-    )
+    return outcome | {"points_to": entries[:pointed]} | present(omitted=max(0, len(entries) - pointed) or None)
 
 
 def _questions(ask: Iterable[Question]) -> list[Document]:
