@@ -37,7 +37,7 @@ MATCHER = Matcher(
 )
 MEBIBYTE = 1 << 20
 GROUPS = 16  # of signatures, for tests that run side by side
-LONG_LINE = 128 << 10  # bytes: twice the reach of any pattern, many times what is examined of a line at once
+LONG_LINE = 256 << 10  # bytes: many times what is examined of a line at once
 OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 0 has a total capacity of 79 GiB\n"
 
 
