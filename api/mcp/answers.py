@@ -60,8 +60,9 @@ def search_answer(answer: Answer, ask: Iterable[Question], triage: Triage) -> Do
         shortened = instead | {"triage": _triage(instead["triage"], pointed)}
         return document | present(did_you_mean=answer.did_you_mean, ask=asked, **shortened)
 
-    *longer, shortest = map(build, MOST_POINTED)
-    return next((each for each in longer if tokens(encode(each)) <= BUDGET), shortest)
+    *longer, fewest = MOST_POINTED
+    documents = map(build, longer)
+    return next((each for each in documents if tokens(encode(each)) <= BUDGET), None) or build(fewest)
 
 
 def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str], language: str) -> Document:
