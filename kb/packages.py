@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from importlib import metadata
-
-NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+from typing import Tuple  # Python 3.9 reads these
 
 
 def version(package: str) -> str:
@@ -19,17 +18,12 @@ def version(package: str) -> str:
         return ""
 
 
-def release(package: str) -> tuple[int, ...]:
+def release(package: str) -> Tuple[int, ...]:
     """The two or three numbers that its version begins with: (2, 13, 0). Empty where there are none."""
     return numbers(version(package))
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> Tuple[int, ...]:
     """Of a version; of a candidate or a development build, 2.6.0a0+nv25.1, those of the release that it leads to."""
     match = re.match(r"\d{1,9}(\.\d{1,9}){1,2}", text, re.ASCII)
     return tuple(map(int, match.group().split("."))) if match else ()
-
-
-def nccl_release() -> tuple[int, ...]:
-    """Of the NCCL that pip installed for torch; empty where there is none, and torch may hold one itself."""
-    return next(filter(None, map(release, NCCL)), ())

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
-from kb.packages import nccl_release
+from kb.nccl import nccl_release, nccl_setting
 from kb.probe import (
     Arm,
     Context,
@@ -154,13 +154,6 @@ def text(path: Path) -> str:
         return ""
 
 
-def variable(name: str) -> str:
-    """The environment wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf."""
-    files = [os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]
-    pairs = [line.partition("=") for file in files for line in text(Path(file)).splitlines()]
-    return os.environ.get(name) or next((value.strip() for key, _, value in pairs if key.strip() == name), "")
-
-
 def ask_linker(asked: str) -> Optional[Opened]:
     """In a process of its own, as a library runs code when it is opened. None where it does not answer."""
     try:
@@ -201,7 +194,8 @@ def takes(asked: str, release: Tuple[int, ...]) -> bool:
 def check(params: Mapping[str, Any]) -> Finding:
     """Which plugin NCCL would open in this environment, and whether an EFA card and its device node are visible."""
     root, release = Path(str(params["root"])), nccl_release()
-    net, asked, provider = variable("NCCL_NET"), variable("NCCL_NET_PLUGIN"), os.environ.get("FI_PROVIDER", "")
+    (net, _), (asked, _) = nccl_setting("NCCL_NET"), nccl_setting("NCCL_NET_PLUGIN")
+    provider = os.environ.get("FI_PROVIDER", "")
     named = (("NCCL_NET", net), ("NCCL_NET_PLUGIN", asked), ("FI_PROVIDER", provider))
     evidence = [f"{name}={value}" for name, value in named if value or name in os.environ]
     try:

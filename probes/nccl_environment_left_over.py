@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import pwd
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
 from kb.host import NVIDIA_SMI_S
-from kb.packages import nccl_release
+from kb.nccl import nccl_libraries, nccl_release
 from kb.probe import (
     Arm,
     Context,
@@ -61,20 +60,12 @@ Reader = Callable[[Path], Tuple[str, str]]
 
 def by_library(conf: Path) -> Tuple[str, str]:
     """NCCL puts the lines of its files into the environment of the C library, where it reads its settings."""
-    spec = importlib.util.find_spec("nvidia")
-    places = [Path(place) / "nccl/lib/libnccl.so.2" for place in (spec and spec.submodule_search_locations) or []]
-    for place in [str(place) for place in places if place.exists()] + ["libnccl.so.2"]:
-        try:
-            nccl = ctypes.CDLL(place)
-        except OSError:
-            continue
-        version, unique_id = ctypes.c_int(), (ctypes.c_char * 128)()
-        nccl.ncclGetVersion(ctypes.byref(version))
-        if version.value >= 22300:  # older ones do not know NCCL_CONF_FILE
-            nccl.ncclGetUniqueId(unique_id)
+    for nccl, version in nccl_libraries():
+        if version >= 22300:  # older ones do not know NCCL_CONF_FILE
+            nccl.ncclGetUniqueId((ctypes.c_char * 128)())
             libc = ctypes.CDLL(None)
             libc.getenv.restype = ctypes.c_char_p
-            return f"libnccl {version.value}", (libc.getenv(NAME.encode()) or b"").decode()
+            return f"libnccl {version}", (libc.getenv(NAME.encode()) or b"").decode()
     raise Unavailable("no libnccl of 2.23 or newer can be loaded here")
 
 
@@ -219,7 +210,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     every = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     origin = {name: "environment" + ", image or pod" * (image.get(name) == value) for name, value in every.items()}
     doubts: List[str] = []
-    release, places = nccl_release(), files(nccl_release())
+    release = nccl_release()
+    places = files(release)
     unsure = places[:-1] if not release and (len(places) > 2 or every.get("NCCL_CONF_FILE")) else []
     for file in places:
         text = text_of(file) if os.path.isabs(file) else None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Mapping, Tuple
 
-from kb.packages import nccl_release
+from kb.nccl import nccl_release, nccl_setting
 from kb.probe import (
     Arm,
     Context,
@@ -96,7 +95,9 @@ def named(port: Port, rule: str) -> bool:
 def check(params: Mapping[str, object]) -> Finding:
     """Ports, their link layers, and the GID behind NCCL_IB_GID_INDEX, for the devices that NCCL would use here."""
     root = Path(str(params["sysfs"]))
-    set_by_user = {name: value for name in ("DISABLE", "HCA", "GID_INDEX") if (value := variable(f"NCCL_IB_{name}"))}
+    set_by_user = {
+        name: value for name in ("DISABLE", "HCA", "GID_INDEX") if (value := nccl_setting(f"NCCL_IB_{name}")[0])
+    }
     rule, index = set_by_user.get("HCA", ""), set_by_user.get("GID_INDEX", "")
     evidence = [f"NCCL_IB_{name}={value}" for name, value in set_by_user.items()]
     if not (root.parent if root == DEVICES else root).is_dir():
@@ -111,7 +112,7 @@ def check(params: Mapping[str, object]) -> Finding:
             "whether this node should have one cannot be seen; ask in the job's own container and node",
         )
     evidence += [f"{port.name} {port.layer} {port.state}" for port in ports[:16]]
-    other = [f"{name}={value}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN") if (value := variable(name))]
+    other = [f"{name}={value}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN") if (value := nccl_setting(name)[0])]
     if other and other != ["NCCL_NET=IB"] and "NCCL_NET_PLUGIN=none" not in other:
         return unknown(*evidence, *other, "another network plugin, which may choose by rules of its own")
     if set_by_user.get("DISABLE", "0") != "0":
@@ -195,18 +196,6 @@ def is_address(gid: str) -> bool:
 
 def is_ipv4(gid: str) -> bool:
     return ipaddress.IPv6Address(gid).ipv4_mapped is not None
-
-
-def variable(name: str) -> str:
-    """The environment wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf."""
-    if os.environ.get(name):
-        return os.environ[name]
-    for path in [os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]:
-        for line in text(Path(path)).splitlines():
-            key, _, value = line.partition("=")
-            if key.strip() == name:
-                return value.strip()
-    return ""
 
 
 OVER_THE_CARD = {"NCCL_NET": "IB", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # in both arms

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Set
 
-from kb.packages import NCCL
+from kb.nccl import NCCL_PACKAGES
 from kb.packages import version as installed_version
 from kb.probe import (
     Arm,
@@ -143,7 +143,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             "the torch of this interpreter requires no NCCL package: it is a CPU build, or holds NCCL itself"
         )
     (package, version), *_ = pinned.items()
-    installed = {name: found for name in NCCL if (found := installed_version(name))}
+    installed = {name: found for name in NCCL_PACKAGES if (found := installed_version(name))}
     evidence = [f"torch requires {package} {version}; installed: {installed or 'none'}"]
     files = [str(metadata.distribution(name).locate_file("nvidia/nccl/lib/libnccl.so.2")) for name in installed]
     on_disk = version_in(files[0]) if files else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import importlib.util
 import os
 import re
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NoReturn, Tuple
 
 from kb.namespaces import bind_over, bring_up, join_nodes, lay_cable, own_network, run_two_nodes
-from kb.packages import nccl_release
+from kb.nccl import nccl_libraries, nccl_release, nccl_setting
 from kb.probe import (
     Arm,
     Context,
@@ -76,23 +75,14 @@ def connect_as_node(node: Context, *, interface: str, bridge: bool) -> None:
 
 def unique_id() -> Tuple[Any, str, int, str]:
     """An object that keeps listening, the address and port that go into the id, and what chose them."""
-    result = importlib.util.find_spec("nvidia")
-    places = [
-        Path(place) / "nccl/lib/libnccl.so.2" for place in (result.submodule_search_locations if result else None) or []
-    ]
-    for place in [str(place) for place in places if place.exists()] + ["libnccl.so.2"]:
-        try:
-            nccl = ctypes.CDLL(place)
-        except OSError:
-            continue
-        version, buffer = ctypes.c_int(), (ctypes.c_char * 128)()
-        nccl.ncclGetVersion(ctypes.byref(version))
+    for nccl, version in nccl_libraries():
+        buffer = (ctypes.c_char * 128)()
         if nccl.ncclGetUniqueId(buffer):
-            no_interface(f"libnccl {version.value}")
+            no_interface(f"libnccl {version}")
         data = bytes(buffer)
         at = 8 if struct.unpack_from("=H", data, 8)[0] == socket.AF_INET else 0  # older releases have no magic number
         port, packed = struct.unpack_from("!H4s", data, at + 2)
-        return nccl, socket.inet_ntoa(packed), port, f"libnccl {version.value}"
+        return nccl, socket.inet_ntoa(packed), port, f"libnccl {version}"
     chosen = choice(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces())
     if not chosen:
         no_interface("NCCL's rules")
@@ -156,8 +146,8 @@ def with_ipv6_only(present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
 
 def check(params: Mapping[str, Any]) -> Finding:
     """Which interface would NCCL take on this node? Its variable, its configuration files, then its rules."""
-    named, where = setting("NCCL_SOCKET_IFNAME")
-    family, _ = setting("NCCL_SOCKET_FAMILY")
+    named, where = nccl_setting("NCCL_SOCKET_IFNAME")
+    family, _ = nccl_setting("NCCL_SOCKET_FAMILY")
     if family == "AF_INET6":
         return unknown("NCCL_SOCKET_FAMILY=AF_INET6, and this check looks at IPv4 addresses only")
     version = nccl_release()
@@ -205,23 +195,6 @@ def is_of_this_host_only(name: str, address: str) -> bool:
     """Loopback, link-local, or a bridge or tunnel end that container runtimes and libvirt make; br-ex is none."""
     made = re.match(r"docker|br-[0-9a-f]{12}$|virbr|veth|lxc|lxdbr|cni|podman", name)
     return address.startswith(("127.", "169.254.")) or bool(made)
-
-
-def setting(variable: str) -> Tuple[str, str]:
-    """The variable wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf."""
-    if os.environ.get(variable):
-        return os.environ[variable], "environment"
-    named = os.environ.get("NCCL_CONF_FILE")
-    for path in [named or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]:
-        try:
-            lines = Path(path).read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition("=")
-            if key.strip() == variable:
-                return value.strip(), path
-    return "", ""
 
 
 # --- two nodes of one host -----------------------------------------------------------------------------------------

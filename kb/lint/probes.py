@@ -17,6 +17,7 @@ PROBE_API = (  # they run in the training interpreter
     "kb.cpu_arms",
     "kb.host",
     "kb.namespaces",
+    "kb.nccl",
     "kb.packages",
     "kb.training_config",
 )

@@ -1,0 +1,53 @@
+"""What several probes read of NCCL: its release, its library, and a setting with where it comes from.
+
+Runs in the reader's training interpreter: standard library and Python 3.9. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, Iterator, Tuple  # Python 3.9 reads these
+
+from kb.packages import release
+
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+
+
+def nccl_release() -> Tuple[int, ...]:
+    """Of the NCCL that pip installed for torch; empty where there is none, and torch may hold one itself."""
+    return next(filter(None, map(release, NCCL_PACKAGES)), ())
+
+
+def nccl_libraries() -> Iterator[Tuple[Any, int]]:
+    """Each libnccl that can be loaded, pip's before the linker's, with its version as a number: 22703."""
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) / "nccl/lib/libnccl.so.2" for place in (spec and spec.submodule_search_locations) or []]
+    for place in [str(place) for place in places if place.exists()] + ["libnccl.so.2"]:
+        try:
+            library = ctypes.CDLL(place)
+        except OSError:
+            continue
+        version = ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(version))
+        yield library, version.value
+
+
+def nccl_setting(name: str) -> Tuple[str, str]:
+    """Its value, and the file or "environment" that has it; both empty where nothing sets it.
+
+    The environment wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf (src/misc/param.cc of NCCL).
+    """
+    if os.environ.get(name):
+        return os.environ[name], "environment"
+    for path in (os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"):
+        try:
+            lines = Path(path).read_text(errors="replace").splitlines()
+        except (OSError, ValueError):
+            continue
+        for key, _, value in (line.partition("=") for line in lines):
+            if key.strip() == name:
+                return value.strip(), path
+    return "", ""
