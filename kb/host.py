@@ -1,4 +1,4 @@
-"""What the checks of several probes read of a host: its ranks, its CPU quota, the compute capability of its GPUs.
+"""What the checks of several probes read of a host: its ranks, CPU quota and mounts, the capability of its GPUs.
 
 Runs in the reader's training interpreter: standard library and Python 3.9. Nothing here raises; what cannot be read is
 left out, and the check says `unknown`.
@@ -26,6 +26,13 @@ class CpuQuota(NamedTuple):
     cores: Optional[float]
     group: str
     stopped: int
+
+
+class Mount(NamedTuple):
+    """The type of a file system, "nfs4", and its source, "server:/home". Both are empty where they are not known."""
+
+    kind: str
+    source: str
 
 
 def ranks_here(given: Optional[int]) -> Tuple[int, str]:
@@ -79,6 +86,22 @@ def _stopped(group: Path) -> List[int]:
         return [100 * int(stat["nr_throttled"]) // max(1, int(stat["nr_periods"]))]
     except (OSError, ValueError, KeyError):
         return []
+
+
+def mount_of(path: str, root: Path = Path("/")) -> Mount:
+    """Where a path lies, as the kernel lists mounts: the longest point above it, the last of several there."""
+    longest, found = "", Mount("", "")
+    try:
+        real = os.path.realpath(path).rstrip("/") + "/"
+        lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except (OSError, ValueError):
+        return found
+    for before, _, after in (line.partition(" - ") for line in lines):  # proc_pid_mountinfo(5)
+        left, right = before.split(), after.split()
+        point = left[4].replace("\\040", " ").rstrip("/") + "/" if len(left) > 4 and len(right) > 1 else ""
+        if point and real.startswith(point) and len(point) >= len(longest):
+            longest, found = point, Mount(right[0], right[1])
+    return found
 
 
 def compute_capabilities(given: str = "") -> List[Tuple[int, int]]:

@@ -1,6 +1,6 @@
 """What several probes read of NCCL: its release, its library, and a setting with where it comes from.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. Nothing here raises.
+Runs in the reader's training interpreter: standard library and Python 3.9. What cannot be read is empty.
 """
 
 from __future__ import annotations

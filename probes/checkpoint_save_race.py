@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
+from kb.host import mount_of
 from kb.packages import version
 from kb.probe import (
     Arm,
@@ -301,14 +302,7 @@ def file_system(folder: Path) -> str:
         folder = folder.parent
         if str(folder) == "/":
             raise ValueError("nothing of the path exists here")
-    real, best = os.path.realpath(str(folder)) + "/", ("", "")
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            left, right = line.split(" - ", 1)
-            point = left.split()[4].replace("\\040", " ").rstrip("/") + "/"
-            if real.startswith(point) and len(point) >= len(best[0]):
-                best = (point, right.split()[0])
-    return best[1]
+    return mount_of(str(folder)).kind or "an unknown file system"
 
 
 ONE = "barrier, rank 0 alone renames, barrier"

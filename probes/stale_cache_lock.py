@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
+from kb.host import mount_of
 from kb.packages import release
 from kb.probe import (
     Arm,
@@ -289,7 +290,7 @@ def _doubts(lock: Path) -> list[str]:
             doubts.append("it belongs to another user, whose processes cannot be examined")
     except OSError:
         doubts.append("it has just gone")
-    kind = _file_system(lock)
+    kind = mount_of(str(lock)).kind or "an unknown file system"
     if kind not in LOCAL and _age_s(lock) < LONGEST_BUILD_S:
         doubts.append("it lies on %s, where the owner may be on another host" % kind)
     elif _in_container() and _age_s(lock) < LONGEST_BUILD_S:
@@ -302,21 +303,6 @@ def _in_container() -> bool:
         return os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC  # of the host, the same in every kernel
     except OSError:
         return True
-
-
-def _file_system(path: Path) -> str:
-    """Type of the file system that holds a path, as the longest mount point that contains it."""
-    where, kind = "", "an unknown file system"
-    real = os.path.realpath(path)
-    try:
-        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return kind
-    for fields in (mount.split() for mount in mounts):
-        point = fields[1].replace("\\040", " ").rstrip("/") + "/"
-        if real.startswith(point) and len(point) >= len(where):
-            where, kind = point, fields[2]
-    return kind
 
 
 WAITS = hung(r"file_baton\.py\", line \d+ in wait\b")

@@ -17,8 +17,9 @@ from http.server import BaseHTTPRequestHandler
 from itertools import islice
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from typing import Any, Callable, Deque, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Deque, Iterator, List, Mapping, Tuple
 
+from kb.host import mount_of
 from kb.probe import (
     Arm,
     Context,
@@ -273,29 +274,12 @@ def _files(folder: str, end: float) -> Iterator[str]:
 
 
 def file_system(path: str) -> str:
-    """Its type and source by the longest mount point above the path, as the kernel lists them."""
-    best: Tuple[int, str] = (-1, "an unknown file system")
-    try:
-        real = os.path.realpath(path)
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                point, found = _mount(line)
-                if point and len(point) >= best[0] and (real + "/").startswith(point.rstrip("/") + "/"):
-                    best = (len(point), found)
-    except (OSError, ValueError):
-        pass
-    return best[1]
-
-
-def _mount(line: str) -> Tuple[Optional[str], str]:
-    before, _, after = line.partition(" - ")
-    left, right = before.split(), after.split()
-    if len(left) < 5 or len(right) < 2:
-        return None, ""
-    kind = right[0]
+    """Its type and source in words."""
+    kind, source = mount_of(path)
+    if not kind:
+        return "an unknown file system"
     remote = kind in REMOTE or kind.startswith("fuse")
-    point = left[4].replace("\\040", " ")
-    return point, "%s of %s%s" % (kind, ascii(right[1]), ", behind a network or a server process" if remote else "")
+    return "%s of %s%s" % (kind, ascii(source), ", behind a network or a server process" if remote else "")
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------

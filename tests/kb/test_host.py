@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kb.host import CpuQuota, compute_capabilities, cpu_quota, ranks_here
+from kb.host import CpuQuota, Mount, compute_capabilities, cpu_quota, mount_of, ranks_here
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -88,3 +88,30 @@ def test_a_capability_that_is_given_asks_no_gpu() -> None:
 def test_without_nvidia_smi_nothing_is_known(smi: Path) -> None:
     assert not smi.exists()
     assert compute_capabilities() == []
+
+
+MOUNTS = """\
+21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 21 0:40 / /mnt/my\\040data rw - nfs4 server:/export rw,addr=10.0.0.2
+31 30 0:41 / /mnt/my\\040data/cache rw - tmpfs tmpfs rw
+32 31 0:42 / /mnt/my\\040data/cache rw - lustre mds@tcp:/work rw
+a line that is cut
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/etc/hosts", Mount("ext4", "/dev/sda1")),
+        ("/mnt/my data/train", Mount("nfs4", "server:/export")),
+        ("/mnt/my data", Mount("nfs4", "server:/export")),
+        ("/mnt/my data/cache/a", Mount("lustre", "mds@tcp:/work")),
+        ("/mnt/my data 2", Mount("ext4", "/dev/sda1")),
+    ],
+)
+def test_a_path_lies_on_the_last_of_the_longest_mounts(tmp_path: Path, path: str, expected: Mount) -> None:
+    assert mount_of(path, write(tmp_path, {"proc/self/mountinfo": MOUNTS})) == expected
+
+
+def test_without_a_list_of_mounts_nothing_is_known(tmp_path: Path) -> None:
+    assert mount_of("/etc/hosts", tmp_path) == Mount("", "")
