@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from kb.nccl import nccl_release, nccl_setting
 from kb.probe import (
@@ -54,7 +54,7 @@ for name in sys.argv[1:]:
 LOADED = r"NET/Plugin: (Loaded net plugin KbFabric |it has KbFabric v[5-8]$)"  # of NCCL, by the rules of 2.21
 
 
-def names(asked: str) -> List[str]:
+def file_names(asked: str) -> List[str]:
     """The files that NCCL 2.21 and newer try, in this order, for a value of NCCL_NET_PLUGIN."""
     if asked.lower() == "none":
         return []
@@ -97,7 +97,7 @@ def start(
     others = {key: value for key, value in os.environ.items() if not key.startswith(("NCCL_", "FI_"))}
     set_late = f"import os; os.environ['LD_LIBRARY_PATH'] = {searched!r}" if late else ""
     library = metadata.distribution("nvidia-nccl-cu12").locate_file("nvidia/nccl/lib/libnccl.so.2") if nccl else ""
-    command = [ASK_NCCL, str(library)] if nccl else [set_late + ASK_LINKER, *names(asked)]
+    command = [ASK_NCCL, str(library)] if nccl else [set_late + ASK_LINKER, *file_names(asked)]
     ctx.reached()
     ran = subprocess.run(
         [sys.executable, "-S", "-c", *command],
@@ -158,7 +158,7 @@ def ask_linker(asked: str) -> Optional[Opened]:
     """In a process of its own, as a library runs code when it is opened. None where it does not answer."""
     try:
         ran = subprocess.run(
-            [sys.executable, "-S", "-c", ASK_LINKER, *names(asked)], capture_output=True, timeout=0.7, check=True
+            [sys.executable, "-S", "-c", ASK_LINKER, *file_names(asked)], capture_output=True, timeout=0.7, check=True
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
@@ -181,14 +181,41 @@ def is_efa(device: Path) -> bool:
     return text(device / "vendor") == "0x1d0f" and text(device / "device").startswith("0xefa")
 
 
-def switched_off(net: str, asked: str, release: Tuple[int, ...]) -> bool:
+def is_switched_off(net: str, asked: str, release: Tuple[int, ...]) -> bool:
     empty = os.environ.get("NCCL_NET_PLUGIN") == "" and release >= (2, 27)  # NCCL's list of plugins is empty, too
     return empty or asked.lower() == "none" or net.lower() in BUILT_IN
 
 
-def takes(asked: str, release: Tuple[int, ...]) -> bool:
+def is_taken(asked: str, release: Tuple[int, ...]) -> bool:
     """Whether this NCCL tries NCCL_NET_PLUGIN as a path, where it is one."""
     return "/" not in asked or not release or (release >= (2, 21) and not (2, 27, 3) <= release < (2, 27, 5))
+
+
+def contradictions(
+    opened: Opened, asked_for: Tuple[str, str], release: Tuple[int, ...], cards: List[str], nodes: Optional[List[Path]]
+) -> Iterator[Tuple[str, str]]:
+    """What keeps the plugin that is opened from being used, and what to do.
+
+    `asked_for` is NCCL_NET and FI_PROVIDER; `nodes` are the device nodes of EFA's devices that can be opened, None
+    where there are no devices.
+    """
+    net, provider = asked_for
+    network, efa = opened.network.lower(), bool(cards) or nodes is not None
+    apis = next((each for since, each in reversed(list(API_OF.items())) if since <= release), None)
+    if apis and not any(apis[0] <= number <= apis[1] for number in opened.apis):
+        looks = f"NCCL {'.'.join(map(str, release))} looks for v{apis[0]} to v{apis[1]} in it"
+        yield looks, "a plugin of the same age as NCCL"
+    if efa and "libfabric" not in network:
+        yield "it is not EFA's plugin", "NCCL_NET_PLUGIN=ofi, or its folder first"
+    if net.lower() not in ("", *BUILT_IN, network, *(["aws libfabric"] if network == "libfabric" else [])):
+        yield "NCCL_NET names another network, so the job ends", "unset NCCL_NET"
+    if efa and provider and provider[0] != "^" and "efa" not in provider:
+        yield "this provider is asked for in place of EFA", "unset FI_PROVIDER"
+    if cards and nodes is None:
+        yield "no RDMA device of the cards is visible", "on the host: modprobe efa"
+    if nodes == []:
+        what = "none of their device nodes in /dev/infiniband can be opened here"
+        yield what, "docker run --device /dev/infiniband; vpc.amazonaws.com/efa in a pod"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -207,9 +234,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     efa = bool(cards or devices)
     evidence += [f"{len(cards)} EFA cards on the PCI bus, {len(devices)} RDMA devices of them"] if efa else []
     evidence += ["a machine of Google Compute Engine"] if google else []
-    if efa and switched_off(net, asked, release):
+    if efa and is_switched_off(net, asked, release):
         return exposed(*evidence, "the plugin for EFA is switched off", advice="unset this, here and in nccl.conf")
-    if not takes(asked, release):
+    if not is_taken(asked, release):
         return exposed(
             *evidence, "this NCCL takes no path there", advice="NCCL_NET_PLUGIN=ofi, and the folder on the path"
         )
@@ -224,33 +251,11 @@ def check(params: Mapping[str, Any]) -> Finding:
             return exposed(*evidence, "no plugin can be opened: NCCL goes on without one, silently", advice=ON_PATH)
         return unknown(*evidence, "no plugin, and no EFA card is visible here: other networks need none, or another")
     evidence.append(f"{opened.file} is opened: {opened.network or 'no network plugin in it'} {opened.apis}")
-    network = opened.network.lower()
-    apis = next((each for since, each in reversed(list(API_OF.items())) if since <= release), None)
-    networks = ("", *BUILT_IN, network, *(["aws libfabric"] if network == "libfabric" else []))
     nodes = [root / "dev/infiniband" / node for node in devices.values() if node]
     usable = [node for node in nodes if os.access(node, os.R_OK | os.W_OK)]
-    for wrong, what, advice in (
-        (
-            apis and not any(apis[0] <= number <= apis[1] for number in opened.apis),
-            f"NCCL {'.'.join(map(str, release))} looks for {apis and 'v%d to v%d' % apis} in it",
-            "a plugin of the same age as NCCL",
-        ),
-        (efa and "libfabric" not in network, "it is not EFA's plugin", "NCCL_NET_PLUGIN=ofi, or its folder first"),
-        (net.lower() not in networks, "NCCL_NET names another network, so the job ends", "unset NCCL_NET"),
-        (
-            efa and provider and provider[0] != "^" and "efa" not in provider,
-            "this provider is asked for in place of EFA",
-            "unset FI_PROVIDER",
-        ),
-        (cards and not devices, "no RDMA device of the cards is visible", "on the host: modprobe efa"),
-        (
-            devices and not usable,
-            "none of their device nodes in /dev/infiniband can be opened here",
-            "docker run --device /dev/infiniband; vpc.amazonaws.com/efa in a pod",
-        ),
-    ):
-        if wrong:
-            return exposed(*evidence, what, advice=advice)
+    against = next(contradictions(opened, (net, provider), release, cards, usable if devices else None), None)
+    if against:
+        return exposed(*evidence, against[0], advice=against[1])
     evidence += [f"{len(usable)} of {len(devices)} EFA devices can be opened here"] if devices else []
     evidence += [] if release else ["no NCCL of a package: whether it looks for these interfaces is not known"]
     return unknown(

@@ -179,11 +179,11 @@ def links(topo: str) -> Tuple[List[str], int]:
     return [pair for pair in pairs if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", pair)], len(rows)
 
 
-def quiet(name: str, value: str) -> bool:
+def is_quiet(name: str, value: str) -> bool:
     return bool(QUIET.fullmatch(name)) or (name in OFF and number(value) == 0)
 
 
-def judged(name: str, value: str, every: Mapping[str, str], topo: str) -> Tuple[bool, str]:
+def judgement(name: str, value: str, every: Mapping[str, str], topo: str) -> Tuple[bool, str]:
     """Whether this machine speaks against the setting, and what it does."""
     pairs, gpus = links(topo)
     no_level = every.get("NCCL_P2P_LEVEL") in ("LOC", "0")
@@ -225,7 +225,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     doubts += [f"{file} counts by the release of NCCL, which pip does not know" for file in unsure if text_of(file)]
     sure = {name: value for name, value in every.items() if not origin[name].endswith(", by some releases")}
     topo = nvidia_smi_topo() if {"NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"} & set(every) else ""
-    loud = {name: judged(name, value, sure, topo) for name, value in every.items() if not quiet(name, value)}
+    loud = {name: judgement(name, value, sure, topo) for name, value in every.items() if not is_quiet(name, value)}
     against = [name for name in loud if loud[name][0] and name in sure]
     shown = [*against, *(name for name in loud if name not in against)][:40]
     evidence = [f"{name}={every[name][:120]}: {loud[name][1]} ({origin[name]})" for name in shown] + doubts
