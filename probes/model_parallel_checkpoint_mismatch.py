@@ -194,7 +194,7 @@ def run_parallel(ctx: Context, *, made: Make) -> None:
         every = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(every, mine)
     assert loss_of(every) < 0.1
-    dist.destroy_process_group()
+    ctx.meet("done")  # with torch 2.5.1 destroy_process_group may wait for ever for a rank that has left
 
 
 def sliced(full: dict[str, Any], *, pads: bool = True, halves: bool = True) -> list[dict[str, Any]]:
@@ -272,7 +272,7 @@ def reshard(ctx: Context, *, with_place: bool) -> None:
         state = torch.load(file_of(ctx, ctx.rank))
     model.load_state_dict(state)
     assert torch.equal(model["linear_proj"].weight, weight)
-    dist.destroy_process_group()
+    ctx.meet("done")  # with torch 2.5.1 destroy_process_group may wait for ever for a rank that has left
 
 
 TP, PP = LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
