@@ -1,12 +1,15 @@
 """Wordings: which releases of which packages contain the text of a signature, in `docs/verified/wordings.json`.
 
 A program prints a line from pieces, so the rarest text of a pattern is cut where values are put in: `WorkNCCL(SeqNum=`
-is `WorkNCCL` and `SeqNum`. A release has the wording when its files contain every piece of one such text.
+is `WorkNCCL` and `SeqNum`; and around words that come from elsewhere at run time, such as those of errno. A release has
+the wording when its files contain every piece of one such text.
 `make wordings` looks and writes the record.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
@@ -19,13 +22,24 @@ from kb.records.occurrences import Occurrences, occurrences
 SCHEMA = "kb.wordings.v1"
 FILE = "wordings.json"
 SHORTEST = 5  # characters of a piece; a shorter one is in every library
+TELLING = 12  # characters of words that say enough without those from elsewhere; `RuntimeError` alone does not
 JOINT = re.compile(r"[^A-Za-z_ ./'-]+|(?<![A-Za-z])'|'(?![A-Za-z])")
+EVENTS = ("port error", "device fatal")  # what libibverbs calls an asynchronous event: `ibv_event_type_str`
+ELSEWHERE = re.compile("|".join(sorted(map(re.escape, {*map(os.strerror, errno.errorcode), *EVENTS, "NCCL WARN"}))))
 
 
 def pieces(pattern: str) -> tuple[tuple[str, ...], ...]:
     """The pieces of each rare text of a pattern; none where its texts are too short to look for."""
-    cut = (tuple(piece.strip() for piece in JOINT.split(text)) for text in sorted(literals(pattern)))
-    return tuple(filter(None, (tuple(piece for piece in each if len(piece) >= SHORTEST) for each in cut)))
+    return tuple(filter(None, map(_pieces, sorted(literals(pattern)))))
+
+
+def _pieces(text: str) -> tuple[str, ...]:
+    own = _cut(ELSEWHERE.sub("=", text))
+    return own if any(len(piece) >= TELLING and " " in piece for piece in own) else _cut(text)
+
+
+def _cut(text: str) -> tuple[str, ...]:
+    return tuple(piece for part in JOINT.split(text) if len(piece := part.strip()) >= SHORTEST)
 
 
 def is_worded(pattern: str, present: Collection[str]) -> bool:

@@ -22,6 +22,14 @@ def test_a_text_is_cut_where_values_are_put_in() -> None:
     assert pieces(r"a=\d+") == ()
 
 
+def test_words_that_a_program_has_from_elsewhere_are_cut_out_where_its_own_say_enough() -> None:
+    assert pieces(r"Call to ibv_alloc_pd failed with error Cannot allocate memory") == (
+        ("Call to ibv_alloc_pd failed with error",),
+    )
+    assert pieces(r"Got async event: port error") == (("Got async event",),)
+    assert pieces(r"RuntimeError: Address already in use") == (("RuntimeError", "Address already in use"),)
+
+
 def test_a_release_has_the_wording_when_it_has_all_pieces_of_one_text() -> None:
     assert is_worded(WATCHDOG, {"Watchdog caught collective operation timeout", "WorkNCCL", "SeqNum"})
     assert not is_worded(WATCHDOG, {"Watchdog caught collective operation timeout", "SeqNum"})
