@@ -10,6 +10,8 @@ from typing import Any, Callable, Mapping, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
+REPORTS = 40  # two seconds, in which the host of the store leaves on a loaded machine too
+
 
 def finish(ctx: Context, *, leave_together: bool, timeout_s: float = 15) -> None:
     """The last all-reduce is done on both ranks; rank 1 still reports its evaluation through the store."""
@@ -24,7 +26,7 @@ def finish(ctx: Context, *, leave_together: bool, timeout_s: float = 15) -> None
     assert total.item() == ctx.world_size
     ctx.reached()
     if ctx.rank == 1:
-        for batch in range(20):
+        for batch in range(REPORTS):
             ctx.note(reported_batches=batch)
             store.set(f"accuracy of batch {batch}", "0.9")
             time.sleep(0.05)
@@ -41,7 +43,7 @@ def finish_with_sub_group(ctx: Context, *, leave_together: bool) -> None:
     dist.init_process_group("gloo", store=open_store(ctx, 15), rank=ctx.rank, world_size=ctx.world_size)
     ctx.reached()
     if ctx.rank > 0:
-        time.sleep(0.5)
+        time.sleep(2)  # until rank 0 has left
         group = dist.new_group([1, 2], use_local_synchronization=True)
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
@@ -56,7 +58,7 @@ def report_to_agent(ctx: Context, *, agent_hosts: bool) -> None:
     store = open_store(ctx, 15, host=2 if agent_hosts else 0)
     ctx.reached()
     if ctx.rank == 1:
-        for batch in range(10):
+        for batch in range(REPORTS):
             store.set(f"accuracy of batch {batch}", "0.9")
             time.sleep(0.05)
         Path(ctx.path("done")).touch()
@@ -101,7 +103,7 @@ def run_two_jobs(ctx: Context, *, own_endpoint: bool) -> None:
     backend.set_state(b"running")
     ctx.reached()
     if ctx.rank == 1:
-        for _ in range(20):  # the agent asks like this as long as its workers run
+        for _ in range(REPORTS):  # the agent asks like this as long as its workers run
             assert backend.get_state()[0] == b"running"
             time.sleep(0.05)
 
@@ -128,14 +130,17 @@ def check(_: Mapping[str, Any]) -> Finding:
     if owned == "False" or os.environ.get("RANK"):
         text = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
         return unknown(
-            f"{text}: rank 0's own process hosts the store at {where}",
+            f"{text}: with env:// rank 0's own process hosts the store at {where}",
             "whether rank 0 leaves first is a matter of the code: does every rank end with a barrier?",
         )
-    return unknown("no variables of a job here, and no two torchrun processes of this host share an endpoint")
+    return unknown("no variables of a job here, and no two torchrun processes that can be seen share an endpoint")
 
 
 def agents_here() -> Mapping[str, str]:
-    """Process id to c10d endpoint of every visible single-node torchrun, without those on a free port."""
+    """Process id to c10d endpoint of every visible single-node torchrun, without those on a free port.
+
+    The interpreter that runs it, not the `srun` or `timeout` before it, whose command line names it too.
+    """
     result = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -143,7 +148,9 @@ def agents_here() -> Mapping[str, str]:
             is_ours = os.readlink(path.parent / "ns/net") == os.readlink("/proc/self/ns/net")
         except OSError:  # gone, or another user's
             continue
-        if not is_ours or not any(word.endswith(("/torchrun", "torch.distributed.run")) for word in words[:4]):
+        is_python = os.path.basename(words[0]).startswith(("python", "pypy"))
+        is_torchrun = any(word.endswith(("/torchrun", "torch.distributed.run")) for word in words[1:4])
+        if not (is_ours and is_python and is_torchrun):
             continue
         options = {}
         for at, word in enumerate(words):
@@ -175,7 +182,7 @@ STORE = Experiment(
     ),
     deadline_s=40,
     linger=False,  # leaving early is the incident
-    expected_s=(0.3, 1.3),
+    expected_s=(0.3, 2.3),
 )
 
 
@@ -188,7 +195,7 @@ def variant(name: str, job: Callable[..., None], fix: str, because: Tuple[str, s
         world_size=world_size,
         deadline_s=40,
         linger=False,
-        expected_s=(0.7, 0.7),
+        expected_s=(0.7, 2.7),
     )
 
 
@@ -232,7 +239,7 @@ probe = Probe(
             needs=Needs(packages={"torch": ">=2.1"}),
             deadline_s=40,
             linger=False,
-            expected_s=(0.5, 1.5),
+            expected_s=(0.5, 2.5),
         ),
     ),
 )

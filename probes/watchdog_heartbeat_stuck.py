@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import time
 from functools import partial
@@ -59,45 +60,51 @@ def native_call(ctx: Context, *, holds_the_gil: bool, in_a_thread: bool = False)
     ctx.meet("done", timeout_s=15)  # a thread that runs is waited for at the end
 
 
+ON, OFF = ("y", "yes", "1", "t", "true"), ("n", "no", "0", "f", "false")  # c10d/Utils.hpp of torch 2.2 to 2.15
+
+
 def check(_: Mapping[str, Any]) -> Finding:
     """Do the variables leave the watchdog the time that handling a timeout takes, and is the monitor on?"""
     torch = release("torch")[:2]
     if not torch:
         return unknown("torch is not installed in this interpreter, or its version cannot be read")
-    named = {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
-    if torch < (2, 3):
-        return unknown("the monitor of torch 2.2 and older has other settings, which were not read")
-    if torch == (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0":
+    if not (2, 3) <= torch <= (2, 15):
+        return unknown("the monitor of torch before 2.3 and after 2.15 has other settings, which were not read")
+    nccl2 = os.environ.get("TORCH_DIST_USE_NCCL2")
+    if (torch == (2, 15) and nccl2 != "0") or (torch == (2, 14) and nccl2 == "1"):
         return unknown(
-            "the NCCL backend of torch 2.15 has no monitor and reads none of its variables",
+            "nccl2, the NCCL backend that this torch takes, has no monitor and reads none of its variables",
             "a watchdog that stands still would end nothing, and whether a call or the GIL will block cannot be seen",
             advice="TORCH_DIST_USE_NCCL2=0 brings the old backend back, with its monitor",
         )
-    default = 480 if torch >= (2, 5) else 600
-    heartbeat = number(named.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"), default)
-    newer = os.environ.get("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC") if torch >= (2, 15) else None
-    wait = newer or named.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
-    dump = number(wait, 15000 if torch >= (2, 8) else 60000)
-    times = 4 if torch >= (2, 8) else 1  # how often the watchdog waits for it; before 2.8 it waits for the dump
-    if heartbeat is None or dump is None:
-        return unknown("a TORCH_NCCL_ variable is not a number", str(named))
-    evidence = (
-        f"heartbeat {heartbeat} s, wait for dumps after a timeout {times} x {dump} ms; torch {torch[0]}.{torch[1]}"
-    )
-    if named.get("TORCH_NCCL_ENABLE_MONITORING", "1").lower() in ("0", "false", "n", "no"):
-        why = "TORCH_NCCL_ENABLE_MONITORING=0: a stuck watchdog is logged, and the process stays for ever"
+    heartbeat = number("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480 if torch >= (2, 5) else 600)
+    dump = number("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 15000)
+    monitoring = os.environ.get("TORCH_NCCL_ENABLE_MONITORING", "1")
+    if heartbeat is None or dump is None or monitoring.lower() not in ON + OFF:
+        return unknown(
+            "a TORCH_NCCL_ variable of the monitor has a value that torch refuses or that was not understood",
+            str({name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}),
+        )
+    evidence = f"heartbeat {heartbeat} s; torch {torch[0]}.{torch[1]}"
+    if torch >= (2, 8):  # before, whether and how long the watchdog waits depends on the dumps
+        evidence = f"wait for dumps after a timeout 4 x {dump} ms, {evidence}"
+    if monitoring.lower() in OFF:
+        why = f"TORCH_NCCL_ENABLE_MONITORING={monitoring}: a process whose watchdog is stuck is not ended"
         return exposed(why, evidence, advice="unset it; raise TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if the abort was false")
-    if times * dump / 1000 >= heartbeat:
-        why = "the monitor ends the process while the watchdog still waits for dumps, and the reason is lost"
-        return exposed(why, evidence, advice="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above 60")
+    if torch >= (2, 8) and 4 * dump >= 1000 * heartbeat:
+        why = "the monitor may call the watchdog stuck while it waits for dumps, which hides the timeout before"
+        return exposed(why, evidence, advice="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above the wait for dumps")
     return unknown(evidence, "these settings are sound; whether a driver call or the GIL will block cannot be seen")
 
 
-def number(text: Any, default: int) -> Any:
-    return default if text is None else int(text) if text.isdigit() else None
+def number(name: str, default: int) -> Any:
+    """As C's `stoi` reads it: the digits that the text begins with. None where torch refuses it."""
+    text = os.environ.get(name)
+    match = re.match(r"\s*([+-]?\d{1,9})(?!\d)", text or "", re.ASCII)
+    return default if text is None else int(match.group(1)) if match else None
 
 
-QUICK = {  # the default is 480 s, and one minute of sleep after a timeout; here 2 s and 20 s
+QUICK = {  # the defaults are 480 s, and a minute of sleep after a timeout; here 2 s and 20 s
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",
     "TORCH_DIST_USE_NCCL2": "0",  # nccl2, the default of 2.15, has no such monitor
