@@ -64,8 +64,28 @@ def leave(ctx: Context, *, together: bool) -> None:
         dist.destroy_process_group()
 
 
+def arrive_late(ctx: Context, *, timeout_s: float) -> None:
+    """Rank 1 comes late to a collective. Rank 0 lives on, whether its timeout was over by then or not."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=timeout_s)
+    ctx.reached()
+    total = torch.ones(1)
+    if ctx.rank == 1:
+        time.sleep(5)
+        dist.all_reduce(total)
+    else:
+        try:
+            dist.all_reduce(total)
+        except RuntimeError as error:
+            ctx.note(gave_up=str(error))
+            time.sleep(10)
+            return
+    assert total.item() == ctx.world_size
+
+
 def join_through_tcp_store(ctx: Context) -> Any:
-    """As torchrun does: rank 0's process hosts the store, and NCCL's communicator is set up at the first collective."""
+    """As without torchrun: rank 0's process hosts the store. NCCL's communicator is set up at the first collective."""
     from datetime import timedelta
 
     import torch.distributed
@@ -88,7 +108,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     """Has the kernel killed a process of this container or job for lack of memory? Such a rank leaves no traceback."""
     killed = [f"{kills} processes killed by the OOM killer: {path}" for path, kills in kills_in_own_cgroups()]
     if killed:
-        advice = "a rank that ended with exit code -9 or 137 is probably one of these: it needs more host memory"
+        advice = "a rank that ended with exit code -9 or 137 may be one of these: compare the time with dmesg -T"
         return exposed(*killed, advice=advice)
     return unknown(
         f"no OOM kill in this process's own cgroups; {kills_since_boot()} on this host since boot",
@@ -130,6 +150,7 @@ def read_file(path: str) -> str:
 
 DIES = "rank 0 dies of a truncated file while the other rank waits for it"
 RESET = r"store->get\('\d+'\) got error: .*(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes)"
+CLOSED = r"pair\.cc:\d+\].*Connection (closed|reset) by peer"
 TORN = "failed finding central directory"
 LIVES = "the file is complete, so rank 0 survives and joins the all-reduce"
 
@@ -137,15 +158,13 @@ gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(start, file_is_whole=False),
-        expect=raised(r"pair\.cc:\d+\].*Connection (closed|reset) by peer", after=TORN),
+        expect=raised(CLOSED, after=TORN),
         because=DIES,
         fidelity="cpu",
     ),
     treatment=Arm(partial(start, file_is_whole=True), expect=completed(), because=LIVES, fidelity="cpu"),
     expected_s=(0.1, 0.1),
 )
-
-CLOSED = r"pair\.cc:\d+\].*Connection (closed|reset) by peer"
 
 remove_file = Experiment(
     name="remove-file",
@@ -193,9 +212,25 @@ longer_timeout = Experiment(
     ),
     expected_s=(0.1, 0.1),
 )
+gave_up = Experiment(
+    name="gave-up",
+    control=Arm(
+        partial(arrive_late, timeout_s=2),
+        expect=raised(CLOSED),
+        because="rank 0 gives up after 2 s and lives on; rank 1 comes after 5 s",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(arrive_late, timeout_s=30),
+        expect=completed(),
+        because="the timeout is 30 s, so rank 0 waits for rank 1",
+        fidelity="cpu",
+    ),
+    expected_s=(5.1, 5.1),
+)
 
 probe = Probe(
     check=check,
     experiments=(gloo.on_gpus(expect=raised(RESET, after=TORN), expected_s=(10, 10), settle_s=5), gloo),
-    variants=(remove_file, early_exit, longer_timeout),
+    variants=(remove_file, early_exit, longer_timeout, gave_up),
 )

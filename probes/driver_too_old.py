@@ -193,7 +193,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if least is None:
         return unknown(*evidence, f"no table row for CUDA {cuda}")
     libraries = [] if params["smi"] else user_libraries()
-    strange = [name for name in libraries if not name.endswith(driver) and "compat" not in name]
+    own = [name for name in libraries if "compat" not in name and re.search(r"libcuda\.so\.\d{3}", name)]
+    strange = [name for name in own if not name.endswith(driver)]
     compat = [name for name in libraries if "compat" in name]
     if compat:
         evidence.append(f"forward compatibility libraries: {', '.join(compat)} (data center GPUs only, else error 804)")
@@ -206,9 +207,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     if in_front:
         said = f"{in_front} has a compat folder, which some GPUs (804) and some drivers (803) refuse"
         return unknown(*evidence, said, advice="ldconfig -p | grep libcuda.so")
+    if not (own or params["smi"]):
+        return unknown(*evidence, "which release libcuda is of cannot be seen", advice="ldconfig -p | grep libcuda.so")
     if strange:
         evidence.append(f"libcuda of another version than the kernel module: {', '.join(strange)}")
-        return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803)")
+        return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803 or 804)")
     return clear(*evidence, "PTX (error 222) and newer functions (36) may still want the newer minor release")
 
 

@@ -6,7 +6,7 @@ import ctypes
 import re
 import subprocess
 from functools import partial
-from typing import Any, Callable, List, Mapping
+from typing import Any, Callable, Mapping
 
 from kb.packages import version
 from kb.probe import (
@@ -128,12 +128,11 @@ SUSPECTS = (
     "flash-attn", "xformers", "bitsandbytes", "apex", "deepspeed", "triton", "liger-kernel", "flash-linear-attention",
     "megablocks", "transformer-engine", "mamba-ssm", "causal-conv1d", "unsloth", "vllm", "grouped-gemm",
 )  # fmt: skip
-FAULT = re.compile(r"NVRM: Xid \([^)]*\): (13|31), .*")
+FAULT = re.compile(r"NVRM: Xid \([^)]*\): (?:31,|13, .*Out Of Range Address).*")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Has a program on this machine already faulted, does a tensor exceed 32 bits, and whose kernels are installed?"""
-    evidence: List[str] = []
+    """Does a tensor exceed 32 bits? Faults in the kernel log are told; they may be another program's, and old."""
     faults = None
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=0.7)
@@ -141,17 +140,18 @@ def check(params: Mapping[str, Any]) -> Finding:
             faults = [result.group(0) for result in FAULT.finditer(log.stdout)]
     except (OSError, subprocess.TimeoutExpired):
         pass
-    if faults:
-        evidence.append(f"{len(faults)} memory faults of GPU programs in the kernel log, the last: {faults[-1][:200]}")
-    tokens, width = params["tokens"], params["width"]
-    if tokens and width and tokens * width > 2**31 - 1:
-        evidence.append(f"{tokens} x {width} is {tokens * width / 2**31:.2f} times what an offset of 32 bits can reach")
+    if faults is None:
+        text = "the kernel log cannot be read"
+    elif faults:
+        text = f"{len(faults)} memory faults of GPU programs in the kernel log, the last: {faults[-1][:200]}"
+    else:
+        text = "no memory fault of a GPU program in the kernel log"
     installed = [f"{name} {found}" for name in SUSPECTS if (found := version(name))]
     kernels = f"packages with kernels of their own: {', '.join(installed) or 'none'}"
-    if evidence:
-        advice = "name the kernel with a core dump or CUDA_LAUNCH_BLOCKING=1; fewer tokens per GPU, or newer kernels"
-        return exposed(*evidence, kernels, advice=advice)
-    text = "the kernel log cannot be read" if faults is None else "no Xid 13 or 31 in the kernel log"
+    tokens, width = params["tokens"], params["width"]
+    if tokens and width and min(tokens, width) > 0 and tokens * width > 2**31:
+        size = f"{tokens} x {width} is {tokens * width / 2**31:.2f} times what an offset of 32 bits can reach"
+        return exposed(size, text, kernels, advice="fewer tokens per GPU, or kernels with offsets of 64 bits")
     return unknown(text, kernels, "a bad kernel cannot be seen from here", advice="--set tokens=... --set width=...")
 
 

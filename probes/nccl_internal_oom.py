@@ -120,11 +120,30 @@ def measure(ctx: Context) -> None:
 
 # --- the check: what NCCL itself logs of its memory -----------------------------------------------------------------
 
-ALLOCATED = re.compile(
-    r"(?<!\S)(\S{1,255}:\d{1,9}):\d{1,9} \[\d+\] .{0,120}?Cuda (?:Alloc|Calloc|CallocAsync) Size (\d+)"
+# Where cuMem is off, "Cuda Calloc" of the same address comes before "Allocated shareable buffer".
+TAKEN = re.compile(
+    r"Cuda (?:Alloc|Calloc|CallocAsync) Size (?P<size>\d+) pointer (?P<at>\S+)"
+    r"|Allocated shareable buffer (?P<shared_at>\S+) size (?P<shared>\d+)"
+    r"|NVLS comm (?P<comm>\S+) .{0,120}nvlsTotalSize (?P<nvls>\d+)"
 )
-SHARED = re.compile(r"(?<!\S)(\S{1,255}:\d{1,9}):\d{1,9} \[\d+\] .{0,80}?Allocated shareable buffer \S+ size (\d+)")
-NVLS = re.compile(r"(?<!\S)(\S{1,255}:\d{1,9}):\d{1,9} \[\d+\] .{0,120}?nvlsTotalSize (\d+)")
+OUT = re.compile(r"^(?!.*NCCL INFO).*Cuda failure (?:2 )?'out of memory'", re.MULTILINE)
+IN_HOST_MEMORY = re.compile(r"\bshm\.cc:\d+ (?:\(\w+\) )?-> ")
+LARGEST = 8 * MIB  # characters of a log that are read
+GRAIN = 2 * MIB  # what cuMem rounds up to
+
+
+def allocations(text: str) -> Dict[str, Dict[str, int]]:
+    """For each process the size of what it took, by address: one that is used again is counted once."""
+    taken: Dict[str, Dict[str, int]] = defaultdict(dict)
+    for line in text.splitlines():
+        head, _, rest = line.partition(" NCCL INFO ")  # host:process:thread [device]
+        found, words = TAKEN.search(rest), head.split()
+        if found and len(words) > 1:
+            size = int(found["size"] or found["shared"] or found["nvls"])
+            sizes = taken[words[-2].rpartition(":")[0]]
+            address = found["at"] or found["shared_at"] or found["comm"]
+            sizes[address] = max(size, sizes.get(address, 0))
+    return taken
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -135,34 +154,41 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = "one run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC, then --set log=FILE --set free_mib=N"
         return unknown(why, *(f"set here, and changes it: {setting}" for setting in settings), advice=advice)
     try:
-        text = params["log"].read_text(errors="replace")
+        with open(params["log"], errors="replace") as file:
+            text = file.read(LARGEST + 1)
     except OSError as error:
         return unknown(f"{params['log']}: {error.strerror}")
-    taken: Dict[str, int] = defaultdict(int)
-    patterns = [ALLOCATED, NVLS] + ([SHARED] if "P2P/CUMEM" in text else [])  # else SHARED is in ALLOCATED already
-    for pattern in patterns:
-        for process, size in pattern.findall(text):
-            taken[process] += int(size)
-    failed = re.findall(r"Failed to CUDA \w+(?: async)? (\d+) bytes", text)
-    if not taken and not failed:
+    taken = allocations(text)
+    failed = re.findall(r"Failed to CUDA (?:malloc|calloc|calloc async) (\d+) bytes", text)
+    is_out = OUT.search(text) is not None
+    if not taken and not failed and not is_out:
         return unknown(
             f"no allocation of NCCL in {params['log']}", advice="NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC"
         )
-    most = max(taken, key=lambda process: taken[process], default="")
-    evidence = [
-        f"{len(taken)} processes, most in {most}: {taken[most] // MIB} MiB logged, kernels and context not counted"
-    ]
+    evidence: List[str] = []
+    if len(text) > LARGEST:
+        evidence.append(f"only the first {LARGEST // MIB} MiB of the log were read: give the log of one rank")
+    logged = held = 0
+    if taken:
+        most = max(taken, key=lambda process: sum(taken[process].values()))
+        sizes = taken[most].values()
+        logged, held = sum(sizes) // MIB, sum(-(-size // GRAIN) * GRAIN for size in sizes) // MIB
+        rounded = f"{logged} MiB logged, up to {held} MiB as the driver rounds up"
+        evidence.append(f"{len(taken)} processes, most in {most}: {rounded}, kernels and context not counted")
     if failed:
         evidence.append(f"{len(failed)} allocations failed, the first of {int(failed[0]) // MIB} MiB")
-        if "'out of memory'" not in text:
-            return unknown(*evidence, "for want of memory or by another CUDA error: no line of the log says which")
-        return exposed(*evidence, advice=f"leave that much plus 500 MiB beside torch's pool: {LEAVE}")
+    if is_out and IN_HOST_MEMORY.search(text):
+        return exposed(*evidence, "out of memory, in shm.cc: host memory", advice="NCCL_CUMEM_HOST_ENABLE=0")
+    if is_out:
+        return exposed(*evidence, "NCCL ran out of memory", advice=f"leave more beside torch's pool: {LEAVE}")
+    if failed:
+        return unknown(*evidence, "for want of memory or by another CUDA error: no line of the log says which")
     free = params["free_mib"]
-    if free and taken[most] // MIB > free:
-        return exposed(*evidence, f"only {free} MiB are left for it", advice=LEAVE)
-    if not free:
+    if not free or free < 0:
         return unknown(*evidence, "--set free_mib=N compares it")
-    if taken[most] // MIB + CONTEXT_MIB > free:
+    if logged > free:
+        return exposed(*evidence, f"only {free} MiB are left for it", advice=LEAVE)
+    if len(text) > LARGEST or held + CONTEXT_MIB > free:
         return unknown(*evidence, f"{free} MiB are left for it, and for kernels, the context and groups used later on")
     return clear(*evidence, f"{free} MiB are left for it; a group that is first used later takes more")
 
