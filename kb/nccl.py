@@ -36,11 +36,12 @@ def nccl_libraries() -> Iterator[Tuple[Any, int]]:
 
 
 def nccl_setting(name: str) -> Tuple[str, str]:
-    """Its value, and the file or "environment" that has it; both empty where nothing sets it.
+    """Its value, and the file or "environment" that has it; the value is empty where nothing sets it.
 
-    The environment wins; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf (src/misc/param.cc of NCCL).
+    The environment wins, an empty variable too; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf
+    (src/misc/param.cc of NCCL).
     """
-    if os.environ.get(name):
+    if name in os.environ:
         return os.environ[name], "environment"
     for path in (os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"):
         try:

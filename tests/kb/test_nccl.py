@@ -29,6 +29,8 @@ def test_the_environment_wins_over_a_file(home: Path, monkeypatch: pytest.Monkey
     assert nccl_setting(NAME) == ("eth1", str(home / ".nccl.conf"))
     monkeypatch.setenv(NAME, "bond0")
     assert nccl_setting(NAME) == ("bond0", "environment")
+    monkeypatch.setenv(NAME, "")
+    assert nccl_setting(NAME) == ("", "environment"), "NCCL does not overwrite an empty variable"
 
 
 def test_a_file_that_is_named_takes_the_place_of_that_of_the_home(

@@ -70,6 +70,17 @@ UNDECIDED = {
         + STEP.format(93)
         + FULL.format(640),
     ),
+    "NCCL without GPUDirect RDMA, and a job that went on for a while": (
+        "gpudirect-rdma-off",
+        "gpu-3:2011:2043 [4] NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'\n"
+        "gpu-3:2011:2043 [4] NCCL INFO Channel 00/0 : 12[4] -> 20[4] [send] via NET/IB/0\n"
+        + STEP.format(93)
+        + FULL.format(640),
+    ),
+    "a module that somebody tried to load before the job": (
+        "gpudirect-rdma-off",
+        "modprobe: ERROR: could not insert 'nvidia_peermem': Invalid argument\n" + STEP.format(93) + FULL.format(640),
+    ),
     "any loss that no parameter leads to": (
         "grad-checkpoint-no-grad",
         "    loss.backward()\nRuntimeError: element 0 of tensors does not require grad and does not have a grad_fn\n",
