@@ -6,7 +6,7 @@ import importlib
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
 from kb.probe import (
@@ -97,7 +97,7 @@ def reload(ctx: Context, *, cuts: bool) -> None:
 
     original = build(ROWS + 4)
     tokens = ROWS + 1
-    tuned = build(tokens if cuts or tokens > ROWS + 4 else ROWS + 4)
+    tuned = build(tokens if cuts else ROWS + 4)
     ctx.reached()
     original.load_state_dict(tuned.state_dict())
 
@@ -131,8 +131,9 @@ def train_with_transformers(ctx: Context, *, fix: str) -> None:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
     if fix == "resize":
         rows = model.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > rows:
-            model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+        need = max(tokenizer.get_vocab().values()) + 1
+        if need > rows:
+            model.resize_token_embeddings(need, pad_to_multiple_of=64)
         model.config.pad_token_id = tokenizer.pad_token_id
     batch = tokenizer(["a b c d", "e f"], padding=True, return_tensors="pt", return_token_type_ids=False)
     ctx.note(
@@ -253,7 +254,9 @@ def check(params: Mapping[str, Any]) -> Finding:
             f"config.json says vocab_size {declared}", *message, advice="save the model with its own config again"
         )
     if embedding is None:
-        return unknown(*message, "the rows of the saved embedding were not read: only safetensors files are")
+        return unknown(*message, "the rows are unknown: only safetensors with input embeddings of one size are read")
+    if not any(ids_in(name, read_json(tokenizer / name)) for name in VOCABULARIES):
+        return unknown(*message, "the vocabulary itself was not read: only tokenizer.json and vocab.json are")
     spare = rows - 1 - highest
     if not spare:
         no_room = "the files fit, and no row is left: a token that the script adds has none"
@@ -270,26 +273,29 @@ def read_json(path: Path) -> Any:
 
 
 def saved_rows(model: Path) -> Optional[Tuple[str, int]]:
-    """The saved input embedding of a safetensors model: its name and rows."""
+    """The saved input embedding of a safetensors model: its name and rows, unless there are two of different size."""
     index = read_json(model / "model.safetensors.index.json")
-    shards = index.get("weight_map", {}) if isinstance(index, dict) else {}
-    embeddings = [name for name in shards if name.endswith(EMBEDDINGS)]
-    file = shards[embeddings[0]] if embeddings else "model.safetensors"
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    shards = shards if isinstance(shards, dict) else {}
+    files = {str(shards[name]) for name in shards if name.endswith(EMBEDDINGS)} or {"model.safetensors"}
     try:
-        tensors = read_checkpoint(model / str(file)).tensors
+        tensors = [tensor for file in sorted(files) for tensor in read_checkpoint(model / file).tensors]
     except Unreadable:
         return None
-    result = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
-    return (result[0].name, result[0].shape[0]) if result else None
+    embeddings = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
+    if len({tensor.shape[0] for tensor in embeddings}) != 1:
+        return None
+    return embeddings[0].name, embeddings[0].shape[0]
 
 
+VOCABULARIES = ("tokenizer.json", "vocab.json")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight")
 
 
 def highest_id(folder: Path) -> Tuple[Optional[int], str, str]:
     """The highest id of a tokenizer's folder, its token, and the file that says so."""
     best: Tuple[Optional[int], str, str] = (None, "", "")
-    for name in ("tokenizer.json", "vocab.json", "added_tokens.json", "tokenizer_config.json"):
+    for name in (*VOCABULARIES, "added_tokens.json", "tokenizer_config.json"):
         for token, number in ids_in(name, read_json(folder / name)).items():
             if isinstance(number, int) and (best[0] is None or number > best[0]):
                 best = (number, str(token), name)
@@ -300,14 +306,18 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
     if not isinstance(content, dict):
         return {}
     if name == "tokenizer.json":
-        vocabulary = content.get("model", {}).get("vocab", {})
+        model = content.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocabulary, list):  # unigram: pairs of token and score
-            vocabulary = {str(item[0]): number for number, item in enumerate(vocabulary)}
-        added: List[Any] = content.get("added_tokens") or []
-        return {**vocabulary, **{item.get("content", ""): item.get("id") for item in added}}
+            vocabulary = {str(item[:1]): number for number, item in enumerate(vocabulary)}
+        if not isinstance(vocabulary, dict):
+            return {}
+        added = [item for item in content.get("added_tokens") or () if isinstance(item, dict)]
+        return {**vocabulary, **{str(item.get("content")): item.get("id") for item in added}}
     if name == "tokenizer_config.json":
-        decoder = content.get("added_tokens_decoder") or {}
-        return {str(item.get("content")): int(number) for number, item in decoder.items() if number.isdigit()}
+        decoder = content.get("added_tokens_decoder")
+        decoder = decoder if isinstance(decoder, dict) else {}
+        return {str(item): int(number) for number, item in decoder.items() if number.isdigit()}
     return content
 
 
