@@ -1,0 +1,186 @@
+"""Full fine-tuning of a quantized model: packed weights take no gradient, and the Trainer refuses them."""
+
+import os
+from functools import partial
+from typing import Any, Callable, Dict, Tuple
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+INTEGERS = r"[oO]nly Tensors of floating point (and complex )?dtype can require gradients"
+REFUSED = r"You cannot perform fine-tuning on purely quantized models"
+LINEAR = 7  # layers that are quantized in a Llama of one block
+
+
+def train_packed(ctx: Context, *, adapter: bool) -> None:
+    """A layer in 8 bits: its integers are to be trained, or two small matrices beside them."""
+    import torch
+
+    torch.manual_seed(0)
+    packed = torch.randint(-127, 128, (8, 8), dtype=torch.int8)
+    weight = torch.nn.Parameter(packed.clone(), requires_grad=False)
+    down, up = torch.nn.Parameter(torch.randn(4, 8)), torch.nn.Parameter(torch.zeros(8, 4))
+    ctx.reached()
+    if not adapter:
+        weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([down, up] if adapter else [weight], lr=0.05)
+    x, losses = torch.randn(16, 8), []
+    for _ in range(20):
+        loss = (x @ (weight.float() / 127).T + x @ down.T @ up.T - 1).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert torch.equal(weight, packed)
+
+
+def load(ctx: Context, *, published: bool = False) -> Any:
+    """A tiny model in 4 bits of bitsandbytes: from a 16-bit one, or from files that are 4-bit already."""
+    import torch
+    from transformers import (  # type: ignore[import-not-found]
+        AutoModelForCausalLM,
+        BitsAndBytesConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    name, placed = ctx.path("model"), {"device_map": {"": "cpu"}}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(name)
+    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=in_4_bits, **placed)
+    if published:
+        name = ctx.path("4bit")
+        model.save_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, **placed)  # no word about quantization
+    assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point(), "not quantized"
+    return model
+
+
+def adapt(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert any("lora_B" in name for name, _ in model.named_parameters())
+    return model
+
+
+def make(ctx: Context, way: str) -> Any:
+    """The model as it is handed to the Trainer."""
+    model = load(ctx, published=way.startswith("published"))
+    if way == "result dropped":
+        adapt(model)
+    if way == "adapter":
+        model = adapt(model)
+    if way == "published, made floats":
+        model = model.dequantize()
+    if way == "check passed by":
+        model.is_quantized = False
+    return model
+
+
+def trainer_of(ctx: Context, model: Any) -> Any:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)  # one process without a launcher
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    options: Dict[str, Any] = {"max_steps": 3, "learning_rate": 0.1, "save_strategy": "no", "report_to": []}
+    arguments = TrainingArguments(ctx.path("out"), use_cpu=True, disable_tqdm=True, **options)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+
+
+def weights(model: Any) -> Dict[str, Any]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(ctx: Context, *, way: str) -> None:
+    """The Trainer gets the model, and trains it for three steps. A layer learns in its weight or in its adapter."""
+    import torch
+
+    model = make(ctx, way)
+    before = weights(model)
+    ctx.reached()
+    trainer = trainer_of(ctx, model)
+    trainer.train()
+    after = weights(model)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    learned = sum(name.endswith(("_proj.weight", "lora_B.default.weight")) for name in changed)
+    if learned == 0:
+        raise Symptom("training changed %d tensors, and 0 of %d quantized layers" % (len(changed), LINEAR))
+    assert learned == LINEAR, changed
+
+
+def evaluate(ctx: Context, *, adapter: bool) -> None:
+    """A Trainer that is to measure the model only. A new adapter, switched off, does not change what it computes."""
+    import torch
+
+    model = load(ctx)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(input_ids=tokens, labels=tokens).loss.item()
+    if adapter:
+        model = adapt(model)
+    ctx.reached()
+    trainer = trainer_of(ctx, model)
+    with model.disable_adapter():
+        loss = trainer.evaluate()["eval_loss"]
+    assert abs(loss - expected) < 1e-4, (loss, expected)
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    expect: Expect,
+    because: Tuple[str, str],
+    stands_for: str = "",
+    needs: Any = None,
+    **keyword: Any,
+) -> Experiment:
+    """`keyword`: the one in which the arms differ, with its value in the control arm and in the treatment."""
+    fidelity = "stand-in" if stands_for else "cpu"
+    [(key, values)] = keyword.items()
+    control, treatment = (partial(job, **{key: value}) for value in values)
+    return Experiment(
+        name=name,
+        control=Arm(control, expect, because[0], fidelity, stands_for),
+        treatment=Arm(treatment, completed(), because[1], fidelity, stands_for),
+        world_size=1,
+        needs=Needs(packages=needs or LIBRARIES),
+        deadline_s=240,
+        expected_s=(1.0, 1.0) if needs else (10.0, 10.0),
+    )
+
+
+LIBRARIES = {
+    "torch": ">=2.4",
+    "accelerate": ">=1.1",
+    "transformers": ">=5.0",
+    "bitsandbytes": ">=0.50",
+    "peft": ">=0.18",
+}
+ADAPTED = "the Trainer gets the PeftModel"
+NONE = raised(REFUSED)
+UNCHANGED = symptom(r"training changed [1-9]\d* tensors, and 0 of 7 quantized layers")
+
+probe = Probe(
+    experiments=(
+        pair(
+            "integers",
+            train_packed,
+            raised(INTEGERS),
+            ("the packed weights are to be trained", "an adapter of floats is trained beside them"),
+            stands_for="a layer of bitsandbytes and its packed weights",
+            needs={"torch": ">=2.1"},
+            adapter=(False, True),
+        ),
+    ),
+    variants=(
+        pair("result", train, NONE, ("get_peft_model, result dropped", ADAPTED), way=("result dropped", "adapter")),
+        pair("published", train, NONE, ("saved in 4 bits", "made floats"), way=("published", "published, made floats")),
+        pair("evaluation", evaluate, NONE, ("evaluates only", "a new adapter, switched off"), adapter=(False, True)),
+        pair("unchecked", train, UNCHANGED, ("the check is passed by", ADAPTED), way=("check passed by", "adapter")),
+    ),
+)
