@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import os
 from functools import partial
 from typing import Any, Dict, Mapping
 
@@ -48,7 +47,8 @@ def wrap_and_train(ctx: Context, *, fix: str) -> None:
     should = trained_alone(model, data)
 
     def trains(module: torch.nn.Module) -> bool:
-        return isinstance(module, torch.nn.Linear) and module.weight.requires_grad
+        weight = getattr(module, "weight", None)
+        return not list(module.children()) and weight is not None and weight.requires_grad
 
     model.to(device)
     ctx.reached()
@@ -136,14 +136,18 @@ def check(params: Mapping[str, Any]) -> Finding:
     fsdp_options = {
         str(key)[len("fsdp_") :] if str(key).startswith("fsdp_") else str(key): options[key] for key in options
     }
-    version = fsdp_options.get("version", values.get("fsdp_version", os.environ.get("FSDP_VERSION")))
+    version = fsdp_options.get("version", values.get("fsdp_version"))
     if str(version) == "2":
+        launched = str(values.get("distributed_type", "")).upper() == "FSDP"  # a file of accelerate, else of a trainer
+        package, first = ("accelerate", (1, 6)) if launched else ("transformers", (5,))
+        if () < release(package) < first:
+            return unknown(f"fsdp_version is 2, and this {package} may pass over it", advice=f"a newer {package}")
         return clear("fsdp_version is 2: FSDP2 keeps every parameter as it is")
-    orig = str(fsdp_options.get("use_orig_params", os.environ.get("FSDP_USE_ORIG_PARAMS", "not given"))).lower()
+    orig = str(fsdp_options.get("use_orig_params", "not given")).lower()
     if orig in ("true", "1", "yes", "y", "t", "on"):
         if () < release("torch") < (2, 1):
             return unknown("use_orig_params is on, which does not help before torch 2.1", advice="a newer torch")
-        return clear("use_orig_params is on: a unit may mix frozen and trainable parameters, unless code turns it off")
+        return clear("use_orig_params is on: a unit may mix both kinds, unless a flag or code turns it off")
     adapter = [key for key in ("adapter", "peft_type", "use_peft", "lora_r", "finetuning_type") if values.get(key)]
     adapter = [f"{key}: {values[key]}" for key in adapter if values[key] != "full"]
     message = f"FSDP with use_orig_params {orig}, version {version or 'not given'}"

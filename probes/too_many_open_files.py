@@ -85,7 +85,7 @@ class Slow:
         import torch
 
         if row == 0:
-            time.sleep(1.0)
+            time.sleep(2.0)
         return [torch.tensor([float(row)]) for _ in range(TENSORS)]
 
 
@@ -228,7 +228,11 @@ probe = Probe(
             CLONED,
         ),
         experiment(
-            "gc", partial(evaluate, keep="batch", gc_too=True), RETAINED + "; gc.collect() each time", clone, CLONED
+            "gc",
+            partial(evaluate, keep="batch", gc_too=True),
+            RETAINED + "; gc.collect() each time",
+            partial(evaluate, keep="clone", gc_too=True),
+            CLONED + "; gc.collect() each time",
         ),
         experiment(
             "limit",
@@ -246,7 +250,13 @@ probe = Probe(
         ),
         FORK_SERVER,
         experiment("in-flight", load, WAITING, stack, STACKED),
-        experiment("clone-in-flight", partial(load, cloned=True), WAITING + "; each is cloned", stack, STACKED),
+        experiment(
+            "clone-in-flight",
+            partial(load, cloned=True),
+            WAITING + "; each is cloned",
+            partial(load, stacked=True, cloned=True),
+            STACKED,
+        ),
         experiment(
             "workers",
             load,
