@@ -88,7 +88,8 @@ def load_copy(ctx: Context, *, abi_of_torch: bool) -> None:
 STABLE = re.compile(  # names in C that torch alone defines; a newer torch has more of them
     r"(aoti_)?torch_(abi_version|call_dispatcher|dtype_|from_blob|get_\w+_data_ptr|library_|list_|string_)"
 )
-OF_TORCH = re.compile(rf"_Z(T[ISV])?N[VK]*[RO]?(3c10|2at|5torch|6caffe2)|aoti_torch_|{STABLE.pattern}")
+MANGLED = r"_Z((T[ISV]|lsRSoRK)?N[VK]*[RO]?(3c10|2at|5torch|4c10d|6caffe2)|\d+THP[A-Z])"
+OF_TORCH = re.compile(rf"{MANGLED}|aoti_torch_|{STABLE.pattern}")
 ABI_SYMBOLS = re.compile(r"_ZN[VK]*[RO]?3c10(5Error|4cuda|6detail(14torchCheckFail|23torchInternalAssertFail))")
 
 
