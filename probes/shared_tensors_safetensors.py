@@ -202,8 +202,8 @@ def save_accelerate(ctx: Context, *, own_storage: bool) -> None:
     buffer = torch.arange(16.0).reshape(4, 4)
     model = nn.ParameterDict({"q_proj": nn.Parameter(buffer[:2]), "k_proj": nn.Parameter(buffer[2:])})
     if own_storage:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
         os.environ.pop(name, None)
     accelerator = accelerate.Accelerator(cpu=True)
@@ -235,7 +235,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     views = 0
     for inside in by_storage.values():
         inside.sort()
-        views += len(inside) > 1
+        views += any(inside[index][1] <= begin for index, (begin, _, _) in enumerate(inside[1:]))
         for index, (begin, end, other) in enumerate(inside[1:]):
             start, stop, name = inside[index]
             if begin < stop:
@@ -243,7 +243,8 @@ def check(params: Mapping[str, Any]) -> Finding:
                 result.append("%s and %s are %s" % (name, other, same))
     if result:
         advice = "save one of each pair and tie them after loading: safetensors.torch.save_model, load_model"
-        return exposed("safetensors.torch.save_file would refuse these:", *result[:6], advice=advice)
+        beside = ["%d storages hold tensors side by side as well: clone those" % views] if views else []
+        return exposed("safetensors.torch.save_file would refuse these:", *result[:6], *beside, advice=advice)
     if views:
         return exposed(
             "%d storages hold several tensors side by side, none overlap: save_file writes them all" % views,
