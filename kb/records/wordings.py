@@ -25,7 +25,8 @@ SHORTEST = 5  # characters of a piece; a shorter one is in every library
 TELLING = 12  # characters of words that say enough without those from elsewhere; `RuntimeError` alone does not
 JOINT = re.compile(r"[^A-Za-z_ ./'-]+|(?<![A-Za-z])'|'(?![A-Za-z])")
 EVENTS = ("port error", "device fatal")  # what libibverbs calls an asynchronous event: `ibv_event_type_str`
-ELSEWHERE = re.compile("|".join(sorted(map(re.escape, {*map(os.strerror, errno.errorcode), *EVENTS, "NCCL WARN"}))))
+ERRORS = sorted(map(os.strerror, errno.errorcode), reverse=True)  # a text before the shorter one that it begins with
+ELSEWHERE = re.compile("|".join(map(re.escape, (*ERRORS, *EVENTS, "NCCL WARN"))))
 
 
 def pieces(pattern: str) -> tuple[tuple[str, ...], ...]:

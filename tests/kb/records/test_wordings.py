@@ -27,6 +27,7 @@ def test_words_that_a_program_has_from_elsewhere_are_cut_out_where_its_own_say_e
         ("Call to ibv_alloc_pd failed with error",),
     )
     assert pieces(r"Got async event: port error") == (("Got async event",),)
+    assert pieces(r"Failed to open the port: No such device or address") == (("Failed to open the port",),)
     assert pieces(r"RuntimeError: Address already in use") == (("RuntimeError", "Address already in use"),)
 
 
