@@ -223,6 +223,9 @@ def train_adapter(ctx: Context, *, rows: str) -> None:
     assert moved_head[0] == moved_head[2] == 0, moved_head
 
 
+COMPARE = "print(max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape)"
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """Is there a token id without an embedding row in this model's folder?"""
     model, tokenizer = params["model"], params["tokenizer"] or params["model"]
@@ -237,16 +240,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     highest, token, source = highest_id(tokenizer)
     if not isinstance(rows, int) or highest is None:
         missing = "no vocab_size and no embedding" if not isinstance(rows, int) else f"no token ids in {tokenizer}"
-        return unknown(
-            f"{missing} could be read", advice="print(len(tokenizer), model.get_input_embeddings().weight.shape)"
-        )
+        return unknown(f"{missing} could be read", advice=COMPARE)
     message = [
         f"{embedding[0]}: {rows} rows" if embedding else f"config.json: vocab_size {rows}",
         f"{source}: {token!r} is {highest}",
     ]
     if highest >= rows:
         advice = (
-            "model.resize_token_embeddings(len(tokenizer)) after loading and before LoRA, DDP, FSDP and the optimizer"
+            f"model.resize_token_embeddings({highest + 1}) after loading and before LoRA, DDP, FSDP and the optimizer"
         )
         return exposed(f"token id {highest} has no embedding row", *message, advice=advice)
     if isinstance(declared, int) and declared != rows:
@@ -260,7 +261,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     spare = rows - 1 - highest
     if not spare:
         no_room = "the files fit, and no row is left: a token that the script adds has none"
-        return unknown(no_room, *message, advice="print(len(tokenizer), model.get_input_embeddings().weight.shape)")
+        return unknown(no_room, *message, advice=COMPARE)
     told = f"the highest token id {highest} is below the {rows} embedding rows"
     return clear(told, f"room for {spare} tokens that the script may add", *message)
 
@@ -309,7 +310,9 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
         model = content.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocabulary, list):  # unigram: pairs of token and score
-            vocabulary = {str(item[:1]): number for number, item in enumerate(vocabulary)}
+            vocabulary = {
+                str(item[0] if item else ""): number for number, item in enumerate(vocabulary) if isinstance(item, list)
+            }
         if not isinstance(vocabulary, dict):
             return {}
         added = [item for item in content.get("added_tokens") or () if isinstance(item, dict)]
@@ -317,7 +320,8 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
     if name == "tokenizer_config.json":
         decoder = content.get("added_tokens_decoder")
         decoder = decoder if isinstance(decoder, dict) else {}
-        return {str(item): int(number) for number, item in decoder.items() if number.isdigit()}
+        named = {number: item for number, item in decoder.items() if number.isdigit() and isinstance(item, dict)}
+        return {str(item.get("content")): int(number) for number, item in named.items()}
     return content
 
 
