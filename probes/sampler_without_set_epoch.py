@@ -48,14 +48,14 @@ def set_epoch_of(loader: object, epoch: int) -> None:
     assert called, "nothing in this loader has set_epoch"
 
 
-def make_sampler(dataset: Any, **options: Any) -> Any:
+def make_sampler(dataset: Any) -> Any:
     """That of the only rank."""
     from torch.utils.data import DistributedSampler
 
-    return DistributedSampler(dataset, num_replicas=1, rank=0, **options)
+    return DistributedSampler(dataset, num_replicas=1, rank=0)
 
 
-def own_batches(seed: int = 0) -> Any:
+def own_batches() -> Any:
     """A batch sampler as people write them, for buckets or classes."""
 
     class OwnBatches:
@@ -72,7 +72,7 @@ def own_batches(seed: int = 0) -> Any:
 
         def __iter__(self) -> Iterator[list[int]]:
             order = list(range(SAMPLES))
-            random.Random(seed + self.epoch).shuffle(order)
+            random.Random(self.epoch).shuffle(order)
             return iter([order[i : i + BATCH] for i in range(0, SAMPLES, BATCH)])
 
     return OwnBatches()
