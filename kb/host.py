@@ -1,4 +1,4 @@
-"""What the checks of several probes read of a host: its ranks, CPU quota and mounts, the capability of its GPUs.
+"""What the checks of several probes read of a host: its files, ranks, CPU quota and mounts, the capability of its GPUs.
 
 Runs in the reader's training interpreter: standard library and Python 3.9. Nothing here raises; what cannot be read is
 left out, and the check says `unknown`.
@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Tuple  # Python 3.9 reads these
+from typing import List, NamedTuple, Optional, Tuple, Union  # Python 3.9 reads these
 
 NVIDIA_SMI_S = 0.8  # a check has a second
 CONTROLLERS = ("", "cpu", "cpu,cpuacct")  # below /sys/fs/cgroup: of version 2, and of version 1 under its usual names
@@ -33,6 +33,14 @@ class Mount(NamedTuple):
 
     kind: str
     source: str
+
+
+def file_text(path: Union[str, Path]) -> str:
+    """What a file says, such as one of /proc, without white space at its ends; empty where it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def ranks_here(given: Optional[int]) -> Tuple[int, str]:

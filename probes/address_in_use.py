@@ -14,6 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Set, Tuple
 
+from kb.host import file_text
 from kb.probe import (
     Arm,
     Context,
@@ -161,13 +162,13 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 def lent_ports() -> Tuple[int, int]:
     """The first and last port that the kernel gives to outgoing connections; zeros where it does not say."""
-    bounds = re.findall(r"\d+", read_file("/proc/sys/net/ipv4/ip_local_port_range"))
+    bounds = re.findall(r"\d+", file_text("/proc/sys/net/ipv4/ip_local_port_range"))
     return (int(bounds[0]), int(bounds[1])) if len(bounds) == 2 else (0, 0)
 
 
 def is_reserved(port: int) -> bool:
     """Has root kept the port out of that range?"""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", read_file("/proc/sys/net/ipv4/ip_local_reserved_ports"))
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", file_text("/proc/sys/net/ipv4/ip_local_reserved_ports"))
     return any(int(first) <= port <= int(last or first) for first, last in ranges)
 
 
@@ -191,7 +192,7 @@ STATES = {"01": "ESTABLISHED", "06": "TIME_WAIT", "0A": "LISTEN"}
 
 def sockets(port: int) -> List[str]:
     """One line for each socket whose local end is this port, with its owner if this user may see it."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in read_file(f"/proc/net/{name}").splitlines()[1:]]
+    rows = [line.split() for name in ("tcp", "tcp6") for line in file_text(f"/proc/net/{name}").splitlines()[1:]]
     result = [
         (STATES.get(row[3], f"state {row[3]}"), row[7], f"socket:[{row[9]}]")
         for row in rows
@@ -212,16 +213,9 @@ def holders(sockets: Set[str]) -> Mapping[str, str]:
             continue
         if name in sockets:
             pid = descriptor.split("/")[2]
-            command = read_file(f"/proc/{pid}/cmdline").split("\0")[:3]  # what runs, and no more of its arguments
+            command = file_text(f"/proc/{pid}/cmdline").split("\0")[:3]  # what runs, and no more of its arguments
             result[name] = f"pid {pid}: {' '.join(command)[:100].strip()}"
     return result
-
-
-def read_file(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 IN_USE = raised(r"server socket has failed to listen on any local network address.{0,300}(EADDRINUSE|errno: 98)")

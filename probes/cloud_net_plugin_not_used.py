@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
+from kb.host import file_text
 from kb.nccl import nccl_release, nccl_setting
 from kb.probe import (
     Arm,
@@ -147,13 +148,6 @@ class Opened(NamedTuple):
     said: List[str]
 
 
-def text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def ask_linker(asked: str) -> Optional[Opened]:
     """In a process of its own, as a library runs code when it is opened. None where it does not answer."""
     try:
@@ -172,13 +166,13 @@ def ask_linker(asked: str) -> Optional[Opened]:
 def efa_cards(root: Path) -> Tuple[List[str], Dict[str, str]]:
     """PCI addresses of EFA cards, and RDMA devices that drive one, each with its device node."""
     pci = [path.parent.name for path in root.glob("sys/bus/pci/devices/*/vendor") if is_efa(path.parent)]
-    nodes = {text(path): path.parent.name for path in root.glob("sys/class/infiniband_verbs/*/ibdev")}
+    nodes = {file_text(path): path.parent.name for path in root.glob("sys/class/infiniband_verbs/*/ibdev")}
     devices = [path.parent for path in root.glob("sys/class/infiniband/*/device") if is_efa(path)]
     return sorted(pci), {path.name: nodes.get(path.name, "") for path in sorted(devices)}
 
 
 def is_efa(device: Path) -> bool:
-    return text(device / "vendor") == "0x1d0f" and text(device / "device").startswith("0xefa")
+    return file_text(device / "vendor") == "0x1d0f" and file_text(device / "device").startswith("0xefa")
 
 
 def is_switched_off(net: str, asked: str, release: Tuple[int, ...]) -> bool:
@@ -228,7 +222,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         cards, devices = efa_cards(root)
         lying = [str(path) for place in PLACES for path in sorted(root.glob(f"{place}/libnccl-net*.so"))][:4]
-        google = "Google" in text(root / "sys/class/dmi/id/product_name")
+        google = "Google" in file_text(root / "sys/class/dmi/id/product_name")
     except (OSError, ValueError) as error:
         return unknown(f"{root} cannot be read: {type(error).__name__}")
     efa = bool(cards or devices)

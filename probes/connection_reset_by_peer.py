@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, List, Mapping
 
+from kb.host import file_text
 from kb.probe import Arm, Context, Experiment, Finding, Probe, completed, exposed, raised, unknown
 
 
@@ -120,32 +121,25 @@ def check(_: Mapping[str, Any]) -> Finding:
 def kills_in_own_cgroups() -> List[Any]:
     """(file, number of kills) of the control groups this process is in, version 2 and 1, where there were any."""
     result = []
-    for line in read_file("/proc/self/cgroup").splitlines():
+    for line in file_text("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         place = {"": "/sys/fs/cgroup%s/memory.events", "memory": "/sys/fs/cgroup/memory%s/memory.oom_control"}
         if controllers in place:
             path = place[controllers] % group.rstrip("/")
-            kills = counter(read_file(path), "oom_kill")
+            kills = counter(file_text(path), "oom_kill")
             if kills:
                 result.append((path, kills))
     return result
 
 
 def kills_since_boot() -> str:
-    kills = counter(read_file("/proc/vmstat"), "oom_kill")
+    kills = counter(file_text("/proc/vmstat"), "oom_kill")
     return "an unknown number" if kills is None else str(kills)
 
 
 def counter(text: str, name: str) -> Any:
     """The value of a `name value` line, or None."""
     return next((int(line.split()[1]) for line in text.splitlines() if line.split()[:1] == [name]), None)
-
-
-def read_file(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 DIES = "rank 0 dies of a truncated file while the other rank waits for it"

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Iterator, List, Mapping, Set, Tuple
 
+from kb.host import file_text
 from kb.nccl import nccl_release, nccl_setting
 from kb.packages import numbers
 from kb.probe import (
@@ -45,13 +46,6 @@ LOAD = "on the host, on every node: sudo modprobe nvidia-peermem; or NVIDIA's op
 ASK = "run once with NCCL_DEBUG=INFO and look for /GDRDMA behind `via NET/IB`"
 
 
-def text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def bridges(device: Path) -> Set[str]:
     """Below the host bridge: of /sys/devices/pci0000:37/0000:37:01.0/0000:38:00.0/0000:3a:00.0 two."""
     return set(re.findall(r"/([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)(?=/)", os.path.realpath(str(device))))
@@ -62,11 +56,11 @@ def look_at(root: Path) -> Tuple[List[str], int, int]:
     ports: List[str] = []
     gpus, cards = [], []
     for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
-        if text(vendor) == "0x10de" and text(vendor.parent / "class").startswith(("0x0300", "0x0302")):
+        if file_text(vendor) == "0x10de" and file_text(vendor.parent / "class").startswith(("0x0300", "0x0302")):
             gpus.append(bridges(vendor.parent))
     for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        is_verbs = text(port / "link_layer") in ("InfiniBand", "Ethernet")  # EFA's is another, and it needs a plugin
-        if is_verbs and text(port / "state").endswith("ACTIVE"):
+        layer = file_text(port / "link_layer")  # EFA's is another, and it needs a plugin
+        if layer in ("InfiniBand", "Ethernet") and file_text(port / "state").endswith("ACTIVE"):
             ports.append(f"{port.parts[-3]}:{port.name}")
             cards.append(bridges(port.parent.parent / "device"))
     return ports, len(gpus), sum(any(gpu & card for card in cards) for gpu in gpus)
@@ -74,7 +68,7 @@ def look_at(root: Path) -> Tuple[List[str], int, int]:
 
 def against_dma_buf(root: Path, release: Tuple[int, ...], enabled: str) -> Iterator[str]:
     """Each reason for which this NCCL cannot register GPU memory through DMA-BUF here."""
-    driver, kernel = text(root / DRIVER), text(root / KERNEL)
+    driver, kernel = file_text(root / DRIVER), file_text(root / KERNEL)
     if release and release < (2, 13):
         yield "this NCCL has no DMA-BUF, which 2.13 brought"
     if enabled == "0":
@@ -115,7 +109,7 @@ def reduce_over_card(ctx: Context) -> None:
     total = torch.full((1 << 20,), ctx.rank + 1.0, device=ctx.device)
     dist.all_reduce(total)
     assert (total == 3).all().item()
-    printed = text(Path(log))
+    printed = file_text(log)
     connections = sorted(set(re.findall(r"\[(?:send|receive)\] via NET/IB/\S+", printed)))
     if "GPU Direct RDMA Enabled for HCA" not in printed or "GeForce" in torch.cuda.get_device_name():
         raise Unavailable("cards or GPUs here cannot do GPUDirect RDMA, so switching it off shows nothing")
@@ -169,7 +163,8 @@ NAMES = ("NCCL_NET_GDR_LEVEL", "NCCL_DMABUF_ENABLE", "NCCL_NET", "NCCL_NET_PLUGI
 def has_plugin(root: Path) -> bool:
     """Whether NCCL may find a network plugin, such as that of HPC-X, which looks for files of its own."""
     folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    return "libnccl-net" in text(root / "etc/ld.so.cache") or any(any(Path(at).glob("libnccl-net*")) for at in folders)
+    is_known = "libnccl-net" in file_text(root / "etc/ld.so.cache")
+    return is_known or any(any(Path(at).glob("libnccl-net*")) for at in folders)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -181,7 +176,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         (ports, gpus, near), may_differ = look_at(root), has_plugin(root)
         found = [file for file in (OLD, NC, RENAMED, MODULE) if (root / file).exists()]
-        models = [text(model) for model in root.glob("proc/driver/nvidia/gpus/*/information")]
+        models = [file_text(model) for model in root.glob("proc/driver/nvidia/gpus/*/information")]
     except (OSError, ValueError) as error:
         return unknown(*evidence, f"{root} cannot be read: {type(error).__name__}")
     if not ports or not gpus:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from kb.host import file_text
 from kb.probe import (
     Arm,
     Context,
@@ -130,15 +131,8 @@ def watch(ctx: Context, pids: List[int]) -> None:
 
 
 def private_kib(pid: int) -> int:
-    match = re.search(r"Private_Dirty:\s+(\d+)", read_text("/proc/%d/smaps_rollup" % pid))
+    match = re.search(r"Private_Dirty:\s+(\d+)", file_text("/proc/%d/smaps_rollup" % pid))
     return int(match.group(1)) if match else 0
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 # --- the check: the limit that counts here, whether it has killed before, and a sum --------------------------------
@@ -216,7 +210,7 @@ def limits() -> Tuple[float, float, int]:
     """GiB of the tightest limit of this process, GiB free under it, and how many processes it has killed."""
     host, free, kills = meminfo("MemTotal"), meminfo("MemAvailable"), 0
     limit = host
-    for path in re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", read_text("/proc/self/cgroup"), re.M):
+    for path in re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", file_text("/proc/self/cgroup"), re.M):
         for root, most, now in (
             ("/sys/fs/cgroup", "memory.max", "memory.current"),
             ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -225,25 +219,25 @@ def limits() -> Tuple[float, float, int]:
                 at_most, used = number(group / most), number(group / now)
                 if at_most is None or used is None or at_most >= host:
                     continue
-                cache = re.search(r"^(?:total_)?inactive_file (\d+)", read_text(str(group / "memory.stat")), re.M)
+                cache = re.search(r"^(?:total_)?inactive_file (\d+)", file_text(group / "memory.stat"), re.M)
                 used -= int(cache.group(1)) / (1 << 30) if cache else 0
                 # a wider group may be the fuller one: other jobs are in it too
                 limit, free = min(limit, at_most), min(free, at_most - used)
             # in a container /sys/fs/cgroup is the container's own group, and the path may be that of the host
             folder = root + path if Path(root + path).is_dir() else root
-            events = read_text(folder + "/memory.events") + read_text(folder + "/memory.oom_control")
+            events = "\n".join(map(file_text, (folder + "/memory.events", folder + "/memory.oom_control")))
             killed = re.search(r"^oom_kill (\d+)", events, re.M)
             kills = max(kills, int(killed.group(1)) if killed else 0)
     return limit, free, kills
 
 
 def number(path: Path) -> Optional[float]:
-    text = read_text(str(path)).strip()
+    text = file_text(path)
     return int(text) / (1 << 30) if text.isdigit() else None
 
 
 def meminfo(name: str) -> float:
-    match = re.search(r"%s:\s+(\d+) kB" % name, read_text("/proc/meminfo"))
+    match = re.search(r"%s:\s+(\d+) kB" % name, file_text("/proc/meminfo"))
     return int(match.group(1)) / (1 << 20) if match else 0
 
 

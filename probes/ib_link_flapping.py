@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
+from kb.host import file_text
 from kb.namespaces import bring_up, join_nodes, lay_cable, own_network, run_two_nodes
 from kb.probe import (
     Arm,
@@ -114,20 +115,13 @@ Counters = Dict[Tuple[str, str], int]  # (device:port, name) to value
 def look(root: Path) -> Counters:
     """What can be read now; a counter that cannot is left out."""
     paths = [path for place in PLACES for path in root.glob(f"*/{place}")]
-    return parse(f"{path}:{text(path)}" for path in paths if path.name in DOWN + LOST + HINT + TRAFFIC)
+    return parse(f"{path}:{file_text(path)}" for path in paths if path.name in DOWN + LOST + HINT + TRAFFIC)
 
 
 def parse(lines: Iterable[str]) -> Counters:
     """Of lines as `grep -H .` prints them."""
     found = [LINE.search(line.strip()) for line in lines]
     return {(f"{each[1]}:{each[2] or each[3]}", each[4]): int(each[5]) for each in found if each}
-
-
-def text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def growth(before: Counters, after: Counters, names: Tuple[str, ...]) -> List[str]:
@@ -139,8 +133,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Which error counters of this node's cards grow: now, or since earlier. Totals alone are a hint."""
     root, saved = Path(str(params["root"])), params["earlier"]
     try:
-        states = {f"{path.parts[-4]}:{path.parts[-2]}": text(path) for path in root.glob("*/ports/*/state")}
-        layers = {f"{path.parts[-4]}:{path.parts[-2]}": text(path) for path in root.glob("*/ports/*/link_layer")}
+        states = {f"{path.parts[-4]}:{path.parts[-2]}": file_text(path) for path in root.glob("*/ports/*/state")}
+        layers = {f"{path.parts[-4]}:{path.parts[-2]}": file_text(path) for path in root.glob("*/ports/*/link_layer")}
         first = look(root)
         time.sleep(BETWEEN_S if first and root == DEVICES else 0)  # a copy does not change
         now = look(root)
@@ -157,7 +151,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, *live, f"these grew within {BETWEEN_S} s", advice=REPAIR)
     evidence += [f"{line} within {BETWEEN_S} s" for line in growth(first, now, LOST)]
     full = [f"{at} {name} is at its limit" for (at, name), count in errors.items() if count == FULL.get(name)]
-    earlier = parse(text(Path(str(saved))).splitlines()[:100_000]) if saved else {}
+    earlier = parse(file_text(str(saved)).splitlines()[:100_000]) if saved else {}
     if not earlier:
         totals = [f"{port} {name} {value}" for (port, name), value in errors.items() if value][:16]
         evidence += totals or ["every error counter that can be read is 0"]

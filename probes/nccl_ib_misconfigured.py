@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Mapping, Tuple
 
+from kb.host import file_text
 from kb.nccl import nccl_release, nccl_setting
 from kb.probe import (
     Arm,
@@ -62,22 +63,15 @@ class Port:
 def read_ports(root: Path) -> List[Port]:
     result = []
     for path in sorted(root.glob("*/ports/*")):
-        port = Port(path.parent.parent.name, path.name, text(path / "state"), text(path / "link_layer"))
+        port = Port(path.parent.parent.name, path.name, file_text(path / "state"), file_text(path / "link_layer"))
         for gid in path.glob("gids/*"):
-            value = text(gid)
+            value = file_text(gid)
             if value.strip("0:") and gid.name.isdecimal() and is_address(value):
                 attributes = path / "gid_attrs"
-                kind, of = text(attributes / "types" / gid.name), text(attributes / "ndevs" / gid.name)
+                kind, of = file_text(attributes / "types" / gid.name), file_text(attributes / "ndevs" / gid.name)
                 port.gids[int(gid.name)] = (value, kind, of)
         result.append(port)
     return result
-
-
-def text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def named(port: Port, rule: str) -> bool:

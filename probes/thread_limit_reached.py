@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from kb.host import file_text
 from kb.namespaces import own_user
 from kb.probe import (
     Arm,
@@ -257,7 +258,7 @@ def user_limit(evidence: List[str]) -> List[Tuple[int, str]]:
     if privileged():
         evidence.append("which does not bind this process, because it is privileged; it binds ordinary users")
         return []
-    rows = (text(path) for path in Path("/proc").glob("[0-9]*/status"))
+    rows = (file_text(path) for path in Path("/proc").glob("[0-9]*/status"))
     mine = [row for row in rows if re.search(rf"^Uid:\s+{os.getuid()}\s", row, re.M)]
     used = sum(int(number) for row in mine for number in re.findall(r"^Threads:\s+(\d+)", row, re.M))
     evidence.append(f"it has {used} that can be seen from here; those in other containers count too")
@@ -266,14 +267,14 @@ def user_limit(evidence: List[str]) -> List[Tuple[int, str]]:
 
 def privileged() -> bool:
     """CAP_SYS_RESOURCE or CAP_SYS_ADMIN in the first user namespace, or its root."""
-    mask = re.search(r"^CapEff:\s+([0-9a-f]+)", text(Path("/proc/self/status")), re.M)
-    first = text(Path("/proc/self/uid_map")).split() == ["0", "0", "4294967295"]
+    mask = re.search(r"^CapEff:\s+([0-9a-f]+)", file_text("/proc/self/status"), re.M)
+    first = file_text("/proc/self/uid_map").split() == ["0", "0", "4294967295"]
     return first and (os.getuid() == 0 or bool(mask and int(mask.group(1), 16) & (1 << 24 | 1 << 21)))
 
 
 def cgroups() -> List[Path]:
     """The group of this process that counts threads, and those around it, innermost first."""
-    rows = re.findall(r"^\d+:([^:]*):(/.*)$", text(Path("/proc/self/cgroup")), re.M)
+    rows = re.findall(r"^\d+:([^:]*):(/.*)$", file_text("/proc/self/cgroup"), re.M)
     paths = {name: path for name, path in rows if name in ("", "pids")}
     root = Path("/sys/fs/cgroup/pids" if "pids" in paths else "/sys/fs/cgroup")
     inner = root / paths.get("pids", paths.get("", "/")).lstrip("/")
@@ -289,7 +290,7 @@ def group_limits(evidence: List[str]) -> List[Tuple[int, str]]:
         if most is not None and now is not None:
             evidence.append(f"cgroup {folder}: {now} of {most} threads (pids.current, pids.max)")
             limits.append((most - now, f"{folder}/pids.max"))
-        refused = re.search(r"^max ([1-9]\d*)", text(folder / "pids.events"), re.M)
+        refused = re.search(r"^max ([1-9]\d*)", file_text(folder / "pids.events"), re.M)
         if refused:
             words = "refused some, perhaps to other jobs" if depth else "has refused"
             evidence.append(f"cgroup {folder} {words}, since it was made: {refused.group(1)} (pids.events)")
@@ -297,7 +298,7 @@ def group_limits(evidence: List[str]) -> List[Tuple[int, str]]:
 
 
 def kernel_limits(evidence: List[str]) -> List[Tuple[int, str]]:
-    total = re.search(r"/(\d+) ", text(Path("/proc/loadavg")))
+    total = re.search(r"/(\d+) ", file_text("/proc/loadavg"))
     found = [(number(Path("/proc/sys/kernel", name)), f"kernel.{name}") for name in ("threads-max", "pid_max")]
     most, name = min(((most, name) for most, name in found if most), default=(0, ""))
     if not (total and most):
@@ -307,14 +308,7 @@ def kernel_limits(evidence: List[str]) -> List[Tuple[int, str]]:
 
 
 def number(path: Path) -> Optional[int]:
-    return next(map(int, re.findall(r"\A\d{1,18}$", text(path))), None)
-
-
-def text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    return next(map(int, re.findall(r"\A\d{1,18}$", file_text(path))), None)
 
 
 NO_BLAS = symptom(r"blas_thread_init: pthread_create failed for thread \d+ of \d+: ")

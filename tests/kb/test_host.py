@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kb.host import CpuQuota, Mount, compute_capabilities, cpu_quota, mount_of, ranks_here
+from kb.host import CpuQuota, Mount, compute_capabilities, cpu_quota, file_text, mount_of, ranks_here
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -22,6 +22,12 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir()
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     return program
+
+
+def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(b" 4: ACTIVE\xff\n")
+    assert file_text(tmp_path / "state") == "4: ACTIVE\ufffd"
+    assert [file_text(path) for path in (tmp_path, tmp_path / "none", "a\0b")] == ["", "", ""]
 
 
 def test_the_tightest_quota_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
