@@ -147,8 +147,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     if processes > seen:
         some = f"start {seen} processes, or " if seen else ""
         return exposed(*evidence, advice=f"{some}make {processes} GPUs visible to each; look for a lost card")
-    if why == "SLURM_NTASKS_PER_NODE":  # a task may start torchrun, or see one card where this shell sees all
-        inside = "run this as a rank does (srun, torchrun), or --set nproc_per_node=8"
+    if why == "SLURM_NTASKS_PER_NODE" or binds_later():  # a task may start torchrun, or see one card of many
+        inside = "run this as a rank does (srun, torchrun)"
+        inside += "" if why == "as given" else ", or --set nproc_per_node=8"
         return unknown(*evidence, "how many ranks a task starts, and what it sees, cannot be seen here", advice=inside)
     if not uuids:
         where = "run this on the node of the job, where nvidia-smi lists its GPUs"
@@ -158,6 +159,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     if divided and not is_mig and len(uuids) > 1:
         return unknown(*evidence, "MIG is on for some GPUs, and how CUDA numbers the others was not read")
     return clear(*evidence, "the numbers fit; which of them the program takes for its device cannot be seen")
+
+
+def binds_later() -> bool:
+    """Whether this is a batch script, whose srun will give each task GPUs of its own."""
+    per_task = os.environ.get("SLURM_GPUS_PER_TASK") or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return bool(per_task) and "SLURM_STEP_ID" not in os.environ
 
 
 def listed() -> Tuple[List[str], List[str], List[str]]:
@@ -188,7 +195,8 @@ def visible(variable: Any, uuids: List[str]) -> Tuple[int, List[str]]:
         if not uuids and re.match(r"GPU-|[0-9]{1,4}$", entry):
             device = entry  # cannot be looked up here
         elif entry.startswith("GPU-"):
-            device = next((uuid for uuid in uuids if uuid.startswith(entry)), "")
+            matching = [uuid for uuid in uuids if uuid.startswith(entry)]
+            device = matching[0] if len(matching) == 1 else ""  # the beginning of two UUIDs names none
         else:
             device = uuids[int(entry)] if re.match(r"[0-9]{1,4}$", entry) and int(entry) < len(uuids) else ""
         if not device:
