@@ -71,10 +71,11 @@ def train(
         output = parallel(torch.randn(2, 4, device=ctx.device), has_image)
         text, vision = (output.text, output.vision) if why == "dataclass" else output
         loss = text.sum() if vision is None or why in ("output", "dataclass") else text.sum() + vision.sum()
-        if why == "caught" and step == 0:
-            text.register_hook(run_out)
+        hook = model.text.weight.register_hook(run_out) if why == "caught" and step == 0 else None
         with suppress(MemoryError):  # as scripts do that leave out a batch which does not fit
             loss.backward()
+        if hook:
+            hook.remove()
         if step == 0:
             ctx.note(without_gradient=[n for n, p in model.named_parameters() if p.requires_grad and p.grad is None])
         optimizer.step()

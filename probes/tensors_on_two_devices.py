@@ -327,7 +327,7 @@ def makes(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     name, is_torch = node.func.attr, ast.unparse(node.func.value) == "torch"
-    if not is_torch or name not in MAKE or any(word.arg in ("device", None) for word in node.keywords):
+    if not is_torch or name not in MAKE or any(word.arg in ("device", "out", None) for word in node.keywords):
         return False
     return name != "tensor" or not (node.args and isinstance(node.args[0], ast.Constant))
 
