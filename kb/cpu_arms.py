@@ -1,4 +1,4 @@
-"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, shared tensors, DeepSpeed.
+"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, shared tensors, DeepSpeed, pip.
 
 Runs in the reader's training interpreter: standard library and Python 3.9, DeepSpeed when a job asks for it.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import resource
-from typing import Any
+from pathlib import Path
+from typing import Any, List  # Python 3.9 reads these
 
 from kb.probe import Unavailable
 
@@ -53,3 +55,16 @@ def share_by_file_system() -> None:
     if len(folder) > LONGEST_TMPDIR:
         raise Unavailable("torch's strategy file_system needs a shorter TMPDIR than %s" % folder)
     torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def pip_in(python: str) -> List[str]:
+    """The command of this interpreter's pip, to be run in the environment of another.
+
+    `pip --python` starts this file as well, from a process of its own that has imported pip before.
+    Raises `Unavailable` where there is no pip, or one before 22.2.
+    """
+    pip = importlib.util.find_spec("pip")
+    runner = Path(pip.origin).with_name("__pip-runner__.py") if pip and pip.origin else None
+    if runner is None or not runner.exists():
+        raise Unavailable("pip is missing or too old: it has no __pip-runner__.py")
+    return [python, str(runner), "--isolated", "--disable-pip-version-check", "--no-input"]

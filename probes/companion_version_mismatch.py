@@ -7,12 +7,12 @@ import importlib.metadata
 import os
 import re
 import subprocess
-import sys
 import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Sequence, Tuple
 
+from kb.cpu_arms import pip_in
 from kb.probe import (
     Arm,
     Context,
@@ -68,8 +68,7 @@ class Environment:
         self.python = ctx.path("env/bin/python")
 
     def pip(self, *arguments: str) -> str:
-        quiet = ["--isolated", "--disable-pip-version-check", "--no-input"]
-        command = [sys.executable, "-m", "pip", "--python", self.python, *quiet, *arguments]
+        command = [*pip_in(self.python), *arguments]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout.strip()

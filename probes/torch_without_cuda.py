@@ -7,12 +7,14 @@ import importlib.util
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, List, Mapping, Tuple
 
+from kb.cpu_arms import pip_in
 from kb.probe import (
     Arm,
     Context,
@@ -74,17 +76,16 @@ def install_again(
     ctx: Context, *, requirement: str = "kbtorch==2.13.0", options: Tuple[str, ...] = (), index: str = "cuda"
 ) -> None:
     """Three wheels of one version, as torch has them; the one for the CPU is installed, another is asked for."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", ctx.path("env")]
-    pip += ["install", "--no-index", "--no-deps"]
     installed = wheel(Path(ctx.path("cpu")), "2.13.0+cpu")
     wheel(Path(ctx.path("cuda")), "2.13.0+cu130")
     wheel(Path(ctx.path("pypi")), "2.13.0")
-    run(ctx, [sys.executable, "-m", "venv", "--without-pip", ctx.path("env")])
+    venv.create(ctx.path("env"), symlinks=True)
     [packages] = Path(ctx.path("env")).glob("lib/python*/site-packages")
     with zipfile.ZipFile(installed) as archive:
         archive.extractall(packages)  # what pip does, in a hundredth of its time
     ctx.reached()
-    printed = run(ctx, [*pip, *options, "--find-links", ctx.path(index), requirement])
+    install = [*pip_in(ctx.path("env/bin/python")), "install", "--no-index", "--no-deps"]
+    printed = run([*install, *options, "--find-links", ctx.path(index), requirement])
     [info] = packages.glob("kbtorch-*.dist-info")
     version = info.name[len("kbtorch-") : -len(".dist-info")]
     if version != "2.13.0+cu130":
@@ -107,10 +108,8 @@ def wheel(folder: Path, version: str) -> str:
     return str(path)
 
 
-def run(ctx: Context, command: List[str]) -> str:
+def run(command: List[str]) -> str:
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if "No module named" in ran.stdout or "no such option: --python" in ran.stdout:
-        raise Unavailable("pip or venv is missing or too old: " + ran.stdout.strip().splitlines()[-1])
     assert ran.returncode == 0, ran.stdout
     return ran.stdout
 

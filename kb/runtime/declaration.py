@@ -6,10 +6,11 @@ standard library and Python 3.9.
 
 from __future__ import annotations
 
+import inspect
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Dict, List, Mapping  # Python 3.9 reads these
+from typing import Any, Dict, List, Mapping, Tuple  # Python 3.9 reads these
 
 from kb.probe import FIDELITIES, Arm, Expect, Experiment, Needs, Param, Probe
 
@@ -30,13 +31,26 @@ def contract_faults(probe: Probe) -> List[str]:
     return faults
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What stands for a function of the other process. Jobs of one probe have the same number where they are the same
+    function, called with the same arguments.
+    """
+
+    number: int
+
+    def __call__(self, _: Any) -> Any:
+        raise AssertionError("a probe's functions run in worker processes only")
+
+
 def describe(probe: Probe) -> Dict[str, Any]:
     """The declaration without its functions."""
+    calls: List[Any] = []
     return {
         "check": probe.check is not None,
         "params": {name: asdict(param) for name, param in probe.params.items()},
-        "experiments": [_describe_experiment(experiment) for experiment in probe.experiments],
-        "variants": [_describe_experiment(experiment) for experiment in probe.variants],
+        "experiments": [_describe_experiment(experiment, calls) for experiment in probe.experiments],
+        "variants": [_describe_experiment(experiment, calls) for experiment in probe.variants],
     }
 
 
@@ -45,22 +59,18 @@ def from_description(data: Mapping[str, Any]) -> Probe:
     return Probe(
         experiments=tuple(_read_experiment(experiment) for experiment in data["experiments"]),
         variants=tuple(_read_experiment(experiment) for experiment in data["variants"]),
-        check=_stays_elsewhere if data["check"] else None,
+        check=Elsewhere(-1) if data["check"] else None,
         params={name: Param(**param) for name, param in data["params"].items()},
     )
 
 
 def _read_experiment(data: Mapping[str, Any]) -> Experiment:
     def arm(declaration: Mapping[str, Any]) -> Arm:
-        return Arm(**{**declaration, "expect": Expect(**declaration["expect"]), "job": _stays_elsewhere})
+        return Arm(**{**declaration, "expect": Expect(**declaration["expect"]), "job": Elsewhere(declaration["job"])})
 
     needs = Needs(**{**data["needs"], "programs": tuple(data["needs"]["programs"])})
     arms = {"control": arm(data["control"]), "treatment": arm(data["treatment"])}
     return Experiment(**{**data, **arms, "needs": needs, "expected_s": tuple(data["expected_s"])})
-
-
-def _stays_elsewhere(_: Any) -> Any:
-    raise AssertionError("a probe's functions run in worker processes only")
 
 
 def _experiment_faults(experiment: Experiment) -> List[str]:
@@ -96,12 +106,23 @@ def _function(arm: Arm) -> Any:
     return arm.job.func if isinstance(arm.job, partial) else arm.job
 
 
-def _describe_experiment(experiment: Experiment) -> Dict[str, Any]:
+def _call(job: Any) -> Tuple[Any, Any]:
+    """The function of a job and the arguments that it gets beside the context, defaults included."""
+    function, args, keywords = (job.func, job.args, job.keywords) if isinstance(job, partial) else (job, (), {})
+    try:
+        bound = inspect.signature(function).bind(None, *args, **keywords)
+    except (TypeError, ValueError):  # it will fail when it runs
+        return function, (args, keywords)
+    bound.apply_defaults()
+    return function, bound.arguments
+
+
+def _describe_experiment(experiment: Experiment, calls: List[Any]) -> Dict[str, Any]:
     shallow = {
         name: getattr(experiment, name)
         for name in ("name", "world_size", "backend", "deadline_s", "settle_s", "linger", "stochastic")
     }
-    arms = {name: _describe_arm(getattr(experiment, name)) for name in ("control", "treatment")}
+    arms = {name: _describe_arm(getattr(experiment, name), calls) for name in ("control", "treatment")}
     needs = experiment.needs
     return {
         **shallow,
@@ -117,8 +138,11 @@ def _describe_experiment(experiment: Experiment) -> Dict[str, Any]:
     }
 
 
-def _describe_arm(arm: Arm) -> Dict[str, Any]:
+def _describe_arm(arm: Arm, calls: List[Any]) -> Dict[str, Any]:
+    """`calls` are those of the arms before, to which it adds its own."""
+    calls.append(_call(arm.job))
     return {
+        "job": calls.index(calls[-1]),
         "expect": asdict(arm.expect),
         "because": arm.because,
         "fidelity": arm.fidelity,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,22 @@ class Plan:
             has_torch=_is_preloaded(experiment),
             gpus=self.gpus[: experiment.needs.gpus],
             gpu_memory_mib=experiment.needs.gpu_memory_mib if on_gpus else 0,
+        )
+
+    def what_runs(self, experiment: Experiment, arm_name: str) -> Hashable:
+        """Equal for arms of this plan that run the same and differ in words, or in what is expected of them."""
+        arm = getattr(experiment, arm_name)
+        return (
+            arm.job,
+            frozenset(arm.env.items()),
+            experiment.world_size,
+            experiment.backend,
+            experiment.deadline_s,
+            experiment.settle_s,
+            experiment.linger,
+            experiment.needs.gpus,
+            experiment.needs.gpu_memory_mib,
+            _is_preloaded(experiment),
         )
 
     def to_json(self) -> dict[str, Any]:

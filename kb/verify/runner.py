@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -139,7 +139,7 @@ def _begin(plan: Plan, worker: _PlanRunner, pool: ThreadPoolExecutor) -> Future[
     """Call it in the thread that lives as long as the launcher: it may start the process that imports torch."""
     if plan.has_torch:
         worker.launcher.preload()
-    return pool.submit(worker.report, plan)
+    return pool.submit(replace(worker, outcomes={}).report, plan)
 
 
 def _cut_by(end: float, options: RunOptions) -> Ending:
@@ -151,7 +151,9 @@ def _cut_by(end: float, options: RunOptions) -> Ending:
 
 @dataclass(frozen=True, slots=True)
 class _PlanRunner:
-    """Turns a plan into a report, in any thread."""
+    """Turns a plan into a report, in any thread. `outcomes` are those of its arms, by what ran: an arm that two
+    experiments share runs once.
+    """
 
     launcher: Launcher
     environment: Mapping[str, Any]
@@ -160,6 +162,7 @@ class _PlanRunner:
     gpu_lock: Lock
     gpu_failure: Event
     stop: Event
+    outcomes: dict[Hashable, ArmOutcome] = field(default_factory=dict)
 
     def report(self, plan: Plan) -> Report:
         """Never raises: an error becomes the report's reason."""
@@ -260,6 +263,13 @@ class _PlanRunner:
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
+        """Its outcome; in the first pair, where chance has no part, that of an arm before which ran the same."""
+        what_runs = plan.what_runs(experiment, name)
+        if pair or experiment.stochastic or what_runs not in self.outcomes:
+            self.outcomes[what_runs] = self._run_arm(plan, experiment, name, pair)
+        return self.outcomes[what_runs]
+
+    def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {name}"
         self.progress.begin(key, f"{key}: {getattr(experiment, name).because}")
         before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}

@@ -1,4 +1,4 @@
-"""The order in which plans run, with real arms."""
+"""The order in which plans run, and which arms run once for several experiments, with real arms."""
 
 from __future__ import annotations
 
@@ -45,6 +45,44 @@ probe = Probe(
 """
 
 
+SHARED = """
+import os
+from functools import partial
+from kb.probe import Arm, Experiment, Param, Probe, Symptom, completed, symptom
+
+
+def job(ctx, *, cause, harmless=False):
+    ctx.reached()
+    with open(ctx.params["ran"], "a") as file:
+        file.write("%s %s %s\\n" % (cause, harmless, os.environ.get("KB_WHERE", "")))
+    if cause:
+        raise Symptom("a symptom of its own")
+
+
+def pair(name, fixed, *, cause="bug", env={}, stochastic=False):
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, cause=cause), symptom("a symptom"), "it fails", "cpu", env=env),
+        treatment=Arm(partial(job, **fixed), completed(), "it does not", "cpu", env=env),
+        world_size=1,
+        deadline_s=60,
+        stochastic=stochastic,
+    )
+
+
+probe = Probe(
+    experiments=(pair("first", {"cause": ""}),),
+    variants=(
+        pair("same-control", {"cause": "", "harmless": True}),
+        pair("all-the-same", {"cause": "", "harmless": False}),
+        pair("other-cause", {"cause": "", "harmless": True}, cause="other"),
+        pair("other-environment", {"cause": ""}, env={"KB_WHERE": "elsewhere"}),
+    ),
+    params={"ran": Param("str", "", "the file that arms write to")},
+)
+"""
+
+
 class Quiet:
     def begin(self, key: str, text: str) -> None: ...
     def end(self, key: str) -> None: ...
@@ -72,3 +110,22 @@ def test_of_the_plans_that_wait_the_longest_begins_first(tmp_path: Path, monkeyp
     assert {report.verdict for report in result.reports} == {Verdict.VERIFIED}
     assert seen == [ids[0], ids[2], ids[3], ids[1]]
     assert [report.entry_id for report in result.reports] == ids
+
+
+@pytest.mark.slow
+def test_an_arm_that_experiments_share_runs_once(tmp_path: Path) -> None:
+    """The same function with the same arguments, defaults included, in the same environment."""
+    entry = next(iter(load_catalog((builtin_root(),))))
+    probe_file, ran = tmp_path / "probe.py", tmp_path / "ran"
+    probe_file.write_text(SHARED)
+    with Launcher(Path(sys.executable)) as launcher:
+        machine = snapshot.capture(Path(sys.executable))
+        plan = make_plan(entry, probe_file, launcher, machine, {"ran": str(ran)})
+        once = verify([plan], launcher, {}, RunOptions(), Quiet()).reports[0]
+        lines = ran.read_text().splitlines()
+        ran.write_text("")
+        twice = verify([plan], launcher, {}, RunOptions(repeat=2), Quiet()).reports[0]
+    assert once.verdict is twice.verdict is Verdict.VERIFIED, once.to_json()
+    assert [result.experiment.name for result in once.results] == [experiment.name for experiment in plan.experiments]
+    assert lines == ["bug False ", " False ", " True ", "other False ", "bug False elsewhere", " False elsewhere"]
+    assert len(ran.read_text().splitlines()) == len(lines) + 2 * len(plan.experiments)  # a second pair runs its own
