@@ -16,8 +16,9 @@ from kb.errors import LaunchError, StoreUnavailable
 from kb.harness.launcher import Launcher
 from kb.machine import snapshot
 from kb.verify.plan import Plan, make_plan, reject_unknown
+from kb.verify.plan_runner import Progress
 from kb.verify.report import Report
-from kb.verify.runner import Progress, RunOptions, RunResult, verify
+from kb.verify.runner import RunOptions, RunResult, verify
 
 if TYPE_CHECKING:
     from kb.store.database import Database

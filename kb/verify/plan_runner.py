@@ -1,0 +1,166 @@
+"""One plan to its report: the check, then pairs of arms until the verdict is decided."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from threading import Event, Lock
+from typing import Any, Protocol
+
+from kb.content.catalog import file_digest
+from kb.content.entry import Role
+from kb.errors import KbError
+from kb.harness.launcher import Launcher
+from kb.harness.outcome import ArmOutcome
+from kb.machine import gpus
+from kb.patterns.redos import backtracking_risk
+from kb.probe import Experiment, Finding
+from kb.verify.bounded_judge import judge_in_time
+from kb.verify.checks import run_check
+from kb.verify.plan import Plan
+from kb.verify.report import ExperimentResult, Report, overall
+from kb.verify.statistics import is_decided, judge_repeats, majority
+from kb.verify.verdict import Judgement, Verdict, judge_check
+
+
+class Progress(Protocol):
+    """Called when a check or an arm begins and ends; `key` identifies it."""
+
+    def begin(self, key: str, text: str) -> None: ...
+    def end(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRunner:
+    """Turns a plan into a report, in any thread. `outcomes` are those of its arms, by what ran: an arm that two
+    experiments share runs once.
+    """
+
+    launcher: Launcher
+    environment: Mapping[str, Any]
+    repeat: int
+    progress: Progress
+    gpu_lock: Lock
+    gpu_failure: Event
+    stop: Event
+    outcomes: dict[Hashable, ArmOutcome] = field(default_factory=dict)
+
+    def report(self, plan: Plan) -> Report:
+        """Never raises: an error becomes the report's reason."""
+        started, clock = datetime.datetime.now(datetime.UTC), time.monotonic()
+        blank = Report(
+            entry_id=plan.entry.id,
+            title=plan.entry.meta.title,
+            judgement=Judgement(Verdict.INCONCLUSIVE, "nothing ran"),
+            entry_digest=plan.entry.digest,
+            probe_digest=file_digest(plan.probe_file),
+            started_at=started,
+            duration_s=0.0,
+            environment=self.environment,
+            skipped=plan.skipped,
+            params={name: value for name, (_, value) in plan.params.items()},
+            has_named_file=plan.has_named_file,
+        )
+        try:
+            if self.stop.is_set():
+                raise KbError("the overall deadline came before it could start")
+            report = self._run_plan(plan, blank)
+        except KbError as error:
+            reason = "the overall deadline came first" if self.stop.is_set() else error.message
+            report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
+        except Exception as error:  # what one probe made of its files must not cost the others their reports
+            reason = f"internal error: {type(error).__name__}: {error}"[:500]
+            report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
+        return replace(report, duration_s=time.monotonic() - clock)
+
+    def _run_plan(self, plan: Plan, blank: Report) -> Report:
+        if plan.waiver:
+            return replace(blank, judgement=Judgement(Verdict.NOT_APPLICABLE, plan.waiver))
+        if plan.fault:
+            return replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, plan.fault))
+        finding = self._check(plan) if plan.probe.check else None
+        if not plan.experiments:
+            return replace(
+                blank, check=finding, judgement=judge_check(finding, plan.skipped, is_asked=plan.has_settings)
+            )
+        results = (*self._until_applicable(plan), *(self._run_experiment(plan, variant) for variant in plan.variants))
+        counted = tuple(result for result in results if not result.is_refused) or results[:1]
+        refused = tuple(
+            (result.experiment.name, result.judgement.reason) for result in results if result not in counted
+        )
+        return replace(
+            blank, check=finding, judgement=overall(counted), results=counted, skipped=plan.skipped + refused
+        )
+
+    def _until_applicable(self, plan: Plan) -> Iterator[ExperimentResult]:
+        """From the strongest on, until one runs that does not raise `Unavailable`."""
+        for experiment in plan.runnable:
+            result = self._run_experiment(plan, experiment)
+            yield result
+            if not result.is_refused:
+                return
+
+    def _run_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
+
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+        """As `_experiment`, one at a time, and none after one that left something on a GPU: it would prove nothing."""
+        with self.gpu_lock:
+            if self.gpu_failure.is_set():
+                raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
+            result = self._experiment(plan, experiment)
+            if result.leftovers:
+                self.gpu_failure.set()
+            return result
+
+    def _check(self, plan: Plan) -> Finding | None:
+        assert plan.probe_file is not None
+        key = f"{plan.entry.id} check"
+        self.progress.begin(key, key)
+        try:
+            finding, _ = run_check(plan.probe_file, self.launcher, plan.params)
+        finally:
+            self.progress.end(key)
+        return finding
+
+    def _experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+        """Run pairs of arms until the verdict is decided."""
+        signatures = [
+            signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT
+        ]
+        patterns = [pattern for pattern in signatures if not backtracking_risk(pattern)]
+        judgements: list[Judgement] = []
+        while True:
+            control = self._arm(plan, experiment, "control", len(judgements))
+            treatment = self._arm(plan, experiment, "treatment", len(judgements))
+            judgements.append(judge_in_time(experiment, control, treatment, patterns))
+            if is_decided(judgements, experiment, self.repeat):
+                break
+        if len(judgements) == 1:
+            return ExperimentResult(experiment, judgements[0], control, treatment)
+        judgement, counts = judge_repeats(judgements)
+        if not (self.repeat or experiment.stochastic):
+            judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
+        return ExperimentResult(experiment, judgement, control, treatment, counts)
+
+    def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
+        """Its outcome; in the first pair, where chance has no part, that of an arm before which ran the same."""
+        what_runs = plan.what_runs(experiment, name)
+        if pair or experiment.stochastic or what_runs not in self.outcomes:
+            self.outcomes[what_runs] = self._run_arm(plan, experiment, name, pair)
+        return self.outcomes[what_runs]
+
+    def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
+        key = f"{plan.entry.id} {name}"
+        self.progress.begin(key, f"{key}: {getattr(experiment, name).because}")
+        before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}
+        try:
+            label = f"{plan.entry.id}-{experiment.name}-{name}" + (f"-pair{pair + 1}" if pair else "")
+            outcome = self.launcher.run(plan.task(experiment, name), label)
+        finally:
+            self.progress.end(key)
+        if before:
+            outcome = replace(outcome, leftovers=(*outcome.leftovers, *gpus.not_released(before)))
+        return outcome
