@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import warnings
 from functools import partial
@@ -237,8 +238,10 @@ def save_wrapped_layer(ctx: Context, *, by_hand: bool) -> None:
     state = accelerator.get_state_dict(model)
     if by_hand:
         if accelerator.is_main_process:
-            state = {k.replace("_orig_mod.", ""): v.contiguous() for k, v in state.items() if "lora_" in k}
-            state = {k.replace(".default.", "."): v for k, v in state.items()}
+            state = {k: v.contiguous() for k, v in state.items() if "lora_" in k}
+            state = {
+                ".".join(p for p in k.split(".") if p not in {"default", "_orig_mod"}): v for k, v in state.items()
+            }
             bare.peft_config["default"].save_pretrained(folder)
             save_file(state, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
     else:
@@ -296,11 +299,14 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(message, zero, advice="it was saved before the first step, or nothing was trained")
     if len(names) > 2 * len(adapter):
         return exposed(message, "more other tensors than adapter: the base model was saved with it")
-    strange = [name for name in adapter if not name.startswith("base_model.model.") or ".default." in name]
+    strange = [n for n in adapter if not n.startswith("base_model.model.") or "default" in n.split(".")]
     if strange:
         return unknown(message, "not a name that PEFT writes, some loaders do not take it: %s" % strange[0])
     if zero is None:
         return unknown(message, "their names are right; whether they are trained is read from lora_B in safetensors")
+    start = _start_of_b(path.parent / "adapter_config.json")
+    if start:
+        return unknown(message, "their names are right; with init_lora_weights %s lora_B was never zero" % start)
     return clear(message, "lora_B is not zero; the model that loads it must have modules of these names")
 
 
@@ -314,6 +320,15 @@ def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
             if any(file.read(min(item.stop - item.start, 1 << 16))):
                 return ""
     return "lora_B of %s is all zero, as before training" % these[0].name if these else None
+
+
+def _start_of_b(config: Path) -> str:
+    """The way lora_B was set before training, by the configuration beside the adapter; "" for zeros or unknown."""
+    try:
+        way = json.loads(config.read_text(encoding="utf-8")).get("init_lora_weights", True)
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return "" if way in (True, "gaussian", "eva") else str(way)[:40]
 
 
 EMPTY = r"adapter file holds \d+ tensors in \d+ bytes, 0 of 2 arrive when it is loaded"

@@ -114,6 +114,7 @@ def chosen_transports(ctx: Context) -> list[str]:
 
 PCI = Path("/sys/bus/pci/devices")
 BLIND = "a fault of driver or hardware cannot be seen, only the experiment can show it"
+REFUSED = {"CNS", "GNS", "TNS", "NS", "DR"}  # of nvidia-smi topo -p2p; not U, which it prints when it does not know
 REDIRECTS = {0x04: "ReqRedir", 0x08: "CmpltRedir"}  # of ACSCtl: what turns a direct transfer up to the root complex
 
 
@@ -203,7 +204,7 @@ def check(_: Mapping[str, Any]) -> Finding:
         evidence.append(f"nvidia-smi topo -p2p r, GPU pairs: {tally(statuses)}")
     if distances:
         evidence.append(f"nvidia-smi topo -m, GPU pairs: {tally(distances)}")
-    if statuses and "OK" not in statuses:
+    if statuses and set(statuses) <= REFUSED:
         return clear(*evidence, "the driver offers no P2P, so NCCL uses none and NCCL_P2P_DISABLE=1 changes nothing")
 
     redirecting, unreadable = [], 0
