@@ -102,7 +102,7 @@ STATUS = re.compile(
     r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(?!SUCCESS)[A-Z_]+"
     r"|(GET|FIND) was unable to find an engine|Unable to find a valid cuDNN"
 )
-ASSERTION = re.compile(r"[Aa]ssertion `.{1,200}failed|device-side assert|illegal memory access")
+ASSERTION = re.compile(r"thread: \[[\d,]+\]:? [Aa]ssertion `.{1,200}failed|device-side assert|illegal memory access")
 MEMORY = re.compile(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUDA error: out of memory")
 
 
@@ -142,19 +142,22 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 
 def free_memory() -> Tuple[List[Tuple[str, int]], str]:
-    command = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=index,memory.free,name", "--format=csv,noheader,nounits"]
     try:
         ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=0.8, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return [], "nvidia-smi is missing or does not answer"
     rows = [line.split(",") for line in ran.stdout.decode(errors="replace").splitlines() if ran.returncode == 0]
-    known = [(row[0].strip(), int(row[1])) for row in rows if len(row) == 2 and row[1].strip().isdecimal()]
+    rows = [[cell.strip() for cell in row] for row in rows if len(row) == 3]
+    known = [(index, int(mib)) for index, mib, _ in rows if mib.isascii() and mib.isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return known, "nvidia-smi does not say how much memory is free"
     indices = visible.replace(" ", "").split(",")
     if not all(index.isdigit() for index in indices):
         return [], f"CUDA_VISIBLE_DEVICES={visible} names no GPU by its index"
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({name for _, _, name in rows}) > 1:
+        return [], "the GPUs differ, so that CUDA may number them otherwise than nvidia-smi"
     return [row for row in known if row[0] in indices], "nvidia-smi does not list the visible GPUs"
 
 
@@ -166,7 +169,7 @@ def shadowing_libraries() -> List[str]:
                 paths += Path(folder).glob(name)
             except (OSError, ValueError):
                 continue  # a folder that cannot be read shows nothing
-    return [str(path) for path in paths if "site-packages" not in str(path)][:4]
+    return [str(path) for path in paths if not re.search("(site|dist)-packages", str(path))][:4]
 
 
 def own_libraries() -> List[str]:

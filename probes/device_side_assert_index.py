@@ -40,7 +40,7 @@ def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
         logits = model(positions[torch.arange(len(labels), device=ctx.device)] + ctx.rank)
         if why == "gather" and in_range:  # log-probabilities of the labels, as in DPO and PPO
             counted = labels != -100
-            logp = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            logp = logits.log_softmax(-1).gather(-1, labels.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
             loss = -(logp * counted).sum() / counted.sum().clamp(min=1)
         elif why == "gather":
             counted = labels != -100
@@ -67,7 +67,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("no data or no classes", advice="--set data=train.jsonl --set classes=10, and --set key=label")
     end = time.monotonic() + 0.5
     result: List[str] = []
-    rows = values = unread = 0
+    rows = values = unread = ignored = 0
     try:
         for number, row in enumerate(rows_of(path), 1):
             for value in numbers_in(row.get(key)):
@@ -75,6 +75,7 @@ def check(params: Mapping[str, Any]) -> Finding:
                     unread += 1
                     continue
                 values += 1
+                ignored += value == -100
                 if not (0 <= value < classes or value == -100):
                     result.append(f"{path}:{number}: {key} {value}")
             rows = number
@@ -97,7 +98,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             f"nothing outside 0 to {classes - 1} in {message}; {unread} more are no whole numbers or missing"
         )
-    return clear(f"all {message} are inside 0 to {classes - 1} or -100")
+    if ignored:
+        return unknown(
+            f"all {message} are inside 0 to {classes - 1} or -100, which cross_entropy ignores, and gather does not"
+        )
+    return clear(f"all {message} are inside 0 to {classes - 1}")
 
 
 def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -139,7 +144,7 @@ gloo = Experiment(
     treatment=Arm(
         partial(train, in_range=True),
         expect=completed(),
-        because="as many classes as labels, the ignore_index of the data, clamped labels, or fewer tokens",
+        because="as many classes as labels, the ignore_index of the data, ignored labels filled, or fewer tokens",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
@@ -165,7 +170,7 @@ variants = (
     variant(
         "gather",
         "a label of -100 goes into gather, which ignores nothing",
-        "the labels are clamped for gather and masked afterwards",
+        "the ignored labels are filled for gather and masked afterwards",
         r"index -100 is out of bounds for dimension 1 with size 5",
     ),
     variant(
