@@ -8,8 +8,9 @@ The score of a hit says which entry is nearest, not how near: any question has a
   entry about it; the same words apart from each other prove nothing.
 - agreement: how many symptoms, phases and components the question names that the entry declares, less the others.
 
-The weights are those of a logistic regression, `make decision`, whose cross-validated figures are in
-docs/benchmarks.md.
+The weights are those of a logistic regression, `make decision`, with the probability as it was measured with 179
+entries: the more entries there are, the nearer is the next one, and the smaller the lead of a right one.
+docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kb.search.cues import agreement
 from kb.search.index import Index
 from kb.search.query import Unit
 
-BIAS, LEAD, WORDING, AGREEMENT = -4.8, 8.3, 3.0, 0.26
-LIKELY = 0.4  # from here on a hit is an answer
+BIAS, LEAD, WORDING, AGREEMENT = -3.3, 6.8, 2.46, 0.21
+LIKELY = 0.57  # from here on a hit is an answer: lower, and a fourth of what no entry covers would have one
 FOLLOWING = 5  # hits after the best that count for its lead
 MOST_PAIRS = 200
 

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 FOLDS = 10
 RIDGE = 0.3
 WEIGHTS = {"thread": 1.0, "question": 0.3, "without": 0.1}  # real threads are few; what is made of questions flatters
-LIMITS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+LIMITS = (0.3, 0.4, 0.5, decision.LIKELY, 0.6, 0.7)
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,16 @@ def main() -> None:
     fitted = [case for case in cases if not case.held]
     guessed = cross_validated(fitted)
     print_weights(fit(fitted))
+    shipped = {key(case): case.observed.probability for case in cases}
+    print_rates("as shipped, threads", [case for case in fitted if case.source == "thread"], shipped)
+    print_rates("as shipped, held threads", [case for case in cases if case.held], shipped)
     print_rates("cross-validated, threads", [case for case in fitted if case.source == "thread"], guessed)
     print_rates("cross-validated, questions and the same without their entry", fitted, guessed)
     held = [case for case in cases if case.held]
     print_rates(
         "held threads", held, dict(zip((key(case) for case in held), probabilities(fit(fitted), held), strict=True))
     )
-    print_reliability(fitted, guessed)
+    print_reliability(fitted, shipped)
 
 
 def observed(more: Sequence[Path]) -> Iterator[Case]:
