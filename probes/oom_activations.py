@@ -171,7 +171,7 @@ def train_llama(ctx: Context, *, checkpointed: bool) -> None:
     model(input_ids=torch.ones(1, CPU_TOKENS, dtype=torch.long), use_cache=False).last_hidden_state.sum().backward()
 
 
-SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "use_unsloth_gc")
+SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "activation_offloading", "use_unsloth_gc")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -197,8 +197,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         params["gpu_memory"],
     )
     if any(values.get(name) not in (None, False) for name in SWITCHES):
-        return unknown(evidence, "the configuration switches checkpointing on; look whether the model honours it")
-    if values and not any(values.get(name) is False for name in SWITCHES):
+        return unknown(
+            evidence, "the configuration switches checkpointing or offloading on; look whether the model honours it"
+        )
+    is_off = values.get("disable_gradient_checkpointing") is True or any(values.get(name) is False for name in SWITCHES)
+    if values and not is_off:
         return unknown(evidence, "the configuration does not say; LLaMA-Factory and newer TRL checkpoint by default")
     advice = "gradient checkpointing, if it is not on yet, or fewer tokens per micro batch"
     if not values and checkpointed <= params["gpu_memory"] < need:

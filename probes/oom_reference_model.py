@@ -84,6 +84,7 @@ WEIGHT_BYTES = {
     "nf4": 0.5,
 }
 WITH_REFERENCE = ("dpo", "kto", "bco", "ppo", "grpo", "rloo", "online_dpo", "nash_md", "xpo")
+PRECOMPUTES = ("dpo", "kto", "bco")
 WITHOUT = ("orpo", "cpo", "simpo", "sft", "reward")
 OPTIMIZERS = {"adamw": 2.0, "adamw_8bit": None, "paged": 0.0, "sgd": 0.0}  # moments, in multiples of the weights
 YES, NO = ("yes", "true", "1", "lora", "qlora"), ("no", "false", "0", "none")
@@ -125,7 +126,7 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
     moments = params["params"] * 2e9 / GIB * split if per_weight is None else per_weight * states
     has_adapter = params["adapter"].lower() in YES
     has_copy, why = (False, "the base weights with the adapter off are the reference") if has_adapter else (True, "")
-    if not has_adapter and params["precompute"].lower() in YES:
+    if not has_adapter and params["precompute"].lower() in YES and trainer in PRECOMPUTES:
         has_copy, why = _copy_despite_precompute(trainer)
     parts = [("policy", weights), ("reference", weights if has_copy else 0.0)]
     parts += [] if has_adapter else [("gradients", gradients), ("optimizer", moments)]
@@ -149,7 +150,7 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
         return exposed(*notes, "without the reference %.1f GiB would do; it ends %s" % (without, when), advice=ADVICE)
     if trainer == "ppo":
         return unknown(*notes, "ppo also holds a value model and a reward model, whose size is not known here")
-    if not (has_adapter or has_copy) and need + weights > COMFORT * memory:
+    if not has_copy and need + weights > COMFORT * memory:
         return unknown(*notes, "a ref_model that you pass stays on the GPU: whether you do is not known here")
     need_in_fp32 = need
     if has_copy and _loads_fp32(trainer):
