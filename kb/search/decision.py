@@ -26,7 +26,7 @@ from kb.search.index import Index
 from kb.search.query import Unit
 
 BIAS, LEAD, WORDING, AGREEMENT = -3.3, 6.8, 2.46, 0.21
-LIKELY = 0.57  # from here on a hit is an answer: lower, and a fourth of what no entry covers would have one
+LIKELY = 0.55  # from here on a hit is an answer: at 0.5 a fourth of what no entry covers would have one
 FOLLOWING = 5  # hits after the best that count for its lead
 MOST_PAIRS = 200
 
