@@ -157,8 +157,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         several = f"enough for several communicators, also for all-to-all ({pairs} MiB each)"
         return clear(*evidence, f"{several}; what data loader workers take is not counted")
     distances = gpu_distances()
-    if distances and all(distance.startswith("NV") for distance in distances) and free > SEGMENT >> 20:
-        alone = "all pairs are on NVLink, where NCCL needs little of it in a job on one node"
+    direct = distances and all(link.startswith("NV") or link in ("PIX", "PXB") for link in distances)
+    if direct and free > SEGMENT >> 20:
+        alone = "all pairs are on NVLink or PCIe switches: if P2P works there, a job on one node needs little of it"
         across = f"in a job on several, {gpus * QUEUE_MIB} MiB for the queues of each process group"
         return unknown(*evidence, alone, across, advice=advice)
     if free < needed and not distances and free > SEGMENT >> 20:

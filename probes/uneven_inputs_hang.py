@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, List, Mapping
+from typing import Any, List, Mapping, Optional
 
 from kb.probe import (
     GLOO_TIMEOUT,
@@ -12,6 +12,7 @@ from kb.probe import (
     Context,
     Expect,
     Experiment,
+    Needs,
     Probe,
     Symptom,
     completed,
@@ -107,6 +108,35 @@ def train_on(ctx: Context, *, momentum: float) -> None:
         raise Symptom(f"in the second epoch the weights of the ranks are {apart:.3f} apart, no error")
 
 
+def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
+    """accelerate, groups of two batches, as many batches as the shortest rank has: the third is the last of rank 1."""
+    import itertools
+    import os
+
+    dist = ctx.init_process_group(timeout_s=2)
+    rank, size = str(ctx.rank), str(ctx.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate wants them; the group is there already
+    import torch
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin  # type: ignore[import-not-found]
+
+    accelerator = Accelerator(
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=at_end_of_loader),
+    )
+    loader = torch.utils.data.DataLoader(torch.ones(sum(BATCHES), 4), batch_size=1)
+    model, loader = accelerator.prepare(torch.nn.Linear(4, 4), loader)
+    assert len(loader) == BATCHES[ctx.rank]
+    ctx.reached()
+    for batch in itertools.islice(loader, min(BATCHES)):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+    ctx.meet("trained", timeout_s=15)
+    dist.barrier()
+
+
 def load(ctx: Context, *, even: bool) -> None:
     """Eleven samples, of which rank 0 has six: three whole batches of two against two."""
     import torch
@@ -161,13 +191,20 @@ gloo = Experiment(
 
 
 def variant(
-    name: str, broken: Any, because: str, fixed: Mapping[str, Any], fix: str, expect: Expect = TIMEOUT
+    name: str,
+    broken: Any,
+    because: str,
+    fixed: Mapping[str, Any],
+    fix: str,
+    expect: Expect = TIMEOUT,
+    packages: Optional[Mapping[str, str]] = None,
 ) -> Experiment:
     """`broken` is the job of the control arm, `fixed` what the treatment arm changes in it."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(partial(broken, **fixed), expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages=packages or {"torch": ""}),
         expected_s=(2.3, 0.3),
     )
 
@@ -195,6 +232,14 @@ probe = Probe(
             f"{UNEVEN}: the barrier after the epoch is no gradient",
             {"together": "count"},
             "both ranks take as many batches as the shorter one has",
+        ),
+        variant(
+            "accumulate",
+            partial(accumulate, at_end_of_loader=True),
+            "accelerate reduces gradients on the last batch of a rank's own loader: rank 1 does, rank 0 does not",
+            {"at_end_of_loader": False},
+            "sync_with_dataloader=False: both ranks count the batches of a group",
+            packages={"torch": ">=2.2", "accelerate": ">=0.30"},
         ),
         variant(
             "join",
