@@ -1,0 +1,223 @@
+"""NumPy has no bfloat16: a tensor of it has to become float32, or its bits integers, before it becomes an array."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, Unavailable, completed, raised, symptom
+
+
+def to_numpy(t):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    t = t.detach().cpu()
+    if t.is_floating_point() and t.element_size() < 4:
+        t = t.float()
+    return t.numpy()
+
+
+array_of: Any = to_numpy  # above as the entry has it, without annotations
+
+
+def numbers(*values: float) -> Any:
+    """A tensor of bfloat16, where torch can reach NumPy at all."""
+    import torch
+
+    try:
+        torch.ones(1).numpy()
+    except RuntimeError as error:
+        raise Unavailable(str(error)) from error
+    return torch.tensor(values, dtype=torch.bfloat16)
+
+
+def evaluate(ctx: Context, *, convert: bool) -> None:
+    """The predictions of all ranks are gathered, and rank 0 makes an array of them for its metric."""
+    import torch
+
+    numbers()
+    dist = ctx.init_process_group(timeout_s=10)
+    model = torch.nn.Linear(4, 3).bfloat16()
+    with torch.no_grad():
+        logits = model(torch.ones(2, 4, dtype=torch.bfloat16))
+    everyone = [torch.zeros_like(logits) for _ in range(ctx.world_size)]
+    dist.all_gather(everyone, logits)
+    ctx.reached()
+    if ctx.rank == 0:
+        predictions = torch.cat(everyone)
+        array = array_of(predictions) if convert else predictions.cpu().numpy()
+        assert array.dtype.name == "float32" and array.shape == (2 * ctx.world_size, 3), array
+        assert (array == predictions.double().numpy()).all()
+        assert array_of(predictions.argmax(-1)).dtype.name == "int64"
+    dist.barrier()
+
+
+def ask(ctx: Context, *, way: str) -> None:
+    """What people write instead."""
+    import numpy as np
+    import torch
+
+    t = numbers(0.5, 1.5)
+    losses: list[Any] = list(t)
+    ctx.reached()
+    if way == "force":
+        array = t.numpy(force=True)
+    elif way == "dtype":
+        array = np.asarray(t, dtype=np.float32)
+    elif way == "mean":
+        array = np.mean(losses)
+    elif way == "items":
+        array = np.mean([loss.item() for loss in losses])
+    elif way == "float8":
+        array = t.to(torch.float8_e5m2).numpy()
+    elif way == "float8, converted":
+        array = array_of(t.to(torch.float8_e5m2))
+    else:
+        array = array_of(t)
+    assert np.mean(array) == 1.0, array
+
+
+def as_float(ctx: Context, *, way: str) -> None:
+    """Numbers of a range that bfloat16 has, and float16 has not."""
+    t = numbers(70144.0, 2.0**-30)
+    ctx.reached()
+    array = t.half().numpy() if way == "half" else t.float().numpy()
+    if array.tolist() != t.tolist():
+        raise Symptom("%s became %s" % (t.tolist(), array.tolist()))
+
+
+def add(ctx: Context, *, way: str) -> None:
+    """A sum of losses, which becomes an array at its end."""
+    total = numbers(0.0)
+    loss = numbers(1.0)
+    ctx.reached()
+    for _ in range(1000):
+        total = total + (loss.float() if way == "float" else loss)
+    array = total.float().numpy()
+    if array[0] != 1000:
+        raise Symptom("the sum of 1000 losses of 1.0 is %.1f" % array[0])
+
+
+def keep_bits(ctx: Context, *, way: str) -> None:
+    """Activations or weights are to be stored as they are, in 2 bytes, and read again."""
+    import torch
+
+    t = numbers(1.0, -3.0, 70144.0)
+    ctx.reached()
+    array = t.view(torch.int16).numpy() if way == "bits" else t.numpy()
+    assert array.nbytes == 6
+    assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), t)
+
+
+def load_file(ctx: Context, *, way: str) -> None:
+    """A file of bfloat16 weights is read without torch's loader, or with it."""
+    import safetensors.numpy as through_numpy  # type: ignore[import-not-found]
+    import safetensors.torch as through_torch  # type: ignore[import-not-found]
+
+    path = ctx.path("model.safetensors")
+    through_torch.save_file({"weight": numbers(1.0, 2.0)}, path)
+    ctx.reached()
+    if way == "torch":
+        array = array_of(through_torch.load_file(path)["weight"])
+    else:
+        array = through_numpy.load_file(path)["weight"]
+    assert array.tolist() == [1.0, 2.0]
+
+
+def train(ctx: Context, *, way: str) -> None:
+    """The Trainer evaluates a model of bfloat16; with `batch_eval_metrics` compute_metrics gets tensors."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # type: ignore
+
+    numbers()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)  # one process without a launcher
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).bfloat16()
+    seen = []
+
+    def compute_metrics(result: Any, compute_result: bool = True) -> dict[str, float]:
+        predictions = result.predictions
+        if way != "arrays":
+            assert predictions.dtype == torch.bfloat16, predictions.dtype
+            predictions = array_of(predictions) if way == "converted" else predictions.cpu().numpy()
+        assert predictions.dtype.name == "float32"
+        seen.append(len(predictions))
+        return {"mean": float(predictions.mean())}
+
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    options: dict[str, Any] = {"batch_eval_metrics": way != "arrays", "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(ctx.path("out"), use_cpu=True, **options)
+    trainer = Trainer(model, arguments, eval_dataset=data, compute_metrics=compute_metrics)
+    ctx.reached()
+    assert "eval_mean" in trainer.evaluate() and sum(seen) == 4
+
+
+def load_model(ctx: Context, *, dtype: str | None) -> None:
+    """A checkpoint of bfloat16 is loaded with no word about dtypes, or with one."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    numbers()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 1}
+    name = ctx.path("model")
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).bfloat16().save_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}))
+    ctx.reached()
+    with torch.no_grad():
+        assert model(torch.arange(8)[None]).logits.numpy().dtype.name == "float32"
+
+
+UNSUPPORTED = r"Got unsupported ScalarType BFloat16"
+CONVERTED = "to_numpy makes float32 of it first"
+
+
+def pair(name: str, job: Callable[..., None], expect: Expect, because: tuple[str, str], **options: Any) -> Experiment:
+    """One option is the keyword in which the arms differ: its value in the control arm, and in the treatment."""
+    needs = {"torch": ">=2.1", "numpy": "", **options.pop("needs", {})}
+    size = options.pop("world_size", 1)
+    [(key, values)] = options.items()
+    control, treatment = (partial(job, **{key: value}) for value in values)
+    return Experiment(
+        name=name,
+        control=Arm(control, expect, because[0], "cpu"),
+        treatment=Arm(treatment, completed(), because[1], "cpu"),
+        world_size=size,
+        needs=Needs(packages=needs),
+        deadline_s=120,
+        expected_s=(10.0, 10.0) if "transformers" in needs else (1.0, 1.0),
+    )
+
+
+BATCHES = {"transformers": ">=4.42", "accelerate": ">=0.30"}
+FIVE = {"transformers": ">=5.0", "torch": ">=2.4"}
+FILE = {"safetensors": ">=0.4"}
+NO_TYPE = raised(r"data type 'bfloat16' not understood")
+RAISES = raised(UNSUPPORTED)
+FLOAT8 = raised(r"Got unsupported ScalarType Float8_e5m2")
+INFINITE = symptom(r"\[70144\.0, 9\.\d+e-10\] became \[inf, 0\.0\]")
+STUCK = symptom(r"the sum of 1000 losses of 1\.0 is 256\.0")
+GATHERED = ("rank 0 makes an array of what was gathered", CONVERTED)
+SCALARS = ("np.mean of losses", "np.mean of their item()")
+HALF = ("half() before numpy()", "float() before numpy()")
+READ = ("safetensors.numpy reads a file of bfloat16", "safetensors.torch reads it, to_numpy converts")
+TENSORS = "batch_eval_metrics: compute_metrics gets tensors"
+ARRAYS = (TENSORS, "without it the Trainer converts, and it gets arrays")
+AUTO = ("transformers 5 loads in the dtype of the checkpoint", "it is loaded in float32")
+
+probe = Probe(
+    experiments=(pair("evaluation", evaluate, RAISES, GATHERED, world_size=2, convert=(False, True)),),
+    variants=(
+        pair("force", ask, RAISES, ("numpy(force=True)", CONVERTED), way=("force", "float")),
+        pair("dtype", ask, RAISES, ("np.asarray(t, dtype=np.float32)", CONVERTED), way=("dtype", "float")),
+        pair("scalars", ask, RAISES, SCALARS, way=("mean", "items")),
+        pair("float8", ask, FLOAT8, ("a tensor of float8", CONVERTED), way=("float8", "float8, converted")),
+        pair("float16", as_float, INFINITE, HALF, way=("half", "float")),
+        pair("sum", add, STUCK, ("losses are added in bfloat16", "each is made float32"), way=("bfloat16", "float")),
+        pair("bits", keep_bits, RAISES, ("an array of it", "an array of its bits"), way=("array", "bits")),
+        pair("safetensors", load_file, NO_TYPE, READ, needs=FILE, way=("numpy", "torch")),
+        pair("batch-metrics", train, RAISES, (TENSORS, CONVERTED), needs=BATCHES, way=("tensors", "converted")),
+        pair("trainer-arrays", train, RAISES, ARRAYS, needs=BATCHES, way=("tensors", "arrays")),
+        pair("loaded-dtype", load_model, RAISES, AUTO, needs=FIVE, dtype=(None, "float32")),
+    ),
+)
