@@ -1,0 +1,242 @@
+"""Updates that bfloat16 weights round away: a step below some 0.2 to 0.4 % of a weight is lost."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any, Callable
+
+from kb.cpu_arms import import_deepspeed
+from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
+
+SIDE, STEPS = 64, 20
+
+
+def build(ctx: Context, dtype: str, start: float = 0.0) -> Any:
+    """A layer whose gradient does not depend on its weights: they begin at `start`, or as a language model's."""
+    import torch
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(SIDE, SIDE, bias=False)
+    torch.nn.init.normal_(layer.weight, mean=start, std=0.0 if start else 0.02)
+    return layer.to(ctx.device, getattr(torch, dtype))
+
+
+def step_and_compare(optimizer: Any) -> str:
+    """The test of the entry, in the place of one optimizer.step()."""
+    import torch
+
+    def local(t: Any) -> Any:
+        return t.to_local() if hasattr(t, "to_local") else t
+
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    held = [p for p in held if p.grad is not None]
+    before = [local(p).detach().clone() for p in held]
+    trained = [local(p.grad) != 0 for p in held]
+    optimizer.step()
+    total = sum(int(t.sum()) for t in trained)
+    same = sum(int(((local(p) == old) & t).sum()) for p, old, t in zip(held, before, trained))
+    if same > total / 2:
+        text = "%d of %d bfloat16 weights with a gradient have not changed in a step with lr %g"
+        return text % (same, total, optimizer.param_groups[0]["lr"])
+    return ""
+
+
+def values(model: Any) -> Any:
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float().clone() for p in model.parameters()]
+
+
+def run(ctx: Context, model: Any, optimizer: Any, forward: Any = None) -> None:
+    import torch
+
+    sample = torch.ones(1, SIDE, device=ctx.device, dtype=next(model.parameters()).dtype)
+    old = values(model)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (forward or model)(sample).float().sum().backward()
+        text = step_and_compare(optimizer)
+        if text:
+            raise Symptom(text)
+    moved = min(float((new - before).abs().mean()) for new, before in zip(values(model), old) if new.numel())
+    assert moved > STEPS / 2 * optimizer.param_groups[0]["lr"], moved
+
+
+def train(ctx: Context, *, dtype: str, lr: float = 1e-5, start: float = 0.0, **fused: bool) -> None:
+    """Under autocast, whatever the weights are."""
+    import torch
+
+    model = build(ctx, dtype, start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, **fused)
+    device = ctx.device.type
+    ctx.reached()
+
+    def forward(sample: Any) -> Any:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return model(sample)
+
+    run(ctx, model, optimizer, forward)
+
+
+def sharded(ctx: Context, *, dtype: str, version: int) -> None:
+    """FSDP with a policy: the optimizer gets the weights in the dtype that they had before."""
+    import torch
+
+    ctx.init_process_group(timeout_s=15)
+    model, policy = build(ctx, dtype), {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    ctx.reached()
+    if version == 1:
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+        model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(**policy), device_id=ctx.device)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+    run(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0))
+
+
+def engine(ctx: Context, *, deepspeed: bool) -> None:
+    """The same in torch alone and under DeepSpeed's bf16, which makes a float32 copy."""
+    import torch
+
+    module = import_deepspeed()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    ctx.init_process_group(timeout_s=20)
+    model = build(ctx, "bfloat16", 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    config.update(zero_allow_untested_optimizer=True, gradient_clipping=0.0)
+    ctx.reached()
+    if not deepspeed:
+        run(ctx, model, optimizer)
+    model, optimizer, _, _ = module.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(100):
+        model.backward(model(torch.ones(1, SIDE, dtype=torch.bfloat16)).sum())
+        model.step()
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    assert abs(values(model)[0].mean() - 0.9) < 0.01 and dtypes == {torch.float32}, dtypes
+
+
+def trainer(ctx: Context, *, dtype: str) -> None:
+    """The Trainer of transformers with bf16=True, which is autocast: the weights stay what they are."""
+    import torch
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    class Loss(torch.nn.Sequential):  # type: ignore[misc]
+        def forward(self, sample: Any) -> Any:
+            return {"loss": self[0](sample.to(self[0].weight.dtype)).float().sum()}
+
+    model = Loss(build(ctx, dtype))
+    old = values(model)
+    data: Any = [{"sample": torch.ones(SIDE)}] * 8
+    named: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "max_steps": STEPS}
+    args = TrainingArguments(ctx.path("out"), bf16=True, use_cpu=True, learning_rate=1e-5, **named)
+    ctx.reached()
+    Trainer(model=model, args=args, train_dataset=data).train()
+    same, total = int((values(model)[0] == old[0]).sum()), SIDE * SIDE
+    if same > 0:
+        raise Symptom("%d of %d weights have not changed: %s, %d steps of the Trainer" % (same, total, dtype, STEPS))
+
+
+def store(ctx: Context, *, way: str) -> None:
+    """100 steps of -0.001 from 1.0, stored in bfloat16: rounded to the nearest, or better."""
+    import torch
+
+    def round_stochastically(x: Any) -> Any:
+        noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
+        return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
+
+    torch.manual_seed(0)
+    weight, update = torch.ones(SIDE * SIDE, dtype=torch.bfloat16, device=ctx.device), -1e-3
+    rest = torch.zeros_like(weight)
+    ctx.reached()
+    for _ in range(100):
+        if way == "stochastic":
+            weight = round_stochastically(weight.float() + update)
+        elif way == "kahan":
+            step = update + rest
+            new = weight + step
+            rest, weight = step - (new - weight), new
+        else:
+            weight = (weight.float() + update).to(torch.bfloat16)
+    mean = float(weight.float().mean())
+    if mean == 1.0:
+        raise Symptom("after 100 updates of %g a bfloat16 weight of 1 is %g" % (update, mean))
+    assert abs(mean - 0.9) < 0.005, mean
+
+
+def side(ctx: Context, *, dtype: str, what: str) -> None:
+    """What else adds small numbers to large ones: weight decay, Adam's second moment, accumulation, an average."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    weight = torch.ones(1, dtype=kind, requires_grad=True)
+    ctx.reached()
+    if what in ("decay", "states"):
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.1)
+        for step in range(2000):
+            weight.grad = torch.full_like(weight, 0.0 if what == "decay" else 100.0 if step < 5 else 0.1)
+            optimizer.step()
+        found, right = weight.item(), 0.9999**2000
+        if what == "states":
+            found, right = optimizer.state[weight]["exp_avg_sq"].item(), 50 * 0.999**1995
+    elif what == "accumulation":
+        for _ in range(512):
+            weight.sum().backward()
+        found, right = weight.grad.item(), 512.0
+    else:
+        ema, p, decay = torch.ones(1, dtype=kind), torch.full((1,), 2.0, dtype=torch.bfloat16), 0.999
+        for _ in range(2000):
+            ema.lerp_(p.to(ema.dtype), 1 - decay)
+        found, right = ema.item(), 2 - decay**2000
+    if abs(found - right) > 0.1 * right:
+        raise Symptom("%s in %s: %.3g where %.3g is right" % (what, dtype, found, right))
+
+
+UNCHANGED = symptom(r"\d+ of \d+ bfloat16 weights with a gradient have not changed in a step with lr 1e-05")
+NORM = symptom(r"4096 of 4096 bfloat16 weights with a gradient have not changed in a step with lr 0\.001")
+TRAINER = symptom(r"\d+ of 4096 weights have not changed: bfloat16")
+SIDES = symptom(r"\w+ in bfloat16: \S+ where \S+ is right")
+ONE = symptom(r"after 100 updates of -0\.001 a bfloat16 weight of 1 is 1$")
+
+
+def pair(name: str, job: Callable[..., None], expect: Any, because: str, fix: str, **given: Any) -> Experiment:
+    """`change`: the keyword that differs, with its two values; else the dtype of the weights."""
+    key, wrong, right = given.pop("change", ("dtype", "bfloat16", "float32"))
+    needs = {"torch": ">=2.1", **given.pop("needs", {})}
+    library = len(needs) > 1
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **given, **{key: wrong}), expect=expect, because=because, fidelity="cpu"),
+        treatment=Arm(partial(job, **given, **{key: right}), expect=completed(), because=fix, fidelity="cpu"),
+        needs=Needs(packages=needs),
+        world_size=2 if job is sharded else 1,
+        deadline_s=120.0 if library else 30.0,
+        expected_s=(8.0, 8.0) if library else (0.5, 0.5),
+    )
+
+
+BF16, FP32 = "the optimizer holds bfloat16 weights", "it holds float32 weights"
+DEEPSPEED, WAY, NEAREST = {"deepspeed": ">=0.16"}, ("way", "nearest"), "rounded to the nearest"
+probe = Probe(
+    experiments=(pair("weights", train, UNCHANGED, BF16, FP32 + ", under autocast"),),
+    variants=(
+        pair("norm", train, NORM, BF16 + " of 1.0", FP32, lr=1e-3, start=1.0),
+        pair("fused", train, UNCHANGED, BF16 + ", fused", FP32, fused=True, needs={"torch": ">=2.5"}),
+        pair("fsdp1", sharded, UNCHANGED, BF16, FP32, version=1, needs={"torch": ">=2.4"}),
+        pair("fsdp2", sharded, UNCHANGED, BF16, FP32, version=2, needs={"torch": ">=2.7"}),
+        pair("deepspeed", engine, NORM, BF16, "a float32 copy", change=("deepspeed", False, True), needs=DEEPSPEED),
+        pair("trainer", trainer, TRAINER, BF16, FP32, needs={"transformers": ">=4.41", "accelerate": ""}),
+        pair("stochastic", store, ONE, NEAREST, "rounded at random", change=(*WAY, "stochastic")),
+        pair("kahan", store, ONE, NEAREST, "the rest is kept", change=(*WAY, "kahan")),
+        *(
+            pair(what, side, SIDES, "bfloat16", "float32", what=what)
+            for what in ("decay", "states", "accumulation", "ema")
+        ),
+    ),
+)
