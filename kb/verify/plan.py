@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +95,9 @@ class Plan:
             gpu_memory_mib=experiment.needs.gpu_memory_mib if on_gpus else 0,
         )
 
-    def what_runs(self, experiment: Experiment, arm_name: str) -> Hashable:
+    def what_runs(self, experiment: Experiment, arm_name: str) -> tuple[object, Task]:
         """Equal for arms of this plan that run the same and differ in words, or in what is expected of them."""
-        arm = getattr(experiment, arm_name)
-        return (
-            arm.job,
-            frozenset(arm.env.items()),
-            experiment.world_size,
-            experiment.backend,
-            experiment.deadline_s,
-            experiment.settle_s,
-            experiment.linger,
-            experiment.needs.gpus,
-            experiment.needs.gpu_memory_mib,
-            _is_preloaded(experiment),
-        )
+        return getattr(experiment, arm_name).job, replace(self.task(experiment, arm_name), experiment=0, arm="")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from typing import Any, Protocol
@@ -34,8 +34,8 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanRunner:
-    """Turns a plan into a report, in any thread. `outcomes` are those of its arms, by what ran: an arm that two
-    experiments share runs once.
+    """Turns a plan into a report, in any thread. `outcomes` has what ran and how it ended: an arm that two experiments
+    share runs once.
     """
 
     launcher: Launcher
@@ -45,7 +45,7 @@ class PlanRunner:
     gpu_lock: Lock
     gpu_failure: Event
     stop: Event
-    outcomes: dict[Hashable, ArmOutcome] = field(default_factory=dict)
+    outcomes: list[tuple[object, ArmOutcome]] = field(default_factory=list)
 
     def report(self, plan: Plan) -> Report:
         """Never raises: an error becomes the report's reason."""
@@ -146,11 +146,16 @@ class PlanRunner:
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
-        """Its outcome; in the first pair, where chance has no part, that of an arm before which ran the same."""
+        """Its outcome. Unless the experiment is stochastic, the first pair takes that of an earlier arm that ran the same."""
+        if pair or experiment.stochastic:
+            return self._run_arm(plan, experiment, name, pair)
         what_runs = plan.what_runs(experiment, name)
-        if pair or experiment.stochastic or what_runs not in self.outcomes:
-            self.outcomes[what_runs] = self._run_arm(plan, experiment, name, pair)
-        return self.outcomes[what_runs]
+        for ran, outcome in self.outcomes:
+            if ran == what_runs:
+                return outcome
+        outcome = self._run_arm(plan, experiment, name, pair)
+        self.outcomes.append((what_runs, outcome))
+        return outcome
 
     def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {name}"

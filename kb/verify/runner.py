@@ -121,7 +121,7 @@ def _begin(plan: Plan, worker: PlanRunner, pool: ThreadPoolExecutor) -> Future[R
     """Call it in the thread that lives as long as the launcher: it may start the process that imports torch."""
     if plan.has_torch:
         worker.launcher.preload()
-    return pool.submit(replace(worker, outcomes={}).report, plan)
+    return pool.submit(replace(worker, outcomes=[]).report, plan)
 
 
 def _cut_by(end: float, options: RunOptions) -> Ending:
