@@ -146,7 +146,7 @@ class PlanRunner:
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
-        """Its outcome. Unless the experiment is stochastic, the first pair takes that of an earlier arm that ran the same."""
+        """Its outcome; in the first pair that of an earlier arm that ran the same, unless the experiment is stochastic."""
         if pair or experiment.stochastic:
             return self._run_arm(plan, experiment, name, pair)
         what_runs = plan.what_runs(experiment, name)
