@@ -236,7 +236,6 @@ def partition(ctx: Context, *, stage: int) -> None:
     """DeepSpeed, bf16, AdamW: bytes a parameter of the weights that a rank holds after a step."""
     import torch
 
-    os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=str(ctx.world_size))
     deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=60)
     numbers = LAYERS * 512 * 512

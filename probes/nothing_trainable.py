@@ -185,14 +185,11 @@ def train_fsdp(ctx: Context, *, use_orig_params: bool) -> None:
 
 def train_deepspeed(ctx: Context, *, part: str) -> None:
     """Two parameter groups, with and without weight decay, as the Trainer makes them."""
-    import os
-
     import torch
 
     from kb.cpu_arms import import_deepspeed
 
     deepspeed = import_deepspeed()
-    os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=str(ctx.world_size))
     ctx.init_process_group(timeout_s=20)
     model = build(ctx)
     for name, p in model.named_parameters():

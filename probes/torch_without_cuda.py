@@ -7,7 +7,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import venv
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -76,6 +75,8 @@ def install_again(
     ctx: Context, *, requirement: str = "kbtorch==2.13.0", options: Tuple[str, ...] = (), index: str = "cuda"
 ) -> None:
     """Three wheels of one version, as torch has them; the one for the CPU is installed, another is asked for."""
+    import venv
+
     installed = wheel(Path(ctx.path("cpu")), "2.13.0+cpu")
     wheel(Path(ctx.path("cuda")), "2.13.0+cu130")
     wheel(Path(ctx.path("pypi")), "2.13.0")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import Any, List, Mapping, Optional
+from itertools import islice
+from typing import Any, List, Mapping
 
 from kb.probe import (
     GLOO_TIMEOUT,
@@ -21,12 +23,11 @@ from kb.probe import (
 )
 
 BATCHES = (4, 3)  # rank by rank
+TORCH = {"torch": ">=2.1"}
 
 
 def train(ctx: Context, *, together: str = "", barrier_after: bool = False, timeout_s: float = 2) -> None:
     """One epoch. `together` is how the ranks come to stop in the same step."""
-    import itertools
-
     import torch
     from torch import nn
     from torch.distributed.algorithms.join import Join
@@ -60,7 +61,7 @@ def train(ctx: Context, *, together: str = "", barrier_after: bool = False, time
     elif together == "count":
         n = torch.tensor([sum(1 for _ in loader)], device=device)
         dist.all_reduce(n, op=dist.ReduceOp.MIN)
-        batches = itertools.islice(loader, n.item())
+        batches = islice(loader, n.item())
     steps = 0
     if together == "join":
         with Join([model]):
@@ -110,13 +111,8 @@ def train_on(ctx: Context, *, momentum: float) -> None:
 
 def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
     """accelerate, groups of two batches, as many batches as the shortest rank has: the third is the last of rank 1."""
-    import itertools
-    import os
-
     dist = ctx.init_process_group(timeout_s=2)
-    rank, size = str(ctx.rank), str(ctx.world_size)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate wants them; the group is there already
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin  # type: ignore[import-not-found]
@@ -130,7 +126,7 @@ def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
     model, loader = accelerator.prepare(torch.nn.Linear(4, 4), loader)
     assert len(loader) == BATCHES[ctx.rank]
     ctx.reached()
-    for batch in itertools.islice(loader, min(BATCHES)):
+    for batch in islice(loader, min(BATCHES)):
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
     ctx.meet("trained", timeout_s=15)
@@ -197,14 +193,14 @@ def variant(
     fixed: Mapping[str, Any],
     fix: str,
     expect: Expect = TIMEOUT,
-    packages: Optional[Mapping[str, str]] = None,
+    packages: Mapping[str, str] = TORCH,
 ) -> Experiment:
     """`broken` is the job of the control arm, `fixed` what the treatment arm changes in it."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(partial(broken, **fixed), expect=completed(), because=fix, fidelity="cpu"),
-        needs=Needs(packages=packages or {"torch": ""}),
+        needs=Needs(packages=packages),
         expected_s=(2.3, 0.3),
     )
 
