@@ -146,7 +146,7 @@ class PlanRunner:
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
-        """Its outcome; in the first pair that of an earlier arm that ran the same, unless the experiment is stochastic."""
+        """Its outcome; in a first pair that is not stochastic, the outcome of an earlier arm that ran the same."""
         if pair or experiment.stochastic:
             return self._run_arm(plan, experiment, name, pair)
         what_runs = plan.what_runs(experiment, name)
