@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from functools import partial
-from itertools import islice
 from typing import Any, List, Mapping
 
 from kb.probe import (
@@ -61,7 +61,7 @@ def train(ctx: Context, *, together: str = "", barrier_after: bool = False, time
     elif together == "count":
         n = torch.tensor([sum(1 for _ in loader)], device=device)
         dist.all_reduce(n, op=dist.ReduceOp.MIN)
-        batches = islice(loader, n.item())
+        batches = itertools.islice(loader, n.item())
     steps = 0
     if together == "join":
         with Join([model]):
@@ -126,7 +126,7 @@ def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
     model, loader = accelerator.prepare(torch.nn.Linear(4, 4), loader)
     assert len(loader) == BATCHES[ctx.rank]
     ctx.reached()
-    for batch in islice(loader, min(BATCHES)):
+    for batch in itertools.islice(loader, min(BATCHES)):
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
     ctx.meet("trained", timeout_s=15)
