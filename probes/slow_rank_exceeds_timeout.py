@@ -108,7 +108,7 @@ def torchs_default() -> str:
         return "no release of torch is installed here, so its default timeout is not known"
     default_s = 600 if release("torch") >= (2, 2) else 1800
     name = "torch " + version("torch")
-    return f"{name} waits {default_s} s in an nccl group unless the job or its framework passes a timeout"
+    return f"{name} waits {default_s} s in a group of nccl alone unless the job or its framework passes a timeout"
 
 
 SHORT = "the others wait in the training group, whose timeout is half of what rank 0 needs"
