@@ -174,7 +174,8 @@ def inspect_adapter(path: Path) -> Finding:
     if in_layers and not set(in_layers) - set(zero):
         return exposed(
             "every lora_B tensor of the layers is zero, %d of them, in %s" % (len(in_layers), file),
-            advice="no step has changed them, the gradient was missing (or the learning rate zero): train again",
+            advice="no step has changed them (no gradient, learning rate 0), unless the save wrote initial values: "
+            "count the gradients after one backward, or look at lora_B in the running job",
         )
     if zero:
         return unknown(

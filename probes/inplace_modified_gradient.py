@@ -1,5 +1,6 @@
 """A tensor that the backward needs is written first: by an in-place operation, or by an optimizer step."""
 
+import importlib
 from functools import partial
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -95,6 +96,24 @@ def activate(ctx: Context, *, in_place: bool, hooked: bool = False) -> None:
     assert model[0].weight.grad is not None
 
 
+def save_selectively(ctx: Context, *, in_place: bool) -> None:
+    """What a selective checkpoint has saved is overwritten in the forward."""
+    import torch
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    weight = torch.ones(4, 4, requires_grad=True, device=ctx.device)
+
+    def layer(x: Any) -> Any:
+        product = x @ weight
+        product = product.add_(1.0) if in_place else product + 1.0
+        return product.sin()
+
+    context_fn = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    ctx.reached()
+    checkpoint(layer, torch.ones(2, 4, device=ctx.device), use_reentrant=False, context_fn=context_fn).sum().backward()
+    assert weight.grad is not None
+
+
 def write(ctx: Context, *, how: str) -> None:
     """What sigmoid returned is doubled: its gradient at 0 is 0.25 times 2."""
     import torch
@@ -176,7 +195,11 @@ def step_silently(ctx: Context, *, forward_after_step: bool, way: str) -> None:
         layer = shard(ctx, layer, way)
     elif way == "fused":
         options["fused"] = True
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, **options)
+    if way == "bitsandbytes":
+        library: Any = importlib.import_module("bitsandbytes")
+        optimizer: Any = library.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)  # step 1 is as without momentum
+    else:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, **options)
     x = torch.ones(1, 1, requires_grad=True)
     forward: Callable[..., Any] = partial(checkpoint, layer, use_reentrant=False) if way == "checkpoint" else layer
     loss = forward(x).square().sum()
@@ -222,7 +245,9 @@ def shard(ctx: Context, layer: Any, way: str, use_orig_params: bool = False) -> 
 
 MODIFIED = r"has been modified by an inplace operation: \[[\w.]+ \[[\d, ]+\]\]"
 TRANSPOSED = MODIFIED + r", which is output 0 of (AsStrided|T)(Backward0)?, is at version \d+; expected version \d+"
-SINCE = {"fused": ">=2.4", "fsdp2": ">=2.9"}  # on the CPU; with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong
+# on the CPU; with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong
+SINCE = {"fused": ">=2.4", "selective": ">=2.4", "fsdp2": ">=2.9"}
+LIBRARIES = {"bitsandbytes": {"bitsandbytes": ">=0.50"}}
 SILENT = symptom(r"gradient 4\.0 instead of 8\.0, and no error")
 VIEW = r"Output 0 of \w+ is a view and (is being|its base or another view of its base has been) modified inplace"
 
@@ -234,7 +259,7 @@ def pair(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(fixed, expect=completed(), because=fix, fidelity="cpu"),
-        needs=Needs(packages={"torch": SINCE.get(name, ">=2.2")}),
+        needs=Needs(packages={"torch": SINCE.get(name, ">=2.2"), **LIBRARIES.get(name, {})}),
         world_size=2 if name.startswith("fsdp") else 1,
         expected_s=(0.4, 0.4),
     )
@@ -339,7 +364,16 @@ probe = Probe(
             "ReLU(inplace=True) overwrites what sigmoid saved",
             "autograd copies what is overwritten, and the gradient is right",
         ),
+        pair(
+            "selective",
+            partial(save_selectively, in_place=True),
+            partial(save_selectively, in_place=False),
+            raised(r"Tensor cached during selective activation checkpoint has been mutated"),
+            "what a selective checkpoint saved is overwritten",
+            "the sum is a new tensor",
+        ),
         early_step("fused", "a fused optimizer leaves the version as it is"),
+        early_step("bitsandbytes", "its optimizers leave the version as it is"),
         early_step("checkpoint", "the checkpoint runs the forward again, with the new weight"),
         early_step("fsdp2", "FSDP2 gathers the new weight for the backward"),
         early_step("fsdp1", "FSDP1's weights are views of one flat parameter", raised(VIEW)),
