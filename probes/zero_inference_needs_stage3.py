@@ -1,0 +1,143 @@
+"""Evaluation without training asks for an engine without an optimizer, which ZeRO-1 and ZeRO-2 do not have."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, completed, raised
+
+STEPS = 4
+WORDS: List[int] = [1, 2, 3, 4]
+
+
+def settings(stage: int) -> Dict[str, Any]:
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {"zero_optimization": {"stage": stage}, **dict.fromkeys(auto, "auto")}
+
+
+def join(ctx: Context) -> Any:
+    from kb.cpu_arms import import_deepspeed
+
+    deepspeed = import_deepspeed()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
+    ctx.init_process_group(timeout_s=30)
+    return deepspeed
+
+
+def trainer(stage: Optional[int], **options: Any) -> Any:
+    """A Trainer with a tiny Llama; no stage means without DeepSpeed."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        deepspeed=None if stage is None else settings(stage),
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        report_to=[],
+        **options,
+    )
+    data = [{"input_ids": WORDS, "labels": WORDS}] * 8
+    return Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data, eval_dataset=data)
+
+
+def evaluate(ctx: Context, *, stage: Optional[int]) -> None:
+    """Evaluation alone."""
+    join(ctx)
+    model = trainer(stage)
+    ctx.reached()
+    assert model.evaluate()["eval_loss"] > 0
+
+
+def evaluate_and_train(ctx: Context, *, stage: int, evaluate_first: bool) -> None:
+    """A loss before the first step and one after the last: by a call, or by the Trainer itself."""
+    join(ctx)
+    on_start = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": STEPS}
+    model = trainer(stage, **({} if evaluate_first else on_start))
+    ctx.reached()
+    if evaluate_first:
+        model.evaluate()
+    model.train()
+    model.evaluate()
+    losses = [row["eval_loss"] for row in model.state.log_history if "eval_loss" in row]
+    assert model.state.global_step == STEPS, model.state.global_step
+    assert len(losses) == 3, losses  # before the first step, at the last one, and by the call after it
+
+
+def initialize(ctx: Context, *, stage: int) -> None:
+    """A loop of one's own, without an optimizer."""
+    deepspeed = join(ctx)
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    ctx.reached()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    with torch.no_grad():
+        assert engine(torch.ones(1, 2)).shape == (1, 2)
+
+
+ONLY_3 = raised(r"ValueError: ZeRO inference only makes sense with ZeRO Stage 3 - please adjust your config")
+NONE = raised(r"AttributeError: 'NoneType' object has no attribute 'backward'")
+REQUIRED = raised(r"AssertionError: zero stage 2 requires an optimizer")
+DS = {"torch": ">=2.1", "deepspeed": ">=0.14"}
+TRAINER = {**DS, "transformers": ">=4.46", "accelerate": ">=1.0"}
+
+
+def pair(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    because: str,
+    fix: str,
+    expect: Expect = ONLY_3,
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because, "cpu"),
+        treatment=Arm(works, completed(), fix, "cpu"),
+        world_size=1,
+        needs=Needs(packages=DS if expect is REQUIRED else TRAINER),
+        deadline_s=120,
+        expected_s=(8.0, 8.0),
+    )
+
+
+in_stage_2 = partial(evaluate, stage=2)
+around_training = partial(evaluate_and_train, stage=2)
+probe = Probe(
+    experiments=(
+        pair(
+            "initialize",
+            partial(initialize, stage=2),
+            partial(initialize, stage=0),
+            "an engine of ZeRO-2 without an optimizer",
+            "an engine of stage 0",
+            REQUIRED,
+        ),
+    ),
+    variants=(
+        pair("stage-3", in_stage_2, partial(evaluate, stage=3), "evaluate() alone, ZeRO-2", "the same with ZeRO-3"),
+        pair("without-deepspeed", in_stage_2, partial(evaluate, stage=None), "evaluate() alone, ZeRO-2", "without it"),
+        pair(
+            "on-start",
+            partial(around_training, evaluate_first=True),
+            partial(around_training, evaluate_first=False),
+            "evaluate() before train(), ZeRO-2",
+            "eval_on_start=True in the place of the first evaluate()",
+        ),
+        pair(
+            "stage-3-then-train",
+            partial(evaluate_and_train, stage=3, evaluate_first=True),
+            partial(evaluate_and_train, stage=3, evaluate_first=False),
+            "evaluate() before train(), ZeRO-3: the engine that evaluates is dropped, and training goes on with it",
+            "eval_on_start=True in the place of the first evaluate()",
+            NONE,
+        ),
+    ),
+)
