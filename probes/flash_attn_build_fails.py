@@ -169,13 +169,19 @@ def check(params: Mapping[str, Any]) -> Finding:
         told = "this torch is not a release of PyTorch's own: a wheel is chosen by its number, and then may not load"
         return unknown(*evidence, told, *memory(), advice="compile with FLASH_ATTENTION_FORCE_BUILD=TRUE and MAX_JOBS")
     abi = "TRUE" if tuple(map(int, version.groups())) >= (2, 7) else "TRUE-or-FALSE"
+    machine = platform.machine()
     # 2.8.3 has wheels for torch 2.4 to 2.8 and CUDA 12; a later release asks for cu13 where torch has it.
-    has_wheels = (2, 4) <= tuple(map(int, version.groups())) <= (2, 8) and cuda[1] == "12"
-    release = params["release"] or ("2.8.3" if has_wheels else "2.8.3.post2")
-    values = (release, cuda[1], torch, abi, python, python, platform.machine())
+    made = (2, 4) <= tuple(map(int, version.groups())) <= (2, 8) and cuda[1] == "12" and machine == "x86_64"
+    added = ADDED.get((torch, cuda[1])) if python == "312" else None
+    release = params["release"] or ("2.8.3" if made else added or "2.8.3.post2")
+    values = (release, cuda[1], torch, abi, python, python, machine)
     name = "flash_attn-%s+cu%storch%scxx11abi%s-cp%s-cp%s-linux_%s.whl" % values
     told = "the wheel for this torch is %s; whether the release has it was not asked" % name
     return unknown(*evidence, told, *memory(), advice="without that file nvcc compiles: mind MAX_JOBS")
+
+
+# wheels that the project added later, for Python 3.12 on x86_64 and aarch64: the torch and CUDA, and the release
+ADDED = {("2.8", "12"): "2.8.1", ("2.9", "12"): "2.8.3", ("2.10", "12"): "2.8.1", ("2.9", "13"): "2.8.1"}
 
 
 def memory() -> List[str]:
