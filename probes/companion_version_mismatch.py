@@ -177,6 +177,8 @@ PAIRS: Sequence[Tuple[str, str, str, str, str, str, str]] = (
     ("transformers", "4.52", "", "accelerate", "", "1.3.0", "argument 'keep_torch_compile'"),
     ("peft", "0.14.0", "", "transformers", "", "4.43.0", "import of EncoderDecoderCache"),
     ("peft", "0.16.0", "0.18.0", "transformers", "5.0.0", "", "import of HybridCache"),
+    ("peft", "0.16.0", "0.18.0", "transformers", "", "4.44.0", "import of HybridCache"),
+    ("peft", "0.18.0", "0.18.1", "transformers", "", "4.52.0", "No module named transformers.modeling_layers"),
     ("peft", "0.19.0", "0.20.0", "transformers", "5.6.0", "", "an adapter of a MoE model: 'distributed_operation'"),
     ("peft", "0.15.0", "", "accelerate", "", "0.32.0", "import of clear_device_cache"),
     ("peft", "0.5.0", "", "accelerate", "", "0.21.0", "import of is_npu_available"),
