@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Event, Lock
 from typing import Any, Protocol
 
@@ -33,19 +35,38 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedArms:
+    """The arms that experiments of one plan have in common: who asks first runs it, the others wait for the outcome."""
+
+    lock: Lock = field(default_factory=Lock)
+    outcomes: list[tuple[object, Future[ArmOutcome]]] = field(default_factory=list)
+
+    def run(self, what_runs: object, run: Callable[[], ArmOutcome]) -> ArmOutcome:
+        with self.lock:
+            known = next((outcome for ran, outcome in self.outcomes if ran == what_runs), None)
+            outcome = known or Future[ArmOutcome]()
+            if not known:
+                self.outcomes.append((what_runs, outcome))
+        if not known:
+            try:
+                outcome.set_result(run())
+            except BaseException as error:  # those who wait for it get the same
+                outcome.set_exception(error)
+        return outcome.result()
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRunner:
-    """Turns a plan into a report, in any thread. `outcomes` has what ran and how it ended: an arm that two experiments
-    share runs once.
-    """
+    """Turns a plan into a report, in any thread but those of `experiments`, which runs the experiments of all plans."""
 
     launcher: Launcher
+    experiments: Executor
     environment: Mapping[str, Any]
     repeat: int
     progress: Progress
     gpu_lock: Lock
     gpu_failure: Event
     stop: Event
-    outcomes: list[tuple[object, ArmOutcome]] = field(default_factory=list)
 
     def report(self, plan: Plan) -> Report:
         """Never raises: an error becomes the report's reason."""
@@ -85,7 +106,7 @@ class PlanRunner:
             return replace(
                 blank, check=finding, judgement=judge_check(finding, plan.skipped, is_asked=plan.has_settings)
             )
-        results = (*self._until_applicable(plan), *(self._run_experiment(plan, variant) for variant in plan.variants))
+        results = self._run_experiments(plan)
         counted = tuple(result for result in results if not result.is_refused) or results[:1]
         refused = tuple(
             (result.experiment.name, result.judgement.reason) for result in results if result not in counted
@@ -94,23 +115,33 @@ class PlanRunner:
             blank, check=finding, judgement=overall(counted), results=counted, skipped=plan.skipped + refused
         )
 
-    def _until_applicable(self, plan: Plan) -> Iterator[ExperimentResult]:
+    def _run_experiments(self, plan: Plan) -> tuple[ExperimentResult, ...]:
+        """In the order of the plan: the first that is applicable, then the variants. They run side by side."""
+        shared = SharedArms()
+        first = self.experiments.submit(self._until_applicable, plan, shared)
+        variants = [self.experiments.submit(self._run_experiment, plan, variant, shared) for variant in plan.variants]
+        everything: list[Future[Any]] = [first, *variants]
+        wait(everything)  # when one of them fails, none runs on
+        return (*first.result(), *(variant.result() for variant in variants))
+
+    def _until_applicable(self, plan: Plan, shared: SharedArms) -> list[ExperimentResult]:
         """From the strongest on, until one runs that does not raise `Unavailable`."""
+        results: list[ExperimentResult] = []
         for experiment in plan.runnable:
-            result = self._run_experiment(plan, experiment)
-            yield result
-            if not result.is_refused:
-                return
+            results.append(self._run_experiment(plan, experiment, shared))
+            if not results[-1].is_refused:
+                break
+        return results
 
-    def _run_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
-        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
+    def _run_experiment(self, plan: Plan, experiment: Experiment, shared: SharedArms) -> ExperimentResult:
+        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment, shared)
 
-    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment, shared: SharedArms) -> ExperimentResult:
         """As `_experiment`, one at a time, and none after one that left something on a GPU: it would prove nothing."""
         with self.gpu_lock:
             if self.gpu_failure.is_set():
                 raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
-            result = self._experiment(plan, experiment)
+            result = self._experiment(plan, experiment, shared)
             if result.leftovers:
                 self.gpu_failure.set()
             return result
@@ -125,7 +156,7 @@ class PlanRunner:
             self.progress.end(key)
         return finding
 
-    def _experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+    def _experiment(self, plan: Plan, experiment: Experiment, shared: SharedArms) -> ExperimentResult:
         """Run pairs of arms until the verdict is decided."""
         signatures = [
             signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT
@@ -133,8 +164,9 @@ class PlanRunner:
         patterns = [pattern for pattern in signatures if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
         while True:
-            control = self._arm(plan, experiment, "control", len(judgements))
-            treatment = self._arm(plan, experiment, "treatment", len(judgements))
+            control, treatment = (
+                self._arm(plan, experiment, name, len(judgements), shared) for name in ("control", "treatment")
+            )
             judgements.append(judge_in_time(experiment, control, treatment, patterns))
             if is_decided(judgements, experiment, self.repeat):
                 break
@@ -145,20 +177,13 @@ class PlanRunner:
             judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
-    def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
-        """Its outcome; in a first pair that is not stochastic, the outcome of an earlier arm that ran the same."""
-        if pair or experiment.stochastic:
-            return self._run_arm(plan, experiment, name, pair)
-        what_runs = plan.what_runs(experiment, name)
-        for ran, outcome in self.outcomes:
-            if ran == what_runs:
-                return outcome
-        outcome = self._run_arm(plan, experiment, name, pair)
-        self.outcomes.append((what_runs, outcome))
-        return outcome
+    def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int, shared: SharedArms) -> ArmOutcome:
+        """In a first pair that is not stochastic, the outcome of an arm of another experiment that runs the same."""
+        run = partial(self._run_arm, plan, experiment, name, pair)
+        return run() if pair or experiment.stochastic else shared.run(plan.what_runs(experiment, name), run)
 
     def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
-        key = f"{plan.entry.id} {name}"
+        key = f"{plan.entry.id} {experiment.name} {name}"
         self.progress.begin(key, f"{key}: {getattr(experiment, name).because}")
         before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -71,7 +71,8 @@ def verify(
     longest begins first: a long one at the end would leave the processors idle.
     """
     end = time.monotonic() + options.timeout_s if options.timeout_s else inf
-    worker = PlanRunner(launcher, environment, options.repeat, progress, Lock(), Event(), Event())
+    experiments = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-experiment")
+    worker = PlanRunner(launcher, experiments, environment, options.repeat, progress, Lock(), Event(), Event())
     pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
     planner = ThreadPoolExecutor(1, thread_name_prefix="kb-plan")
     unread = iter(plans)
@@ -113,7 +114,7 @@ def verify(
         worker.stop.set()
         if pending:
             launcher.close()
-        for executor in (planner, pool):
+        for executor in (planner, pool, experiments):
             executor.shutdown(wait=True, cancel_futures=True)
 
 
@@ -121,7 +122,7 @@ def _begin(plan: Plan, worker: PlanRunner, pool: ThreadPoolExecutor) -> Future[R
     """Call it in the thread that lives as long as the launcher: it may start the process that imports torch."""
     if plan.has_torch:
         worker.launcher.preload()
-    return pool.submit(replace(worker, outcomes=[]).report, plan)
+    return pool.submit(worker.report, plan)
 
 
 def _cut_by(end: float, options: RunOptions) -> Ending:
