@@ -90,7 +90,7 @@ def cast(ctx: Context, *, at_load: bool) -> None:
         raise Symptom("%d of 65536 packed values are others after the cast" % changed)
 
 
-def load(ctx: Context, **arguments: Any) -> Any:
+def load(ctx: Context, storage: str = "uint8", **arguments: Any) -> Any:
     """A model of two layers, saved, and loaded in 4-bit by transformers and bitsandbytes."""
     import torch
     from transformers import (  # type: ignore[import-not-found]
@@ -102,10 +102,12 @@ def load(ctx: Context, **arguments: Any) -> Any:
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(ctx.path("model"))
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=storage
+    )
     ctx.reached()
     model = AutoModelForCausalLM.from_pretrained(ctx.path("model"), quantization_config=quantization, **arguments)
-    assert model.model.layers[1].mlp.up_proj.weight.dtype == torch.uint8, "not quantized"
+    assert model.model.layers[1].mlp.up_proj.weight.dtype == getattr(torch, storage), "not quantized"
     return model
 
 
@@ -126,6 +128,23 @@ def dtype(ctx: Context, *, at_load: bool) -> None:
     if not at_load:
         model = model.to(torch.bfloat16)
     assert model.model.norm.weight.dtype == torch.bfloat16
+
+
+def wrap(ctx: Context, *, at_load: bool) -> None:
+    """A PeftModel has a `.to` of its own, which casts what the model inside it would refuse to cast."""
+    import torch
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+
+    model = load(ctx, "bfloat16", device_map={"": "cpu"}, **({"dtype": torch.float16} if at_load else {}))
+    layer = model.model.layers[1].mlp.up_proj
+    packed = layer.weight.detach().view(torch.uint8).clone()
+    wrapper = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    if not at_load:
+        wrapper.to(torch.float16)
+    assert model.model.norm.weight.dtype == torch.float16
+    changed = int((layer.weight.detach().view(torch.uint8) != packed).sum())
+    if changed:
+        raise Symptom("%d of %d packed bytes are others after the cast" % (changed, packed.numel()))
 
 
 MARKED = "a bitsandbytes model on two GPUs: a layer with the marks that its loader leaves, devices that exist by name"
@@ -218,6 +237,15 @@ probe = Probe(
             raised(CAST),
             ("the loaded model is cast", "from_pretrained gets the dtype"),
             LOADER,
+            seconds=8.0,
+        ),
+        pair(
+            "wrapper",
+            wrap,
+            "at_load",
+            symptom(r"\d+ of \d+ packed bytes are others after the cast"),
+            ("the PeftModel around the loaded model is cast", "from_pretrained gets the dtype"),
+            {**LOADER, "peft": ">=0.18"},
             seconds=8.0,
         ),
     ),
