@@ -142,11 +142,11 @@ def check(params: Mapping[str, Any]) -> Finding:
     if lacking:
         why = f"no {' and no '.join(lacking)}: the libraries of the driver were not mounted"
         return exposed(place, names, why, advice="apptainer --nv, or NVIDIA_DRIVER_CAPABILITIES=compute,utility")
-    refused = [name for name in nodes if not os.access(Path(ROOT, "dev", name), os.R_OK | os.W_OK)]
+    refused = [name for name in nodes if refuses(Path(ROOT, "dev", name))]
     if refused or not {"nvidiactl", "nvidia-uvm"} <= set(nodes):
         why = f"may not be opened: {', '.join(refused) or 'none'}; CUDA needs nvidiactl and nvidia-uvm as well"
-        return unknown(place, names, why, advice="run nvidia-smi here and on the host")
-    return clear(place, f"{names} may be opened, {' and '.join(DRIVER)} load")
+        return unknown(place, names, why, advice="run nvidia-smi here and on the host, or kb verify container-lost-gpu")
+    return clear(place, f"{names}: nvidiactl opens, the modes of the rest allow it; {' and '.join(DRIVER)} load")
 
 
 def check_host(host: List[str]) -> Finding:
@@ -183,6 +183,16 @@ def describe_host() -> List[str]:
     displays = [path for path in ROOT.glob("sys/bus/pci/devices/*") if read(path, "class").startswith("0x03")]
     cards = [card for card in displays if read(card, "vendor").strip() == "0x10de"]
     return lines + ([f"NVIDIA cards on the PCI bus: {len(cards)}"] if cards else [])
+
+
+def refuses(node: Path) -> bool:
+    """Whether a node may not be opened; of all only nvidiactl is opened, which starts no card."""
+    if node.name == "nvidiactl":
+        try:
+            os.close(os.open(node, os.O_RDWR))
+        except OSError:
+            return True
+    return not os.access(node, os.R_OK | os.W_OK)
 
 
 def read(folder: Path, name: str) -> str:

@@ -30,6 +30,9 @@ XIDS = {  # NVIDIA's catalogue: what the driver reports, and the first action
     143: ("GPU initialisation failed", "reset the GPU"),
     155: ("NVLink error seen by software", "reset the GPU"),
     158: ("fatal timeout", "reset the GPU"),
+    171: ("uncorrectable DRAM error", "drain and reset; counts on one GPU that grow: replace it"),
+    172: ("uncorrectable SRAM error", "drain and reset; counts on one GPU that grow: replace it"),
+    175: ("GSP firmware did not answer", "reset the GPU; a newer driver if it repeats"),
 }
 XIDS.update(dict.fromkeys(range(144, 151), ("NVLink error", "drain; Xid 154 says what the driver wants")))
 OF_PROGRAMS = {13, 31, 43, 69}  # a kernel of the program's own in most cases: see illegal-memory-access
@@ -71,7 +74,8 @@ def events(lines: List[str]) -> Tuple[List[str], List[str], List[str]]:
     ]
     advice = [f"Xid {code}: {XIDS[code][1]}" for code in sorted({code for code, _ in seen if code in XIDS})]
     recovery = {result[1]: result[2] for result in map(RECOVERY.search, lines) if result}
-    hardware += [f"Xid 154 on {gpu}: the driver asks for: {action}" for gpu, action in recovery.items()]
+    wanted = {gpu: f"Xid 154 on {gpu}: the driver asks for: {action}" for gpu, action in recovery.items()}
+    hardware += [text for gpu, text in wanted.items() if "IMEX" not in recovery[gpu]]
     if not hardware:
         hardware += [line.strip()[:160] for line in lines if LOST.search(line)][:3]
     for result in filter(None, map(SWITCH.search, lines)):
@@ -80,7 +84,7 @@ def events(lines: List[str]) -> Tuple[List[str], List[str], List[str]]:
     open_ones = [
         f"Xid {code} on {gpu}, {count} times" + ": a program's own fault in most cases" * (code in OF_PROGRAMS)
         for (code, gpu), count in others.items()
-    ]
+    ] + [text for gpu, text in wanted.items() if "IMEX" in recovery[gpu]]  # of the domain, not of this GPU
     return hardware, open_ones + [line.strip()[:160] for line in lines if SUSPECT.search(line)][:2], advice
 
 
@@ -95,13 +99,13 @@ def health(report: str) -> Tuple[List[str], List[str], int]:
         name, _, value = (part.strip() for part in line.partition(" : "))
         path = [*path[:depth], name, *[""] * 12][:12]
         where = " ".join(path)
-        if re.search(r"Volatile.*Uncorrectable", where) and value.isdigit() and int(value):
+        if re.search(r"Volatile.*(Uncorrectable|Double Bit)", where) and value.isdigit() and int(value):
             faults.append(f"{gpu}: {value} x {name} since the last reset")
         elif name == "Remapping Failure Occurred" and value == "Yes":
             faults.append(f"{gpu}: row remapping has failed, the GPU is to be replaced")
         elif name == "SRAM Threshold Exceeded" and value == "Yes":
             faults.append(f"{gpu}: SRAM errors above the threshold of NVIDIA's field diagnosis, ask for a replacement")
-        elif name == "GPU Recovery Action" and value not in ("None", "N/A", ""):
+        elif name == "GPU Recovery Action" and value not in ("None", "N/A", "") and "IMEX" not in value:
             faults.append(f"{gpu}: the driver asks for: {value}")
         elif "Remapped Rows" in where and name == "Pending" and value == "Yes":
             remarks.append(f"{gpu}: a row remap waits for the next reset; new work may run until then")
