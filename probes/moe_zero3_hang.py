@@ -189,7 +189,7 @@ def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None
 
 LEAVES_BY_DEFAULT = ("mixtral", "qwen2_moe", "qwen3_moe")  # DeepSpeed 0.18 and later, the classes of transformers
 PACKED = re.compile("gpt_oss|granitemoe|jetmoe|llama4|qwen3_vl_moe")  # one module has all experts, before 5 too
-ALL_EXPERTS = (4, 40), (4, 53)  # transformers, from and before: every expert of these models runs
+ALL_EXPERTS = {"mixtral": (4, 52), "qwen2_moe": (4, 52), "qwen3_moe": (4, 53)}  # from 4.40 to before it all experts run
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -221,7 +221,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return clear(evidence, installed, "DeepSpeed makes the expert blocks of this model leaf modules by itself")
     if not own_code and not transformers:
         return unknown(evidence, installed, "transformers releases differ in it", advice="run this in the job's Python")
-    if not own_code and kind in LEAVES_BY_DEFAULT and ALL_EXPERTS[0] <= transformers < ALL_EXPERTS[1]:
+    if not own_code and kind in ALL_EXPERTS and (4, 40) <= transformers < ALL_EXPERTS[kind]:
         return unknown(evidence, installed, "this release runs every expert of it; copies in other code may not")
     if not own_code and (transformers >= (5, 0) or PACKED.match(kind)):
         return unknown(evidence, installed, "transformers may pack the experts of this model: look for `experts.0`")
