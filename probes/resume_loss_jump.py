@@ -378,25 +378,28 @@ def use_accelerate(ctx: Context, *, prepared_first: bool) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
         os.environ.pop(name, None)
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(*((made := build()), make_optimizer(made)))
-    train(model, optimizer, make_scheduler(optimizer.optimizer), range(5))
+    model = build()
+    optimizer = make_optimizer(model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    train(model, optimizer, scheduler, range(5))
     accelerator.save_state(ctx.path("state"))
     weight = model.weight.detach().clone()
     accelerator.free_memory()
     model = build(seed=1)
     optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
     folder = ctx.path("state")
     ctx.reached()
     if prepared_first:
-        model, optimizer = accelerator.prepare(model, optimizer)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         accelerator.load_state(folder)
     else:
         accelerator.load_state(folder)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     states = len(optimizer.state_dict()["state"])
     if not torch.equal(model.weight, weight):
         raise Symptom("load_state returned, the weights are new and %d of 2 optimizer states are there" % states)
-    assert states == 2
+    assert states == 2 and scheduler.state_dict()["last_epoch"] == 5
 
 
 def check(params: Mapping[str, Any]) -> Finding:
