@@ -185,8 +185,8 @@ def check(_: Mapping[str, Any]) -> Finding:
     if shutil.which((compiler.split() or [""])[0]) is None:
         problems.append("no program %r, which is the C++ compiler here (CXX, else c++)" % compiler)
     release, of_host, limit = release_of(compiler), release_of(host), limit_of_nvcc()
-    if 0 < release < 9 or (release == 9 and installed("torch") >= (2, 13)):
-        problems.append("%s is release %d; torch 2.2.2 needs 9, torch 2.13 needs 10" % (compiler, release))
+    if 0 < release < 9 or (release == 9 and installed("torch") >= (2, 12)):
+        problems.append("%s is release %d; torch 2.2.2 needs 9, torch 2.12 needs 10" % (compiler, release))
     headers = [sysconfig.get_paths()["include"], *os.environ.get("CPATH", "").split(os.pathsep)]
     if not any(folder and os.path.exists(os.path.join(folder, "Python.h")) for folder in headers):
         problems.append("no Python.h in %s, nor in CPATH" % headers[0])
@@ -204,7 +204,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     if chosen or not limit or not of_host or not release:
         return unknown(evidence, "what nvcc would take is not known: its flags, gcc, or the header with its limit")
     if release == 9 or glibc() >= (2, 41):
-        return unknown(evidence, "gcc 9, or glibc 2.41 with a toolkit up to 12.9, may still be refused")
+        return unknown(evidence, "gcc 9, or glibc 2.41 with a toolkit up to 13.1, may still be refused")
     return clear(evidence, "%s is release %d, nvcc takes gcc up to %d" % (host, of_host, limit))
 
 

@@ -131,7 +131,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     except OSError as error:
         return unknown("torch/version.py cannot be read: %s" % error)
     values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *['\"]?([^'\"\n]*)['\"]?$", text, re.MULTILINE))
-    return judge(values, glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg") + glob.glob("/dev/nvhost-gpu"))
+    on_wsl = glob.glob("/dev/dxg") if glob.glob("/usr/lib/wsl/lib/libcuda.so*") else []  # /dev/dxg: any maker's GPU
+    return judge(values, glob.glob("/dev/nvidia[0-9]*") + on_wsl + glob.glob("/dev/nvhost-gpu"))
 
 
 def judge(values: Mapping[str, str], devices: List[str]) -> Finding:
