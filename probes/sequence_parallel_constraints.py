@@ -1,0 +1,382 @@
+"""A sequence that is divided over ranks: its length, its labels, its mean and its documents are those of the whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Tuple
+
+from kb.cpu_arms import import_deepspeed
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+LARGEST_CONFIG = 1 << 20  # bytes
+TOKENS, WORDS, WIDTH, HEADS = 16, 32, 16, 4
+IGNORED = -100
+
+
+def shifted(labels: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def exchange(x: Any, world: int, to_heads: bool) -> Any:
+    """Ulysses: from all heads of a chunk to all tokens of some heads, and back."""
+    import torch
+    from torch.distributed.nn.functional import all_to_all_single
+
+    if to_heads:
+        x = x.reshape(x.shape[0], world, -1, x.shape[-1]).transpose(0, 1).contiguous()
+        return all_to_all_single(torch.empty_like(x), x).flatten(0, 1)
+    x = x.reshape(world, -1, *x.shape[1:]).contiguous()
+    return all_to_all_single(torch.empty_like(x), x).transpose(0, 1).flatten(1, 2)
+
+
+def build(ctx: Context) -> Any:
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):  # type: ignore[misc]
+        """One layer of attention between an embedding and a head."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(4 * TOKENS, WIDTH)
+            self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
+
+        def forward(self, ids: Any, places: Any, mask: Any, world: int = 1) -> Any:
+            hidden = self.words(ids) + self.places(places)
+            q, k, v = (part.reshape(len(ids), HEADS, -1) for part in self.qkv(hidden).chunk(3, -1))
+            if world > 1:
+                q, k, v = (exchange(part, world, to_heads=True) for part in (q, k, v))
+            q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+            out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
+            if world > 1:
+                out = exchange(out, world, to_heads=False)
+            return self.head(hidden + out.reshape(len(ids), WIDTH))
+
+    torch.manual_seed(0)
+    return Model().to(ctx.device)
+
+
+def train(
+    ctx: Context,
+    *,
+    shift: str = "before the split",
+    mean: str = "over tokens",
+    see: str = "the own document",
+    prompt: int = 0,
+    second: int = TOKENS,
+) -> None:
+    """One backward, on one rank and on all ranks: loss and gradient must agree. A document may begin at `second`."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    dist = ctx.init_process_group(timeout_s=15)
+    model, world, rank = build(ctx), ctx.world_size, ctx.rank
+    ids = torch.randint(WORDS, (TOKENS,), device=ctx.device)
+    labels, places = ids.clone(), torch.arange(TOKENS, device=ctx.device)
+    labels[(places < prompt) | (places == second)] = IGNORED
+    mask = ((places[:, None] < second) == (places[None, :] < second)).tril()
+    right = cross_entropy(model(ids, places, mask), shifted(labels))
+    right.backward()
+    gradient = gradient_of(model)
+
+    if see == "everything before":
+        mask = torch.ones_like(mask).tril()
+    size = TOKENS // world
+    chunk = slice(size * rank, size * (rank + 1))
+    ctx.reached()
+    if shift == "before the split":
+        targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:][chunk]
+    else:
+        targets = shifted(labels[chunk])
+    logits = model(ids[chunk], places[chunk], mask, world)
+    if mean == "of ranks":
+        loss = cross_entropy(logits, targets) / world
+    else:
+        tokens = (targets != -100).sum()
+        dist.all_reduce(tokens)
+        loss = cross_entropy(logits, targets, reduction="sum") / tokens
+    if mean == "over tokens, not scaled":
+        loss.backward()
+    else:
+        (loss * world).backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world  # as DDP and FSDP do
+    found = gradient_of(model)
+    compare(float(loss), float(right), float((found - gradient).norm() / gradient.norm()))
+
+
+def gradient_of(model: Any) -> Any:
+    import torch
+
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+def compare(loss: float, right: float, off: float = 0.0) -> None:
+    if not abs(loss - right) < 1e-3:
+        raise Symptom("loss %.4f with sequence parallelism, %.4f without" % (loss, right))
+    if not off < 1e-3:
+        raise Symptom("the loss is right, the gradient is off by %.2f of that without sequence parallelism" % off)
+
+
+def load_balanced(ctx: Context, *, shift: str) -> None:
+    """torch's own split: each rank has a piece of the beginning and one of the end. A model without attention."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.functional import cross_entropy
+
+    dist = ctx.init_process_group(timeout_s=15)
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    torch.manual_seed(0)
+    table = torch.randn(WORDS, WORDS)
+    ids = torch.randperm(TOKENS)[None]
+    labels = ids.clone()
+    right = cross_entropy(table[ids[0]], shifted(labels)[0])
+    ctx.reached()
+    if shift == "before the split":
+        labels = shifted(labels).contiguous()
+    buffers = [ids, labels]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1], no_restore_buffers={ids, labels}):
+        targets = labels[0] if shift == "before the split" else shifted(labels)[0]
+        loss = cross_entropy(table[ids[0]], targets, reduction="sum")
+    tokens = (targets != IGNORED).sum()
+    dist.all_reduce(loss)
+    dist.all_reduce(tokens)
+    compare(float(loss / tokens), float(right))
+
+
+def ulysses(
+    ctx: Context,
+    *,
+    labels: str = "shift_labels",
+    length: int = TOKENS,
+    multiple: int = 1,
+    positions: bool = True,
+    packed: bool = False,
+    rows: int = 1,
+) -> None:
+    """A tiny Llama of transformers under DeepSpeed's Ulysses, with its loader."""
+    deepspeed = import_deepspeed()
+    import torch
+    from torch.nn.functional import pad
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+
+    dist = ctx.init_process_group(timeout_s=30)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
+    deepspeed.init_distributed(dist_backend="gloo")
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
+        UlyssesSPAttentionHF,
+        UlyssesSPDataLoaderAdapter,
+    )
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=WORDS, attn_implementation="sdpa", initializer_range=0.5, use_cache=False, **size)
+    model = LlamaForCausalLM(config)
+    halves = 2 if packed else 1
+    ids = torch.randint(WORDS, (rows, length))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    places = torch.arange(length // halves).repeat(halves).expand(rows, -1)
+    batch["labels"][places == 0] = IGNORED
+    right = float(model(**batch, position_ids=places).loss.detach())
+    extra = -length % multiple
+    batch = {key: pad(x, (0, extra), value=IGNORED if key == "labels" else 0) for key, x in batch.items()}
+    if positions:
+        batch["position_ids"] = torch.cat([places, torch.arange(length, length + extra).expand(rows, -1)], 1)
+    group = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", ctx.world_size, 1)
+    loader = UlyssesSPDataLoaderAdapter(
+        [batch], ctx.rank, group.get_sequence_parallel_group(), ctx.world_size, torch.device("cpu")
+    )
+    ctx.reached()
+    part = next(loader)
+    targets = part.pop("shift_labels")
+    given = {"labels": targets, "shift_labels": targets} if labels == "shift_labels" else {"labels": targets}
+    tokens = (targets != IGNORED).sum()
+    loss = model(**part, **given).loss.detach() * tokens
+    dist.all_reduce(loss)
+    dist.all_reduce(tokens)
+    compare(float(loss / tokens), right)
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Do the degrees divide the heads and the length, and can the layers be divided? Never clear: no loss is read."""
+    sp, cp, length = params["sp"] or 1, params["cp"] or 1, params["length"]
+    if params["sp"] is None and params["cp"] is None:
+        return unknown("no degree was given", advice="--set sp=8 --set length=32768 --set model_config=config.json")
+    if min(sp, cp) < 1 or (length is not None and length < 1):
+        return unknown("a degree or a length below 1")
+    found: List[str] = []
+    multiple = math.lcm(sp, 2 * cp if cp > 1 else 1)
+    if length is not None and length % multiple:
+        found.append("length %d is no multiple of %d" % (length, multiple))
+    if params["model_config"] is not None:
+        try:
+            found += of_model(params["model_config"], sp, cp)
+        except (OSError, ValueError, RecursionError) as error:
+            return unknown("%s cannot be read: %s" % (params["model_config"], error))
+    if found:
+        return exposed(*found, advice="see the Fix")
+    return unknown("labels, mean and documents show in a loss, not in a configuration", advice="compare two losses")
+
+
+def of_model(path: Path, sp: int, cp: int) -> List[str]:
+    """What of the model the degrees do not suit. Raises OSError, ValueError or RecursionError."""
+    if path.stat().st_size > LARGEST_CONFIG or not path.is_file():
+        raise ValueError("not a file, or larger than any config.json")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("not a mapping")
+    text = values.get("text_config")
+    both: Dict[str, Any] = {**values, **(text if isinstance(text, dict) else {})}
+    found = []
+    heads, kv_heads = both.get("num_attention_heads"), both.get("num_key_value_heads")
+    if type(heads) is int and heads > 0 and heads % sp:
+        found.append("%d heads by sp %d" % (heads, sp))
+    if type(kv_heads) is int and kv_heads > 0 and kv_heads % sp and sp % kv_heads:
+        found.append("%d key and value heads by sp %d" % (kv_heads, sp))
+    kinds = both.get("layer_types")
+    kinds = [str(kind)[:40] for kind in kinds] if isinstance(kinds, list) else []
+    if not kinds and both.get("sliding_window"):
+        kinds = ["sliding_attention"]
+    refused = {kind for kind in kinds if kind != "full_attention" and (cp > 1 or "linear_attention" in kind)}
+    if refused and max(sp, cp) > 1:
+        found.append("layers of %s" % ", ".join(sorted(refused)))
+    return found
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    change: Tuple[str, Any, Any],
+    because: str,
+    fix: str,
+    expect: Expect,
+    **given: Any,
+) -> Experiment:
+    """`change`: the keyword that differs, with its two values."""
+    key, wrong, right = change
+    library = job is ulysses
+    needs = {"torch": ">=2.6"} if job is load_balanced else {"torch": ">=2.1"}
+    if library:
+        needs.update(deepspeed=">=0.19", transformers=">=5.0")
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **given, **{key: wrong}), expect, because, "cpu"),
+        treatment=Arm(partial(job, **given, **{key: right}), completed(), fix, "cpu"),
+        needs=Needs(packages=needs),
+        deadline_s=120.0 if library else 40.0,
+        expected_s=(10.0, 10.0) if library else (1.5, 1.5),
+    )
+
+
+LOSS = symptom(r"loss \d+\.\d+ with sequence parallelism, \d+\.\d+ without")
+NAN = symptom(r"loss nan with sequence parallelism, \d+\.\d+ without")
+HALF = symptom(r"the loss is right, the gradient is off by 0\.50 of that without sequence parallelism")
+BEFORE = "before the split"
+shift = pair("shift", train, ("shift", "in each chunk", BEFORE), "labels shifted in each chunk", BEFORE, LOSS)
+probe = Probe(
+    check=check,
+    params={
+        "sp": Param("int", "Ulysses degree: sp_size, ulysses_sequence_parallel_size"),
+        "cp": Param("int", "degree of ring attention or context parallelism: cp_size"),
+        "length": Param("int", "tokens of a row, or what rows are padded to a multiple of"),
+        "model_config": Param("path", "config.json of the model: heads and layers"),
+    },
+    experiments=(shift.on_gpus(), shift),
+    variants=(
+        pair(
+            "load-balance",
+            load_balanced,
+            ("shift", "in each chunk", BEFORE),
+            "torch's split joins a piece of the beginning and one of the end, then the labels are shifted",
+            "shifted before it",
+            LOSS,
+        ),
+        pair("weights", train, ("mean", "of ranks", "over tokens"), "a mean of means", "by tokens", LOSS, prompt=5),
+        pair("prompt", train, ("mean", "of ranks", "over tokens"), "a chunk of prompt", "by tokens", NAN, prompt=9),
+        pair(
+            "gradient",
+            train,
+            ("mean", "over tokens, not scaled", "over tokens"),
+            "a loss that is summed over ranks, and gradients that are averaged",
+            "the loss times the number of ranks",
+            HALF,
+        ),
+        pair(
+            "documents",
+            train,
+            ("see", "everything before", "the own document"),
+            "two documents in a row, and the plain causal mask",
+            "the mask of documents",
+            LOSS,
+            second=5,
+        ),
+        pair(
+            "ulysses-shift",
+            ulysses,
+            ("labels", "labels", "shift_labels"),
+            "the shifted labels of the loader given as labels: the model shifts them again",
+            "given as shift_labels",
+            LOSS,
+        ),
+        pair(
+            "ulysses-length",
+            ulysses,
+            ("multiple", 1, 2),
+            "15 tokens",
+            "padded to 16",
+            raised(r"ValueError: batch's seqlen=15 isn't divisible by sp-size=2"),
+            length=15,
+        ),
+        pair(
+            "ulysses-positions",
+            ulysses,
+            ("positions", False, True),
+            "a collator without position ids",
+            "with them",
+            raised(r"ValueError: Ulysses SP requires `position_ids` in every dataloader batch"),
+        ),
+        pair(
+            "ulysses-packed",
+            ulysses,
+            ("packed", True, False),
+            "two documents in a row, sdpa; transformers alone keeps them apart",
+            "one document",
+            LOSS,
+        ),
+        pair(
+            "ulysses-rows",
+            ulysses,
+            ("rows", 2, 1),
+            "a batch of another size than was registered, as the last one can be",
+            "of the registered size",
+            raised(r"query input tensor does not match the required shape"),
+        ),
+    ),
+)
