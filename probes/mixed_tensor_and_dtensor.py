@@ -181,6 +181,28 @@ def step(ctx: Context, *, grouped: bool, names: Tuple[str, ...]) -> None:
     assert torch.allclose(model(ids).cpu(), plain(ids.cpu()), atol=1e-3)
 
 
+def optimize(ctx: Context, *, library: str) -> None:
+    """The step of a sharded model, by an optimizer that makes its state of plain tensors or of DTensors."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    model, _, mesh = start(ctx, "dp")
+    plain, ids = build(), torch.arange(10, device=ctx.device).view(2, 5)
+    fully_shard(model, mesh=mesh)
+    if library == "bitsandbytes":
+        from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
+
+        optimizer = AdamW8bit(model.parameters(), lr=0.1, min_8bit_size=1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(ids).square().mean().backward()
+    ctx.reached()
+    optimizer.step()
+    plain(ids.cpu()).square().mean().backward()
+    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    assert torch.allclose(model(ids).cpu(), plain(ids.cpu()), atol=1e-3)
+
+
 def load(ctx: Context, *, distributed: bool) -> None:
     """A whole state dict, as from a file, for a model that is sharded already."""
     import torch
@@ -288,7 +310,10 @@ def pair(
         name=name,
         control=Arm(control, expect=expect, because=because[0], fidelity="cpu"),
         treatment=Arm(treatment, expect=completed(), because=because[1], fidelity="cpu"),
-        needs=Needs(packages={"torch": torch, **dict.fromkeys(needs.split(), "")}, memory_mib=1536 if needs else 1024),
+        needs=Needs(
+            packages={"torch": torch, **dict(package.partition(":")[::2] for package in needs.split())},
+            memory_mib=1536 if needs else 1024,
+        ),
         expected_s=(3.0, 3.0) if needs else (0.4, 0.4),
     )
 
@@ -333,6 +358,16 @@ probe = Probe(
         pair("left-out", clipped, root, MIXED, "modules are in no unit", "a unit for the root"),
         pair("drift", unclipped, root, APART, "modules are in no unit", "a unit for the root"),
         pair("optimizer", tensor_parallel, grouped, MIXED, "the plan has gaps", "a group for each kind", torch=">=2.6"),
+        pair(
+            "bitsandbytes",
+            optimize,
+            ("library", "bitsandbytes", "torch"),
+            MIXED,
+            "the state of AdamW8bit is plain",
+            "the state of torch's AdamW follows the weights",
+            needs="bitsandbytes:>=0.50.2",  # older ones have no CPU form
+            torch=">=2.9",
+        ),
         pair(
             "meshes",
             both,
