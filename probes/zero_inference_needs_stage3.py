@@ -82,11 +82,53 @@ def initialize(ctx: Context, *, stage: int) -> None:
         assert engine(torch.ones(1, 2)).shape == (1, 2)
 
 
+def prepare(ctx: Context, *, together: bool) -> None:
+    """A loop of one's own with accelerate, which trains."""
+    join(ctx)
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs  # type: ignore[import-not-found]
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = {**settings(2), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ctx.reached()
+    if together:
+        engine, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        engine = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    before = engine.module.bias.detach().clone()
+    accelerator.backward(engine(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert (engine.module.bias < before).all()
+
+
+def train_twice(ctx: Context, *, anew: bool) -> None:
+    """Two trainings in one process."""
+    join(ctx)
+    model = trainer(2)
+    ctx.reached()
+    model.train()
+    if anew:
+        model = trainer(2)
+    model.train()
+    assert model.state.global_step == STEPS, model.state.global_step
+
+
 ONLY_3 = raised(r"ValueError: ZeRO inference only makes sense with ZeRO Stage 3 - please adjust your config")
 NONE = raised(r"AttributeError: 'NoneType' object has no attribute 'backward'")
 REQUIRED = raised(r"AssertionError: zero stage 2 requires an optimizer")
 DS = {"torch": ">=2.1", "deepspeed": ">=0.14"}
 TRAINER = {**DS, "transformers": ">=4.46", "accelerate": ">=1.0"}
+
+
+in_initialize = partial(initialize, stage=2)
+in_stage_2 = partial(evaluate, stage=2)
 
 
 def pair(
@@ -102,19 +144,18 @@ def pair(
         control=Arm(fails, expect, because, "cpu"),
         treatment=Arm(works, completed(), fix, "cpu"),
         world_size=1,
-        needs=Needs(packages=DS if expect is REQUIRED else TRAINER),
+        needs=Needs(packages=DS if fails is in_initialize else TRAINER),
         deadline_s=120,
         expected_s=(8.0, 8.0),
     )
 
 
-in_stage_2 = partial(evaluate, stage=2)
 around_training = partial(evaluate_and_train, stage=2)
 probe = Probe(
     experiments=(
         pair(
             "initialize",
-            partial(initialize, stage=2),
+            in_initialize,
             partial(initialize, stage=0),
             "an engine of ZeRO-2 without an optimizer",
             "an engine of stage 0",
@@ -137,6 +178,22 @@ probe = Probe(
             partial(evaluate_and_train, stage=3, evaluate_first=False),
             "evaluate() before train(), ZeRO-3: the engine that evaluates is dropped, and training goes on with it",
             "eval_on_start=True in the place of the first evaluate()",
+            NONE,
+        ),
+        pair(
+            "prepare",
+            partial(prepare, together=False),
+            partial(prepare, together=True),
+            "accelerate prepares the model without its optimizer, ZeRO-2",
+            "both in one call",
+            REQUIRED,
+        ),
+        pair(
+            "train-twice",
+            partial(train_twice, anew=False),
+            partial(train_twice, anew=True),
+            "a second train() of one Trainer, ZeRO-2",
+            "a Trainer and a model of its own for the second one",
             NONE,
         ),
     ),

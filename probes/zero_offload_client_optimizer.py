@@ -113,9 +113,12 @@ def train(ctx: Context, *, optimizer: str = "torch", config: Optional[Mapping[st
     elif optimizer == "deepspeed":
         client = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **ADAMW)
     ctx.reached()
-    engine = deepspeed.initialize(
+    engine, returned = deepspeed.initialize(
         model=model, optimizer=client, model_parameters=model.parameters(), config=settings(**(config or {}))
-    )[0]
+    )[:2]
+    assert engine.basic_optimizer.param_groups[0]["params"][0].dim() == 1  # a vector, whatever shapes the layers have
+    assert not isinstance(returned, torch.optim.Optimizer)  # which a scheduler of torch asks for
+    torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer, factor=1.0)
     assert torch.allclose(two_steps(engine), reference(torch.optim.AdamW, **ADAMW), atol=1e-5)
 
 
