@@ -262,7 +262,7 @@ def of_model(path: Path, sp: int, cp: int) -> List[str]:
         found.append("%d key and value heads by sp %d" % (kv_heads, sp))
     kinds = both.get("layer_types")
     kinds = [str(kind)[:40] for kind in kinds] if isinstance(kinds, list) else []
-    if not kinds and both.get("sliding_window"):
+    if not kinds and both.get("sliding_window") and both.get("use_sliding_window", True):
         kinds = ["sliding_attention"]
     refused = {kind for kind in kinds if kind != "full_attention" and (cp > 1 or "linear_attention" in kind)}
     if refused and max(sp, cp) > 1:
