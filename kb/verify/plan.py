@@ -12,7 +12,7 @@ from kb.errors import BadParameter, LaunchError, ProbeError
 from kb.harness.launcher import Launcher, Task
 from kb.machine.snapshot import MachineSnapshot
 from kb.patterns.redos import backtracking_risk
-from kb.probe import Experiment, Param, Probe
+from kb.probe import ARMS, Experiment, Param, Probe
 from kb.runtime.declaration import from_description
 from kb.verify.checks import failure_reason
 from kb.verify.requirements import free_gpus, unmet
@@ -98,6 +98,12 @@ class Plan:
     def what_runs(self, experiment: Experiment, arm_name: str) -> tuple[object, Task]:
         """Equal for arms of this plan that run the same and differ in words, or in what is expected of them."""
         return getattr(experiment, arm_name).job, replace(self.task(experiment, arm_name), experiment=0, arm="")
+
+    def first_like(self, experiment: Experiment, arm_name: str) -> tuple[Experiment, str]:
+        """The first arm of the plan that runs the same: the logs of what they share have its name."""
+        wanted = self.what_runs(experiment, arm_name)
+        arms = ((other, name) for other in self.experiments if not other.stochastic for name in ARMS)
+        return next((arm for arm in arms if self.what_runs(*arm) == wanted), (experiment, arm_name))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -178,9 +178,11 @@ class PlanRunner:
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int, shared: SharedArms) -> ArmOutcome:
-        """In a first pair that is not stochastic, the outcome of an arm of another experiment that runs the same."""
-        run = partial(self._run_arm, plan, experiment, name, pair)
-        return run() if pair or experiment.stochastic else shared.run(plan.what_runs(experiment, name), run)
+        """In a first pair that is not stochastic, the outcome of whatever arm of the plan runs the same."""
+        if pair or experiment.stochastic:
+            return self._run_arm(plan, experiment, name, pair)
+        first = partial(self._run_arm, plan, *plan.first_like(experiment, name), pair)
+        return shared.run(plan.what_runs(experiment, name), first)
 
     def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {experiment.name} {name}"

@@ -83,8 +83,12 @@ probe = Probe(
 """
 
 
-class Quiet:
-    def begin(self, key: str, text: str) -> None: ...
+class Begun(dict[str, str]):
+    """A progress that knows what has begun."""
+
+    def begin(self, key: str, text: str) -> None:
+        self[key] = text
+
     def end(self, key: str) -> None: ...
 
 
@@ -105,7 +109,7 @@ def test_of_the_plans_that_wait_the_longest_begins_first(tmp_path: Path, monkeyp
             probe_file = tmp_path / f"probe_{len(plans)}.py"
             probe_file.write_text(PROBE.format(seconds=0.0 if plans else 2.0, expected=expected))
             plans.append(make_plan(entry, probe_file, launcher, machine, {}))
-        result = verify(plans, launcher, {}, RunOptions(on_report=note), Quiet())
+        result = verify(plans, launcher, {}, RunOptions(on_report=note), Begun())
     ids = [plan.entry.id for plan in plans]
     assert {report.verdict for report in result.reports} == {Verdict.VERIFIED}
     assert seen == [ids[0], ids[2], ids[3], ids[1]]
@@ -114,20 +118,31 @@ def test_of_the_plans_that_wait_the_longest_begins_first(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_an_arm_that_experiments_share_runs_once(tmp_path: Path) -> None:
-    """The same function with the same arguments, defaults included, in the same environment."""
+    """The same function with the same arguments, defaults included, in the same environment: as the first that has it."""
     entry = next(iter(load_catalog((builtin_root(),))))
     probe_file, ran = tmp_path / "probe.py", tmp_path / "ran"
     probe_file.write_text(SHARED)
     with Launcher(Path(sys.executable)) as launcher:
         machine = snapshot.capture(Path(sys.executable))
         plan = make_plan(entry, probe_file, launcher, machine, {"ran": str(ran)})
-        once = verify([plan], launcher, {}, RunOptions(), Quiet()).reports[0]
+        once = verify([plan], launcher, {}, RunOptions(), begun := Begun()).reports[0]
         lines = ran.read_text().splitlines()
         ran.write_text("")
-        twice = verify([plan], launcher, {}, RunOptions(repeat=2), Quiet()).reports[0]
+        twice = verify([plan], launcher, {}, RunOptions(repeat=2), Begun()).reports[0]
     assert once.verdict is twice.verdict is Verdict.VERIFIED, once.to_json()
     assert [result.experiment.name for result in once.results] == [experiment.name for experiment in plan.experiments]
     assert sorted(lines) == sorted(
         ["bug False ", " False ", " True ", "other False ", "bug False elsewhere", " False elsewhere"]
     )
+    assert sorted(begun) == [
+        f"{entry.id} {name}"
+        for name in (
+            "first control",
+            "first treatment",
+            "other-cause control",
+            "other-environment control",
+            "other-environment treatment",
+            "same-control treatment",
+        )
+    ]
     assert len(ran.read_text().splitlines()) == len(lines) + 2 * len(plan.experiments)  # a second pair runs its own
