@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from kb.harness.launcher import Launcher
 from kb.harness.outcome import ArmOutcome
 from kb.machine import gpus
 from kb.patterns.redos import backtracking_risk
-from kb.probe import Experiment, Finding
+from kb.probe import ARMS, Experiment, Finding
 from kb.verify.bounded_judge import judge_in_time
 from kb.verify.checks import run_check
 from kb.verify.plan import Plan
@@ -57,7 +57,7 @@ class SharedArms:
 
 @dataclass(frozen=True, slots=True)
 class PlanRunner:
-    """Turns a plan into a report, in any thread but those of `experiments`, which runs the experiments of all plans."""
+    """Turns one plan into a report. The experiments of all plans run in the pool `experiments`: never call it there."""
 
     launcher: Launcher
     experiments: Executor
@@ -67,6 +67,7 @@ class PlanRunner:
     gpu_lock: Lock
     gpu_failure: Event
     stop: Event
+    shared: SharedArms = field(default_factory=SharedArms)
 
     def report(self, plan: Plan) -> Report:
         """Never raises: an error becomes the report's reason."""
@@ -106,7 +107,7 @@ class PlanRunner:
             return replace(
                 blank, check=finding, judgement=judge_check(finding, plan.skipped, is_asked=plan.has_settings)
             )
-        results = self._run_experiments(plan)
+        results = tuple(self._run_experiments(plan))
         counted = tuple(result for result in results if not result.is_refused) or results[:1]
         refused = tuple(
             (result.experiment.name, result.judgement.reason) for result in results if result not in counted
@@ -115,33 +116,31 @@ class PlanRunner:
             blank, check=finding, judgement=overall(counted), results=counted, skipped=plan.skipped + refused
         )
 
-    def _run_experiments(self, plan: Plan) -> tuple[ExperimentResult, ...]:
+    def _run_experiments(self, plan: Plan) -> list[ExperimentResult]:
         """In the order of the plan: the first that is applicable, then the variants. They run side by side."""
-        shared = SharedArms()
-        first = self.experiments.submit(self._until_applicable, plan, shared)
-        variants = [self.experiments.submit(self._run_experiment, plan, variant, shared) for variant in plan.variants]
-        everything: list[Future[Any]] = [first, *variants]
-        wait(everything)  # when one of them fails, none runs on
-        return (*first.result(), *(variant.result() for variant in variants))
+        tried = [plan.runnable, *((variant,) for variant in plan.variants)]
+        futures = [self.experiments.submit(self._until_applicable, plan, experiments) for experiments in tried]
+        wait(futures)  # when one of them fails, none runs on
+        return [result for future in futures for result in future.result()]
 
-    def _until_applicable(self, plan: Plan, shared: SharedArms) -> list[ExperimentResult]:
+    def _until_applicable(self, plan: Plan, experiments: Sequence[Experiment]) -> list[ExperimentResult]:
         """From the strongest on, until one runs that does not raise `Unavailable`."""
         results: list[ExperimentResult] = []
-        for experiment in plan.runnable:
-            results.append(self._run_experiment(plan, experiment, shared))
+        for experiment in experiments:
+            results.append(self._run_experiment(plan, experiment))
             if not results[-1].is_refused:
                 break
         return results
 
-    def _run_experiment(self, plan: Plan, experiment: Experiment, shared: SharedArms) -> ExperimentResult:
-        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment, shared)
+    def _run_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
+        return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
 
-    def _gpu_experiment(self, plan: Plan, experiment: Experiment, shared: SharedArms) -> ExperimentResult:
+    def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
         """As `_experiment`, one at a time, and none after one that left something on a GPU: it would prove nothing."""
         with self.gpu_lock:
             if self.gpu_failure.is_set():
                 raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
-            result = self._experiment(plan, experiment, shared)
+            result = self._experiment(plan, experiment)
             if result.leftovers:
                 self.gpu_failure.set()
             return result
@@ -156,7 +155,7 @@ class PlanRunner:
             self.progress.end(key)
         return finding
 
-    def _experiment(self, plan: Plan, experiment: Experiment, shared: SharedArms) -> ExperimentResult:
+    def _experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
         """Run pairs of arms until the verdict is decided."""
         signatures = [
             signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT
@@ -164,9 +163,7 @@ class PlanRunner:
         patterns = [pattern for pattern in signatures if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
         while True:
-            control, treatment = (
-                self._arm(plan, experiment, name, len(judgements), shared) for name in ("control", "treatment")
-            )
+            control, treatment = (self._arm(plan, experiment, name, len(judgements)) for name in ARMS)
             judgements.append(judge_in_time(experiment, control, treatment, patterns))
             if is_decided(judgements, experiment, self.repeat):
                 break
@@ -177,12 +174,12 @@ class PlanRunner:
             judgement = majority(judgements) or Judgement(Verdict.INCONCLUSIVE, "three runs ended in three ways")
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
-    def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int, shared: SharedArms) -> ArmOutcome:
+    def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         """In a first pair that is not stochastic, the outcome of whatever arm of the plan runs the same."""
         if pair or experiment.stochastic:
             return self._run_arm(plan, experiment, name, pair)
         first = partial(self._run_arm, plan, *plan.first_like(experiment, name), pair)
-        return shared.run(plan.what_runs(experiment, name), first)
+        return self.shared.run(plan.what_runs(experiment, name), first)
 
     def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {experiment.name} {name}"

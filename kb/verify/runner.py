@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -18,7 +18,7 @@ from typing import Any
 
 from kb.harness.launcher import Launcher
 from kb.verify.plan import Plan
-from kb.verify.plan_runner import PlanRunner, Progress
+from kb.verify.plan_runner import PlanRunner, Progress, SharedArms
 from kb.verify.report import Report
 
 TURN_S = 0.2  # so that signals are handled
@@ -122,7 +122,7 @@ def _begin(plan: Plan, worker: PlanRunner, pool: ThreadPoolExecutor) -> Future[R
     """Call it in the thread that lives as long as the launcher: it may start the process that imports torch."""
     if plan.has_torch:
         worker.launcher.preload()
-    return pool.submit(worker.report, plan)
+    return pool.submit(replace(worker, shared=SharedArms()).report, plan)
 
 
 def _cut_by(end: float, options: RunOptions) -> Ending:
