@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from functools import partial
@@ -26,8 +25,8 @@ from kb.probe import (
     symptom,
     unknown,
 )
+from kb.training_config import UnreadableConfig, read_config
 
-LARGEST_CONFIG = 1 << 20  # bytes
 TOKENS, WORDS, WIDTH, HEADS = 16, 32, 16, 4
 IGNORED = -100
 
@@ -238,20 +237,16 @@ def check(params: Mapping[str, Any]) -> Finding:
     if params["model_config"] is not None:
         try:
             found += of_model(params["model_config"], sp, cp)
-        except (OSError, ValueError, RecursionError) as error:
-            return unknown("%s cannot be read: %s" % (params["model_config"], error))
+        except UnreadableConfig as error:
+            return unknown(str(error))
     if found:
         return exposed(*found, advice="see the Fix")
     return unknown("labels, mean and documents show in a loss, not in a configuration", advice="compare two losses")
 
 
 def of_model(path: Path, sp: int, cp: int) -> List[str]:
-    """What of the model the degrees do not suit. Raises OSError, ValueError or RecursionError."""
-    if path.stat().st_size > LARGEST_CONFIG or not path.is_file():
-        raise ValueError("not a file, or larger than any config.json")
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError("not a mapping")
+    """What of the model the degrees do not suit. Raises `UnreadableConfig`."""
+    values = read_config(path).values
     text = values.get("text_config")
     both: Dict[str, Any] = {**values, **(text if isinstance(text, dict) else {})}
     found = []

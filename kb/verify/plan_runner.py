@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Event, Lock
+from threading import Event, Lock, Semaphore
 from typing import Any, Protocol
 
 from kb.content.catalog import file_digest
@@ -57,10 +57,10 @@ class SharedArms:
 
 @dataclass(frozen=True, slots=True)
 class PlanRunner:
-    """Turns one plan into a report. The experiments of all plans run in the pool `experiments`: never call it there."""
+    """Turns one plan into a report, in any thread. `slots` bounds the arms of all plans that run at a time."""
 
     launcher: Launcher
-    experiments: Executor
+    slots: Semaphore
     environment: Mapping[str, Any]
     repeat: int
     progress: Progress
@@ -119,9 +119,9 @@ class PlanRunner:
     def _run_experiments(self, plan: Plan) -> list[ExperimentResult]:
         """In the order of the plan: the first that is applicable, then the variants. They run side by side."""
         tried = [plan.runnable, *((variant,) for variant in plan.variants)]
-        futures = [self.experiments.submit(self._until_applicable, plan, experiments) for experiments in tried]
-        wait(futures)  # when one of them fails, none runs on
-        return [result for future in futures for result in future.result()]
+        with ThreadPoolExecutor(len(tried), "kb-experiment") as pool:  # when one of them fails, none runs on
+            results = pool.map(partial(self._until_applicable, plan), tried)
+            return [result for each in results for result in each]
 
     def _until_applicable(self, plan: Plan, experiments: Sequence[Experiment]) -> list[ExperimentResult]:
         """From the strongest on, until one runs that does not raise `Unavailable`."""
@@ -183,13 +183,14 @@ class PlanRunner:
 
     def _run_arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
         key = f"{plan.entry.id} {experiment.name} {name}"
-        self.progress.begin(key, f"{key}: {getattr(experiment, name).because}")
-        before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}
-        try:
-            label = f"{plan.entry.id}-{experiment.name}-{name}" + (f"-pair{pair + 1}" if pair else "")
-            outcome = self.launcher.run(plan.task(experiment, name), label)
-        finally:
-            self.progress.end(key)
+        label = f"{plan.entry.id}-{experiment.name}-{name}" + (f"-pair{pair + 1}" if pair else "")
+        with self.slots:
+            self.progress.begin(key, f"{key}: {getattr(experiment, name).because}")
+            before = gpus.used_memory(plan.gpus) if experiment.needs.gpus else {}
+            try:
+                outcome = self.launcher.run(plan.task(experiment, name), label)
+            finally:
+                self.progress.end(key)
         if before:
             outcome = replace(outcome, leftovers=(*outcome.leftovers, *gpus.not_released(before)))
         return outcome

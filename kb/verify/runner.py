@@ -13,7 +13,7 @@ from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from threading import Event, Lock
+from threading import Event, Lock, Semaphore
 from typing import Any
 
 from kb.harness.launcher import Launcher
@@ -71,8 +71,7 @@ def verify(
     longest begins first: a long one at the end would leave the processors idle.
     """
     end = time.monotonic() + options.timeout_s if options.timeout_s else inf
-    experiments = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-experiment")
-    worker = PlanRunner(launcher, experiments, environment, options.repeat, progress, Lock(), Event(), Event())
+    worker = PlanRunner(launcher, Semaphore(JOBS), environment, options.repeat, progress, Lock(), Event(), Event())
     pool = ThreadPoolExecutor(JOBS, thread_name_prefix="kb-verify")
     planner = ThreadPoolExecutor(1, thread_name_prefix="kb-plan")
     unread = iter(plans)
@@ -114,7 +113,7 @@ def verify(
         worker.stop.set()
         if pending:
             launcher.close()
-        for executor in (planner, pool, experiments):
+        for executor in (planner, pool):
             executor.shutdown(wait=True, cancel_futures=True)
 
 
