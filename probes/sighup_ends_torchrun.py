@@ -38,6 +38,8 @@ ACCELERATE_OPTIONS = "--multi_gpu --num_machines=1 --num_processes=2 --main_proc
 NO_HANDLER = "SIGTERM,SIGINT"
 # Terminals of these programs outlive the connection; the kernel keeps 15 characters of a name.
 KEEPERS = ("tmux", "screen", "zellij", "dtach", "abduco", "mosh-server")
+# As process 1 of a container these hand on what they get, and an attached `docker run` hands them its hang-up.
+FORWARDERS = ("tini", "docker-init", "podman-init", "dumb-init", "catatonit")
 LAUNCHERS = re.compile(r"(^|/)(torchrun|accelerate|torch\.distributed\.(run|launch)|accelerate\.commands\.launch)$")
 
 
@@ -199,11 +201,11 @@ def judge(process: int) -> Finding:
     if len(reactions) < 2:
         return unknown("/proc/%d/status does not say which signals it handles" % process)
     if reactions["SigIgn"]:
-        return ends_with_session(cgroup, "process %d ignores SIGHUP" % process)
+        return ends_with_session(process, cgroup, "process %d ignores SIGHUP" % process)
     how = "handles SIGHUP and then ends its workers" if reactions["SigCgt"] else "is ended by SIGHUP"
     what = "process %d %s" % (process, how)
     if not terminal:
-        return ends_with_session(cgroup, what, "it has no terminal that could hang up")
+        return ends_with_session(process, cgroup, what, "it has no terminal that could hang up")
     multiplexer = ancestor(parent, KEEPERS)
     if multiplexer:
         inside = "its terminal belongs to %s, and outlives the connection, not the closing of its window" % multiplexer
@@ -217,7 +219,7 @@ def judge(process: int) -> Finding:
     )
 
 
-def ends_with_session(cgroup: str, *evidence: str) -> Finding:
+def ends_with_session(process: int, cgroup: str, *evidence: str) -> Finding:
     session = re.search(r"session-[^/\s]+\.scope|user@\d+\.service", cgroup)
     if session:
         way = "with KillUserProcesses=yes" if session.group().startswith("session") else "without enable-linger"
@@ -232,6 +234,8 @@ def ends_with_session(cgroup: str, *evidence: str) -> Finding:
         return unknown(*evidence, "process 1 cannot be read: %s" % error)
     if numbers[3]:
         return unknown(*evidence, "process 1 (%s) has a terminal; with it the container ends, and all in it" % keeper)
+    if process == 1 or keeper in FORWARDERS:
+        return unknown(*evidence, "if `docker run` is attached, process 1 (%s) gets the hang-up of its client" % keeper)
     return clear(*evidence)
 
 
