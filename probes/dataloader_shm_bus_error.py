@@ -158,7 +158,7 @@ def check(params: Mapping[str, Any]) -> Finding:
             return exposed(*evidence, advice=advice)
         if need * (1 << 20) > 0.7 * free:
             return unknown(*evidence, "that leaves little: NCCL and other users of shared memory come on top")
-        return clear(*evidence, "what NCCL and other users of shared memory need comes on top")
+        return clear(*evidence, "for one loader: a second one, NCCL and other users of shared memory come on top")
     if size <= 64 << 20:
         return exposed(*evidence, "64 MiB is docker's default, a few batches of images", advice=advice)
     return unknown(*evidence, advice="--set batch_mib=N --set workers=N --set ranks=N, as in your job, does the sum")
