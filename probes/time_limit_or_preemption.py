@@ -323,7 +323,7 @@ probe = Probe(
         ),
         experiment(
             "usr1",
-            (USR1, partial(USR1, option="--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")),
+            (USR1, partial(USR1, option="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")),
             symptom("torchrun is gone, its worker trains on alone; its log: ''"),
             ("torchrun has no handler for USR1 and is ended by it", SAVES),
             needs=Needs(packages={"torch": ">=2.10"}),
