@@ -115,6 +115,7 @@ OTHERS = re.compile(r"\b(mpirun|mpiexec|prun|jsrun|pdsh|clush|ssh|parallel|xargs
 INDIRECT = re.compile(r"--(ntasks-per-(gpu|socket|core)|multi-prog|het-group)\b|\b(SLURM|SBATCH)_N[A-Z_]+=|\bset -- ")
 MORE = re.compile(r"[$`](?!\{?SLURM_\w+\}?$)")  # a word of srun's options that is expanded, and may hold any option
 UNREADABLE = -1
+SHELL_STEPS = (None, "4294967290", "-6")  # SLURM_STEP_ID of a batch script, and of the shell of salloc, a step as well
 NAMES = {"-N": "nodes", "-n": "ntasks", "--nodes": "nodes", "--ntasks": "ntasks", "--ntasks-per-node": "per_node"}
 
 
@@ -133,10 +134,11 @@ def judge_shell(variables: Mapping[str, str]) -> Finding:
     if tasks is None:
         return unknown("no number in SLURM_NTASKS here", advice="--set script=job.sh, or run this where the job starts")
     evidence = "SLURM_NTASKS=%s, SLURM_NTASKS_PER_NODE=%s" % (tasks, per_node)
-    if tasks > 1 and "SLURM_STEP_ID" not in variables:
+    in_shell = variables.get("SLURM_STEP_ID") in SHELL_STEPS
+    if tasks > 1 and in_shell:
         alone = "what is started here without srun is one process, and may take itself for one of %s" % tasks
         return exposed(evidence, alone, advice="srun in front; for one process only: ( unset ${!SLURM_@}; ... )")
-    if tasks < (per_node or 0) and "SLURM_STEP_ID" not in variables:  # a step may well have fewer
+    if tasks < (per_node or 0) and in_shell:  # a step may well have fewer
         return exposed(evidence, "--ntasks contradicts --ntasks-per-node", advice="remove --ntasks")
     return unknown(evidence, "how many processes the program expects cannot be seen", advice="--set script=job.sh")
 
@@ -191,7 +193,7 @@ def judge_script(text: str) -> Finding:
         advice = "srun -N $SLURM_NNODES -n $SLURM_NNODES --ntasks-per-node=1"
         return exposed(evidence, started, "a launcher is started once per node", advice=advice)
     if launches and "nodes" in asked:
-        return clear(evidence, started)
+        return clear(evidence, started, "options of the sbatch command line would change that")
     if tasks < nodes * asked.get("per_node", 1):
         return exposed(evidence, "--ntasks is less than nodes times --ntasks-per-node", advice="remove --ntasks")
     return unknown(evidence, started, "whether the program reads Slurm's variables, and for how many GPUs, is not seen")
