@@ -106,13 +106,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "the release of the driver cannot be read")
     if installed >= (0, 29) and tuple(map(int, re.findall(r"\d+", drivers[0])[:3])) >= (550, 40, 7):
         return clear(evidence)
-    if installed < (0, 26) and "CUDA_VISIBLE_DEVICES" in os.environ:
-        return unknown(evidence, "this release counts the GPUs that torch sees: CUDA_VISIBLE_DEVICES is set")
+    if installed < (0, 26) and ("CUDA_VISIBLE_DEVICES" in os.environ or len(set(names)) > 1):
+        return unknown(evidence, "this release counts the GPUs that torch sees, and looks at the name of the first")
     missing = [name for name in BOTH if name not in os.environ]
     if missing:
         remedy = "driver 550.40.07 or newer" + (", and accelerate 0.29 or newer" if installed < (0, 29) else "")
         return exposed(evidence, f"not set here: {', '.join(missing)}", advice=f"{remedy}; else both variables")
-    return clear(evidence, "both variables are set here")
+    return unknown(evidence, "both variables are set here; whether the launcher hands them to the job is not seen")
 
 
 def query(fields: str) -> List[Tuple[str, ...]]:
