@@ -74,7 +74,9 @@ def model_and_optimizer(ctx: Context) -> Tuple[Any, Any]:
 
 def compare(ctx: Context, weight: Any) -> None:
     """One step with the mean over all ranks and micro-batches."""
-    assert [round(value, 4) for value in weight.flatten().tolist()] == [0.5 - ctx.world_size, 0.0], weight
+    moved = [round(1.0 - value, 4) for value in weight.flatten().tolist()]
+    if moved != [0.5 + ctx.world_size, 1.0]:
+        raise Symptom("the step is %s instead of %s" % (moved, [0.5 + ctx.world_size, 1.0]))
 
 
 def train(ctx: Context, *, reduced_each_time: bool) -> None:
@@ -167,6 +169,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not found["accelerate"]:
         return unknown(*evidence, "whether a loop of your own calls engine.no_sync() cannot be seen here")
     if found["accelerate"] >= (1, 9):
+        if found["deepspeed"] < (0, 18, 3):
+            evidence.append("with stage 0 or 1 it enters no_sync, where this DeepSpeed does not divide the loss")
         return unknown(*evidence, "accelerate skips it for ZeRO-2 and ZeRO-3; a loop of your own may call the engine's")
     stages = "ZeRO-2 and ZeRO-3" if found["accelerate"] >= (1, 8) else "every stage"
     what = "accelerator.accumulate() with two or more processes enters no_sync, which fails for " + stages
@@ -207,6 +211,7 @@ def pair(
 
 TORCH = {"torch": ">=2.1"}
 ACCELERATE = {**DS, "accelerate": ">=1.9"}
+UNDIVIDED = symptom(r"the step is \[3\.5, 1\.5\] instead of \[2\.5, 1\.0\]")
 LOST = symptom(r"gradient 2\.0 instead of 2\.5: one micro-batch of the other rank is lost")
 BY_HAND = "ZeRO-2 without its assertion: each rank keeps its half of a gradient of two numbers"
 ENTERS = "accumulate() of accelerate up to 1.8.1 enters the engine's no_sync"
@@ -215,6 +220,7 @@ first_lost, all_reduced = (partial(partition, reduced_each_time=value) for value
 below_1_8 = partial(accumulate, older="1.7")
 below_1_9 = partial(accumulate, older="1.8")
 library = partial(pair, packages=ACCELERATE, stands_for=OLDER)
+divided = partial(library, packages={**ACCELERATE, "deepspeed": ">=0.18.3"})
 
 probe = Probe(
     check=check,
@@ -247,8 +253,17 @@ probe = Probe(
             ENTERS,
             "sync_each_batch=True keeps accumulate() from it",
         ),
-        library("stage-1", below_1_9, partial(below_1_9, stage=1), "stage 2 partitions gradients", "stage 1 does not"),
-        library(
+        divided("stage-1", below_1_9, partial(below_1_9, stage=1), "stage 2 partitions gradients", "stage 1 does not"),
+        pair(
+            "stage-1-loss",
+            partial(accumulate, stage=1),
+            partial(accumulate, stage=1, sync_each_batch=True),
+            "inside no_sync the loss is not divided",
+            "sync_each_batch=True: no micro-batch is inside",
+            UNDIVIDED,
+            {**ACCELERATE, "deepspeed": ">=0.16,<0.18.3"},
+        ),
+        divided(
             "stage-1-older",
             partial(below_1_8, stage=1),
             partial(below_1_9, stage=1),
