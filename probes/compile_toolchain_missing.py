@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional, Tuple
@@ -187,9 +188,12 @@ def check(_: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, message, advice="install g++, or set CXX")
     if not triton:
         return unknown(*evidence, advice="run this in the environment of the job")
-    if "-std=c++20" in cxx_text and not (2,) < release("torch")[:2] <= (2, 9):
-        message = "the inductor of torch 2.9.1 asks for C++17, that of 2.13 for C++20"
+    if "-std=c++20" in cxx_text and not (2,) < release("torch")[:2] <= (2, 11):
+        message = "the inductor of torch up to 2.11 asks for C++17, a newer one for C++20"
         return unknown(*evidence, message, advice="name a newer g++ in CXX, gcc 10 at least")
+    noexec = [folder for folder in cache_folders() if is_noexec(folder)]
+    if noexec:
+        return exposed(*evidence, f"{noexec[0]} is mounted noexec", advice="TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR")
     folders = driver_folders()
     if not folders:
         message = "no libcuda.so.1 where Triton looks; of an AMD GPU's library this check knows nothing"
@@ -234,6 +238,21 @@ def run(command: List[str], text: str = "") -> Any:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def cache_folders() -> List[str]:
+    """Where Triton and the inductor keep what they build and load."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    return [triton, os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()]
+
+
+def is_noexec(folder: str) -> bool:
+    """Whether nothing may be executed there; a folder that is still to come has the flags of the one above."""
+    for above in (Path(folder).absolute(), *Path(folder).absolute().parents):
+        if above.is_dir():
+            return bool(os.statvfs(above).f_flag & os.ST_NOEXEC)
+    return False
 
 
 def driver_folders() -> List[str]:
