@@ -1,0 +1,265 @@
+"""NumPy 2 beside a torch, or another package, that was compiled or written for NumPy 1."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+
+from kb.cpu_arms import pip_in
+from kb.packages import numbers, version
+from kb.probe import (
+    Arm,
+    Context,
+    Expect,
+    Experiment,
+    Finding,
+    Needs,
+    Probe,
+    Symptom,
+    Unavailable,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+NUMPY_1 = "numpy.core._multiarray_umath"  # what import_array() of its headers opens
+NUMPY_2 = "numpy._core._multiarray_umath"
+# NumPy 2 refuses its table of functions to what was compiled for NumPy 1; without the table it refuses everybody.
+REFUSE = (
+    "import importlib, numpy\n"
+    "core = '_core' if int(numpy.__version__.split('.')[0]) > 1 else 'core'\n"
+    "del importlib.import_module('numpy.%s._multiarray_umath' % core)._ARRAY_API\n"
+)
+HIDE = "import sys\nsys.modules['numpy'] = None\n"
+FORGET = (
+    "import sys, numpy, torch\n"
+    "numpy.__path__ = []\n"
+    "for name in [name for name in sys.modules if name.startswith('numpy._core')]: del sys.modules[name]\n"
+)
+READ = "import torch\nassert torch.ones(2).numpy().sum() == 2\n"
+BATCH = "import numpy, torch\nassert torch.as_tensor([numpy.float32(1)]).sum() == 1\n"
+DEADLINE_S = 0.8
+OLD = re.compile(rb"numpy\.core\.(?:_multiarray_umath|multiarray)\b")
+
+
+def start(code: str, *, path: str = "") -> None:
+    """A script in an interpreter of its own, where torch and NumPy start anew; its last line is what ended it."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    if path:
+        variables["PYTHONPATH"] = path
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    if ran.returncode:
+        raise Symptom(ran.stderr.strip().splitlines()[-1])
+
+
+def refuse_old_torch() -> None:
+    """Raises `Unavailable` where torch has no table of NumPy's functions, whatever an arm does: `pinned` runs there."""
+    if numbers(version("torch")) < (2, 3) and numbers(version("numpy")) >= (2,):
+        raise Unavailable("this torch is compiled for NumPy 1, and NumPy is %s" % version("numpy"))
+
+
+def convert(ctx: Context, *, before: str, code: str) -> None:
+    """A tensor becomes an array, or an array a tensor, after `before` has changed what NumPy gives torch."""
+    refuse_old_torch()
+    ctx.reached()
+    start(before + code)
+
+
+def downgrade(ctx: Context, *, pinned: bool) -> None:
+    """The torch and the NumPy of this environment; NumPy 1 in a folder of its own, from the index that pip asks."""
+    if pinned:
+        command = [*pip_in(sys.executable), "install", "--quiet", "--target", ctx.path("site"), "numpy<2"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if ran.returncode:
+            raise Unavailable("pip cannot install numpy<2: %s" % ran.stderr.strip()[-200:])
+    ctx.reached()
+    start(READ, path=ctx.path("site") if pinned else "")
+
+
+def import_array(ctx: Context, *, headers: str) -> None:
+    """The calls that these headers compile into an extension: a module, its table, the first function of that."""
+    import ctypes
+
+    importlib.import_module("numpy")
+    ctx.reached()
+    table = importlib.import_module(headers)._ARRAY_API
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    functions = ctypes.cast(pointer(table, None), ctypes.POINTER(ctypes.c_void_p))
+    abi = ctypes.CFUNCTYPE(ctypes.c_uint)(functions[0])()
+    assert abi == 0x2000000, hex(abi)
+
+
+def read_scalar(ctx: Context, *, attribute: str) -> None:
+    """Code that was written for NumPy 1 takes a type by its old name."""
+    numpy = importlib.import_module("numpy")
+    ctx.reached()
+    assert getattr(numpy, attribute)(0.5) == 0.5
+
+
+def load_elsewhere(ctx: Context, *, as_tensor: bool) -> None:
+    """A checkpoint with an array, or with a tensor in its place, is read where NumPy has no numpy._core."""
+    import torch
+
+    refuse_old_torch()
+    numpy = importlib.import_module("numpy")
+    state, path = numpy.arange(4), ctx.path("state.pt")
+    if as_tensor:
+        torch.save({"state": torch.from_numpy(state)}, path)
+    else:
+        torch.save({"state": state}, path)
+    ctx.reached()
+    start(FORGET + "assert torch.load(%r, weights_only=False)['state'].sum() == 6\n" % path)
+
+
+# --- the check -----------------------------------------------------------------------------------------------------
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    """Which compiled modules of this environment ask NumPy 2 for what only NumPy 1 has."""
+    said = version("numpy")
+    spec = find_spec("numpy")
+    if not said or spec is None or not spec.origin:
+        return exposed("NumPy is not installed in this interpreter: torch cannot make an array", advice="see Fix 2")
+    folder = Path(spec.origin).parent
+    try:
+        text = (folder / "version.py").read_text(errors="replace")
+    except OSError as error:
+        return unknown("%s cannot be read: %s" % (folder, error.strerror))
+    found = re.search(r"^(?:short_)?version *= *['\"]([^'\"]+)", text, re.MULTILINE)
+    if found and numbers(found.group(1)) != numbers(said):
+        return exposed("%s is NumPy %s, its metadata say %s" % (folder, found.group(1), said), advice="see Fix 3")
+    if numbers(said)[:1] < (2,):
+        return unknown("NumPy %s runs what was compiled for NumPy 1; what needs 2, an import shows" % said)
+    old, whole = old_modules(folder.parent)
+    if old:
+        return exposed("NumPy %s, and compiled for NumPy 1: %s" % (said, ", ".join(old)), advice="see Fix 1")
+    if not whole:
+        return unknown("%s holds more compiled modules than were read" % folder.parent)
+    return clear("NumPy %s: no compiled module in %s asks for NumPy 1" % (said, folder.parent))
+
+
+def old_modules(site: Path) -> Tuple[List[str], bool]:
+    """One module of each package that names only the module of NumPy 1, and whether all were read in time."""
+    end = time.monotonic() + DEADLINE_S
+    old: Dict[str, str] = {}
+    for path in compiled(site):
+        if time.monotonic() > end:
+            return list(old.values()), False
+        package = path.relative_to(site).parts[0]
+        if package in old:
+            continue
+        try:
+            code = path.read_bytes()
+        except OSError:
+            return list(old.values()), False
+        if b"numpy._core" not in code and OLD.search(code):
+            old[package] = str(path.relative_to(site))
+    return list(old.values()), True
+
+
+def compiled(site: Path) -> Iterator[Path]:
+    """torch's first, then the smaller ones of others; CUDA's libraries know nothing of NumPy."""
+    torch = site / "torch" / "lib" / "libtorch_python.so"
+    if torch.exists():
+        yield torch
+    for depth in ("*.so", "*/*.so", "*/*/*.so", "*/*/*/*.so"):
+        for path in sorted(site.glob(depth)):
+            if path.relative_to(site).parts[0] not in ("numpy", "torch", "nvidia", "triton"):
+                yield path
+
+
+# --- the experiments -----------------------------------------------------------------------------------------------
+
+OLD_TORCH = "a torch compiled for NumPy 1: the table of functions is taken from the NumPy of this environment"
+EXTENSION = "import_array() in an extension: its calls, made from Python"
+OLD_NUMPY = "NumPy before 1.26.4: the package numpy._core is hidden"
+NOT_AVAILABLE = "RuntimeError: Numpy is not available"
+NO_DTYPE = r"RuntimeError: Could not infer dtype of numpy\.float32"
+REMOVED = r"`np\.float_` was removed in the NumPy 2\.0 release"
+NO_CORE = r"ModuleNotFoundError: No module named 'numpy\._core"
+COMPILED = r"A module that was compiled using NumPy 1\.x cannot be run in"
+TORCH = {"torch": ">=2.1", "numpy": ">=1.24"}
+ABOVE_1 = {"numpy": ">=2"}
+
+
+def pair(
+    name: str,
+    job: Callable[..., None],
+    texts: Tuple[Expect, str, str],
+    packages: Mapping[str, str] = TORCH,
+    stands_for: str = "",
+    **keyword: Any,
+) -> Experiment:
+    """`texts` are how the control arm ends, and what each arm does; `keyword` is what differs between them."""
+    (word, (fails, works)), *_ = keyword.items()
+    expect, because, fix = texts
+    grade: Dict[str, Any] = {"fidelity": "stand-in" if stands_for else "cpu", "stands_for": stands_for}
+    return Experiment(
+        name,
+        control=Arm(partial(job, **{word: fails}), expect, because=because, **grade),
+        treatment=Arm(partial(job, **{word: works}), completed(), because=fix, **grade),
+        world_size=1,
+        needs=Needs(packages=packages),
+        deadline_s=60,
+        expected_s=(2.0, 2.0),
+    )
+
+
+REFUSED = "NumPy refuses torch its table of functions"
+SERVED = "NumPy gives it, as NumPy 1 does to a torch below 2.3 and NumPy 2 to a newer one"
+WITHOUT = (symptom(NOT_AVAILABLE), "NumPy cannot be imported", "NumPy is there")
+read, load = partial(convert, code=READ), partial(convert, code=BATCH)
+
+probe = Probe(
+    check=check,
+    experiments=(
+        pair(
+            "pinned",
+            downgrade,
+            (symptom(NOT_AVAILABLE), "torch below 2.3 with NumPy 2", "the same torch with numpy<2"),
+            {"torch": "<2.3", "numpy": ">=2"},
+            pinned=(False, True),
+        ),
+        pair("torch", read, (symptom(NOT_AVAILABLE), REFUSED, SERVED), TORCH, OLD_TORCH, before=(REFUSE, "")),
+    ),
+    variants=(
+        pair("scalar", load, (symptom(NO_DTYPE), REFUSED, SERVED), TORCH, OLD_TORCH, before=(REFUSE, "")),
+        pair("absent", read, WITHOUT, before=(HIDE, "")),
+        pair(
+            "extension",
+            import_array,
+            (raised(COMPILED), "an extension with the headers of NumPy 1", "one with those of NumPy 2"),
+            ABOVE_1,
+            EXTENSION,
+            headers=(NUMPY_1, NUMPY_2),
+        ),
+        pair(
+            "removed-name",
+            read_scalar,
+            (raised(REMOVED), "code with a name of NumPy 1", "the name that both have"),
+            ABOVE_1,
+            attribute=("float_", "float64"),
+        ),
+        pair(
+            "checkpoint",
+            load_elsewhere,
+            (symptom(NO_CORE), "an array that NumPy 2 saved is read by NumPy 1", "a tensor was saved in its place"),
+            {"torch": ">=2.1", "numpy": ">=2"},
+            OLD_NUMPY,
+            as_tensor=(False, True),
+        ),
+    ),
+)
