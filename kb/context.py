@@ -43,7 +43,8 @@ class Context:
         """Join the default process group through a FileStore and return `torch.distributed`.
 
         `timeout_s` is torch's collective timeout. A FileStore, because TCPStore stalled in some starts
-        for reasons unrelated to the incident; only probes about the store use TCPStore.
+        for reasons unrelated to the incident; only probes about the store use TCPStore. MASTER_ADDR and MASTER_PORT
+        are set, as accelerate, DeepSpeed and Lightning ask for them before they see that the group exists.
         """
         import torch.distributed as dist
 
@@ -59,6 +60,8 @@ class Context:
             timeout=timedelta(seconds=timeout_s),
             **options,
         )
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "1")
         return dist
 
     def reached(self) -> None:

@@ -23,9 +23,9 @@ from kb.probe import (
     raised,
     unknown,
 )
+from kb.training_config import UnreadableConfig, read_config
 
 MICRO, RANKS = 2, 7  # OpenRLHF issue 346: one of eight GPUs was out of order
-LARGEST_CONFIG = 1 << 20  # bytes
 MOST_RANKS = 4096  # world sizes that are tried when others are suggested
 KEYS = {
     "train_batch_size": "train_batch_size",
@@ -131,17 +131,11 @@ def check(params: Mapping[str, Any]) -> Finding:
 def _merge_config(path: Any, given: Mapping[str, Optional[int]]) -> Any:
     """Values of the JSON with "auto" filled from the given ones, as the Trainer does; a Finding when that fails."""
     try:
-        if not path.is_file():
-            return unknown("%s is not a file" % path)
-        if path.stat().st_size > LARGEST_CONFIG:
-            return unknown("%s is larger than any DeepSpeed configuration" % path)
-        config = json.loads(path.read_text())
-    except OSError as error:
-        return unknown("%s cannot be read: %s" % (path, error.strerror))
-    except (ValueError, RecursionError) as error:
-        return unknown("%s is not plain JSON (DeepSpeed itself reads HJSON): %s" % (path, str(error)[:200]))
-    if not isinstance(config, dict):
-        return unknown("%s holds no JSON object" % path)
+        kind, config = read_config(path)
+    except UnreadableConfig as error:
+        return unknown(str(error))
+    if config and kind != "deepspeed":
+        return unknown("%s is no DeepSpeed configuration" % path, advice="--set config=ds_config.json")
     elasticity = config.get("elasticity")
     if isinstance(elasticity, dict) and elasticity.get("enabled"):
         return unknown("elasticity: DeepSpeed up to 0.19.7 computes the batch sizes itself, 0.19.8 refuses the section")

@@ -227,7 +227,6 @@ def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
     """A Trainer of two ranks with a callback that deletes a checkpoint once a newer one is saved."""
     ctx.init_process_group(timeout_s=30)
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", LOCAL_RANK=str(ctx.rank), LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate wants them; the group is there already
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments  # type: ignore[import-not-found]

@@ -1,6 +1,5 @@
 """Which samples each rank gets: of 32, with two ranks, 16 each and none twice."""
 
-import os
 import random
 from functools import partial
 from itertools import islice
@@ -113,7 +112,6 @@ def prepare(ctx: Context, *, way: str) -> None:
     from torch.utils.data import DataLoader, DistributedSampler
 
     dist = ctx.init_process_group(timeout_s=10)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     options = {}
     if way.endswith("seed"):
         from accelerate.utils import DataLoaderConfiguration  # type: ignore[import-not-found]

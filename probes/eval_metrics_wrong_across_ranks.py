@@ -17,7 +17,6 @@ def make(ctx: Context, samples: int = 5) -> Tuple[Any, Any, Any, Any]:
     import torch
 
     dist = ctx.init_process_group(timeout_s=15)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kb")
     model = torch.nn.Embedding.from_pretrained(torch.tensor([[0.0, score] for score in SCORES[:samples]]), freeze=False)
     dataset = torch.utils.data.TensorDataset(torch.arange(samples), torch.tensor(LABELS[:samples]))

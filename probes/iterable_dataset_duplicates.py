@@ -119,7 +119,6 @@ def prepared(ctx: Context, *, by: Tuple[str, ...]) -> None:
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     ctx.init_process_group(timeout_s=15)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     accelerator = Accelerator(cpu=True)
     loader = load(make_stream(by, ctx.rank, ctx.world_size), batch_size=2)
     ctx.reached()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -276,7 +275,6 @@ def log_with_accelerate(ctx: Context, *, trl: str) -> None:
     import torch
 
     ctx.init_process_group(timeout_s=60)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     importlib.import_module("accelerate").PartialState(cpu=True)
     gather = importlib.import_module("accelerate.utils").gather
     logits = torch.full((2, LENGTH[ctx.rank], 8), ctx.rank + 1.0)

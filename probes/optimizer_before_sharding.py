@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any, Callable, List
 
@@ -164,7 +163,6 @@ def accelerated(ctx: Context, *, use_orig_params: Any = False, late: bool = Fals
     import torch
 
     ctx.init_process_group(timeout_s=30)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-not-found]
     from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-not-found]
     from accelerate.utils import DistributedType  # type: ignore[import-not-found]

@@ -119,7 +119,6 @@ def restart_nodes(ctx: Context, *, saves_on_each: bool) -> None:
     """Two nodes of one process, each with a disk of its own."""
     ctx.init_process_group(timeout_s=30)
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate wants them; the group is there already
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else cpu:0, which older Trainers hand to torch.load
     output_dir = ctx.path("disk-of-node-%d" % ctx.rank)
     build_trainer(output_dir, 3, save_on_each_node=saves_on_each)[0].train()

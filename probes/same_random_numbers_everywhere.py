@@ -149,7 +149,6 @@ def split_model(ctx: Context, *, seed: str) -> None:
 def accelerated(ctx: Context, *, specific: bool = True, generator: str = "") -> None:
     """accelerate on two ranks: what its set_seed does, or its `prepare` with the generator of a loader."""
     ctx.init_process_group(timeout_s=30)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import set_seed  # type: ignore[import-not-found]
@@ -172,7 +171,6 @@ def fit(ctx: Context, *, callback: bool) -> None:
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     ctx.init_process_group(timeout_s=60)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed  # type: ignore[import-not-found]
 

@@ -172,7 +172,6 @@ def prepare(ctx: Context, **options: Any) -> Any:
     """accelerate's loader: of this rank, or of a job that has only one."""
     if ctx.world_size > 1:
         ctx.init_process_group(timeout_s=15)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     else:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)

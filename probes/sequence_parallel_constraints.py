@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Tuple
@@ -187,7 +186,6 @@ def ulysses(
     from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
 
     dist = ctx.init_process_group(timeout_s=30)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     deepspeed.init_distributed(dist_backend="gloo")
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
         UlyssesSPAttentionHF,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from functools import partial
 from typing import Any, List, Mapping
 
@@ -112,7 +111,6 @@ def train_on(ctx: Context, *, momentum: float) -> None:
 def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
     """accelerate, groups of two batches, as many batches as the shortest rank has: the third is the last of rank 1."""
     dist = ctx.init_process_group(timeout_s=2)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin  # type: ignore[import-not-found]

@@ -45,12 +45,10 @@ def read(ctx: Context, *, unwrapped: bool, wrapped: bool) -> None:
 
 def read_prepared(ctx: Context, *, unwrapped: bool) -> None:
     """The same behind accelerate's prepare."""
-    import os
 
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     ctx.init_process_group(timeout_s=10)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare_model(build(ctx))
     ctx.reached()

@@ -22,7 +22,6 @@ def join(ctx: Context) -> Any:
     from kb.cpu_arms import import_deepspeed
 
     deepspeed = import_deepspeed()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     ctx.init_process_group(timeout_s=30)
     return deepspeed
 

@@ -41,7 +41,6 @@ def import_deepspeed(ctx: Context, *, op: bool = False) -> Any:
     from kb import cpu_arms
 
     deepspeed = cpu_arms.import_deepspeed()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     ctx.init_process_group(timeout_s=20)
     if op:
         import deepspeed.ops.adam.cpu_adam as cpu_adam  # type: ignore[import-not-found]
