@@ -55,10 +55,12 @@ def count_ranks(ctx: Context, dist: Any, group: Any = None) -> None:
 
 def train(ctx: Context, *, asks_build: bool) -> None:
     """The first lines of a rank; one asks for nccl, the other whether this build has it."""
+    import torch
+
     dist = without_nccl(ctx)
     backend = "nccl"
     if asks_build:
-        backend = "nccl" if dist.is_nccl_available() else "gloo"
+        backend = "nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
     join(ctx, dist, backend)
     count_ranks(ctx, dist)
 
@@ -71,7 +73,7 @@ def train_with_gpu(ctx: Context, *, asks_build: bool) -> None:
     with patch.object(torch.cuda, "is_available", lambda: True):
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if asks_build:
-            backend = "nccl" if dist.is_nccl_available() else "gloo"
+            backend = "nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
     join(ctx, dist, backend)
     count_ranks(ctx, dist)
 
