@@ -17,8 +17,10 @@ def build(ctx: Context) -> Any:
     return model
 
 
-def train(ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on", fused: bool = False) -> None:
-    """One step of mixed precision with a learning rate of 1e-4, and a gradient of about 1."""
+def train(
+    ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on", fused: bool = False, adam: bool = False
+) -> None:
+    """One step of mixed precision with a learning rate of 1e-4, and a gradient of about 1, for AdamW of 1e-4."""
     import torch
 
     model = build(ctx)
@@ -27,7 +29,8 @@ def train(ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on"
             if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
                 p.data = p.data.float()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=1e-4, **({"fused": True} if fused else {}))
+    how: Any = torch.optim.AdamW if adam else torch.optim.SGD
+    optimizer = how(trainable, lr=1e-4, **({"fused": True} if fused else {}))
     amp: Any = torch.amp.GradScaler(ctx.device.type, init_scale=64.0, enabled=scaler != "off")
     if scaler == "patched":
         unscale = amp._unscale_grads_
@@ -36,7 +39,7 @@ def train(ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on"
     ctx.reached()
     with torch.autocast(ctx.device.type, dtype=torch.float16):
         hidden = model[0](batch)
-        loss = (model[1](hidden * 0 + 1)).float().sum() / 3
+        loss = (model[1](hidden * 0 + 1)).float().sum() / (3e4 if adam else 3)
     amp.scale(loss).backward()
     if clips:
         amp.unscale_(optimizer)
@@ -44,6 +47,8 @@ def train(ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on"
     amp.step(optimizer)
     amp.update()
     assert model[0].weight.dtype == torch.float16, "the frozen layer stays in half precision"
+    if not model[1].weight.isfinite().all():
+        raise Symptom("%d of 8 weights are infinite after a step" % int(model[1].weight.isinf().sum()))
     changed = int((model[1].weight != 1).sum())
     if changed < 8:
         raise Symptom("%d of 8 weights changed in a step" % changed)
@@ -90,7 +95,10 @@ def step_without(ctx: Context, *, fixed: bool, how: str) -> None:
     ctx.reached()
     if how == "zeroed" and fixed:
         optimizer.zero_grad()
-    scaler.scale(used(torch.ones(3, 4, device=ctx.device)).sum()).backward()
+    loss = used(torch.ones(3, 4, device=ctx.device)).sum()
+    if how == "detached" and not fixed:
+        loss = loss.detach().requires_grad_()
+    scaler.scale(loss).backward()
     if how == "zeroed" and not fixed:
         optimizer.zero_grad()
     if how == "idle" and fixed:
@@ -140,6 +148,13 @@ probe = Probe(
             "the scaler is patched to allow float16, and the weights round the update away",
         ),
         pair(
+            "patched-adam",
+            partial(train, scaler="patched", adam=True),
+            "float32",
+            symptom(r"8 of 8 weights are infinite after a step"),
+            "the scaler is patched to allow float16, where the eps of AdamW is 0",
+        ),
+        pair(
             "no-scaler",
             partial(train, scaler="off"),
             "float32",
@@ -184,6 +199,14 @@ probe = Probe(
             NOTHING,
             "the second of two optimizers steps in an iteration that does not use its model",
             "only an optimizer with a gradient steps",
+        ),
+        pair(
+            "detached",
+            partial(step_without, how="detached"),
+            "fixed",
+            NOTHING,
+            "the loss is a new leaf",
+            "the loss depends on the model",
         ),
     ),
 )
