@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,8 @@ from kb.probe import (
     symptom,
     unknown,
 )
+from kb.training_config import UnreadableConfig, read_config
 
-LARGEST_CONFIG = 1 << 20  # bytes
 LARGEST_DEGREE = 4096
 TEXT = ("text_config", "llm_config")
 OTHER_COUNTS = r"heads$|_groups$|intermediate_size|ffn_hidden_size"  # of other layers, in names of config.json
@@ -121,8 +120,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if params["model_config"] is not None:
         try:
             counts, uncompared = read_counts(params["model_config"])
-        except (OSError, ValueError, RecursionError) as error:
-            return unknown("%s cannot be read: %s" % (params["model_config"], error))
+        except UnreadableConfig as error:
+            return unknown(str(error))
     counts.update({name: params[name] for name in (*COUNTS, "world_size") if params.get(name) is not None})
     if any(count < 1 for count in counts.values()):
         return unknown("a count below 1: %s" % counts)
@@ -173,12 +172,8 @@ def fitting(heads: Optional[int], kv_heads: Optional[int]) -> str:
 
 
 def read_counts(path: Path) -> Tuple[Dict[str, int], List[str]]:
-    """Counts by name, and what else the degrees cut. Raises OSError, ValueError or RecursionError."""
-    if path.stat().st_size > LARGEST_CONFIG or not path.is_file():
-        raise ValueError("not a file, or larger than any config.json")
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError("not a mapping")
+    """Counts by name, and what else the degrees cut. Raises `UnreadableConfig`."""
+    values = read_config(path).values
     text: Dict[str, Any] = next((values[key] for key in TEXT if isinstance(values.get(key), dict)), {})
     both = {**values, **text}
     found = {
