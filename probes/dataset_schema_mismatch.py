@@ -120,6 +120,34 @@ def load_calls(ctx: Context, *, free: bool) -> None:
         rows = [json.loads(line) for path in paths for line in open(path) if line.strip()]
         features = Features.from_arrow_schema(pa.schema(list(pa.array(rows).type)))
     table = load_dataset("json", data_files=paths, split="train", features=features)
+    compare_calls(table)
+
+
+@cause_raised()
+def load_blank(ctx: Context, *, blank: bool) -> None:
+    """The same calls in one file, which becomes Json by itself, without a blank line or with one."""
+    from datasets import load_dataset
+
+    paths = write(ctx, [[call for (call,) in CALLS]], end="\n" if blank else "")
+    ctx.reached()
+    compare_calls(load_dataset("json", data_files=paths, split="train"))
+
+
+@cause_raised()
+def load_dates(ctx: Context, *, free: bool) -> None:
+    """A column that has only dates, declared as strings or as Json."""
+    from datasets import Features, Json, Value, load_dataset
+
+    paths = write(ctx, DATE_FIRST[:1])
+    ctx.reached()
+    features = Features({"text": Value("string"), "meta": Json() if free else Value("string")})
+    table = load_dataset("json", data_files=paths, split="train", features=features)
+    if table[0]["meta"] != "2024-01-31":
+        raise Symptom("2024-01-31 loads as %s" % table[0]["meta"])
+
+
+def compare_calls(table: Any) -> None:
+    """Do the calls load as they were written?"""
     assert len(table) == len(CALLS)
     for loaded, (original,) in zip(table, CALLS):
         call, before = (row["messages"][0]["tool_calls"][0] for row in (loaded, original))
@@ -484,6 +512,26 @@ probe = Probe(
             "features= says Json: objects of any shape",
             ">=4.7",
             symptom(r"weather was called with \{'city': 'Oslo'\}, and loads as \{'city': 'Oslo', 'query': None\}"),
+        ),
+        pair(
+            "blank-line",
+            partial(load_blank, blank=True),
+            partial(load_blank, blank=False),
+            "",
+            "a file of objects with different keys ends with a blank line, and nothing becomes Json",
+            "the file has no blank line",
+            ">=4.7",
+            symptom(r"weather was called with \{'city': 'Oslo'\}, and loads as \{'city': 'Oslo', 'query': None\}"),
+        ),
+        pair(
+            "dates",
+            partial(load_dates, free=False),
+            partial(load_dates, free=True),
+            "",
+            "features= says string for a column of dates, which the parser takes for times",
+            "features= says Json",
+            ">=4.7",
+            symptom(r"2024-01-31 loads as 2024-01-31 00:00:00"),
         ),
         pair(
             "late-mixed",
