@@ -28,6 +28,7 @@ from kb.probe import (
     clear,
     completed,
     exposed,
+    killed,
     raised,
     unknown,
 )
@@ -93,6 +94,24 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
         return int(model.embed.weight.sum())
 
     return read
+
+
+def save_again(ctx: Context, *, beside: bool) -> None:
+    """A model whose weights are mapped from a file is saved under the name of that file."""
+    import torch
+
+    path = ctx.path("model.pt")
+    torch.save({"weight": torch.ones(1024, 1024)}, path)
+    with torch.device("meta"):
+        model = torch.nn.Linear(1024, 1024, bias=False)
+    model.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True), assign=True)
+    ctx.reached()
+    if beside:
+        torch.save(model.state_dict(), path + ".new")
+        os.replace(path + ".new", path)
+    else:
+        torch.save(model.state_dict(), path)
+    assert torch.load(path, weights_only=True)["weight"].sum() == model.weight.sum() == 1 << 20
 
 
 def samples(shared: bool) -> Callable[[], int]:
@@ -226,8 +245,8 @@ def limits() -> Tuple[float, float, int]:
             # in a container /sys/fs/cgroup is the container's own group, and the path may be that of the host
             folder = root + path if Path(root + path).is_dir() else root
             events = "\n".join(map(file_text, (folder + "/memory.events", folder + "/memory.oom_control")))
-            killed = re.search(r"^oom_kill (\d+)", events, re.M)
-            kills = max(kills, int(killed.group(1)) if killed else 0)
+            count = re.search(r"^oom_kill (\d+)", events, re.M)
+            kills = max(kills, int(count.group(1)) if count else 0)
     return limit, free, kills
 
 
@@ -247,11 +266,11 @@ PLAYED = "the kernel's OOM killer, which a watcher of ours plays"
 
 
 def experiment(name: str, because: str, fix: str, **words: Any) -> Experiment:
-    killed = raised(r"process \d+ terminated with signal SIGKILL")
+    terminated = raised(r"process \d+ terminated with signal SIGKILL")
     control, treatment = partial(train, shared=False, **words), partial(train, shared=True, **words)
     return Experiment(
         name=name,
-        control=Arm(control, killed, because=because, fidelity="stand-in", stands_for=PLAYED),
+        control=Arm(control, terminated, because=because, fidelity="stand-in", stands_for=PLAYED),
         treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=PLAYED),
         world_size=1,
         needs=Needs(packages={"torch": ">=2.1"}),
@@ -280,6 +299,24 @@ probe = Probe(
             PACKED + "; gc.freeze() as well",
             workers=True,
             frozen=True,
+        ),
+        Experiment(
+            name="saved-over",
+            control=Arm(
+                partial(save_again, beside=False),
+                killed("SIGBUS"),
+                because="torch.save empties the file from which the weights are still read",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(save_again, beside=True),
+                completed(),
+                because="the new file takes the name once it is whole; the old one stays until nobody maps it",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            needs=Needs(packages={"torch": ">=2.1"}),
+            deadline_s=60,
         ),
     ),
 )
