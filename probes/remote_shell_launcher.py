@@ -84,7 +84,7 @@ def copy_command(ctx: Context, *, same_paths: bool, by_deepspeed: bool = False) 
     os.chdir("/")
     ran = subprocess.run(["bash", "-c", sent.read_text().replace("%n", str(ctx.rank))], check=False, **TEXT)
     if not Path(ctx.path("out-%d" % ctx.rank)).exists():
-        raise Symptom("node-%d: %s" % (ctx.rank, ran.stdout[-1500:]))
+        raise Symptom("node-%d: %s" % (ctx.rank, ran.stdout[:500] + ran.stdout[500:][-1000:]))
     compare(ctx)
 
 
