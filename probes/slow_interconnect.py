@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
 from kb.namespaces import join_nodes, own_network, run_two_nodes
+from kb.nccl import nccl_setting
 from kb.probe import (
     Arm,
     Context,
@@ -109,6 +110,33 @@ def train(
         raise Symptom("%s; %s" % (measured, network))
 
 
+def shard_in_nodes(ctx: Context, *, by_visible: bool) -> None:
+    """FSDP 1 with HYBRID_SHARD on two nodes of two ranks; torch sees one CPU, as a task with one GPU sees one GPU."""
+    dist = ctx.init_process_group(timeout_s=20)
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)),
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=None if by_visible else mesh,
+        device_id=torch.device("cpu"),
+    )
+    ctx.reached()
+    model(torch.full((1, 4), float(ctx.rank + 1))).sum().backward()
+    values: List[Any] = [None] * 4
+    dist.all_gather_object(values, [round(float(p.grad.flatten()[0]), 3) for p in model.parameters()])
+    gradients = [value for (value,) in values]
+    if len(set(gradients)) > 1:
+        raise Symptom("the ranks should have one gradient after backward and have %s" % gradients)
+    assert gradients[0] == 2.5, gradients
+
+
 def check(params: Mapping[str, Any]) -> Finding:
     """What the links of this node can carry at best, against what a step sends."""
     nodes = params["nodes"] or max(digits(os.environ.get(name, "")) for name in NODES)
@@ -143,10 +171,10 @@ EFA = ("rdmap", "efa_")  # a plugin drives these, which NCCL_IB_DISABLE does not
 
 
 def tcp_only(rdma: Mapping[str, float]) -> List[str]:
-    disable, net = os.environ.get("NCCL_IB_DISABLE", ""), os.environ.get("NCCL_NET", "")
+    (disable, by), (net, chosen_by) = nccl_setting("NCCL_IB_DISABLE"), nccl_setting("NCCL_NET")
     verbs = any(not port.startswith(EFA) for port in rdma)
-    found = ["NCCL_IB_DISABLE=%s" % disable] if verbs and digits(disable) else []
-    return found + (["NCCL_NET=%s" % net] if rdma and net.lower() == "socket" else [])
+    found = ["NCCL_IB_DISABLE=%s (%s)" % (disable, by)] if verbs and digits(disable) else []
+    return found + (["NCCL_NET=%s (%s)" % (net, chosen_by)] if rdma and net.lower() == "socket" else [])
 
 
 def digits(text: str) -> int:
@@ -224,5 +252,23 @@ probe = Probe(
         pair("accumulation", ALL, ONCE, {"accumulation": 4}),
         pair("compressed", ALL, "the gradients are sent in fp16", {"compressed": True}),
         pair("buckets", "larger buckets, which hold as many bytes", ONCE, {"accumulation": 4}, bucket_mb=200),
+        Experiment(
+            name="shard-groups",
+            control=Arm(
+                partial(shard_in_nodes, by_visible=True),
+                symptom(r"the ranks should have one gradient after backward and have \[\d\.\d+, "),
+                because="torch makes a shard group of each rank, as one device is visible to it",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(shard_in_nodes, by_visible=False),
+                completed(),
+                because="a mesh says how many ranks a node has",
+                fidelity="cpu",
+            ),
+            world_size=4,
+            needs=Needs(packages={"torch": ">=2.3"}),
+            expected_s=(2.0, 2.0),
+        ),
     ),
 )
