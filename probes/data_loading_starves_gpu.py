@@ -200,7 +200,6 @@ def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
     from torch.utils.data import DataLoader
 
     dist = ctx.init_process_group(timeout_s=60)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists
     prepared: List[int] = []
 
     def samples(shards: List[int]) -> Any:
