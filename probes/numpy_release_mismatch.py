@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
 from kb.cpu_arms import pip_in
-from kb.packages import numbers, version
+from kb.packages import numbers, release, version
 from kb.probe import (
     Arm,
     Context,
@@ -50,6 +50,8 @@ FORGET = (
 READ = "import torch\nassert torch.ones(2).numpy().sum() == 2\n"
 BATCH = "import numpy, torch\nassert torch.as_tensor([numpy.float32(1)]).sum() == 1\n"
 DEADLINE_S = 0.8
+SKIPPED = ("numpy", "torch", "nvidia", "triton")
+WRITTEN = {"deepspeed": (0, 14, 4), "megatron-core": (0, 16), "wandb": (0, 17, 2)}  # the first for NumPy 2
 OLD = re.compile(rb"numpy\.core\.(?:_multiarray_umath|multiarray)\b")
 
 
@@ -128,10 +130,12 @@ def load_elsewhere(ctx: Context, *, as_tensor: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Which compiled modules of this environment ask NumPy 2 for what only NumPy 1 has."""
+    """Which packages of this environment ask NumPy 2 for what only NumPy 1 has."""
     said = version("numpy")
     spec = find_spec("numpy")
     if not said or spec is None or not spec.origin:
+        if not version("torch"):
+            return unknown("neither torch nor NumPy is installed in this interpreter")
         return exposed("NumPy is not installed in this interpreter: torch cannot make an array", advice="see Fix 2")
     folder = Path(spec.origin).parent
     try:
@@ -140,52 +144,63 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("%s cannot be read: %s" % (folder, error.strerror))
     found = re.search(r"^(?:short_)?version *= *['\"]([^'\"]+)", text, re.MULTILINE)
     if found and numbers(found.group(1)) != numbers(said):
-        return exposed("%s is NumPy %s, its metadata say %s" % (folder, found.group(1), said), advice="see Fix 3")
+        return exposed("%s is NumPy %s, its metadata say %s" % (folder, found.group(1), said), advice="see Fix 7")
     if numbers(said)[:1] < (2,):
         return unknown("NumPy %s runs what was compiled for NumPy 1; what needs 2, an import shows" % said)
-    old, whole = old_modules(folder.parent)
+    written = ["%s %s" % (name, version(name)) for name, since in WRITTEN.items() if () < release(name) < since]
+    if written:
+        return exposed("NumPy %s, and written for NumPy 1: %s" % (said, ", ".join(written)), advice="see Fix 3")
+    sites = [folder.parent, *(Path(name) for name in sys.path if name.endswith(("site-packages", "dist-packages")))]
+    sites = [site for site in dict.fromkeys(sites) if site.is_dir()]  # a system's torch beside the NumPy of a user
+    old, whole = old_modules(sites)
     if old:
         return exposed("NumPy %s, and compiled for NumPy 1: %s" % (said, ", ".join(old)), advice="see Fix 1")
+    names = ", ".join(map(str, sites))
     if not whole:
-        return unknown("%s holds more compiled modules than were read" % folder.parent)
-    return clear("NumPy %s: no compiled module in %s asks for NumPy 1" % (said, folder.parent))
+        return unknown("not all compiled modules in %s could be read in time" % names)
+    return clear("NumPy %s: no compiled module in %s asks for NumPy 1" % (said, names))
 
 
-def old_modules(site: Path) -> Tuple[List[str], bool]:
+def old_modules(sites: List[Path]) -> Tuple[List[str], bool]:
     """One module of each package that names only the module of NumPy 1, and whether all were read in time."""
     end = time.monotonic() + DEADLINE_S
     old: Dict[str, str] = {}
-    for path in compiled(site):
-        if time.monotonic() > end:
-            return list(old.values()), False
-        package = path.relative_to(site).parts[0]
-        if package in old:
-            continue
-        try:
-            code = path.read_bytes()
-        except OSError:
-            return list(old.values()), False
-        if b"numpy._core" not in code and OLD.search(code):
-            old[package] = str(path.relative_to(site))
+    try:
+        for site in sites:
+            for path in compiled(site, end):
+                package = path.relative_to(site).parts[0]
+                code = b"" if package in old else path.read_bytes()
+                if b"numpy._core" not in code and OLD.search(code):
+                    old[package] = str(path.relative_to(site))
+    except OSError:
+        return list(old.values()), False
     return list(old.values()), True
 
 
-def compiled(site: Path) -> Iterator[Path]:
-    """torch's first, then the smaller ones of others; CUDA's libraries know nothing of NumPy."""
+def compiled(site: Path, end: float) -> Iterator[Path]:
+    """torch's first, then those of others; CUDA's libraries know nothing of NumPy. OSError where it takes too long."""
     torch = site / "torch" / "lib" / "libtorch_python.so"
     if torch.exists():
         yield torch
-    for depth in ("*.so", "*/*.so", "*/*/*.so", "*/*/*/*.so"):
-        for path in sorted(site.glob(depth)):
-            if path.relative_to(site).parts[0] not in ("numpy", "torch", "nvidia", "triton"):
-                yield path
+    for name, folders, files in os.walk(site, onerror=refuse):
+        depth = len(Path(name).relative_to(site).parts)
+        folders[:] = sorted(each for each in folders if depth < 4 and each not in (SKIPPED if depth == 0 else ()))
+        for file in sorted(files):
+            if time.monotonic() > end:
+                raise TimeoutError(name)
+            if file.endswith(".so"):
+                yield Path(name, file)
+
+
+def refuse(error: OSError) -> None:
+    raise error
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------
 
 OLD_TORCH = "a torch compiled for NumPy 1: the table of functions is taken from the NumPy of this environment"
 EXTENSION = "import_array() in an extension: its calls, made from Python"
-OLD_NUMPY = "NumPy before 1.26.4: the package numpy._core is hidden"
+OLD_NUMPY = "NumPy before 1.26.1: the package numpy._core is hidden"
 NOT_AVAILABLE = "RuntimeError: Numpy is not available"
 NO_DTYPE = r"RuntimeError: Could not infer dtype of numpy\.float32"
 REMOVED = r"`np\.float_` was removed in the NumPy 2\.0 release"
