@@ -178,7 +178,7 @@ def kernel_setting(name: str, value: int) -> None:
 # --- the check -----------------------------------------------------------------------------------------------------
 
 LINKS = Path("/sys/class/net")
-ADVICE = "ping -M do -s SIZE OTHER_NODE with SIZE = MTU - 28, from each node, then --set passes=<largest size + 28>"
+ADVICE = "find the largest SIZE that `ping -M do -s SIZE OTHER_NODE` has an answer to; --set passes=N, N = SIZE + 28"
 NAMED_BY = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
