@@ -260,10 +260,13 @@ def check(params: Mapping[str, Any]) -> Finding:
         hits.append("deepspeed 0.18.3 with %s: the gradient is divided by the steps once more" % name)
     if hits:
         return exposed(*hits, advice="transformers 4.54 to 5.1, or 5.5.4 and newer; it matters to N above 1 only")
+    deferred = ["accumulate of accelerate with DeepSpeed stage 0 or 1 on several ranks: the loss is not divided"]
+    defers = (0, 16) <= (deepspeed or ()) < (0, 18, 3) and (final_release("accelerate") or ()) >= (1, 8)
     smoothing = ["with label_smoothing_factor and a model that takes **kwargs: N times too large"]
     return unknown(
         "%s is in no row of the table" % name,
         *(smoothing if (4, 46) <= transformers < (5, 15) else []),
+        *(deferred if defers else []),
         "a compute_loss of your own, or a model with **kwargs that ignores the count, is not visible here",
     )
 
