@@ -1,0 +1,547 @@
+"""Gradients are clipped by the norm of the part that a rank holds: each rank has another, and none is the model's."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import time
+from functools import partial
+from typing import Any, Callable, Iterator, List, Mapping, Set, Tuple
+
+from kb.cpu_arms import import_deepspeed
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
+
+MAX_NORM = 1.0
+
+
+def build(ctx: Context) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(ctx.device)
+
+
+def batch(ctx: Context, rank: int) -> Any:
+    import torch
+
+    return 3 * torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)).to(ctx.device)
+
+
+def in_one_process(ctx: Context, *ranks: int) -> Any:
+    """The model with the mean gradient of the batches of these ranks."""
+    model = build(ctx)
+    (sum(model(batch(ctx, rank)).square().sum() for rank in ranks) / len(ranks)).backward()
+    return model
+
+
+def norm_of(gradients: List[Any]) -> float:
+    return math.sqrt(sum(float(gradient.float().square().sum()) for gradient in gradients))
+
+
+def compare_norms(norm: Any) -> str:
+    """The test of the entry: of what the clipping returned, on all ranks."""
+    import torch.distributed as dist
+
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norms: List[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(norms, float(norm))
+    if max(norms) > 1.001 * min(norms):
+        return "gradient norm differs between ranks: %.4g to %.4g" % (min(norms), max(norms))
+    return ""
+
+
+def judge(ctx: Context, norm: Any, split: List[Any], replicated: List[Any], true: float) -> None:
+    """`split`: this rank's part of the gradients that are clipped, `replicated`: those that every rank has."""
+    import torch
+    import torch.distributed as dist
+
+    text = compare_norms(norm)
+    squares = torch.tensor([norm_of(split) ** 2], device=ctx.device)
+    dist.all_reduce(squares)
+    left = (squares.item() + norm_of(replicated) ** 2) ** 0.5
+    seen = "%.4g in one process, and clipped to %g it is %.4g" % (true, MAX_NORM, left)
+    if text:
+        raise Symptom("%s; %s" % (text, seen))
+    if abs(float(norm) - true) > 0.001 * true:
+        raise Symptom("gradient norm %.4g on all ranks; %s" % (float(norm), seen))
+    assert abs(left - MAX_NORM) < 0.001, left
+
+
+def local(gradients: List[Any]) -> List[Any]:
+    return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+
+
+def gradients_of(model: Any) -> List[Any]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def fsdp1(ctx: Context, *, way: str, strategy: str = "FULL_SHARD", original: bool = False) -> None:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    dist = ctx.init_process_group(timeout_s=20)
+    plain = in_one_process(ctx, 0, 1)
+    true = norm_of(gradients_of(plain))
+    model: Any = FullyShardedDataParallel(
+        build(ctx),
+        use_orig_params=original,
+        device_id=ctx.device,
+        sharding_strategy=getattr(ShardingStrategy, strategy),
+    )
+    model(batch(ctx, ctx.rank)).square().sum().backward()
+    ctx.reached()
+    max_norm = MAX_NORM
+    if way == "method":
+        norm = model.clip_grad_norm_(max_norm)
+    elif way == "value":
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        torch.nn.utils.clip_grad_value_(plain.parameters(), 0.5)
+        squares = torch.tensor([norm_of(gradients_of(model)) ** 2], device=ctx.device)
+        dist.all_reduce(squares)
+        assert abs(squares.item() ** 0.5 - norm_of(gradients_of(plain))) < 0.001, squares
+        return
+    elif way == "mean":
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))  # changes nothing
+        dist.all_reduce(norm)
+        norm /= dist.get_world_size()
+        for gradient in gradients_of(model):
+            gradient.mul_(max_norm / norm)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if strategy == "NO_SHARD":
+        judge(ctx, norm, [], gradients_of(model), true)
+    else:
+        judge(ctx, norm, gradients_of(model), [], true)
+
+
+def parts(ctx: Context, *, root: bool) -> None:
+    """Two layers are wrapped, and the model around them, or not: each part clips by its own norm then."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    ctx.init_process_group(timeout_s=20)
+    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)))
+    model = build(ctx)
+    for index in (0, 2):
+        model[index] = FullyShardedDataParallel(model[index], device_id=ctx.device)
+    if root:
+        model = FullyShardedDataParallel(model, device_id=ctx.device)
+    model(batch(ctx, ctx.rank)).square().sum().backward()
+    ctx.reached()
+    if root:
+        norm = model.clip_grad_norm_(MAX_NORM)
+    else:
+        norm = max(model[index].clip_grad_norm_(MAX_NORM) for index in (0, 2))
+    judge(ctx, norm, gradients_of(model), [], true)
+
+
+def skipped(ctx: Context, *, way: str) -> None:
+    """One gradient of rank 1's shard has overflowed, and a step is skipped where the norm is not finite."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist = ctx.init_process_group(timeout_s=20)
+    model: Any = FullyShardedDataParallel(build(ctx), device_id=ctx.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(ctx, ctx.rank)).square().sum().backward()
+    if ctx.rank == 1:
+        gradients_of(model)[0][0] = float("inf")
+    ctx.reached()
+    if way == "method":
+        norm = model.clip_grad_norm_(MAX_NORM)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    if torch.isfinite(norm):
+        optimizer.step()
+    stepped: List[Any] = [None, None]
+    dist.all_gather_object(stepped, bool(torch.isfinite(norm)))
+    if stepped[0] != stepped[1]:
+        raise Symptom("rank %d made the step and rank %d skipped it" % (stepped.index(True), stepped.index(False)))
+    assert not any(stepped)
+
+
+def fsdp2(ctx: Context, *, whole: bool) -> None:
+    """Of FSDP2 the clipping is right; what is printed of the norm that it returns is the local part, or all."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist = ctx.init_process_group(timeout_s=20)
+    model = build(ctx)
+    fully_shard(model, mesh=init_device_mesh(ctx.device.type, (2,)))
+    model(batch(ctx, ctx.rank)).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    squares = torch.tensor([norm_of(local(gradients_of(model))) ** 2], device=ctx.device)
+    dist.all_reduce(squares)
+    assert abs(squares.item() - MAX_NORM**2) < 0.001, squares
+    assert not compare_norms(norm)
+    ctx.reached()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), norm_type=float("inf"))
+    if whole:
+        norm = norm.full_tensor()
+    numbers: List[Any] = [None, None]
+    dist.all_gather_object(numbers, norm.item())
+    if numbers[0] != numbers[1]:
+        raise Symptom("norm.item() is %.4g on rank 0 and %.4g on rank 1" % tuple(numbers))
+
+
+# --- splits of one's own: layers, or the columns of a layer ------------------------------------------------------
+
+
+def global_clip() -> Any:
+    """The function of the entry, where torch is imported."""
+    import torch
+    import torch.distributed as dist
+
+    def clip_by_global_norm(split, replicated, max_norm, device, group=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        def squares(parameters):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+            start = torch.zeros((), device=device)
+            return sum([p.grad.float().square().sum() for p in parameters if p.grad is not None], start)
+
+        total = squares(split)  # type: ignore[no-untyped-call]
+        dist.all_reduce(total, group=group)
+        norm = (total + squares(replicated)).sqrt()  # type: ignore[no-untyped-call]
+        for p in [*split, *replicated]:
+            if p.grad is not None:
+                p.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+    return clip_by_global_norm
+
+
+def pipeline(ctx: Context, *, way: str) -> None:
+    """Rank 0 has the first layers, rank 1 the last one."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    true = norm_of(gradients_of(in_one_process(ctx, 0)))
+    stage = build(ctx)[:2] if ctx.rank == 0 else build(ctx)[2:]
+    if ctx.rank == 0:
+        hidden = stage(batch(ctx, 0))
+        dist.send(hidden.detach(), 1)
+        gradient = torch.empty_like(hidden)
+        dist.recv(gradient, 1)
+        hidden.backward(gradient)
+    else:
+        hidden = torch.empty(4, 8, device=ctx.device)
+        dist.recv(hidden, 0)
+        stage(hidden.requires_grad_()).square().sum().backward()
+        assert hidden.grad is not None
+        dist.send(hidden.grad, 0)
+    ctx.reached()
+    if way == "all":
+        norm = global_clip()(list(stage.parameters()), [], MAX_NORM, ctx.device)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), MAX_NORM)
+    judge(ctx, norm, gradients_of(stage), [], true)
+
+
+def columns(ctx: Context, *, way: str) -> None:
+    """Each rank has half of the units of the first layer and what belongs to them; the last bias is on both ranks."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=20)
+    model = in_one_process(ctx, 0)  # each rank has the whole gradient, and takes its part
+    true = norm_of(gradients_of(model))
+    mine = slice(4 * ctx.rank, 4 * ctx.rank + 4)
+    split, replicated = [], [model[2].bias]
+    for weight, index in ((model[0].weight, (mine,)), (model[0].bias, (mine,)), (model[2].weight, (slice(None), mine))):
+        part = torch.nn.Parameter(weight.detach()[index].clone())
+        part.grad = weight.grad[index].clone()
+        split.append(part)
+    ctx.reached()
+    if way == "right":
+        norm = global_clip()(split, replicated, MAX_NORM, ctx.device)
+    elif way == "all":
+        norm = global_clip()([*split, *replicated], [], MAX_NORM, ctx.device)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_([*split, *replicated], MAX_NORM)
+    assert dist.get_world_size() == 2
+    judge(ctx, norm, [p.grad for p in split], [p.grad for p in replicated], true)
+
+
+# --- libraries ---------------------------------------------------------------------------------------------------
+
+
+def accelerated(ctx: Context, *, every: bool) -> None:
+    """accelerate, FSDP1, a frozen layer. It turns FSDP on for accelerators only, so its state is set by hand."""
+    import torch
+
+    ctx.init_process_group(timeout_s=30)
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-not-found]
+    from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-not-found]
+    from accelerate.utils import DistributedType  # type: ignore[import-not-found]
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+    state = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
+    PartialState._shared_state.update(state)
+    AcceleratorState._shared_state.update(state, fsdp_plugin=plugin)
+    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)[0]))
+    model = build(ctx)
+    model[2].requires_grad_(False)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(batch(ctx, ctx.rank)).square().sum())
+    ctx.reached()
+    max_norm = MAX_NORM
+    if every:
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    else:
+        norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_norm)
+    judge(ctx, norm, gradients_of(model), [], true)
+
+
+def engine(ctx: Context, *, configured: bool) -> None:
+    """DeepSpeed, ZeRO-2: torch's function between backward and step, or the key of the configuration."""
+    deepspeed = import_deepspeed()
+    import torch
+
+    ctx.init_process_group(timeout_s=30)
+    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)))
+    model = build(ctx)
+    before = [p.detach().clone() for p in model.parameters()]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": MAX_NORM if configured else 0.0,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    engine.backward(engine(batch(ctx, ctx.rank)).square().sum())
+    ctx.reached()
+    if not configured:
+        norm = torch.nn.utils.clip_grad_norm_(engine.parameters(), MAX_NORM)
+    engine.step()
+    used = norm_of([(old - new.detach()) / 0.5 for old, new in zip(before, model.parameters())])
+    assert abs(float(engine.get_global_grad_norm()) - true) < 0.001 * true
+    if not configured:
+        raise Symptom(
+            "torch's norm is %.4g; %.4g in one process, and the step has taken all of it: %.4g" % (norm, true, used)
+        )
+    assert abs(used - MAX_NORM) < 0.001, used
+
+
+def lightning(ctx: Context, *, own: bool) -> None:
+    """The Trainer, with FSDPStrategy: its own clipping, or the hook that calls FSDP's method."""
+    import lightning.pytorch as pl  # type: ignore[import-not-found]
+    import torch
+    from lightning.pytorch.strategies import FSDPStrategy  # type: ignore[import-not-found]
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    ctx.init_process_group(timeout_s=30)
+    os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kb")
+    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)))
+    seen: List[Any] = []
+
+    class OnCpu(FSDPStrategy):  # type: ignore[misc]
+        """FSDPStrategy itself is refused without a GPU, and wraps for one."""
+
+        def _setup_model(self, model: Any) -> Any:
+            return FullyShardedDataParallel(model, device_id=ctx.device)
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build(ctx)
+
+        def training_step(self, *_: Any) -> Any:
+            return self.net(batch(ctx, ctx.rank)).square().sum()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.extend(gradients_of(self.trainer.model))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+
+    class Clipping(Module):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG002
+            self.trainer.model.clip_grad_norm_(gradient_clip_val)
+
+    options: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    options.update(accelerator="cpu", devices=2, strategy=OnCpu(), max_epochs=1, enable_model_summary=False)
+    trainer = pl.Trainer(limit_train_batches=1, gradient_clip_val=MAX_NORM, **options)
+    ctx.reached()
+    trainer.fit(Clipping() if own else Module(), torch.utils.data.DataLoader([0, 0]))
+    judge(ctx, torch.tensor(true), seen, [], true)
+
+
+# --- the check: is torch's function called with the parameters of an FSDP1 model? --------------------------------
+
+TORCH = re.compile(r"(.*\.)?(utils|clip_grad)\.clip_grad_norm_?")
+ADVICE = "model.clip_grad_norm_(max_norm) of the outermost FSDP module, on every rank"
+
+
+def check(params: Mapping[str, Any]) -> Finding:
+    code = params["code"]
+    if code is None:
+        return unknown("no code was given to read", advice="--set code=train.py, or a folder")
+    end, read = time.monotonic() + 0.5, 0
+    sure: List[str] = []
+    unsure: List[str] = []
+    files = sorted(code.rglob("*.py")) if os.path.isdir(code) else [code]
+    for file in files:
+        if time.monotonic() > end:
+            break
+        try:
+            tree = ast.parse(file.read_text("utf-8"))
+            for line, is_sure, what in clippings(tree):
+                (sure if is_sure else unsure).append("%s:%d: %s" % (file, line, what))
+            read += 1
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    if sure:
+        return exposed(*sure[:10], advice=ADVICE)
+    if not read:
+        return unknown("no Python file of %s could be read" % code)
+    if unsure:
+        return unknown(*unsure[:10], "whether FSDP1 holds these parameters is not known", advice=ADVICE)
+    return unknown("no clipping of FSDP1 by torch's function was found in %d of %d files" % (read, len(files)))
+
+
+def clippings(tree: ast.AST) -> Iterator[Tuple[int, bool, str]]:
+    """Lines that clip by the norm of what a rank holds, if FSDP1 holds it, and whether this file says that it does."""
+    imported, wrappers, wrapped = names_of(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    has_method = False
+    found: List[Tuple[int, str, str]] = []
+    for call in calls:
+        name = ast.unparse(call.func)
+        what = ast.unparse(call.args[0]) if call.args else ""
+        if name in imported or TORCH.fullmatch(name):
+            found.append((call.lineno, name, what))
+        elif name.endswith(".clip_grad_norm_"):
+            has_method = True
+            if call.args and "accelerator" in name.lower() and not what.endswith(".parameters()"):
+                yield call.lineno, False, "accelerate gets %s, not all parameters" % what[:60]
+    unsharded = "NO_SHARD" in ast.dump(tree) or has_method
+    for line, name, what in found:
+        owner = what[: -len(".parameters()")] if what.endswith(".parameters()") else ""
+        if wrappers and owner in wrapped and not unsharded:
+            yield line, True, "%s of %s, which FSDP1 has wrapped" % (name, owner)
+        elif wrappers:
+            yield line, False, "%s(%s, ...) in a file that uses FSDP1" % (name, what[:60])
+
+
+def names_of(tree: ast.AST) -> Tuple[Set[str], Set[str], Set[str]]:
+    """What this file calls torch's function, what it calls FSDP1, and what it has wrapped by that."""
+    imported: Set[str] = set()
+    wrappers: Set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = {alias.name: alias.asname or alias.name for alias in node.names}
+            imported |= {names[name] for name in ("clip_grad_norm_", "clip_grad_norm") if name in names}
+            wrappers |= {names[name] for name in ("FullyShardedDataParallel",) if name in names}
+        elif isinstance(node, ast.Attribute) and node.attr == "FullyShardedDataParallel":
+            wrappers.add(ast.unparse(node))
+    wrapped = set()
+    for node in ast.walk(tree):
+        call = node.value if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(call, ast.Call) and ast.unparse(call.func) in wrappers:
+            wrapped |= {ast.unparse(target) for target in node.targets}
+    return imported, wrappers, wrapped
+
+
+DIFFERS = symptom(
+    r"gradient norm differs between ranks: [\d.]+ to [\d.]+; [\d.]+ in one process, and clipped to 1 it is 1\.[1-9]"
+)
+WRONG = symptom(r"gradient norm [\d.]+ on all ranks; [\d.]+ in one process, and clipped to 1 it is (1\.[1-9]|0\.\d)")
+
+
+def pair(name: str, job: Callable[..., None], because: str, fix: str, **given: Any) -> Experiment:
+    """`given`: the keyword in which the arms differ with its two values; what else is given is a need or `expect`."""
+    expect, needs = given.pop("expect", DIFFERS), {"torch": given.pop("torch", ">=2.2")}
+    library, stands_for = given.pop("library", {}), given.pop("stands_for", "")
+    kind = {"fidelity": "stand-in", "stands_for": stands_for} if stands_for else {"fidelity": "cpu"}
+    [(way, (broken, fixed))] = given.items()
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **{way: broken}), expect=expect, because=because, **kind),
+        treatment=Arm(partial(job, **{way: fixed}), expect=completed(), because=fix, **kind),
+        needs=Needs(packages={**needs, **library}),
+        deadline_s=120.0 if library else 40.0,
+        expected_s=(8.0, 8.0) if library else (1.5, 1.5),
+    )
+
+
+UTILS, METHOD = "torch's function sees the shard of the rank", "FSDP's method adds the squares of all shards"
+OWN = "clip_by_global_norm counts each part once"
+KEPT = partial(fsdp1, original=True)
+WAYS = ("utils", "method")
+sharded = pair("fsdp1", fsdp1, UTILS, METHOD, way=WAYS)
+probe = Probe(
+    check=check,
+    params={"code": Param("path", "your training script, or a folder")},
+    experiments=(sharded.on_gpus(), sharded),
+    variants=(
+        pair("orig", KEPT, UTILS, METHOD, way=WAYS),
+        pair(
+            "strategy", partial(fsdp1, way="utils"), "SHARD_GRAD_OP", "NO_SHARD", strategy=("SHARD_GRAD_OP", "NO_SHARD")
+        ),
+        pair("mean", fsdp1, "the mean of the norms", METHOD, way=("mean", "method"), expect=WRONG),
+        pair("value", fsdp1, UTILS, "clip_grad_value_ looks at each number alone", way=("utils", "value")),
+        pair(
+            "parts",
+            parts,
+            "each part clips by its own norm",
+            "the model is wrapped too",
+            root=(False, True),
+            expect=WRONG,
+        ),
+        pair("skip", skipped, UTILS, METHOD, way=WAYS, expect=symptom("rank 0 made the step and rank 1 skipped it")),
+        pair(
+            "fsdp2",
+            fsdp2,
+            "item() of the inf norm is that of the shard",
+            "full_tensor() first",
+            whole=(False, True),
+            torch=">=2.7",
+            expect=symptom(r"norm\.item\(\) is \d+\.\d+ on rank 0 and \d+\.\d+ on rank 1"),
+        ),
+        pair("pipeline", pipeline, "each stage clips by its own norm", OWN, way=("stage", "all")),
+        pair("tensor-parallel", columns, "each rank clips by the norm of its part", OWN, way=("local", "right")),
+        pair("counted-twice", columns, "what both ranks have is added up", OWN, way=("all", "right"), expect=WRONG),
+        pair(
+            "accelerate",
+            accelerated,
+            "a list without the frozen layer: accelerate takes torch's function",
+            "model.parameters(), which it knows",
+            every=(False, True),
+            library={"accelerate": ">=1.15"},
+        ),
+        pair(
+            "deepspeed",
+            engine,
+            "torch's function finds no gradient, and nothing is clipped",
+            "gradient_clipping",
+            configured=(False, True),
+            library={"deepspeed": ">=0.19"},
+            expect=symptom(r"torch's norm is 0; \d+\.\d+ in one process, and the step has taken all of it: \d+\.\d+"),
+        ),
+        pair(
+            "lightning",
+            lightning,
+            "the Trainer refuses to clip by norm",
+            "configure_gradient_clipping with FSDP's method",
+            own=(False, True),
+            library={"lightning": ">=2.6"},
+            stands_for="FSDPStrategy on GPUs: a subclass of it that wraps the module for the CPU",
+            expect=raised("`gradient_clip_algorithm='norm'` is currently not supported for `FSDPPrecision`"),
+        ),
+    ),
+)
