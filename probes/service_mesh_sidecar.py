@@ -65,10 +65,21 @@ class Proxy:
     def carry(self, client: socket.socket) -> None:
         with suppress(OSError):
             client.recv(1, socket.MSG_PEEK)
-            server = socket.create_connection((HERE, self.port_behind))
+            server = self.connect()
             self.ends.append(server)
             threading.Thread(target=pump, args=(server, client), daemon=True).start()
             pump(client, server)
+
+    def connect(self) -> socket.socket:
+        """Rank 0 may not listen yet, and the client is accepted already."""
+        end = time.monotonic() + 20
+        while True:
+            try:
+                return socket.create_connection((HERE, self.port_behind))
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:
@@ -176,9 +187,11 @@ def connect_pairs(ctx: Context, *, through: str) -> None:
 
 def download(ctx: Context, *, wait: bool) -> None:
     """A program with one request, which its own proxy has to carry, and which starts a second before that."""
-    port = free_port(ctx)
+    server = socket.socket()
+    server.bind((HERE, 0))  # the port is taken, and refuses until something listens
+    port = server.getsockname()[1]
     ctx.reached()
-    threading.Thread(target=become_ready, args=(port,), daemon=True).start()
+    threading.Thread(target=become_ready, args=(server,), daemon=True).start()
     begin = time.monotonic()
     while True:
         try:
@@ -191,14 +204,14 @@ def download(ctx: Context, *, wait: bool) -> None:
             time.sleep(0.1)
 
 
-def become_ready(port: int) -> None:
+def become_ready(server: socket.socket) -> None:
     time.sleep(1)
-    with socket.create_server((HERE, port)) as server:
-        while True:
-            client, _ = server.accept()
+    server.listen()
+    while True:
+        client, _ = server.accept()
+        with suppress(OSError), client:
             client.recv(4096)
             client.sendall(READY)
-            client.close()
 
 
 def free_port(ctx: Context) -> int:
@@ -276,9 +289,9 @@ def programs() -> List[str]:
 
 PROXY = "a sidecar of Istio: a plain TCP proxy before rank 0's port, at a port of its own instead of by iptables"
 CLOSED = r"(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes|Connection was likely closed)"
-PAIR_CLOSED = (
-    r"pair\.(cc|h):\d+\] (Read error .{1,80}: Connection reset by peer|Connection closed by peer|Connect timeout)"
-)
+PAIR_RESET = r"Read error \[.{1,60}\]\S*: Connection reset by peer"
+ABORTED = r"getpeername: Transport endpoint is not connected"  # gloo of torch 2.2
+PAIR_CLOSED = rf"(pair\.(cc|h):\d+\] ({PAIR_RESET}|Connection closed by peer|Connect timeout)|{ABORTED})"
 TORCH = {"torch": ">=2.2"}
 DIRECT = "rank 1 connects to rank 0 itself, as a pod without a sidecar does"
 
