@@ -56,13 +56,17 @@ def train(
     *,
     port_mtu: int = USUAL,
     lowered: Tuple[int, ...] = (),
+    late: Tuple[int, ...] = (),
     route: str = "",
     routed: Tuple[int, ...] = (),
     probing: Tuple[int, ...] = (),
     retries: int = 15,
     timeout_s: float = 4.0,
 ) -> None:
-    """The port is that of node 1; `lowered`, `routed` and `probing` name the nodes that the change is made on."""
+    """The port is that of node 1; `lowered`, `routed` and `probing` name the nodes that the change is made on.
+
+    `late` are those that are lowered when the job hangs already.
+    """
     own_network()
     join_nodes(node, NIC)
     ip("addr flush dev %s" % NIC)
@@ -76,7 +80,7 @@ def train(
         ip("route replace 10.83.0.0/24 dev %s %s" % (BRIDGE, route))
     kernel_setting("tcp_mtu_probing", int(node.rank in probing))
     kernel_setting("tcp_retries2", retries)
-    reduce_twice(node, BRIDGE, timeout_s)
+    reduce_twice(node, BRIDGE, timeout_s, lower_late=node.rank in late)
 
 
 def train_through_router(node: Context, *, icmp: bool) -> None:
@@ -87,10 +91,11 @@ def train_through_router(node: Context, *, icmp: bool) -> None:
     interface = NIC
     if node.rank == 1:  # this network becomes the router's, and the node gets one behind it
         interface = FAR
+        own_pid = os.getpid()
         router = os.fork()
         if not router:
             try:
-                route_packets(node.dir, icmp)
+                route_packets(node.dir, icmp, own_pid)
             finally:
                 os._exit(1)
         own_network()
@@ -106,9 +111,11 @@ def train_through_router(node: Context, *, icmp: bool) -> None:
     reduce_twice(node, interface, timeout_s=4.0)
 
 
-def route_packets(directory: Path, icmp: bool) -> None:
+def route_packets(directory: Path, icmp: bool, node_pid: int) -> None:
     """Until the node that started it is gone."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != node_pid:  # gone before it was asked for
+        return
     while not (directory / "far cable").exists():
         time.sleep(0.01)
     ip("link set %s mtu %d" % (FAR, JUMBO))
@@ -122,7 +129,7 @@ def route_packets(directory: Path, icmp: bool) -> None:
     signal.pause()
 
 
-def reduce_twice(node: Context, interface: str, timeout_s: float) -> None:
+def reduce_twice(node: Context, interface: str, timeout_s: float, lower_late: bool = False) -> None:
     """An all-reduce that is one small packet, then one that fills packets."""
     ip("link set %s gso_max_segs 1" % interface)  # a virtual cable would carry 64 KiB in one piece, whatever its MTU
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -137,6 +144,8 @@ def reduce_twice(node: Context, interface: str, timeout_s: float) -> None:
     node.reached()
     stalled: List[str] = []
     threading.Thread(target=watch, args=(stalled,), daemon=True).start()
+    if lower_late:
+        threading.Timer(2.0, ip, ["link set %s mtu %d" % (interface, USUAL)]).start()
     started = time.monotonic()
     try:
         dist.all_reduce(large)
@@ -198,9 +207,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         )
     if any(Path("/sys/class/infiniband").glob("*/ports/*")):
         evidence.append("RDMA ports have an MTU of their own: ibv_devinfo, active_mtu; compare it between nodes")
+    used = {name: mtu for name, mtu in mtus.items() if named(name)} or mtus
     below = [
         "%s has %d and lies on %s, which has %d" % (name, mtu, lower, mtu_of(lower))
-        for name, mtu in sorted(mtus.items())
+        for name, mtu in sorted(used.items())
         for lower in what_it_lies_on(name)
         if 0 < mtu_of(lower) < mtu
     ]
@@ -208,12 +218,16 @@ def check(params: Mapping[str, Any]) -> Finding:
         advice = "the same MTU on both: the larger one only where the switches carry it"
         return exposed(*evidence, *below, "packets in between are dropped without an error", advice=advice)
     passes = params["passes"]
-    used = {name: mtu for name, mtu in mtus.items() if named(name)} or mtus
-    if 0 < passes < min(used.values()):
-        smallest = min(used, key=lambda name: used[name])
-        sends = "%s sends packets of up to %d, and no more than %d pass" % (smallest, used[smallest], passes)
-        return exposed(*evidence, sends, advice="ip link set dev %s mtu %d, on every node" % (smallest, passes))
-    if passes >= max(used.values()):
+    larger = sorted(name for name, mtu in used.items() if mtu > passes)
+    if passes > 0 and len(larger) == len(used):
+        sends = "packets of up to %d leave here, and no more than %d pass" % (min(used.values()), passes)
+        interface = larger[0] if len(larger) == 1 else "INTERFACE"
+        return exposed(*evidence, sends, advice="ip link set dev %s mtu %d, on every node" % (interface, passes))
+    if passes > 0 and larger:
+        return unknown(
+            *evidence, "no more than %d pass; whether the job uses %s is unknown" % (passes, ", ".join(larger))
+        )
+    if passes > 0:
         return unknown(*evidence, "packets of %d passed; of other paths and nodes nothing is known" % passes)
     return unknown(*evidence, "what the path to the other nodes carries cannot be read here", advice=ADVICE)
 
@@ -283,6 +297,15 @@ probe = Probe(
     experiments=(pair("two-nodes", {"port_mtu": JUMBO}, "the port takes 9000 as well"),),
     variants=(
         pair("lowered", {"lowered": BOTH}, BOTH_USUAL),
+        pair(
+            "live",
+            {"late": BOTH},
+            "both ends are lowered while they hang, and send the lost packets again in smaller pieces",
+            because=DROPPED + "; node 0, lowered while it hangs, no longer sends them, node 1 does",
+            expected_s=(11.0, 6.0),
+            timeout_s=10.0,
+            late=FIRST,
+        ),
         pair("one-end", {"lowered": FIRST}, "node 0 sends 1500, and announces it when it connects"),
         pair("route", {"route": "mtu lock 1500", "routed": FIRST}, "the route of node 0 has 1500, its interface 9000"),
         pair(
