@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+from typer.main import get_command
 
 from kb.content.catalog import load_catalog
 from kb.content.roots import builtin_root
+from kb.runtime.worker import load_probe
 from kb.search.index import Index
 from kb.search.index_cache import open_index
 from kb.search.ranking import search
 
 CATALOG = load_catalog((builtin_root(),))
 IDS = list(CATALOG.entries)
+COMMANDS = vars(get_command(resolve_name("kb.cli.main:app")()))["commands"]
 LOGS = [(entry.id, number, log.text) for entry in CATALOG for number, log in enumerate(entry.logs, 1)]
 
 # What people say of the cases that this knowledge base was founded on, in their own words.
@@ -57,3 +63,14 @@ def test_titles_and_aliases_find_their_entry_among_the_first(index: Index, entry
     assert search(index, meta.title_zh).hits[0].id == entry_id
     for alias in meta.aliases:
         assert entry_id in [hit.id for hit in search(index, alias).hits[:3]], alias
+
+
+@pytest.mark.parametrize("entry_id", IDS)
+def test_the_commands_of_kb_that_an_entry_names_are_ones(entry_id: str) -> None:
+    """Those with arguments: their options exist, their ids too, and what follows --set is taken by a probe of these."""
+    for line in re.findall("`kb ([a-z][^`\n]* [^`\n]+)`", CATALOG.get(entry_id).path.read_text(encoding="utf-8")):
+        name, *arguments = shlex.split(line)
+        given = COMMANDS[name].make_context(name, arguments).params
+        probes = [load_probe(str(CATALOG.probe_file(CATALOG.get(each)))) for each in given.get("ids") or ()]
+        for setting in given.get("settings") or ():
+            assert any(setting.partition("=")[0] in probe.params for probe in probes), line
