@@ -82,7 +82,8 @@ def convert(ctx: Context, *, before: str, code: str) -> None:
 def downgrade(ctx: Context, *, pinned: bool) -> None:
     """The torch and the NumPy of this environment; NumPy 1 in a folder of its own, from the index that pip asks."""
     if pinned:
-        command = [*pip_in(sys.executable), "install", "--quiet", "--target", ctx.path("site"), "numpy<2"]
+        once = ["--no-cache-dir", "--retries", "0", "--timeout", "10"]  # leaves no wheel, and no network ends it soon
+        command = [*pip_in(sys.executable), "install", "--quiet", *once, "--target", ctx.path("site"), "numpy<2"]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if ran.returncode:
             raise Unavailable("pip cannot install numpy<2: %s" % ran.stderr.strip()[-200:])
