@@ -50,8 +50,26 @@ def in_one_process(ctx: Context, *ranks: int) -> Any:
     return model
 
 
+def gradients_of(model: Any) -> List[Any]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def norm_of(gradients: List[Any]) -> float:
     return math.sqrt(sum(float(gradient.float().square().sum()) for gradient in gradients))
+
+
+def true_norm(ctx: Context, *ranks: int) -> float:
+    return norm_of(gradients_of(in_one_process(ctx, *ranks)))
+
+
+def norm_over_ranks(ctx: Context, split: List[Any], replicated: List[Any]) -> float:
+    """`split`: the gradients of which this rank has its part, `replicated`: those that every rank has."""
+    import torch
+    import torch.distributed as dist
+
+    squares = torch.tensor([norm_of(split) ** 2], device=ctx.device)
+    dist.all_reduce(squares)
+    return math.sqrt(squares.item() + norm_of(replicated) ** 2)
 
 
 def compare_norms(norm: Any) -> str:
@@ -66,15 +84,10 @@ def compare_norms(norm: Any) -> str:
     return ""
 
 
-def judge(ctx: Context, norm: Any, split: List[Any], replicated: List[Any], true: float) -> None:
-    """`split`: this rank's part of the gradients that are clipped, `replicated`: those that every rank has."""
-    import torch
-    import torch.distributed as dist
-
+def judge(ctx: Context, norm: Any, true: float, split: List[Any], *replicated: Any) -> None:
+    """What the clipping returned, and what it has left of the gradients."""
     text = compare_norms(norm)
-    squares = torch.tensor([norm_of(split) ** 2], device=ctx.device)
-    dist.all_reduce(squares)
-    left = (squares.item() + norm_of(replicated) ** 2) ** 0.5
+    left = norm_over_ranks(ctx, split, list(replicated))
     seen = "%.4g in one process, and clipped to %g it is %.4g" % (true, MAX_NORM, left)
     if text:
         raise Symptom("%s; %s" % (text, seen))
@@ -83,93 +96,86 @@ def judge(ctx: Context, norm: Any, split: List[Any], replicated: List[Any], true
     assert abs(left - MAX_NORM) < 0.001, left
 
 
-def local(gradients: List[Any]) -> List[Any]:
-    return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+# --- FSDP --------------------------------------------------------------------------------------------------------
 
 
-def gradients_of(model: Any) -> List[Any]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
+def wrap(ctx: Context, model: Any, **options: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=ctx.device, **options)
+
+
+def backward(ctx: Context, model: Any) -> Any:
+    model(batch(ctx, ctx.rank)).square().sum().backward()
+    return model
+
+
+def clip(model: Any, way: str, max_norm: float = MAX_NORM) -> Any:
+    import torch
+
+    if way == "method":
+        norm = model.clip_grad_norm_(max_norm)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm
 
 
 def fsdp1(ctx: Context, *, way: str, strategy: str = "FULL_SHARD", original: bool = False) -> None:
     import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import ShardingStrategy
 
     dist = ctx.init_process_group(timeout_s=20)
     plain = in_one_process(ctx, 0, 1)
     true = norm_of(gradients_of(plain))
-    model: Any = FullyShardedDataParallel(
-        build(ctx),
-        use_orig_params=original,
-        device_id=ctx.device,
-        sharding_strategy=getattr(ShardingStrategy, strategy),
-    )
-    model(batch(ctx, ctx.rank)).square().sum().backward()
+    options = {"use_orig_params": original, "sharding_strategy": getattr(ShardingStrategy, strategy)}
+    model = backward(ctx, wrap(ctx, build(ctx), **options))
     ctx.reached()
-    max_norm = MAX_NORM
-    if way == "method":
-        norm = model.clip_grad_norm_(max_norm)
-    elif way == "value":
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
-        torch.nn.utils.clip_grad_value_(plain.parameters(), 0.5)
-        squares = torch.tensor([norm_of(gradients_of(model)) ** 2], device=ctx.device)
-        dist.all_reduce(squares)
-        assert abs(squares.item() ** 0.5 - norm_of(gradients_of(plain))) < 0.001, squares
+    if way == "value":
+        for each in (model, plain):
+            torch.nn.utils.clip_grad_value_(each.parameters(), 0.5)
+        left = norm_over_ranks(ctx, gradients_of(model), [])
+        assert abs(left - norm_of(gradients_of(plain))) < 0.001, left
         return
-    elif way == "mean":
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))  # changes nothing
+    norm = clip(model, way, float("inf") if way == "mean" else MAX_NORM)
+    if way == "mean":  # so far nothing is clipped
         dist.all_reduce(norm)
         norm /= dist.get_world_size()
         for gradient in gradients_of(model):
-            gradient.mul_(max_norm / norm)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            gradient.mul_(MAX_NORM / norm)
     if strategy == "NO_SHARD":
-        judge(ctx, norm, [], gradients_of(model), true)
+        judge(ctx, norm, true, [], *gradients_of(model))
     else:
-        judge(ctx, norm, gradients_of(model), [], true)
+        judge(ctx, norm, true, gradients_of(model))
 
 
 def parts(ctx: Context, *, root: bool) -> None:
     """Two layers are wrapped, and the model around them, or not: each part clips by its own norm then."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     ctx.init_process_group(timeout_s=20)
-    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)))
+    true = true_norm(ctx, 0, 1)
     model = build(ctx)
     for index in (0, 2):
-        model[index] = FullyShardedDataParallel(model[index], device_id=ctx.device)
-    if root:
-        model = FullyShardedDataParallel(model, device_id=ctx.device)
-    model(batch(ctx, ctx.rank)).square().sum().backward()
+        model[index] = wrap(ctx, model[index])
+    model = backward(ctx, wrap(ctx, model) if root else model)
     ctx.reached()
-    if root:
-        norm = model.clip_grad_norm_(MAX_NORM)
-    else:
-        norm = max(model[index].clip_grad_norm_(MAX_NORM) for index in (0, 2))
-    judge(ctx, norm, gradients_of(model), [], true)
+    norm = clip(model, "method") if root else max(clip(model[index], "method") for index in (0, 2))
+    judge(ctx, norm, true, gradients_of(model))
 
 
 def skipped(ctx: Context, *, way: str) -> None:
     """One gradient of rank 1's shard has overflowed, and a step is skipped where the norm is not finite."""
     import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel
 
     dist = ctx.init_process_group(timeout_s=20)
-    model: Any = FullyShardedDataParallel(build(ctx), device_id=ctx.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(ctx, ctx.rank)).square().sum().backward()
+    model = backward(ctx, wrap(ctx, build(ctx)))
+    before = [p.detach().clone() for p in model.parameters()]
     if ctx.rank == 1:
         gradients_of(model)[0][0] = float("inf")
     ctx.reached()
-    if way == "method":
-        norm = model.clip_grad_norm_(MAX_NORM)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    norm = clip(model, way)
     if torch.isfinite(norm):
-        optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
     stepped: List[Any] = [None, None]
-    dist.all_gather_object(stepped, bool(torch.isfinite(norm)))
+    dist.all_gather_object(stepped, any(not torch.equal(old, new) for old, new in zip(before, model.parameters())))
     if stepped[0] != stepped[1]:
         raise Symptom("rank %d made the step and rank %d skipped it" % (stepped.index(True), stepped.index(False)))
     assert not any(stepped)
@@ -182,14 +188,12 @@ def fsdp2(ctx: Context, *, whole: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     dist = ctx.init_process_group(timeout_s=20)
+    true = true_norm(ctx, 0, 1)
     model = build(ctx)
     fully_shard(model, mesh=init_device_mesh(ctx.device.type, (2,)))
-    model(batch(ctx, ctx.rank)).square().sum().backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    squares = torch.tensor([norm_of(local(gradients_of(model))) ** 2], device=ctx.device)
-    dist.all_reduce(squares)
-    assert abs(squares.item() - MAX_NORM**2) < 0.001, squares
-    assert not compare_norms(norm)
+    backward(ctx, model)
+    norm = clip(model, "utils")
+    judge(ctx, norm.full_tensor(), true, [gradient.to_local() for gradient in gradients_of(model)])
     ctx.reached()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), norm_type=float("inf"))
     if whole:
@@ -208,7 +212,7 @@ def global_clip() -> Any:
     import torch
     import torch.distributed as dist
 
-    def clip_by_global_norm(split, replicated, max_norm, device, group=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def clip_by_global_norm(split, replicated, max_norm, device, group):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         def squares(parameters):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
             start = torch.zeros((), device=device)
             return sum([p.grad.float().square().sum() for p in parameters if p.grad is not None], start)
@@ -229,7 +233,7 @@ def pipeline(ctx: Context, *, way: str) -> None:
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
-    true = norm_of(gradients_of(in_one_process(ctx, 0)))
+    true = true_norm(ctx, 0)
     stage = build(ctx)[:2] if ctx.rank == 0 else build(ctx)[2:]
     if ctx.rank == 0:
         hidden = stage(batch(ctx, 0))
@@ -245,17 +249,17 @@ def pipeline(ctx: Context, *, way: str) -> None:
         dist.send(hidden.grad, 0)
     ctx.reached()
     if way == "all":
-        norm = global_clip()(list(stage.parameters()), [], MAX_NORM, ctx.device)
+        norm = global_clip()(list(stage.parameters()), [], MAX_NORM, ctx.device, None)
     else:
-        norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), MAX_NORM)
-    judge(ctx, norm, gradients_of(stage), [], true)
+        norm = clip(stage, "utils")
+    judge(ctx, norm, true, gradients_of(stage))
 
 
 def columns(ctx: Context, *, way: str) -> None:
     """Each rank has half of the units of the first layer and what belongs to them; the last bias is on both ranks."""
     import torch
 
-    dist = ctx.init_process_group(timeout_s=20)
+    ctx.init_process_group(timeout_s=20)
     model = in_one_process(ctx, 0)  # each rank has the whole gradient, and takes its part
     true = norm_of(gradients_of(model))
     mine = slice(4 * ctx.rank, 4 * ctx.rank + 4)
@@ -265,14 +269,12 @@ def columns(ctx: Context, *, way: str) -> None:
         part.grad = weight.grad[index].clone()
         split.append(part)
     ctx.reached()
-    if way == "right":
-        norm = global_clip()(split, replicated, MAX_NORM, ctx.device)
-    elif way == "all":
-        norm = global_clip()([*split, *replicated], [], MAX_NORM, ctx.device)
+    counted = {"right": (split, replicated), "all": ([*split, *replicated], [])}
+    if way in counted:
+        norm = global_clip()(*counted[way], MAX_NORM, ctx.device, None)
     else:
         norm = torch.nn.utils.clip_grad_norm_([*split, *replicated], MAX_NORM)
-    assert dist.get_world_size() == 2
-    judge(ctx, norm, [p.grad for p in split], [p.grad for p in replicated], true)
+    judge(ctx, norm, true, [p.grad for p in split], *[p.grad for p in replicated])
 
 
 # --- libraries ---------------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ def accelerated(ctx: Context, *, every: bool) -> None:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
     else:
         norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_norm)
-    judge(ctx, norm, gradients_of(model), [], true)
+    judge(ctx, norm, true, gradients_of(model))
 
 
 def engine(ctx: Context, *, configured: bool) -> None:
@@ -312,7 +314,7 @@ def engine(ctx: Context, *, configured: bool) -> None:
     import torch
 
     ctx.init_process_group(timeout_s=30)
-    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)))
+    true = true_norm(ctx, 0, 1)
     model = build(ctx)
     before = [p.detach().clone() for p in model.parameters()]
     config = {
@@ -325,8 +327,7 @@ def engine(ctx: Context, *, configured: bool) -> None:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
     engine.backward(engine(batch(ctx, ctx.rank)).square().sum())
     ctx.reached()
-    if not configured:
-        norm = torch.nn.utils.clip_grad_norm_(engine.parameters(), MAX_NORM)
+    norm = 0.0 if configured else clip(engine, "utils")
     engine.step()
     used = norm_of([(old - new.detach()) / 0.5 for old, new in zip(before, model.parameters())])
     assert abs(float(engine.get_global_grad_norm()) - true) < 0.001 * true
@@ -342,18 +343,17 @@ def lightning(ctx: Context, *, own: bool) -> None:
     import lightning.pytorch as pl  # type: ignore[import-not-found]
     import torch
     from lightning.pytorch.strategies import FSDPStrategy  # type: ignore[import-not-found]
-    from torch.distributed.fsdp import FullyShardedDataParallel
 
     ctx.init_process_group(timeout_s=30)
     os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kb")
-    true = norm_of(gradients_of(in_one_process(ctx, 0, 1)))
+    true = true_norm(ctx, 0, 1)
     seen: List[Any] = []
 
     class OnCpu(FSDPStrategy):  # type: ignore[misc]
         """FSDPStrategy itself is refused without a GPU, and wraps for one."""
 
         def _setup_model(self, model: Any) -> Any:
-            return FullyShardedDataParallel(model, device_id=ctx.device)
+            return wrap(ctx, model)
 
     class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -378,7 +378,7 @@ def lightning(ctx: Context, *, own: bool) -> None:
     trainer = pl.Trainer(limit_train_batches=1, gradient_clip_val=MAX_NORM, **options)
     ctx.reached()
     trainer.fit(Clipping() if own else Module(), torch.utils.data.DataLoader([0, 0]))
-    judge(ctx, torch.tensor(true), seen, [], true)
+    judge(ctx, true, true, seen)  # the hook returns no norm
 
 
 # --- the check: is torch's function called with the parameters of an FSDP1 model? --------------------------------
@@ -449,11 +449,15 @@ def names_of(tree: ast.AST) -> Tuple[Set[str], Set[str], Set[str]]:
             wrappers |= {names[name] for name in ("FullyShardedDataParallel",) if name in names}
         elif isinstance(node, ast.Attribute) and node.attr == "FullyShardedDataParallel":
             wrappers.add(ast.unparse(node))
+    branches = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.Try))]
+    perhaps = {node for branch in branches for node in ast.walk(branch)}
     wrapped = set()
     for node in ast.walk(tree):
-        call = node.value if isinstance(node, ast.Assign) else None
+        call = node.value if isinstance(node, ast.Assign) and node not in perhaps else None
         if isinstance(node, ast.Assign) and isinstance(call, ast.Call) and ast.unparse(call.func) in wrappers:
-            wrapped |= {ast.unparse(target) for target in node.targets}
+            strategies = [given.value for given in call.keywords if given.arg in ("sharding_strategy", None)]
+            if all("ShardingStrategy." in ast.unparse(strategy) for strategy in strategies):
+                wrapped |= {ast.unparse(target) for target in node.targets}
     return imported, wrappers, wrapped
 
 
@@ -480,65 +484,57 @@ def pair(name: str, job: Callable[..., None], because: str, fix: str, **given: A
 
 
 UTILS, METHOD = "torch's function sees the shard of the rank", "FSDP's method adds the squares of all shards"
-OWN = "clip_by_global_norm counts each part once"
-KEPT = partial(fsdp1, original=True)
-WAYS = ("utils", "method")
+STAGE, COLUMNS, TWICE = (
+    "each stage clips by its own norm",
+    "each rank clips by the norm of its part",
+    "bias added twice",
+)
+OWN, EACH, ROOT = (
+    "clip_by_global_norm counts each part once",
+    "each part clips by its own norm",
+    "the model is wrapped too",
+)
+TRAINABLE, ALL = (
+    "a list without the frozen layer: accelerate takes torch's function",
+    "model.parameters(), which it knows",
+)
+NO_GRADIENT = "torch's function finds no gradient, and nothing is clipped"
+TAKEN = symptom(r"torch's norm is 0; \d+\.\d+ in one process, and the step has taken all of it: \d+\.\d+")
+SKIPPED = symptom("rank 0 made the step and rank 1 skipped it")
+ITEM = symptom(r"norm\.item\(\) is \d+\.\d+ on rank 0 and \d+\.\d+ on rank 1")
+WAYS, STRATEGIES, SWITCH = ("utils", "method"), ("SHARD_GRAD_OP", "NO_SHARD"), (False, True)
 sharded = pair("fsdp1", fsdp1, UTILS, METHOD, way=WAYS)
 probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder")},
     experiments=(sharded.on_gpus(), sharded),
     variants=(
-        pair("orig", KEPT, UTILS, METHOD, way=WAYS),
-        pair(
-            "strategy", partial(fsdp1, way="utils"), "SHARD_GRAD_OP", "NO_SHARD", strategy=("SHARD_GRAD_OP", "NO_SHARD")
-        ),
+        pair("orig", partial(fsdp1, original=True), UTILS, METHOD, way=WAYS),
+        pair("strategy", partial(fsdp1, way="utils"), *STRATEGIES, strategy=STRATEGIES),
         pair("mean", fsdp1, "the mean of the norms", METHOD, way=("mean", "method"), expect=WRONG),
         pair("value", fsdp1, UTILS, "clip_grad_value_ looks at each number alone", way=("utils", "value")),
-        pair(
-            "parts",
-            parts,
-            "each part clips by its own norm",
-            "the model is wrapped too",
-            root=(False, True),
-            expect=WRONG,
-        ),
-        pair("skip", skipped, UTILS, METHOD, way=WAYS, expect=symptom("rank 0 made the step and rank 1 skipped it")),
-        pair(
-            "fsdp2",
-            fsdp2,
-            "item() of the inf norm is that of the shard",
-            "full_tensor() first",
-            whole=(False, True),
-            torch=">=2.7",
-            expect=symptom(r"norm\.item\(\) is \d+\.\d+ on rank 0 and \d+\.\d+ on rank 1"),
-        ),
-        pair("pipeline", pipeline, "each stage clips by its own norm", OWN, way=("stage", "all")),
-        pair("tensor-parallel", columns, "each rank clips by the norm of its part", OWN, way=("local", "right")),
-        pair("counted-twice", columns, "what both ranks have is added up", OWN, way=("all", "right"), expect=WRONG),
-        pair(
-            "accelerate",
-            accelerated,
-            "a list without the frozen layer: accelerate takes torch's function",
-            "model.parameters(), which it knows",
-            every=(False, True),
-            library={"accelerate": ">=1.15"},
-        ),
+        pair("parts", parts, EACH, ROOT, root=SWITCH, expect=WRONG),
+        pair("skip", skipped, UTILS, METHOD, way=WAYS, expect=SKIPPED),
+        pair("fsdp2", fsdp2, "item() of the inf norm", "full_tensor() first", whole=SWITCH, torch=">=2.7", expect=ITEM),
+        pair("pipeline", pipeline, STAGE, OWN, way=("stage", "all")),
+        pair("tensor-parallel", columns, COLUMNS, OWN, way=("local", "right")),
+        pair("counted-twice", columns, TWICE, OWN, way=("all", "right"), expect=WRONG),
+        pair("accelerate", accelerated, TRAINABLE, ALL, every=SWITCH, library={"accelerate": ">=1.15"}),
         pair(
             "deepspeed",
             engine,
-            "torch's function finds no gradient, and nothing is clipped",
+            NO_GRADIENT,
             "gradient_clipping",
-            configured=(False, True),
+            configured=SWITCH,
             library={"deepspeed": ">=0.19"},
-            expect=symptom(r"torch's norm is 0; \d+\.\d+ in one process, and the step has taken all of it: \d+\.\d+"),
+            expect=TAKEN,
         ),
         pair(
             "lightning",
             lightning,
             "the Trainer refuses to clip by norm",
             "configure_gradient_clipping with FSDP's method",
-            own=(False, True),
+            own=SWITCH,
             library={"lightning": ">=2.6"},
             stands_for="FSDPStrategy on GPUs: a subclass of it that wraps the module for the CPU",
             expect=raised("`gradient_clip_algorithm='norm'` is currently not supported for `FSDPPrecision`"),
