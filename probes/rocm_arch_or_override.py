@@ -39,6 +39,7 @@ OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 LIMITS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 NODES = "sys/class/kfd/kfd/topology/nodes"
 NUMBERED_SINCE = (6, 3)  # the tags up to rocm-6.2.4 read the variable without a number only; 6.3 was not looked at
+EMPTY_IGNORED_SINCE = (7, 13)  # or later: merged in May 2026
 # Targets that one generic code object serves: rocr-runtime, isa.cpp. gfx908 and gfx90a are in no family.
 FAMILIES = (
     "gfx900 gfx902 gfx904 gfx906 gfx909 gfx90c",
@@ -70,19 +71,20 @@ def cards_of(root: Path) -> Tuple[List[Card], List[str]]:
     hidden: List[str] = []
     number = 0
     try:
-        folders = sorted((folder for folder in (root / NODES).iterdir() if folder.name.isdecimal()), key=_number)
+        nodes = [int(folder.name) for folder in (root / NODES).iterdir() if folder.name.isdecimal()]
     except (OSError, ValueError):
         return [], []
-    for folder in folders:
+    for node in sorted(nodes):
+        folder = root / NODES / str(node)
         gpu = file_text(folder / "gpu_id")
         values = dict(re.findall(r"^(\w+) (\d{1,20})$", file_text(folder / "properties"), re.MULTILINE))
         if not gpu or (gpu != "0" and not values):
-            hidden.append("node %s cannot be read here, as in a container without that GPU" % folder.name)
+            hidden.append("node %d cannot be read here, as in a container without that GPU" % node)
             continue
         if gpu != "0":
             minor = values.get("drm_render_minor", "0")
             if not list((root / "dev/dri").glob("render?" + minor)):
-                hidden.append("node %s has no render device %s here, and is not counted" % (folder.name, minor))
+                hidden.append("node %d has no render device %s here, and is not counted" % (node, minor))
                 continue
             version = int(values.get("gfx_target_version", "0"))
             parts = (version // 10000 % 100, version // 100 % 100, version % 100)
@@ -91,13 +93,9 @@ def cards_of(root: Path) -> Tuple[List[Card], List[str]]:
     return cards, hidden
 
 
-def _number(folder: Path) -> int:
-    return int(folder.name)
-
-
-def override_of(card: Card, numbered: bool) -> Tuple[str, Optional[str]]:
+def override_of(card: Card, rocm: Tuple[int, ...]) -> Tuple[str, Optional[str]]:
     """The name of the variable that holds for this card, and its value; none where nothing is set."""
-    names = ["%s_%d" % (OVERRIDE, card.node), OVERRIDE] if numbered else [OVERRIDE]
+    names = ["%s_%d" % (OVERRIDE, card.node), OVERRIDE] if rocm >= NUMBERED_SINCE else [OVERRIDE]
     for name in names:
         if name in os.environ:
             return name, os.environ[name]
@@ -159,17 +157,18 @@ def kernels(torch: Path) -> Held:
 
 
 def gemms(torch: Path, root: Path) -> Held:
-    """The files of rocBLAS, which has a list of its own."""
+    """The files of rocBLAS, which has a list of its own; without one of these it aborts."""
+    given = os.environ.get("ROCBLAS_TENSILE_LIBPATH")
     folders = [torch / "lib/rocblas/library", *sorted(torch.parent.glob("_rocm_sdk_libraries*/lib/rocblas/library"))]
-    for folder in (*folders, root / "opt/rocm/lib/rocblas/library"):
+    for folder in [Path(given)] if given else [*folders, root / "opt/rocm/lib/rocblas/library"]:
         try:
             names = " ".join(os.listdir(str(folder)))
         except OSError:
             continue
-        found = set(re.findall(r"TensileLibrary_[^ ]*?(gfx(?:[\d-]+-generic|[0-9a-f]{3,4}))\b", names))
-        if found:
+        found = set(re.findall(r"\bTensileLibrary_(?:lazy_)?(gfx[0-9a-f]{3,4})\.dat\b", names))
+        if found and "TensileLibrary.dat" not in names:
             return Held(found, "rocBLAS holds files for %s (%s)" % (" ".join(sorted(found)), folder))
-    return Held(None, "no files of rocBLAS were found")
+    return Held(None, "no files of rocBLAS were found that name their targets")
 
 
 def in_library(path: Path) -> Held:
@@ -226,15 +225,16 @@ def targets_in(data: Any, at: int) -> Tuple[Set[str], int]:
 # --- the check ------------------------------------------------------------------------------------------------------
 
 
-def judge(card: Card, numbered: bool, held: List[Held]) -> Tuple[str, str]:
+def judge(card: Card, rocm: Tuple[int, ...], held: List[Held]) -> Tuple[str, str]:
     """Whether this card gets its own code: `good`, `bad` or `unsure`, and why."""
-    name, value = override_of(card, numbered)
+    name, value = override_of(card, rocm)
     wanted = parsed(value) if value is not None else card.target
     said = "node %d is %s" % (card.node, card.target or "a GPU whose target the kernel does not tell")
     if not wanted:
         if value is None:
             return "unsure", said
-        return "bad", "%s, and %s=%r is no version such as 10.3.0" % (said, name, value)
+        doubt = not value and (not rocm or rocm >= EMPTY_IGNORED_SINCE)
+        return "unsure" if doubt else "bad", "%s, and %s=%r is no version such as 10.3.0" % (said, name, value)
     answers = {one.serves(wanted) for one in held}
     served = False if False in answers else None if None in answers else True
     if wanted == card.target:
@@ -271,17 +271,18 @@ def check(params: Mapping[str, Any]) -> Finding:
             advice="see torch-without-cuda; --set library=FILE.so asks about an extension",
         )
     evidence += [one.line for one in held]
-    numbered = not hip or numbers(hip.group(1))[:2] >= NUMBERED_SINCE
-    stray = sorted(set(os.environ) & {"%s_%d" % (OVERRIDE, number) for number in range(64)})
-    stray = [name for name in stray if not numbered or name not in {"%s_%d" % (OVERRIDE, card.node) for card in cards}]
+    rocm = numbers(hip.group(1))[:2] if hip else ()
+    stray = {name for name in os.environ if re.fullmatch(OVERRIDE + r"_\d+", name)}
+    if stray and rocm in ((), NUMBERED_SINCE):
+        return unknown(*evidence, "whether the ROCm here reads %s is not known" % ", ".join(sorted(stray)))
+    if rocm >= NUMBERED_SINCE:
+        stray -= {"%s_%d" % (OVERRIDE, card.node) for card in cards}
     if stray:
-        why = "no GPU has that number" if numbered else "this ROCm does not read numbered variables"
-        evidence.append("%s changes nothing: %s" % (", ".join(stray), why))
-    verdicts = [judge(card, numbered, held) for card in cards]
+        why = "no GPU has that number" if rocm >= NUMBERED_SINCE else "this ROCm does not read numbered variables"
+        evidence.append("%s changes nothing: %s" % (", ".join(sorted(stray)), why))
+    verdicts = [judge(card, rocm, held) for card in cards]
     evidence += [line for _, line in verdicts]
     words = [word for word, _ in verdicts]
-    if hip and numbers(hip.group(1))[:2] == NUMBERED_SINCE and any(OVERRIDE + "_" in name for name in os.environ):
-        return unknown(*evidence, "whether ROCm 6.3 reads a numbered variable is not known here")
     if torch and hip and " " in str(torch):
         words.append("unsure")
         evidence.append("%s has a space in it, for which HIP has said that there is no kernel image" % torch)
@@ -299,9 +300,11 @@ def check(params: Mapping[str, Any]) -> Finding:
 
 CPU = ""  # a node without GPU
 HIDDEN = "-"  # behind a GPU whose render device is not there
+ROCM, OLD_ROCM = "6.4.43482", "6.2.41134"
+WHEEL = "gfx900 gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100 gfx1101 gfx1102 gfx1200 gfx1201"
 
 
-def written(folder: Path, nodes: Tuple[str, ...], targets: str, hip: str = "6.4.43482") -> Dict[str, Any]:
+def written(folder: Path, nodes: Tuple[str, ...], targets: str, hip: str) -> Dict[str, Any]:
     """A machine with these nodes and a torch with these targets, as files; the params that ask the check about it."""
     for number, version in enumerate(nodes):
         node, minor = folder / NODES / str(number), 128 + number
@@ -326,12 +329,12 @@ def written(folder: Path, nodes: Tuple[str, ...], targets: str, hip: str = "6.4.
 def forget() -> None:
     """No variable of the reader's own changes what an arm shows."""
     for name in list(os.environ):
-        if name.startswith(OVERRIDE) or name in LIMITS:
+        if name.startswith(OVERRIDE) or name in (*LIMITS, "ROCBLAS_TENSILE_LIBPATH"):
             del os.environ[name]
 
 
 def ask(
-    ctx: Context, *, nodes: Tuple[str, ...], targets: str, variables: str = "", hip: str = "6.4.43482", want: str = ""
+    ctx: Context, *, nodes: Tuple[str, ...], want: str, targets: str = WHEEL, variables: str = "", hip: str = ROCM
 ) -> None:
     """What the rules of the runtime make of this machine under these variables."""
     forget()
@@ -340,9 +343,10 @@ def ask(
     ctx.reached()
     finding = check(params)
     ctx.note(state=finding.state)
+    said = "; ".join(finding.evidence[2:])
     if finding.state == "exposed":
-        raise Symptom("; ".join(finding.evidence[2:]))
-    assert any(want in line for line in finding.evidence), finding.evidence
+        raise Symptom(said)
+    assert want in said, said
 
 
 RUN_SH = """\
@@ -358,7 +362,7 @@ def start_ranks(ctx: Context, *, script: bool) -> None:
     """Two ranks with a card each; a launcher hands both its own environment, or a script sets that of each."""
     forget()
     os.environ[OVERRIDE] = "10.3.0"
-    params = written(ctx.dir, (CPU, "110000", "100302"), "gfx1030 gfx1100")
+    params = written(ctx.dir, (CPU, "110000", "100302"), WHEEL, OLD_ROCM)
     held = [kernels(params["torch"]), gemms(params["torch"], ctx.dir)]
     run = ctx.dir / "run.sh"
     run.write_text(RUN_SH)
@@ -371,7 +375,7 @@ def start_ranks(ctx: Context, *, script: bool) -> None:
         forget()
         if ran.stdout.strip() != "unset":
             os.environ[OVERRIDE] = ran.stdout.strip()
-        verdict, line = judge(card, True, held)
+        verdict, line = judge(card, (6, 2), held)
         os.environ[OVERRIDE] = "10.3.0"
         seen.append("rank %d: %s" % (rank, line))
         if verdict == "bad":
@@ -400,7 +404,6 @@ def build_extension(ctx: Context, *, arch: str) -> None:
         raise Symptom("hipcc is asked for %s: no code for %s" % (" ".join(flags), ", ".join(without)))
 
 
-WHEEL = "gfx900 gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100 gfx1101 gfx1102 gfx1200 gfx1201"
 SYSFS = "the files of a machine with AMD GPUs; the check applies the runtime's rules to them"
 
 
@@ -410,16 +413,17 @@ def model(
     pattern: str,
     because: str,
     fix: str,
-    fidelity: Tuple[str, str] = ("model", SYSFS),
+    grade: Tuple[str, str] = ("model", SYSFS),
     packages: Optional[Mapping[str, str]] = None,
     **differs: Tuple[Any, Any],
 ) -> Experiment:
-    grade: Dict[str, Any] = {"fidelity": fidelity[0], "stands_for": fidelity[1]}
+    """The keyword in `differs` has the value of the control arm, then that of the treatment."""
     fails, works = ({word: pair[arm] for word, pair in differs.items()} for arm in (0, 1))
+    arm = partial(Arm, fidelity=grade[0], stands_for=grade[1])
     return Experiment(
         name,
-        control=Arm(partial(job, **fails), symptom(pattern), because=because, **grade),
-        treatment=Arm(partial(job, **works), completed(), because=fix, **grade),
+        control=arm(partial(job, **fails), symptom(pattern), because=because),
+        treatment=arm(partial(job, **works), completed(), because=fix),
         world_size=1,
         needs=Needs(packages=packages or {}),
         deadline_s=60,
@@ -427,10 +431,15 @@ def model(
     )
 
 
-MIXED = partial(ask, nodes=(CPU, "120000", "100302"), targets=WHEEL)  # RX 9060 XT and RX 6600
-MI210 = partial(ask, nodes=(CPU, CPU, "90010"), targets=WHEEL)
-RX6600 = partial(ask, nodes=(CPU, "100302"), targets=WHEEL)
-WITH_IGPU = partial(ask, targets=WHEEL)  # RX 7900 XTX in a Ryzen 7000
+EVERYWHERE, NUMBERED = OVERRIDE + "=10.3.0", OVERRIDE + "_2=10.3.0"
+MIXED = partial(  # RX 9060 XT and RX 6600
+    ask,
+    nodes=(CPU, "120000", "100302"),
+    want="node 1 is gfx1200, and has code; node 2 is gfx1032, and HSA_OVERRIDE_GFX_VERSION_2 makes it gfx1030",
+)
+MI210 = partial(ask, nodes=(CPU, CPU, "90010"), want="node 2 is gfx90a, and has code")
+RX6600 = partial(ask, nodes=(CPU, "100302"))
+WITH_IGPU = partial(ask, want="node 1 is gfx1100, and has code")  # RX 7900 XTX in a Ryzen 7000
 
 probe = Probe(
     params={
@@ -446,8 +455,7 @@ probe = Probe(
             r"node 1 is gfx1200, and HSA_OVERRIDE_GFX_VERSION makes it gfx1030, whose code is for another family",
             "the variable that one card needs holds for both",
             "the variable with the number of that card's node",
-            variables=(OVERRIDE + "=10.3.0", OVERRIDE + "_2=10.3.0"),
-            want=("", "node 1 is gfx1200, and has code"),
+            variables=(EVERYWHERE, NUMBERED),
         ),
     ),
     variants=(
@@ -457,45 +465,7 @@ probe = Probe(
             r"node 2 is gfx90a, and HSA_OVERRIDE_GFX_VERSION makes it gfx1030, whose code is for another family",
             "the variable of a former card is still set",
             "it is unset",
-            variables=(OVERRIDE + "=10.3.0", ""),
-            want=("", "node 2 is gfx90a, and has code"),
-        ),
-        model(
-            "no-code",
-            RX6600,
-            r"node 1 is gfx1032, and a library has no code for it",
-            "no list holds gfx1032",
-            "a build that holds it",
-            targets=(WHEEL, WHEEL + " gfx1032"),
-            want=("", "node 1 is gfx1032, and has code"),
-        ),
-        model(
-            "family",
-            RX6600,
-            r"node 1 is gfx1032, and HSA_OVERRIDE_GFX_VERSION makes it gfx1100, whose code is for another family",
-            "the variable names another family",
-            "it names a target of the card's family, for which there is code",
-            variables=(OVERRIDE + "=11.0.0", OVERRIDE + "=10.3.0"),
-            want=("", "of the same family"),
-        ),
-        model(
-            "numbering",
-            MIXED,
-            r"HSA_OVERRIDE_GFX_VERSION_1 makes it gfx1030, whose code is for another family",
-            "the number is that of the HIP device, 1, and node 1 is the other card",
-            "the number is that of the node, 2",
-            variables=(OVERRIDE + "_1=10.3.0", OVERRIDE + "_2=10.3.0"),
-            want=("", "node 1 is gfx1200, and has code"),
-        ),
-        model(
-            "old-runtime",
-            MIXED,
-            r"HSA_OVERRIDE_GFX_VERSION_2 changes nothing.*node 2 is gfx1032, and a library has no code for it",
-            "ROCm 6.2 does not read the numbered variable",
-            "ROCm 6.4 does",
-            hip=("6.2.41134", "6.4.43482"),
-            variables=(OVERRIDE + "_2=10.3.0", OVERRIDE + "_2=10.3.0"),
-            want=("", "HSA_OVERRIDE_GFX_VERSION_2 makes it gfx1030, of the same family"),
+            variables=(EVERYWHERE, ""),
         ),
         model(
             "empty",
@@ -504,7 +474,38 @@ probe = Probe(
             "a container passes the variable on without a value",
             "it is unset",
             variables=(OVERRIDE + "=", ""),
-            want=("", "node 2 is gfx90a, and has code"),
+        ),
+        model(
+            "numbering",
+            MIXED,
+            r"HSA_OVERRIDE_GFX_VERSION_1 makes it gfx1030, whose code is for another family",
+            "the number is that of the HIP device, 1, and node 1 is the other card",
+            "the variable with the number of that card's node",
+            variables=(OVERRIDE + "_1=10.3.0", NUMBERED),
+        ),
+        model(
+            "old-runtime",
+            partial(MIXED, variables=NUMBERED),
+            r"HSA_OVERRIDE_GFX_VERSION_2 changes nothing.*node 2 is gfx1032, and a library has no code for it",
+            "ROCm 6.2 does not read the numbered variable",
+            "ROCm 6.4 does",
+            hip=(OLD_ROCM, ROCM),
+        ),
+        model(
+            "no-code",
+            partial(RX6600, want="node 1 is gfx1032, and has code"),
+            r"node 1 is gfx1032, and a library has no code for it",
+            "no list holds gfx1032",
+            "a build that holds it",
+            targets=(WHEEL, WHEEL + " gfx1032"),
+        ),
+        model(
+            "family",
+            partial(RX6600, want="makes it gfx1030, of the same family"),
+            r"node 1 is gfx1032, and HSA_OVERRIDE_GFX_VERSION makes it gfx1100, whose code is for another family",
+            "the variable names another family",
+            "it names a target of the card's family, for which there is code",
+            variables=(OVERRIDE + "=11.0.0", EVERYWHERE),
         ),
         model(
             "igpu",
@@ -513,7 +514,6 @@ probe = Probe(
             "the GPU inside the CPU is counted as well",
             "the container has the render device of the other card alone",
             nodes=((CPU, "110000", "100306"), (CPU, "110000", "100306" + HIDDEN)),
-            want=("", "node 1 is gfx1100, and has code"),
         ),
         model(
             "per-rank",
