@@ -178,6 +178,7 @@ def connect_pairs(ctx: Context, *, through: str) -> None:
     group = Store()
     ctx.reached()
     dist.init_process_group("gloo", store=group, rank=ctx.rank, world_size=2, timeout=timedelta(seconds=3))
+    assert ctx.meet("joined")  # one end of a pair believes itself connected before the other end is
     total = torch.ones(1)
     dist.all_reduce(total)
     ctx.note(connections=sum(len(proxy.ends) for proxy in proxies))
