@@ -430,7 +430,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("what %s holds is not told by the names of its files" % path, advice="name one file of it")
     return exposed(
         "%s has weights (%s) and no file of an optimizer" % (path, weights[0]),
-        advice="a training that goes on from it begins with new moments: Fix 6",
+        advice="a training that goes on from it begins with new moments: Fix 5",
     )
 
 
