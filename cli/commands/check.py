@@ -12,10 +12,12 @@ import typer
 from kb.content.roots import configured_roots
 from kb.errors import UsageError
 
+from ..terminal.completion import complete_ids
 from ..terminal.hints import with_roots
 from ..terminal.output import JsonFlag, RootOption, emit, interpreter_of, style
 
 if TYPE_CHECKING:
+    from kb.content.entry import Entry
     from kb.verify.checks import CheckResult
 
 NAGIOS_OK, NAGIOS_WARNING, NAGIOS_CRITICAL, NAGIOS_UNKNOWN = range(4)
@@ -28,6 +30,10 @@ class Format(StrEnum):
 
 
 def check(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Only the checks of these entries.", autocompletion=complete_ids),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A DeepSpeed, accelerate or trainer configuration to check.")
     ] = None,
@@ -36,23 +42,26 @@ def check(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Run every check: what are this machine and environment exposed to? Read-only: runs no arm, uses no GPU.
+    """Run every check, or those named: what are this machine and environment exposed to? Read-only: no arm, no GPU.
 
     Exit codes: 0 nothing is exposed; 1 something is; 3 the checks could not tell. With --format nagios those of
     a Nagios plugin: 2 for an incident that kills jobs or loses checkpoints, 1 for a lesser one, 3 unknown.
     """
     from kb.content.catalog import load_catalog
     from kb.harness.launcher import Launcher
-    from kb.verify.checks import check_all, exit_code
+    from kb.verify.checks import check_entries, exit_code
 
     if config is not None and not config.is_file():
         raise UsageError(
             f"--config {config}: no such file", "name a configuration of DeepSpeed, accelerate or a trainer"
         )
     catalog = load_catalog(configured_roots(tuple(roots or ())))
+    named = [catalog.get(entry_id) for entry_id in dict.fromkeys(ids or ())]
+    entries = named or catalog.current()
     files = {"config": config.absolute()} if config else {}
     with Launcher(interpreter_of(python)) as launcher:
-        results = check_all(catalog, launcher, files)
+        results = check_entries(catalog, entries, launcher, files)
+    _refuse_without_check(named, results)
     if as_json:
         emit("check", answers=[result.to_json() for result in results], counts=_counts(results))
     elif form is Format.NAGIOS:
@@ -60,10 +69,17 @@ def check(
         print(_nagios(results, code))
         return code
     else:
-        _print(results, roots)
+        _print(results, roots, everything=bool(named))
         if python is None and any(result.finding.state == "unknown" for result in results):
             print("to check your training environment: kb check --python /path/to/your/training/env/bin/python")
     return exit_code(results)
+
+
+def _refuse_without_check(named: list[Entry], results: tuple[CheckResult, ...]) -> None:
+    """Somebody who asks for a check by name must not take silence for an answer."""
+    checked = {result.entry.id for result in results}
+    if without := [entry.id for entry in named if entry.id not in checked]:
+        raise UsageError(f"{without[0]} has no check", f"its probe runs arms: kb verify {without[0]}")
 
 
 def _counts(results: tuple[CheckResult, ...]) -> dict[str, int]:
@@ -71,10 +87,10 @@ def _counts(results: tuple[CheckResult, ...]) -> dict[str, int]:
     return {state: counts[state] for state in ("exposed", "clear", "unknown")}
 
 
-def _print(results: tuple[CheckResult, ...], roots: list[Path] | None) -> None:
+def _print(results: tuple[CheckResult, ...], roots: list[Path] | None, *, everything: bool) -> None:
     """What is exposed, and every result about a given file; most other checks have nothing to examine."""
     for result in results:
-        if result.is_exposed or result.takes_given_file:
+        if everything or result.is_exposed or result.takes_given_file:
             _print_result(result, roots)
     totals = ", ".join(f"{count} {state}" for state, count in _counts(results).items())
     print(f"{totals}; `kb check --json` gives the reasons of all")

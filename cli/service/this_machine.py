@@ -12,7 +12,7 @@ from kb.content.catalog import Catalog
 from kb.harness.launcher import Launcher
 from kb.machine import gpus, installed
 from kb.runtime.survey_fields import Reader
-from kb.verify.checks import check_all
+from kb.verify.checks import check_entries
 from kb.verify.runner import RunOptions
 from kb.verify.session import prepare
 
@@ -42,7 +42,7 @@ class ThisMachine:
             watch = Timer(CHECKS_S, launcher.close)
             watch.start()
             try:
-                return [result.to_json() for result in check_all(catalog, launcher, {})]
+                return [result.to_json() for result in check_entries(catalog, catalog.current(), launcher, {})]
             finally:
                 watch.cancel()
 

@@ -1,4 +1,4 @@
-"""The checks of all probes on this machine: what it, its environment or a configuration is exposed to.
+"""The checks of probes on this machine: what it, its environment or a configuration is exposed to.
 
 No arm runs and no GPU is used. Every check gets a process and a deadline of its own, so that a broken check only
 makes its own result `unknown`, with the failure as evidence.
@@ -47,8 +47,13 @@ class CheckResult:
         }
 
 
-def check_all(catalog: Catalog, launcher: Launcher, files: Mapping[str, Path]) -> tuple[CheckResult, ...]:
-    """Run every check; exposed first, the severest first. `files` are passed to the params of these names."""
+def check_entries(
+    catalog: Catalog, entries: Iterable[Entry], launcher: Launcher, files: Mapping[str, Path]
+) -> tuple[CheckResult, ...]:
+    """Run their checks, as far as they have one; exposed first, the severest first.
+
+    `files` are passed to the params of these names.
+    """
     params = {name: ("path", path) for name, path in files.items()}
 
     def check_entry(entry: Entry) -> CheckResult | None:
@@ -59,7 +64,7 @@ def check_all(catalog: Catalog, launcher: Launcher, files: Mapping[str, Path]) -
         return CheckResult(entry, finding, bool(taken)) if finding else None
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kb-check") as pool:
-        results = [result for result in pool.map(check_entry, catalog.current()) if result]
+        results = [result for result in pool.map(check_entry, entries) if result]
     return tuple(sorted(results, key=_urgency))
 
 

@@ -66,6 +66,25 @@ def test_a_setting_that_a_check_asks_for_is_part_of_a_command(kb: Kb, content: C
     assert f"next: {advised}\n" in kb("verify", "asks").out
 
 
+def test_the_check_of_a_named_entry_answers_whatever_it_found(kb: Kb, content: ContentRoot) -> None:
+    content.raw_probe("fine", always('clear("large enough")'))
+    content.raw_probe("bare", always('exposed("too small")'))
+    ended = kb("check", "fine")
+    assert (ended.code, "clear    fine" in ended.out, "  large enough" in ended.out) == (0, True, True)
+    assert "bare" not in ended.out
+    assert [answer["id"] for answer in kb("check", "bare", "fine", "bare", "--json").json["answers"]] == [
+        "bare",
+        "fine",
+    ]
+
+
+def test_a_named_entry_without_a_check_is_bad_input(kb: Kb, content: ContentRoot) -> None:
+    content.incident("armed", "pass")
+    ended = kb("check", "armed", "--json")
+    assert (ended.code, ended.json["error"]["message"]) == (2, "armed has no check")
+    assert kb("check", "no-such-entry").code == 2
+
+
 def test_nagios_gets_one_line_and_its_own_exit_codes(kb: Kb, content: ContentRoot) -> None:
     content.raw_probe("bare", always('exposed("a | b")'))
     ended = kb("check", "--format", "nagios")
