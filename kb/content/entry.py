@@ -214,6 +214,11 @@ class Entry:
         """Its symptoms, phases and components, as `kb.content.facets.VALUES` has them."""
         return [f"{name}:{value}" for name in FACETS for value in getattr(self.meta, name)]
 
+    @property
+    def failure_patterns(self) -> list[str]:
+        """The patterns that may name the failure of a control arm: those of its root and cascade signatures."""
+        return [signature.pattern for signature in self.meta.signatures if signature.role is not Role.CONTEXT]
+
     def section(self, heading: str) -> str:
         section = self.sections.get(heading)
         return section.text if section else ""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from kb.content.roots import Root, records
 from kb.errors import UsageError
 
 SCHEMA = "kb.releases.v1"
-REPORT_KEYS = ("verdict", "reason", "experiment", "fidelity", "entry_digest", "probe_digest")
+REPORT_KEYS = ("verdict", "reason", "experiment", "fidelity", "probe_digest")
 GOOD = ("verified", "clear")
 VARIANT_KEYS = ("experiment", "fidelity", "verdict", "reason")
 
@@ -102,8 +103,16 @@ def add_releases(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> 
         document["releases"] = releases_by_verdict(by_entry.get(document["id"], ()))
 
 
-def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
-    """The record of one release, from the reports of one environment as JSON. Raises `UsageError` without torch."""
+def patterns_digest(patterns: Iterable[str]) -> str:
+    """What of an entry a verdict depends on, as sha256: its failure patterns. Its prose may change without it."""
+    return hashlib.sha256("\n".join(patterns).encode()).hexdigest()
+
+
+def record(reports: Iterable[Mapping[str, Any]], day: str, patterns: Mapping[str, str]) -> dict[str, Any]:
+    """The record of one release, from the reports of one environment as JSON.
+
+    `patterns` has the digest of each entry's patterns. Raises `UsageError` without torch.
+    """
     reports = sorted(reports, key=lambda report: str(report["id"]))
     python = next((report["environment"].get("python") or {} for report in reports), {})
     torch = (python.get("torch") or {}).get("version")
@@ -119,6 +128,7 @@ def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
         "verdicts": {
             report["id"]: {
                 **{key: report[key] for key in REPORT_KEYS},
+                "patterns_digest": patterns[report["id"]],
                 "variants": [{key: variant[key] for key in VARIANT_KEYS} for variant in report["variants"]],
             }
             for report in reports
@@ -127,11 +137,11 @@ def record(reports: Iterable[Mapping[str, Any]], day: str) -> dict[str, Any]:
 
 
 def unchanged(document: Mapping[str, Any], digests: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """The rows of an earlier record whose entry and probe, by their digests, are still those that were judged."""
+    """The rows of an earlier record whose patterns and probe, by their digests, are still those that were judged."""
     return {
         entry_id: row
         for entry_id, row in document["verdicts"].items()
-        if digests.get(entry_id) == (row["entry_digest"], row["probe_digest"])
+        if digests.get(entry_id) == (row["patterns_digest"], row["probe_digest"])
     }
 
 

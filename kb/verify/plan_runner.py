@@ -12,7 +12,6 @@ from threading import Event, Lock, Semaphore
 from typing import Any, Protocol
 
 from kb.content.catalog import file_digest
-from kb.content.entry import Role
 from kb.errors import KbError
 from kb.harness.launcher import Launcher
 from kb.harness.outcome import ArmOutcome
@@ -157,10 +156,7 @@ class PlanRunner:
 
     def _experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
         """Run pairs of arms until the verdict is decided."""
-        signatures = [
-            signature.pattern for signature in plan.entry.meta.signatures if signature.role is not Role.CONTEXT
-        ]
-        patterns = [pattern for pattern in signatures if not backtracking_risk(pattern)]
+        patterns = [pattern for pattern in plan.entry.failure_patterns if not backtracking_risk(pattern)]
         judgements: list[Judgement] = []
         while True:
             control, treatment = (self._arm(plan, experiment, name, len(judgements)) for name in ARMS)

@@ -2,7 +2,7 @@
 
 PyPI's builds for CUDA take 4 to 6 GB each and run without a GPU. `RELEASES="2.5.1 2.6.0"` chooses some and
 leaves out the second part, unless `MONTHS` is given as well. A record is `docs/verified/torch-<release>.json`; what it says
-of an entry and a probe that have not changed since stays, so remove the file to run everything again.
+of an entry whose patterns and probe have not changed since stays, so remove the file to run everything again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from kb.content.catalog import file_digest, load_catalog
 from kb.content.roots import builtin_root
 from kb.errors import UsageError
-from kb.records.releases import file_name, record, unchanged
+from kb.records.releases import file_name, patterns_digest, record, unchanged
 from tests.bench.environments import VERIFIED, counts, environment, keep, record_names, reports
 
 RELEASES = (
@@ -44,7 +44,9 @@ def _is_recorded(release: str) -> bool:
             record_names(python, day)
             if not changed:
                 return True
-            kept = record(reports(python, *changed), day)
+            kept = record(
+                reports(python, *changed), day, {entry_id: patterns for entry_id, (patterns, _) in digests.items()}
+            )
     except (subprocess.CalledProcessError, json.JSONDecodeError, KeyError, UsageError) as error:
         print(f"torch {release}: {error}", file=sys.stderr)
         return False
@@ -56,9 +58,13 @@ def _is_recorded(release: str) -> bool:
 
 
 def _digests() -> dict[str, tuple[str, str]]:
-    """Of each entry and its probe."""
+    """Of each entry's patterns and its probe."""
     catalog = load_catalog((builtin_root(),))
-    return {entry.id: (entry.digest, file_digest(probe)) for entry in catalog if (probe := catalog.probe_file(entry))}
+    return {
+        entry.id: (patterns_digest(entry.failure_patterns), file_digest(probe))
+        for entry in catalog
+        if (probe := catalog.probe_file(entry))
+    }
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from kb.records.releases import (
 )
 
 DAY = "2026-11-22"
+PATTERNS = dict.fromkeys("abc", "0" * 64)
 
 
 def report(entry_id: str, verdict: str, torch: str) -> dict[str, Any]:
@@ -40,7 +41,6 @@ def report(entry_id: str, verdict: str, torch: str) -> dict[str, Any]:
         "reason": "why",
         "experiment": "gloo",
         "fidelity": "cpu",
-        "entry_digest": "0" * 64,
         "probe_digest": "1" * 64,
         "variants": [variant],
         "environment": {"python": {"version": "3.11.7", "torch": {"version": torch}}, "host": {"name_hash": "abcdef"}},
@@ -49,27 +49,27 @@ def report(entry_id: str, verdict: str, torch: str) -> dict[str, Any]:
 
 
 def test_no_record_of_a_release_is_one_of_hardware(tmp_path: Path) -> None:
-    document = record([report("a", "verified", "2.13.0+cpu")], DAY)
+    document = record([report("a", "verified", "2.13.0+cpu")], DAY, PATTERNS)
     (tmp_path / file_name(document["torch"])).write_text(json.dumps(document))
     assert (tmp_path / "torch-2.13.0.json").exists()
     assert not proofs([Root("a root", tmp_path / "entries", tmp_path / "probes", tmp_path)])
 
 
 def test_a_record_keeps_verdicts_and_names_no_host() -> None:
-    document = record([report("b", "verified", "2.5.1"), report("a", "clear", "2.5.1")], DAY)
+    document = record([report("b", "verified", "2.5.1"), report("a", "clear", "2.5.1")], DAY, PATTERNS)
     assert list(document["verdicts"]) == ["a", "b"]
     assert document["verdicts"]["a"]["variants"] == [
         {"experiment": "in-flight", "fidelity": "cpu", "verdict": "verified", "reason": ""}
     ]
     assert "abcdef" not in json.dumps(document)
     with pytest.raises(UsageError, match="no torch answers"):
-        record([{**report("a", "clear", "2.5.1"), "environment": {"python": None}}], DAY)
+        record([{**report("a", "clear", "2.5.1"), "environment": {"python": None}}], DAY, PATTERNS)
 
 
 def recorded(folder: Path, *verdicts: tuple[str, str]) -> list[Root]:
     """A root with a record for each torch and verdict of the entry `a`."""
     for torch, verdict in verdicts:
-        (folder / file_name(torch)).write_text(json.dumps(record([report("a", verdict, torch)], DAY)))
+        (folder / file_name(torch)).write_text(json.dumps(record([report("a", verdict, torch)], DAY, PATTERNS)))
     return [Root("a root", folder / "entries", folder / "probes", folder)]
 
 
@@ -101,7 +101,7 @@ def test_an_invalid_record_is_named(tmp_path: Path) -> None:
         release_verdicts([Root("a root", tmp_path / "entries", tmp_path / "probes", tmp_path)])
 
 
-def test_a_verdict_about_an_earlier_entry_or_probe_is_given_anew() -> None:
-    document = record([report(entry_id, "verified", "2.5.1") for entry_id in ("a", "b", "c")], DAY)
+def test_a_verdict_about_earlier_patterns_or_an_earlier_probe_is_given_anew() -> None:
+    document = record([report(entry_id, "verified", "2.5.1") for entry_id in ("a", "b", "c")], DAY, PATTERNS)
     digests = {"a": ("0" * 64, "1" * 64), "b": ("0" * 64, "2" * 64), "c": ("2" * 64, "1" * 64), "new": ("", "")}
     assert list(unchanged(document, digests)) == ["a"]
