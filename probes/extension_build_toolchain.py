@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -195,6 +196,8 @@ def check(_: Mapping[str, Any]) -> Finding:
     chosen = any("ccbin" in os.environ.get(name, "") for name in VARIABLES) or "NVCC_CCBIN" in os.environ
     if 0 < limit < of_host and not chosen:
         problems.append("nvcc takes gcc up to release %d, and %s is %d" % (limit, host, of_host))
+    if importlib.util.find_spec("setuptools") is None:
+        problems.append("setuptools is not installed, and torch.utils.cpp_extension imports it")
     if problems:
         return exposed(*problems, advice="what is installed as a built wheel needs none of this")
     evidence = "ninja, %s and Python.h are there" % compiler
@@ -205,6 +208,8 @@ def check(_: Mapping[str, Any]) -> Finding:
         return unknown(evidence, "what nvcc would take is not known: its flags, gcc, or the header with its limit")
     if release == 9 or glibc() >= (2, 41):
         return unknown(evidence, "gcc 9, or glibc 2.41 with a toolkit up to 13.1, may still be refused")
+    if not any((cuda_root() / folder / "libcudart.so").exists() for folder in ("lib64", "lib")):
+        return unknown(evidence, "no libcudart.so in the toolkit's folders, to which an extension with CUDA is linked")
     return clear(evidence, "%s is release %d, nvcc takes gcc up to %d" % (host, of_host, limit))
 
 
@@ -238,10 +243,14 @@ def glibc() -> Tuple[int, ...]:
         return (0, 0)
 
 
-def limit_of_nvcc() -> int:
+def cuda_root() -> Path:
     nvcc = shutil.which("nvcc")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).parent.parent))
-    root = Path(home or "/usr/local/cuda")
+    return Path(home or "/usr/local/cuda")
+
+
+def limit_of_nvcc() -> int:
+    root = cuda_root()
     try:
         for path in (root / "include/crt/host_config.h", *root.glob("targets/*/include/crt/host_config.h")):
             match = re.search(r"__GNUC__ > (\d+)", path.read_text(errors="replace")) if path.is_file() else None
