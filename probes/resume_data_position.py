@@ -142,24 +142,28 @@ def stream_of(source: Any, start: int, rewind: bool = True, by_first: bool = Tru
     from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
-        def __init__(self, start: int = 0) -> None:
-            self.start = start
-            self.first = None if by_first else 0
+        def __init__(self, source: Any, start: int, first: int | None = None) -> None:
+            self.source, self.start, self.first = source, start, first
 
         def set_epoch(self, epoch: int) -> None:
             if self.first is None:
                 self.first = epoch
-            if epoch != self.first and rewind:
+            if epoch != self.first:
                 self.start = 0
 
         def __iter__(self) -> Iterator[Any]:
-            return (source[index] for index in range(self.start, len(source)))
+            return (self.source[index] for index in range(self.start, len(self.source)))
 
     class Sized(Rows):
         def __len__(self) -> int:
-            return len(source)
+            return len(self.source)
 
-    return Sized(start) if has_length else Rows(start)
+    class Stuck(Rows):
+        def set_epoch(self, epoch: int) -> None:
+            pass
+
+    kind = Sized if has_length else Rows if rewind else Stuck
+    return kind(source, start, None if by_first else 0)
 
 
 def stream(ctx: Context, *, seek: bool) -> None:
