@@ -362,7 +362,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(
             *found[:8],
             *unread[:2],
-            advice="features= of all rows, not for tool calls, or one type for the column: Fix 1 and 2",
+            advice="declare the column as Json(), or write it as JSON text: see `Fix`",
         )
     if not any(kinds for kinds, _ in read.values()):
         return unknown(*(unread[:3] or ["no JSON lines in %s" % path]))
