@@ -222,6 +222,32 @@ def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
     assert [ready for ready, _ in counts] == [8, 8], counts
 
 
+def shuffled_stream(ctx: Context, *, seeded: bool) -> None:
+    """The same with dispatch_batches=False, and a stream that every rank shuffles on its own before it is divided."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from datasets import IterableDataset
+    from torch.utils.data import DataLoader
+
+    dist = ctx.init_process_group(timeout_s=60)
+
+    def samples(shards: List[int]) -> Any:
+        for shard in shards:
+            yield {"x": shard}
+
+    dataset = IterableDataset.from_generator(samples, gen_kwargs={"shards": list(range(32))})
+    dataset = dataset.shuffle(seed=42 if seeded else None, buffer_size=4)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+    ctx.reached()
+    seen = [index for batch in loader for index in batch["x"].tolist()]
+    both: List[Any] = [None, None]
+    dist.all_gather_object(both, seen)
+    missing = set(range(32)) - set(both[0]) - set(both[1])
+    if missing:
+        raise Symptom(f"{len(missing)} of 32 samples came to no rank, as many to both")
+    assert sorted(both[0] + both[1]) == list(range(32)), both
+
+
 def iterate(ctx: Context, *, divided: bool) -> None:
     """An IterableDataset with two workers: each sample once, if the workers divide it."""
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -379,6 +405,24 @@ probe = Probe(
                 partial(stream, dispatch_batches=False),
                 completed(),
                 because="each rank reads its own shards",
+                fidelity="cpu",
+            ),
+            needs=Needs(packages={"torch": ">=2.1", "accelerate": ">=1.8.1", "datasets": ">=3.0"}),
+            deadline_s=90,
+            expected_s=(4.0, 3.0),
+        ),
+        Experiment(
+            name="dispatch-seed",
+            control=Arm(
+                partial(shuffled_stream, seeded=False),
+                symptom(r"\d+ of 32 samples came to no rank, as many to both"),
+                because="each rank shuffles the shards without a seed, and takes its part of its own order",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(shuffled_stream, seeded=True),
+                completed(),
+                because="one seed on all ranks: they divide the same order",
                 fidelity="cpu",
             ),
             needs=Needs(packages={"torch": ">=2.1", "accelerate": ">=1.8.1", "datasets": ">=3.0"}),
