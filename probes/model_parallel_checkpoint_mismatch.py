@@ -129,13 +129,13 @@ def cut(full: dict[str, Any], tp: int, *, halves: bool = True) -> list[dict[str,
     import torch
 
     def cut_one(name: str, weight: Any, rank: int) -> Any:
-        if "linear_fc1" in name and halves:  # gate over up: cut each, then join
+        if name.endswith(("linear_fc1.weight", "linear_fc1.bias")) and halves:  # gate over up: cut each, then join
             return torch.cat([half.chunk(tp)[rank] for half in weight.chunk(2)])
         if name.endswith(("linear_proj.weight", "linear_fc2.weight")):  # row parallel
             return weight.chunk(tp, dim=1)[rank].clone()
-        if name.endswith(("word_embeddings.weight", "output_layer.weight")) or "linear_" in name:
+        if re.search(r"(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer)\.weight)$", name):
             return weight.chunk(tp)[rank].clone()
-        return weight  # norms, positions: the same on every rank
+        return weight  # norms, positions, other biases: the same on every rank
 
     return [{name: cut_one(name, weight, rank) for name, weight in full.items()} for rank in range(tp)]
 
