@@ -56,15 +56,14 @@ def epoch_on_ranks(ctx: Context, *, drop_last: bool) -> None:
     assert sizes == [4]
 
 
-def epoch_dispatched(ctx: Context, *, drop_last: bool = False, dispatch: bool = True) -> None:
-    """A stream of 9 samples, which one process reads for both, or each for itself."""
+def epoch_dispatched(ctx: Context, *, drop_last: bool = False) -> None:
+    """A stream of 9 samples, which one process reads for both."""
     import os
 
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     ctx.init_process_group(timeout_s=10)
     from accelerate import Accelerator  # type: ignore[import-not-found]
-    from accelerate.utils import DataLoaderConfiguration  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader, IterableDataset
 
     class Stream(IterableDataset):  # type: ignore[misc]
@@ -73,8 +72,7 @@ def epoch_dispatched(ctx: Context, *, drop_last: bool = False, dispatch: bool = 
 
             return iter(torch.arange(36.0).view(9, 4))
 
-    config = DataLoaderConfiguration(dispatch_batches=None if dispatch else False)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Stream(), batch_size=4, drop_last=drop_last))
     model = build(ctx)
     ctx.reached()
@@ -82,7 +80,7 @@ def epoch_dispatched(ctx: Context, *, drop_last: bool = False, dispatch: bool = 
     for batch in loader:
         model(batch).sum().backward()
         sizes.append(len(batch))
-    assert sizes == ([4] if dispatch else [4, 4]), sizes
+    assert sizes == [4], sizes
 
 
 def pool(ctx: Context, *, grouped: bool) -> None:
@@ -213,17 +211,6 @@ probe = Probe(
             "the loader has drop_last",
             {"drop_last": False},
             {"drop_last": True},
-            ranks=2,
-            accelerate=">=0.28",
-        ),
-        pair(
-            "undispatched",
-            epoch_dispatched,
-            ONE,
-            "accelerate divides a stream of 9 samples among two ranks: 4 and 1 on each",
-            "each rank reads the stream, and its last batch is filled up",
-            {"dispatch": True},
-            {"dispatch": False},
             ranks=2,
             accelerate=">=0.28",
         ),

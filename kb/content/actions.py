@@ -20,8 +20,8 @@ PROGRAM = (
 )
 COMMAND = rf"`(?:[A-Z][A-Z0-9_]*=\S* )*(?:(?:py-spy|kb verify|torchfrtrace|smem)\b|(?:{PROGRAM}) [^`]*[-/|])"
 VERB = (
-    "(?i:ask|bisect|calculate|check|compare|count|do|find|halve|list|look|measure|multiply|name|print|put|read|replay"
-    "|run|search|set|take|test|try|turn|watch|one run with)"
+    "(?i:ask|bisect|calculate|call|check|compare|count|do|draw|find|halve|list|look|measure|multiply|name|print|put|read|replay"
+    "|run|search|set|switch|take|test|try|turn|watch|one run with)"
 )
 CHINESE_VERB = (
     rf"看(?! ?{ID}|不)|查|找(?!不|到)|数(?![字据])|算|问(?!题)|比较|打印|运行|执行|检查|核对|对比|确认|读|试|测"

@@ -7,6 +7,7 @@ import pytest
 from kb.content.actions import action
 
 DO = (
+    "Switch `overlap_comm` off for a run: the loss stays finite, it is this.",
     "`py-spy dump --pid` on the missing rank while the others wait: inside `torch.save` is variant 3.",
     "**Harmless or not?** Compare the GPU in the warning with the one that the rank works on.",
     "**Find the rank that is missing from the messages**, then the end of *its* output.",
