@@ -199,7 +199,7 @@ def call(ctx: Context, *, given: str, cache: bool = False, implementation: str =
         allowed = arrange(PACKED, documents=True, restart=True)[1][None, None]
         batch["attention_mask"] = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     if not cache:
-        model.config.use_cache = False
+        model.config.get_text_config().use_cache = False
     ctx.reached()
     with torch.no_grad():
         alone = model(torch.tensor([SECOND]), use_cache=False).logits
@@ -306,7 +306,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if any(re.search("^sft$|packed|thd|pretraining_dataset|megatron|^use_(mca|v1)", str(key)) for key in values):
         return unknown(*found, "another option of the file decides how rows are made", advice=alone)
     if states.get("reset_attention_mask") is False and "packing" not in states:
-        return exposed(*found, "Megatron fills each row with several documents", advice="see the entry, Fix 5")
+        return exposed(*found, "Megatron fills each row with several documents", advice="see the entry, Fix 4")
     in_factory = "neat_packing" in values or "cutoff_len" in values
     if states.get("packing") and not states.get("neat_packing") and in_factory:
         stage = str(values.get("stage", "sft"))
