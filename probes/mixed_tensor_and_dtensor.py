@@ -151,7 +151,8 @@ def step(ctx: Context, *, grouped: bool, names: Tuple[str, ...]) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model, _, mesh = start(ctx, *names)
-    plain, ids, max_norm = build(), torch.arange(10, device=ctx.device).view(2, 5), 1e-3
+    plain, ids = build(), torch.arange(10, device=ctx.device).view(2, 5)
+    lr, max_norm = 0.1, 1e-3
     parallelize_module(model, mesh["tp"], {"body": ColwiseParallel(output_layouts=Replicate())})
     if "dp" in names:
         fully_shard(model, mesh=mesh["dp"])
@@ -161,7 +162,7 @@ def step(ctx: Context, *, grouped: bool, names: Tuple[str, ...]) -> None:
         params = [p for p in model.parameters() if p.requires_grad]
         meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in params]
         groups = [[p for p, mesh in zip(params, meshes) if mesh == key] for key in dict.fromkeys(meshes)]
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.1, foreach=True)
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=lr, foreach=True)
         norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
         total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
         for group in groups:
@@ -169,11 +170,11 @@ def step(ctx: Context, *, grouped: bool, names: Tuple[str, ...]) -> None:
     else:
         if "dp" in names:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=True)
     optimizer.step()
     plain(ids.cpu()).square().mean().backward()
     assert torch.allclose(total.cpu(), torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm), rtol=1e-4)
-    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    torch.optim.AdamW(plain.parameters(), lr=lr).step()
     assert torch.allclose(model(ids).cpu(), plain(ids.cpu()), atol=1e-3)
 
 
