@@ -90,7 +90,7 @@ def values(ctx: Context, *, mended: bool) -> None:
             super().__init__()
             self.linear = torch.nn.Linear(2, 2)
             if mended:
-                self.register_buffer("step", torch.zeros((), dtype=torch.long))
+                self.register_buffer("step", torch.zeros((), dtype=torch.long), persistent=False)
             else:
                 self.step = 0
 
