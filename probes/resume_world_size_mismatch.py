@@ -248,6 +248,9 @@ def check(params: Mapping[str, Any]) -> Finding:
 def _resharded(folder: Path) -> Finding:
     """Weights and optimizer are cut anew, but torchtitan keeps a data loader for each data-parallel rank in there."""
     message = "written by torch.distributed.checkpoint, which reshards weights and optimizer"
+    if (folder / "common.pt").exists() or (folder / "metadata.json").exists():
+        text = "Megatron's torch_dist: its weights reshard, its distributed optimizer perhaps not over TP and PP"
+        return unknown(text, advice="kb verify model-parallel-checkpoint-mismatch --set checkpoint=%s" % folder)
     try:
         with (folder / ".metadata").open("rb") as file:
             loaders = {int(rank) for rank in LOADERS.findall(file.read(MOST_METADATA))}
