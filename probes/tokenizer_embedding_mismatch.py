@@ -111,13 +111,13 @@ def tokenizer_of_16() -> Any:
     return hf.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
 
 
-def model_of_16() -> Any:
+def model_of_16(*, tied: bool = False) -> Any:
     import torch
 
     hf: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=16, **sizes))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=16, tie_word_embeddings=tied, **sizes))
 
 
 def train_with_transformers(ctx: Context, *, fix: str) -> None:
@@ -130,7 +130,8 @@ def train_with_transformers(ctx: Context, *, fix: str) -> None:
     else:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
     if fix == "resize":
-        rows = model.get_input_embeddings().weight.shape[0]
+        weight = model.get_input_embeddings().weight
+        rows = getattr(weight, "ds_shape", weight.shape)[0]
         need = max(tokenizer.get_vocab().values()) + 1
         if need > rows:
             model.resize_token_embeddings(need, pad_to_multiple_of=64)
@@ -188,12 +189,12 @@ def load_adapter(ctx: Context, *, resizes: bool) -> None:
     assert model.get_input_embeddings().weight.shape[0] == rows
 
 
-def train_adapter(ctx: Context, *, rows: str) -> None:
+def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
     """One step of LoRA on a batch with the new token 16; `rows` of it are trained in the input, in both or in none."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    model = model_of_16()
+    model = model_of_16(tied=tied)
     model.resize_token_embeddings(17)
     new_ids = [16]
     if rows == "both":
@@ -468,6 +469,15 @@ probe = Probe(
             symptom(r"after a step embed_tokens of 16 has moved by \S+, lm_head of it by 0\.0$"),
             "trainable_token_indices names embed_tokens only, and lm_head is not tied to it",
             "it names lm_head too",
+            PEFT,
+        ),
+        variant(
+            "peft-tied",
+            partial(train_adapter, rows="none", tied=True),
+            partial(train_adapter, rows="input", tied=True),
+            symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
+            "tied weights, and LoRA alone leaves the row of the new token as it is",
+            "trainable_token_indices names embed_tokens only, and the tied lm_head follows",
             PEFT,
         ),
     ),
