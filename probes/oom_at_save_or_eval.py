@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.cpu_arms import limit_address_space
@@ -49,45 +48,22 @@ def evaluation_loop(head: Any, x: Any, y: Any, batches: int, keep: str, with_gra
     """As the Trainer's: what it collects stays on the device until the last batch."""
     import torch
 
-    losses, all_preds, result = [], [], {}
+    losses, all_preds = [], []
     with torch.set_grad_enabled(with_gradient):
-        for number in range(batches):
+        for _ in range(batches):
             logits = head(x)
             loss = torch.nn.functional.cross_entropy(logits, y)
             losses.append(loss if with_gradient else loss.item())
-            if keep == "sums":
-                batch = SimpleNamespace(predictions=logits.unflatten(0, (-1, 64)), label_ids=y.unflatten(0, (-1, 64)))
-                result = metric(batch, number == batches - 1)  # type: ignore[no-untyped-call]
-            else:
-                predicted = preprocess_logits_for_metrics(logits, y)  # type: ignore[no-untyped-call]
-                all_preds.append(logits if keep == "logits" else predicted)
+            predicted = preprocess_logits_for_metrics(logits, y)  # type: ignore[no-untyped-call]
+            all_preds.append(logits if keep == "logits" else predicted)
             del logits
-    if keep == "sums":
-        assert sorted(result) == ["accuracy"] and sums == {"right": 0, "all": 0}, (result, sums)
-    else:
-        assert torch.cat(all_preds).shape[0] == batches * x.shape[0] and len(losses) == batches
+    assert torch.cat(all_preds).shape[0] == batches * x.shape[0] and len(losses) == batches
 
 
 def preprocess_logits_for_metrics(logits, labels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     if isinstance(logits, tuple):
         logits = logits[0]
     return logits.argmax(-1)
-
-
-sums = {"right": 0, "all": 0}
-
-
-def metric(batch, compute_result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    logits = batch.predictions[0] if isinstance(batch.predictions, tuple) else batch.predictions
-    labels = batch.label_ids[:, 1:]
-    known = labels != -100
-    sums["right"] += ((logits[:, :-1].argmax(-1) == labels) & known).sum().item()
-    sums["all"] += known.sum().item()
-    if not compute_result:
-        return {}
-    result = {"accuracy": sums["right"] / max(1, sums["all"])}
-    sums.update(right=0, all=0)
-    return result
 
 
 def first_step(ctx: Context, *, sharded: bool) -> None:
@@ -242,13 +218,6 @@ probe = Probe(
         rlimit,
     ),
     variants=(
-        experiment(
-            "batch-metric",
-            keep_logits,
-            RETAINED,
-            partial(train_then_evaluate, keep="sums"),
-            "the metric gets each batch and keeps sums",
-        ),
         experiment(
             "graph",
             partial(train_then_evaluate, keep="argmax", with_gradient=True),
