@@ -18,7 +18,7 @@ REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # 
 HOW_TO_TELL = "How to tell"
 REST = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
 CLAIM = re.compile(r"\[claimed \d+\]")
-NAME = re.compile(  # of a fix: its first sentence, which ends neither in code nor in bold type
+NAME = re.compile(  # of a numbered cause or fix: its first sentence, which ends neither in code nor in bold type
     r"(\d+)\. (?>`[^`]*`|\*\*.+?\*\*|.)+?"
     r"(?:(?<=[.!?])(?=\s+[^a-z\s])|(?<=[.!?。！？]\*\*)|(?<=[。！？])|(?=\n\n)|\Z)",
     re.DOTALL,
@@ -59,7 +59,7 @@ def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collec
     texts = sections(entry, lang)
     others = set(ids) - {entry.id}
     if "Root cause" in texts:
-        short = {"Cause": entry.cause, HOW_TO_TELL: texts.get(HOW_TO_TELL, ""), "Fix": texts.get("Fix", "")}
+        short = {"Cause": _named_causes(entry.cause, texts["Root cause"]), HOW_TO_TELL: texts.get(HOW_TO_TELL, ""), "Fix": texts.get("Fix", "")}
         tells, fix, language = HOW_TO_TELL, "Fix", Language.ENGLISH
     else:
         short = {heading: text for heading, text in texts.items() if heading != "环境"}
@@ -70,6 +70,13 @@ def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collec
         short[fix] = _first_fixes(short[fix], entry, language)
     short = {heading: CLAIM.sub("[claimed]", REFERENCE.sub("", text)) for heading, text in short.items() if text}
     return f"{_page(entry, lang, facts, short, records)}\n\n{label(REST, language)}"
+
+
+def _named_causes(cause: str, text: str) -> str:
+    """The root cause in one sentence, and the name of each numbered one: How to tell and Fix refer to their numbers."""
+    lines = text.splitlines()
+    names = [match[0] for start, end, _ in text_blocks(text) if (match := NAME.match("\n".join(lines[start:end])))]
+    return "\n".join([cause, "", *names])
 
 
 def _facts(entry: Entry, severity: str, lang: Language) -> list[str]:

@@ -11,12 +11,14 @@ from packaging.utils import canonicalize_name
 from kb.content.area import Area
 from kb.content.entry import CHINESE_PARTS, SECTIONS, TRANSLATION
 from kb.content.facets import FACETS
+from kb.content.grades import without_marks
 from kb.content.languages import CHINESE, Language
 from kb.lint.body import Block, Kind
 from kb.lint.rule import EntryFile, EntryRule, EntryText, Remark, TextRule
 from kb.printable import printable
 
 LONGEST_CAUSE = 240
+LONGEST_TEXT = 1_400
 LEAST_LOGS = 2
 HALF_WIDTH = re.compile(rf"{CHINESE.pattern}[,;:?!(]|[,;:?!)]{CHINESE.pattern}|{CHINESE.pattern}\.(?=\s|$)")
 ENGLISH = re.compile(r"[A-Za-z]{2}")
@@ -60,6 +62,17 @@ def long_cause(file: EntryFile) -> Iterator[Remark]:
     if len(file.entry.cause) > LONGEST_CAUSE:
         line = next((block.line for block in file.blocks(Kind.PROSE, "Root cause")), 1)
         yield line, f"the first sentence has {len(file.entry.cause)} characters; the limit is {LONGEST_CAUSE}"
+
+
+def long_text(file: EntryText) -> Iterator[Remark]:
+    """The English text has at most 1,400 words beside logs and code: its reader has a minute."""
+    words = sum(
+        len(without_marks(block.text).split())
+        for block in file.body
+        if block.kind is not Kind.CODE and block.section != TRANSLATION
+    )
+    if words > LONGEST_TEXT:
+        yield _heading_line(file, "Symptom"), f"the text has {words} words; the limit is {LONGEST_TEXT}"
 
 
 def chinese_parts(file: EntryText) -> Iterator[Remark]:
@@ -200,6 +213,7 @@ TEXT_RULES: tuple[TextRule, ...] = (
     empty_section,
     few_logs,
     no_look_alike,
+    long_text,
     chinese_parts,
     half_width_punctuation,
     unfinished,
