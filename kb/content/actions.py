@@ -15,10 +15,10 @@ SENTENCE_END = re.compile(r"(?<=[.?!]) +|(?<=[。？！])")
 
 ID = r"`[a-z0-9]+(?:-[a-z0-9]+)+`"
 PROGRAM = (
-    r"c\+\+filt|cat|cuobjdump|df|dmesg|env|find|gdb|grep|head|ib_write_bw|ip|journalctl|ldconfig|ldd|ls|lsof|lspci"
-    r"|nvidia-smi|pip|ps|python3?|sacct|srun|ss|sudo|systemctl|tail|tr|ulimit|watch"
+    r"c\+\+filt|cat|cuobjdump|df|dmesg|docker|env|find|gcc|gdb|grep|head|ib_write_bw|ip|journalctl|kubectl|ldconfig|ldd|ls"
+    r"|lsof|lspci|nvidia-smi|pip|ps|python3?|sacct|srun|ss|ssh|sudo|systemctl|tail|torchrun|tr|ulimit|watch"
 )
-COMMAND = rf"`(?:[A-Z][A-Z0-9_]*=\S* )*(?:(?:py-spy|kb verify|torchfrtrace|smem)\b|(?:{PROGRAM}) [^`]*[-/|])"
+COMMAND = rf"`(?:[A-Z][A-Z0-9_]*=\S* )*(?:(?:py-spy|kb check|kb verify|torchfrtrace|smem)\b|(?:{PROGRAM}) [^`]*[-/|])"
 VERB = (
     "(?i:ask|bisect|calculate|call|check|compare|count|do|draw|find|halve|list|look|measure|multiply|name|print|put|read|replay"
     "|run|search|set|switch|take|test|try|turn|watch|one run with)"

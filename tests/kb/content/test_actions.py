@@ -7,6 +7,7 @@ import pytest
 from kb.content.actions import action
 
 DO = (
+    "`docker info | grep -i runtime` on the host of the container that failed.",
     "Switch `overlap_comm` off for a run: the loss stays finite, it is this.",
     "`py-spy dump --pid` on the missing rank while the others wait: inside `torch.save` is variant 3.",
     "**Harmless or not?** Compare the GPU in the warning with the one that the rank works on.",
