@@ -309,14 +309,6 @@ probe = Probe(
         pair("one-end", {"lowered": FIRST}, "node 0 sends 1500, and announces it when it connects"),
         pair("route", {"route": "mtu lock 1500", "routed": FIRST}, "the route of node 0 has 1500, its interface 9000"),
         pair(
-            "advmss",
-            {"routed": BOTH},
-            "both nodes announce segments of 1460, and send what the other announces",
-            because="node 0 announces 1460 and goes on to send 8960: its own packets vanish",
-            route="advmss 1460",
-            routed=FIRST,
-        ),
-        pair(
             "probing",
             {"probing": BOTH},
             "after some retries both nodes try smaller packets",
