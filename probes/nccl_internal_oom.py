@@ -162,9 +162,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     failed = re.findall(r"Failed to CUDA (?:malloc|calloc|calloc async) (\d+) bytes", text)
     is_out = OUT.search(text) is not None
     if not taken and not failed and not is_out:
-        return unknown(
-            f"no allocation of NCCL in {params['log']}", advice="NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC"
-        )
+        return unknown(f"no allocation of NCCL in {params['log']}", advice=LOG_ALL)
     evidence: List[str] = []
     if len(text) > LARGEST:
         evidence.append(f"only the first {LARGEST // MIB} MiB of the log were read: give the log of one rank")
@@ -188,11 +186,14 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "--set free_mib=N compares it")
     if logged > free:
         return exposed(*evidence, f"only {free} MiB are left for it", advice=LEAVE)
+    if not re.search(r"NCCL INFO .*Cuda (?:Alloc|Calloc|CallocAsync) Size", text):
+        return unknown(*evidence, "without ALLOC the log names NVLink SHARP's part alone", advice=LOG_ALL)
     if len(text) > LARGEST or held + CONTEXT_MIB > free:
         return unknown(*evidence, f"{free} MiB are left for it, and for kernels, the context and groups used later on")
     return clear(*evidence, f"{free} MiB are left for it; a group that is first used later takes more")
 
 
+LOG_ALL = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC"
 CONTEXT_MIB = 512  # what a process takes besides the logged allocations, roughly
 LEAVE = "torch.cuda.set_per_process_memory_fraction(0.9) or less at the start of every rank"
 GROWING = (
