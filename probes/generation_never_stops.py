@@ -87,8 +87,10 @@ def generate(ctx: Context, *, stops_at_marker: bool) -> None:
             model.lm_head.weight[following, token] = 1
     ctx.reached()
     if stops_at_marker:
-        ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        model.generation_config.eos_token_id = ends
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert end not in (None, tokenizer.unk_token_id), "the tokenizer does not know it"
+        old = model.generation_config.eos_token_id
+        model.generation_config.eos_token_id = [*(old if isinstance(old, list) else [tokenizer.eos_token_id]), end]
     ids = torch.tensor([[2]])
     reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)[0, 1:]
     if len(reply) == LIMIT:
