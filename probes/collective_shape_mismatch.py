@@ -52,21 +52,27 @@ def log_logits(ctx: Context, *, average_first: bool) -> None:
     assert torch.cat(pieces).mean().item() == 1.5
 
 
-def gather_lengths(ctx: Context, *, pads: bool) -> None:
+def gather_lengths(ctx: Context, *, pads: bool = False, objects: bool = False) -> None:
     """Token ids of the rank's own length, gathered with room for the rank's own shape, as accelerate does."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
     x = torch.full((2, SEQUENCE[ctx.rank]), ctx.rank, device=ctx.device)
+    pieces: list[Any]
     ctx.reached()
     if pads:
         longest = torch.tensor([x.shape[1]], device=x.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         x = torch.nn.functional.pad(x, (0, longest.item() - x.shape[1]), value=-100).contiguous()
-    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, x)
+    if objects:
+        pieces = [None] * dist.get_world_size()
+        dist.all_gather_object(pieces, x.cpu())
+        everything = torch.cat([piece.flatten() for piece in pieces])
+    else:
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, x)
+        everything = torch.cat(pieces)
     ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
-    everything = torch.cat(pieces)
     kept = everything[everything != -100]
     assert [int((kept == rank).sum()) for rank in (0, 1)] == [2 * length for length in SEQUENCE], kept.shape
 
@@ -229,6 +235,13 @@ probe = Probe(
             "pads",
             "gathers token ids of 223 and 300 columns",
             "asks for the longest, pads to it and masks the padding",
+        ),
+        variant(
+            "objects",
+            gather_lengths,
+            "objects",
+            "gathers token ids of 223 and 300 columns",
+            "gathers them as objects, whose size travels with them",
         ),
         variant(
             "sum-and-count",
