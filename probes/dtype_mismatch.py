@@ -1,5 +1,6 @@
 """Float32 LoRA adapters and a bfloat16 base end up in one FSDP unit, which flattens them into one tensor."""
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any, Callable
 
@@ -25,10 +26,10 @@ def wrap_and_train(ctx: Context, *, adapters_follow_base: bool = False, own_unit
     ctx.reached()
     if own_units:
         adapters = [shard(adapter) for adapter in adapters]
-    model = nn.Sequential(frozen, *adapters)
+    model = nn.Sequential(OrderedDict(zip(("base", "lora_A", "lora_B"), (frozen, *adapters))))
     if adapters_follow_base:
-        for p in model.parameters():
-            if p.dtype == torch.float32 and not hasattr(p, "quant_state"):
+        for name, p in model.named_parameters():
+            if "lora_" in name:
                 p.data = p.data.to(torch.bfloat16)
     wrapped = shard(model)
     output = wrapped(hidden)
