@@ -246,7 +246,7 @@ def shard(ctx: Context, layer: Any, way: str, use_orig_params: bool = False) -> 
 MODIFIED = r"has been modified by an inplace operation: \[[\w.]+ \[[\d, ]+\]\]"
 TRANSPOSED = MODIFIED + r", which is output 0 of (AsStrided|T)(Backward0)?, is at version \d+; expected version \d+"
 # on the CPU; with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong
-SINCE = {"fused": ">=2.4", "selective": ">=2.4", "fsdp2": ">=2.9"}
+SINCE = {"fused": ">=2.4", "selective": ">=2.5", "fsdp2": ">=2.9"}
 LIBRARIES = {"bitsandbytes": {"bitsandbytes": ">=0.50"}}
 SILENT = symptom(r"gradient 4\.0 instead of 8\.0, and no error")
 VIEW = r"Output 0 of \w+ is a view and (is being|its base or another view of its base has been) modified inplace"
