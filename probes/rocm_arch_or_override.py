@@ -10,7 +10,6 @@ import mmap
 import os
 import re
 import struct
-import subprocess
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -349,40 +348,6 @@ def ask(
     assert want in said, said
 
 
-RUN_SH = """\
-case $LOCAL_RANK in
-  1) export HSA_OVERRIDE_GFX_VERSION=10.3.0 ;;
-  *) unset HSA_OVERRIDE_GFX_VERSION ;;
-esac
-exec "$@"
-"""
-
-
-def start_ranks(ctx: Context, *, script: bool) -> None:
-    """Two ranks with a card each; a launcher hands both its own environment, or a script sets that of each."""
-    forget()
-    os.environ[OVERRIDE] = "10.3.0"
-    params = written(ctx.dir, (CPU, "110000", "100302"), WHEEL, OLD_ROCM)
-    held = [kernels(params["torch"]), gemms(params["torch"], ctx.dir)]
-    run = ctx.dir / "run.sh"
-    run.write_text(RUN_SH)
-    command = [*(["bash", str(run)] if script else []), "sh", "-c", 'echo "${%s-unset}"' % OVERRIDE]
-    ctx.reached()
-    seen: List[str] = []
-    for rank, card in enumerate(cards_of(ctx.dir)[0]):
-        variables = {**os.environ, "LOCAL_RANK": str(rank)}
-        ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=20, check=True)
-        forget()
-        if ran.stdout.strip() != "unset":
-            os.environ[OVERRIDE] = ran.stdout.strip()
-        verdict, line = judge(card, (6, 2), held)
-        os.environ[OVERRIDE] = "10.3.0"
-        seen.append("rank %d: %s" % (rank, line))
-        if verdict == "bad":
-            raise Symptom("; ".join(seen))
-    assert "gfx1100, and has code" in seen[0] and "makes it gfx1030" in seen[1], seen
-
-
 def build_extension(ctx: Context, *, arch: str) -> None:
     """What torch asks hipcc for on a build machine with an MI250, and a torch that was built there."""
     import torch
@@ -514,14 +479,6 @@ probe = Probe(
             "the GPU inside the CPU is counted as well",
             "the container has the render device of the other card alone",
             nodes=((CPU, "110000", "100306"), (CPU, "110000", "100306" + HIDDEN)),
-        ),
-        model(
-            "per-rank",
-            start_ranks,
-            r"rank 0: node 1 is gfx1100, and HSA_OVERRIDE_GFX_VERSION makes it gfx1030",
-            "both ranks inherit the variable that one of them needs",
-            "a script between launcher and program sets it for that rank",
-            script=(False, True),
         ),
         model(
             "arch-list",
