@@ -515,7 +515,8 @@ probe = Probe(
         pair("value", fsdp1, UTILS, "clip_grad_value_ looks at each number alone", way=("utils", "value")),
         pair("parts", parts, EACH, ROOT, root=SWITCH, expect=WRONG),
         pair("skip", skipped, UTILS, METHOD, way=WAYS, expect=SKIPPED),
-        pair("fsdp2", fsdp2, "item() of the inf norm", "full_tensor() first", whole=SWITCH, torch=">=2.7", expect=ITEM),
+        # With 2.7, 2.8 and gloo the gradients of FSDP2 are wrong.
+        pair("fsdp2", fsdp2, "item() of the inf norm", "full_tensor() first", whole=SWITCH, torch=">=2.9", expect=ITEM),
         pair("pipeline", pipeline, STAGE, OWN, way=("stage", "all")),
         pair("tensor-parallel", columns, COLUMNS, OWN, way=("local", "right")),
         pair("counted-twice", columns, TWICE, OWN, way=("all", "right"), expect=WRONG),
