@@ -133,6 +133,16 @@ UNDECIDED = {
         '  File "/srv/train.py", line 210, in save\n    torch.save(state, path)\n'
         "AttributeError: Can't pickle local object 'main.<locals>.schedule'\n",
     ),
+    "a class that the reader of a checkpoint does not have": (
+        "spawn-pickling",
+        '  File "/srv/read.py", line 3, in <module>\n    state = torch.load("last.pt", weights_only=False)\n'
+        "AttributeError: Can't get attribute 'Schedule' on <module '__main__' (built-in)>\n",
+    ),
+    "a configuration that fits no module, after which the job went on": (
+        "moe-zero3-hang",
+        "[2026-03-02 10:02:41,300] [WARNING] [logger.py:107:warning_once] ZeRO leaf module configuration did not match any "
+        "modules; hooks will be applied as usual\n" + STEP.format(93) + FULL.format(640),
+    ),
     "a build that takes long, not one that died": (
         "stale-cache-lock",
         'UserWarning: Waited on lock file "/root/.cache/torch_extensions/py311_cu128/ops/lock" for 30 seconds\n',
