@@ -121,8 +121,8 @@ def train(ctx: Context, *, optimizer: str = "torch", config: Optional[Mapping[st
     assert torch.allclose(two_steps(engine), reference(torch.optim.AdamW, **ADAMW), atol=1e-5)
 
 
-def prepare(ctx: Context, *, config: Optional[Mapping[str, Any]] = None) -> None:
-    """accelerate gets SGD."""
+def prepare(ctx: Context, *, wanted: str = "SGD", config: Optional[Mapping[str, Any]] = None) -> None:
+    """accelerate gets an optimizer of torch: two steps are to be those of torch alone."""
     import_deepspeed(ctx, op=True)
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs  # type: ignore[import-not-found]
@@ -134,13 +134,15 @@ def prepare(ctx: Context, *, config: Optional[Mapping[str, Any]] = None) -> None
     )
     model = small_model()
     ctx.reached()
-    engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    make, options = (torch.optim.SGD, {"lr": 0.1}) if wanted == "SGD" else (torch.optim.AdamW, ADAMW)
+    engine, _ = accelerator.prepare(model, make(model.parameters(), **options))
     used = type(engine.basic_optimizer).__name__
     weights = two_steps(engine)
-    if used != "SGD":
+    if not torch.allclose(weights, reference(make, **options), atol=1e-5):
         change = ", ".join("%.2f" % value for value in (weights - torch.tensor([START])).flatten().tolist())
-        raise Symptom("asked for SGD, got %s: two steps change the weights by %s" % (used, change))
-    assert torch.allclose(weights, reference(torch.optim.SGD, lr=0.1), atol=1e-5)
+        raise Symptom("asked for %s, got %s: two steps change the weights by %s" % (wanted, used, change))
+    if wanted == "SGD":
+        assert used == wanted, used
 
 
 REFUSED = raised(r"ZeRORuntimeException: You are using ZeRO-Offload with a client provided optimizer")
@@ -208,6 +210,16 @@ probe = Probe(
             "accelerate",
             partial(prepare, config=OWN),
             "zero_force_ds_cpu_optimizer is false: SGD stays SGD",
+            prepare,
+            REPLACED,
+            "accelerate makes a DeepSpeedCPUAdam of whatever it gets",
+            OP,
+            accelerate=">=1.2",
+        ),
+        pair(
+            "accelerate-adamw",
+            partial(prepare, wanted="AdamW"),
+            "accelerate makes a DeepSpeedCPUAdam of torch's AdamW, with the same decay",
             prepare,
             REPLACED,
             "accelerate makes a DeepSpeedCPUAdam of whatever it gets",
