@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 
-from kb.content.entry import ID, Status
+from kb.content.entry import ID, TRANSLATION, Status
+from kb.lint.body import Kind
 from kb.lint.rule import EntryFile, EntryRule, Remark
 
 LINKS = ("causes", "caused_by", "masked_by")
 CLOSE = 0.85
+ITEM = re.compile(r"^(\d+)\. ", re.MULTILINE)
+NUMBER = re.compile(r"(`[a-z0-9-]+`,? )?\b(fix|cause) (\d+)\b(?: of (`))?", re.IGNORECASE)  # of another entry or this
 
 
 def unknown_link(file: EntryFile) -> Iterator[Remark]:
@@ -48,6 +52,21 @@ def misspelt_id(file: EntryFile) -> Iterator[Remark]:
                 yield line, f"no entry has the id `{span}`; did you mean `{near}`?"
 
 
+def missing_item(file: EntryFile) -> Iterator[Remark]:
+    """The fix or cause that the text names by its number is there, and 修复 has as many items as Fix."""
+    entry = file.entry
+    counts = {kind: _items(entry.section(section)) for kind, section in (("fix", "Fix"), ("cause", "Root cause"))}
+    for section in (entry.sections[name] for name in entry.sections if name != TRANSLATION):
+        for match in NUMBER.finditer(section.text):
+            other, kind, number, of_other = match.groups()
+            if not (other or of_other) and int(number) > counts[kind.lower()]:
+                yield section.line + section.text.count("\n", 0, match.start()), f"there is no {kind.lower()} {number}"
+    translated = entry.translation().get("修复", "")
+    if translated and _items(translated) != counts["fix"]:
+        line = next(block.line for block in file.blocks(Kind.HEADING, TRANSLATION) if block.part == "修复")
+        yield line, f"修复 has {_items(translated)} items, Fix has {counts['fix']}"
+
+
 def probe_or_waiver(file: EntryFile) -> Iterator[Remark]:
     """Every entry has either a probe or a waiver that gives the reason."""
     if file.meta.probe and file.meta.probe_waiver:
@@ -75,6 +94,11 @@ def confirmed_without_probe(file: EntryFile) -> Iterator[Remark]:
         yield file.line("status"), "an entry without a probe is `reported`"
 
 
+def _items(text: str) -> int:
+    """The number of the last numbered item."""
+    return max(map(int, ITEM.findall(text)), default=0)
+
+
 def _links(file: EntryFile) -> Iterator[tuple[int, str, str]]:
     for field in LINKS:
         for number, target in enumerate(getattr(file.meta, field)):
@@ -86,6 +110,7 @@ RULES: tuple[EntryRule, ...] = (
     link_to_itself,
     circular_link,
     misspelt_id,
+    missing_item,
     probe_or_waiver,
     missing_probe,
     probe_name,
