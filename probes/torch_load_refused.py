@@ -160,12 +160,12 @@ def judge(ctx: Context, *, safetensors: bool) -> None:
 
 def refused(names: List[str], transformers: Any) -> List[str]:
     """The files of a model's or a checkpoint's folder that this transformers reads with torch.load."""
-    pattern = r"(optimizer|scheduler|scaler|spk_dict)\.pt"
+    pattern = r"(optimizer|scheduler|scaler|spk_dict)\.pt|adapter\.[\w-]+\.bin"
     if transformers >= (5,):
         pattern += r"|rng_state\w*\.pth"
     if not any(name in SAFE_WEIGHTS for name in names):
         pattern += r"|pytorch_model(-\d+-of-\d+)?\.bin"
-    return [name for name in names if re.fullmatch(pattern, name)]
+    return [name for name in names if re.fullmatch(pattern, name) and name[:-3] + "safetensors" not in names]
 
 
 def check(params: Mapping[str, Any]) -> Finding:
