@@ -18,11 +18,12 @@ REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # 
 HOW_TO_TELL = "How to tell"
 REST = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
 CLAIM = re.compile(r"\[claimed \d+\]")
-NAME = re.compile(  # of a numbered cause or fix: its first sentence, which ends neither in code nor in bold type
-    r"(\d+)\. (?>`[^`]*`|\*\*.+?\*\*|.)+?"
-    r"(?:(?<=[.!?])(?=\s+[^a-z\s])|(?<=[.!?。！？]\*\*)|(?<=[。！？])|(?=\n\n)|\Z)",
-    re.DOTALL,
+SENTENCE = (  # it ends neither in code nor in bold type
+    r"(?>`[^`]*`|\*\*.+?\*\*|.)+?"
+    r"(?:(?<=[.!?])(?=\s+[^a-z\s])|(?<=[.!?。！？]\*\*)|(?<=[。！？])|(?=\n\n)|\Z)"
 )
+FIX = re.compile(rf"(\d+)\. {SENTENCE}", re.DOTALL)  # the number and the name of a fix
+CAUSE = re.compile(rf"\d+\. (?:\*\*[^*]+\*\* )?{SENTENCE}", re.DOTALL)  # a title says less than the sentence behind it
 MOST_OF_FIXES = 2400  # columns: a page of a terminal; the fixes that help most often come first
 
 
@@ -59,7 +60,8 @@ def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collec
     texts = sections(entry, lang)
     others = set(ids) - {entry.id}
     if "Root cause" in texts:
-        short = {"Cause": _named_causes(entry.cause, texts["Root cause"]), HOW_TO_TELL: texts.get(HOW_TO_TELL, ""), "Fix": texts.get("Fix", "")}
+        causes = _named_causes(entry.cause, texts["Root cause"])
+        short = {"Cause": causes, HOW_TO_TELL: texts.get(HOW_TO_TELL, ""), "Fix": texts.get("Fix", "")}
         tells, fix, language = HOW_TO_TELL, "Fix", Language.ENGLISH
     else:
         short = {heading: text for heading, text in texts.items() if heading != "环境"}
@@ -75,7 +77,7 @@ def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collec
 def _named_causes(cause: str, text: str) -> str:
     """The root cause in one sentence, and the name of each numbered one: How to tell and Fix refer to their numbers."""
     lines = text.splitlines()
-    names = [match[0] for start, end, _ in text_blocks(text) if (match := NAME.match("\n".join(lines[start:end])))]
+    names = [match[0] for start, end, _ in text_blocks(text) if (match := CAUSE.match("\n".join(lines[start:end])))]
     return "\n".join([cause, "", *names])
 
 
@@ -113,7 +115,7 @@ def _first_fixes(text: str, entry: Entry, lang: Language) -> str:
     """The first fixes whole, as many as fill a page; of those behind them the name, and how to read the rest."""
     lines, length, rare = text.splitlines(), 0, []
     for start, end, _ in text_blocks(text):
-        if fix := NAME.match("\n".join(lines[start:end])):
+        if fix := FIX.match("\n".join(lines[start:end])):
             length += sum(map(cells, lines[start:end]))
             if length > MOST_OF_FIXES and fix[1] != "1":
                 rare.append((start, end, fix))

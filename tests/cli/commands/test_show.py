@@ -126,7 +126,7 @@ def test_of_many_fixes_the_first_are_whole_and_the_rarer_ones_named(kb: Kb, cata
 
 
 def test_the_name_of_a_fix_ends_neither_in_code_nor_in_bold_type(catalog: Catalog) -> None:
-    name = resolve_name("kb.cli.terminal.entry_page:NAME")
+    name = resolve_name("kb.cli.terminal.entry_page:FIX")
     for entry in catalog:
         for text in (entry.section("Fix"), entry.translation().get("修复", "")):
             for match in filter(None, map(name.match, re.split(r"\n(?=\d+\. )", text))):
