@@ -27,6 +27,7 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 RATE = 0.01
+WHERE = "--python of the training environment"
 
 
 def wrap_and_train(ctx: Context, *, fix: str) -> None:
@@ -140,12 +141,16 @@ def check(params: Mapping[str, Any]) -> Finding:
     if str(version) == "2":
         launched = str(values.get("distributed_type", "")).upper() == "FSDP"  # a file of accelerate, else of a trainer
         package, first = ("accelerate", (1, 6)) if launched else ("transformers", (5,))
-        if () < release(package) < first:
+        if not release(package):
+            return unknown(f"fsdp_version is 2, and which {package} will read it is not known", advice=WHERE)
+        if release(package) < first:
             return unknown(f"fsdp_version is 2, and this {package} may pass over it", advice=f"a newer {package}")
         return clear("fsdp_version is 2: FSDP2 keeps every parameter as it is")
     orig = str(fsdp_options.get("use_orig_params", "not given")).lower()
     if orig in ("true", "1", "yes", "y", "t", "on"):
-        if () < release("torch") < (2, 1):
+        if not release("torch"):
+            return unknown("use_orig_params is on, and which torch will run is not known", advice=WHERE)
+        if release("torch") < (2, 1):
             return unknown("use_orig_params is on, which does not help before torch 2.1", advice="a newer torch")
         return clear("use_orig_params is on: a unit may mix both kinds, unless a flag or code turns it off")
     adapter = [key for key in ("adapter", "peft_type", "use_peft", "lora_r", "finetuning_type") if values.get(key)]
