@@ -194,6 +194,8 @@ def check(params: Mapping[str, Any]) -> Finding:
             config = read_config(params["config"])
         except UnreadableConfig as error:
             return unknown(str(error))
+        if config.kind == "accelerate" and str(config.values.get("distributed_type")).upper() == "DEEPSPEED":
+            return unknown("with DeepSpeed accelerate launch passes no dynamo setting on", advice=ASK)
         if config.kind == "accelerate":
             section = config.values.get("dynamo_config")
             items = section.items() if isinstance(section, dict) else ()
