@@ -220,7 +220,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed("%s has, and this CPU lacks: %s" % (params["other"], more), *notes, advice=FOLDERS_ADVICE)
     if builds.unread:
         return unknown(*notes)
-    return clear("this CPU has every extension that %s lists: what is built there can run here" % params["other"])
+    why = "this CPU has every extension that %s lists: what is built there can run here" % params["other"]
+    return clear(why, *notes)
 
 
 def read_cores(path: str) -> Tuple[List[FrozenSet[str]], str]:
