@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple
 
 from kb.packages import version
 from kb.probe import (
@@ -223,8 +223,6 @@ def judge(script: Path, tree: ast.Module) -> Finding:
     for node in ast.walk(tree):
         target = names.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
         if not isinstance(node, ast.Call) or target is None:
-            if isinstance(node, ast.Call) and any(ast.unparse(argument) in names for argument in node.args):
-                unseen.append("line %d: a class is handed on, and may be called elsewhere" % node.lineno)
             continue
         package, name = target
         known = arguments(package, name)
@@ -239,13 +237,46 @@ def judge(script: Path, tree: ast.Module) -> Finding:
             elif keyword.arg not in known:
                 hint = HINTS.get(keyword.arg, "renamed, moved or removed")
                 refused.append("line %d: %s takes no %s (%s)" % (node.lineno, name, keyword.arg, hint))
+    unseen += handed_on(tree, names)
     if refused and re.search(r"__version__|\bsignature\(|\bversion\(|\bTypeError\b", source):
         return unknown("the script looks at releases, so these lines may not run:", *refused, *judged)
     if refused:
-        return exposed(*refused, *judged, advice="Fix 1 of the entry: rename or move them, do not delete them")
+        return exposed(
+            *refused,
+            *judged,
+            advice="Fix 1 of the entry: rename or move them, do not delete them; for a method of yours Fix 4",
+        )
     if unseen or not judged:
         return unknown(*(unseen or ["no call of a class imported from transformers or trl was found"]), *judged)
     return clear(*judged, "all their keywords are taken; other files of the program were not read")
+
+
+def handed_on(tree: ast.Module, names: Mapping[str, Tuple[str, str]]) -> Iterator[str]:
+    """Uses of the classes that are no call, base or annotation, and imports under names that are not followed."""
+    followed: Set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            followed.add(node.func)
+        elif isinstance(node, ast.ClassDef):
+            followed.update(node.bases)
+        for field in ("annotation", "returns"):
+            if isinstance(getattr(node, field, None), ast.AST):
+                followed.update(ast.walk(getattr(node, field)))
+    for node in ast.walk(tree):
+        if node not in followed and dotted(node) in names:
+            yield "line %d: a class is handed on, and may be called elsewhere" % getattr(node, "lineno", 0)
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names if alias.name.partition(".")[0] in FILES]
+            yield from ("line %d: %s is not followed" % (node.lineno, name) for name in modules if "." in name)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            yield "line %d: what * brings is not followed" % node.lineno
+
+
+def dotted(node: ast.AST) -> str:
+    """`name` or `module.name`, empty for anything else."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return "%s.%s" % (node.value.id, node.attr)
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def annotated(node: ast.ClassDef) -> Set[str]:
