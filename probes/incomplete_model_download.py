@@ -112,7 +112,9 @@ def share(ctx: Context, *, waits: bool) -> None:
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 NEVER_EMPTY = ("tokenizer.model", "tokenizer.json", "config.json", "vocab.txt", "vocab.json", "merges.txt")
 JSON = re.compile(r"(.*[-_.])?(config|index|vocab|map|tokens|tokenizer)\.json")  # what libraries write, no logs
-ANSWER = re.compile(rb"404\b|(entry |repository )?not found|access to model |unauthorized", re.I)
+ANSWER = re.compile(
+    rb"404\b|(entry |repository )?not found|access to model |unauthorized|invalid (username|credentials)", re.I
+)
 SECONDS = 0.6
 
 
