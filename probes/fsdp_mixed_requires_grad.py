@@ -105,19 +105,23 @@ def whole_weights(model: Any, fsdp: Any, fix: str) -> Dict[str, Any]:
         }
 
 
-def wrap_lora(ctx: Context, *, use_orig_params: bool) -> None:
-    """The same with get_peft_model and nothing else changed."""
+def wrap_lora(ctx: Context, *, use_orig_params: bool, on_embedding: bool = False) -> None:
+    """The same with get_peft_model and nothing else changed, or with PEFT's policy for an adapter without `weight`."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     ctx.init_process_group(timeout_s=10)
     peft: Any = importlib.import_module("peft")
-    base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    base = nn.Sequential(nn.Embedding(16, 16) if on_embedding else nn.Linear(16, 16), nn.Linear(16, 16))
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+    policy = importlib.import_module("peft.utils.other").fsdp_auto_wrap_policy(model) if on_embedding else None
+    inputs = torch.ones(2, 16, device=ctx.device, dtype=torch.long if on_embedding else torch.float32)
     ctx.reached()
-    wrapped = FullyShardedDataParallel(model, device_id=ctx.device, use_orig_params=use_orig_params)
-    wrapped(torch.ones(2, 16, device=ctx.device)).sum().backward()
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=ctx.device, use_orig_params=use_orig_params
+    )
+    wrapped(inputs).sum().backward()
     trained = sum(weight.requires_grad for weight in wrapped.parameters())
     assert trained == 2, f"{trained} weights are trainable, not lora_A and lora_B"
 
@@ -223,20 +227,29 @@ probe = Probe(
         own_units,
         second_generation,
         afterwards,
-        Experiment(
-            name="peft",
-            control=Arm(
-                partial(wrap_lora, use_orig_params=False), expect=raised(MESSAGE), because=MIXED, fidelity="cpu"
-            ),
-            treatment=Arm(
-                partial(wrap_lora, use_orig_params=True),
-                expect=completed(),
-                because="use_orig_params=True",
-                fidelity="cpu",
-            ),
-            needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.8"}, memory_mib=2048),
-            deadline_s=90,
-            expected_s=(7, 7),
+        *(
+            Experiment(
+                name=name,
+                control=Arm(
+                    partial(wrap_lora, use_orig_params=False, on_embedding=on_embedding),
+                    expect=raised(MESSAGE),
+                    because=because,
+                    fidelity="cpu",
+                ),
+                treatment=Arm(
+                    partial(wrap_lora, use_orig_params=True, on_embedding=on_embedding),
+                    expect=completed(),
+                    because="use_orig_params=True",
+                    fidelity="cpu",
+                ),
+                needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.8"}, memory_mib=2048),
+                deadline_s=90,
+                expected_s=(7, 7),
+            )
+            for name, on_embedding, because in (
+                ("peft", False, MIXED),
+                ("peft-embedding", True, "PEFT's policy makes no unit of lora_embedding_A, which has no weight"),
+            )
         ),
     ),
 )
