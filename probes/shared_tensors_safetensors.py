@@ -328,7 +328,7 @@ read_back = variant(
     symptom(r"from_pretrained raised nothing, and \d+ weights are on the meta device"),
     "save_model has kept lm_head.weight, and from_pretrained looks for embed_tokens.weight",
     "save_pretrained keeps the name that from_pretrained looks for",
-    {"transformers": ">=4.56,<5"},
+    {"transformers": ">=4.51,<5"},
 )
 views = variant(
     "accelerate",
