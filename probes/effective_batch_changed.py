@@ -26,7 +26,7 @@ from kb.training_config import BATCHES, UnreadableConfig, read_config
 
 SAMPLES, EPOCHS, BATCH = 64, 4, 4  # the recipe of one rank: 64 optimizer steps of 4 samples
 ADVICE = "--set config=NOW.yaml --set processes=8 --set recipe=BEFORE.yaml --set recipe_processes=1"
-UNJUDGED = r"auto_|accelerator|parallelism|elastic|global_|batch_size|split_|scale_|tensor_|(context|seq\w+)_p|.p_size"
+UNJUDGED = r"auto_|accelerator|parallelism|elastic|global_|batch_size|split_|scale_|\w+_parallel|.p_size"
 HALF = r"32 optimizer steps of 8 samples, loss [^;]+; the recipe has 64 of 4, loss \d"
 KEPT = "each of two ranks keeps the batch of one, and a step averages twice as many samples"
 SPLIT = "batch or accumulation is divided by the ranks: the same steps as on one"
