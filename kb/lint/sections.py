@@ -18,7 +18,7 @@ from kb.lint.rule import EntryFile, EntryRule, EntryText, Remark, TextRule
 from kb.printable import printable
 
 LONGEST_CAUSE = 240
-LONGEST_TEXT = 1_400
+LONGEST_TEXT = 1_000
 LEAST_LOGS = 2
 HALF_WIDTH = re.compile(rf"{CHINESE.pattern}[,;:?!(]|[,;:?!)]{CHINESE.pattern}|{CHINESE.pattern}\.(?=\s|$)")
 ENGLISH = re.compile(r"[A-Za-z]{2}")
@@ -65,7 +65,7 @@ def long_cause(file: EntryFile) -> Iterator[Remark]:
 
 
 def long_text(file: EntryText) -> Iterator[Remark]:
-    """The English text has at most 1,400 words beside logs and code: its reader has a minute."""
+    """The English text has at most 1,000 words beside logs and code: its reader has a minute."""
     words = sum(
         len(without_marks(block.text).split())
         for block in file.body

@@ -200,7 +200,7 @@ FORM = (
     Example("few-logs", {SECOND: SECOND.replace("log", "text")}, "## Symptom"),
     Example("no-look-alike", {"log look-alike": "text"}, "## How to tell", {"log look-alike": "log  look-alike"}),
     Example("long-cause", cause(241), "The xx", cause(240)),
-    Example("long-text", {TELL: f"{TELL}{' a' * 1_400}"}, "## Symptom", {TELL: f"{TELL}{' a' * 1_000}"}),
+    Example("long-text", {TELL: f"{TELL}{' a' * 1_400}"}, "## Symptom", {TELL: f"{TELL}{' a' * 800}"}),
     Example("chinese-parts", {"### 环境": "### 环境说明"}, "### 环境说明"),
     Example("chinese-parts", {"测试。": ""}, "### 环境", {"测试。": "```log\n测试\n```"}),
     Example("half-width-punctuation", {"坏了。": "坏了,真的。"}, "坏了", {"坏了。": "坏了，`a`, `b` 都是 (1, 2)。"}),
