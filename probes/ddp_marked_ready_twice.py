@@ -4,10 +4,12 @@
 how often autograd handed DDP a gradient of the same parameter in one backward.
 """
 
+import os
 from functools import partial
 from typing import Any, Dict
 
-from kb.probe import Arm, Context, Expect, Experiment, Param, Probe, Symptom, completed, raised, symptom
+from kb.cpu_arms import import_deepspeed
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Param, Probe, Symptom, completed, raised, symptom
 
 WHYS = ("find-unused", "default", "reused", "two-forwards", "outside", "opaque-output", "branches", "elsewhere")
 FIXES = ("non-reentrant", "no-find-unused", "static_graph", "patched", "tensor", "static_graph-tensor")
@@ -93,6 +95,40 @@ def train(ctx: Context, *, fixed: bool = True, why: str = "", fix: str = "", byp
         raise Symptom("no error, and the ranks have different gradients; averaged in steps 1, 2, 3: %s" % averaged)
 
 
+def train_zero(ctx: Context, *, together: bool) -> None:
+    """Two losses of two forwards under ZeRO-2: one backward for their sum, or one for each."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    deepspeed = import_deepspeed()
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    ctx.init_process_group(timeout_s=20)
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(4, 4), torch.randn(2, 2, 4)
+    reference = copy.deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ctx.reached()
+    losses = [engine(x).sum() for x in inputs]
+    for loss in [losses[0] + losses[1]] if together else losses:
+        engine.backward(loss)
+    engine.step()
+    sum(reference(x).sum() for x in inputs).backward()
+    assert reference.bias.grad is not None
+    moved = float((reference.bias.detach() - engine.module.bias.detach()).abs().max())
+    planned = float(reference.bias.grad.abs().max())
+    if abs(moved - planned) > 1e-4:
+        raise Symptom(f"no error, and the step is {moved:.1f}, not {planned:.1f}: a loss is left out")
+
+
 MESSAGE = r"Expected to mark a variable ready only once"
 MARKED = raised(MESSAGE)
 TWICE = "DDP is told a second time that a parameter is ready"
@@ -170,6 +206,20 @@ probe = Probe(
             {"why": "find-unused", "fix": "no-find-unused"},
             "DDP is called, also with a reentrant checkpoint",
             SILENT,
+        ),
+        Experiment(
+            name="zero-two-backwards",
+            control=Arm(
+                partial(train_zero, together=False),
+                symptom(r"no error, and the step is \d+\.\d, not \d+\.\d: a loss is left out"),
+                "engine.backward for each loss; ZeRO-2 steps with the last one's gradients",
+                "cpu",
+            ),
+            treatment=Arm(partial(train_zero, together=True), completed(), "engine.backward for their sum", "cpu"),
+            needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.19.8"}, memory_mib=2048),
+            world_size=1,
+            deadline_s=90,
+            expected_s=(10, 10),
         ),
     ),
 )
