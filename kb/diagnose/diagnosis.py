@@ -16,7 +16,7 @@ from kb.diagnose.next_step import LIKELY, Documents, NextStep, ask_more, next_st
 from kb.diagnose.ranking import Candidate, rank_candidates
 from kb.diagnose.scan.result import Scan
 from kb.diagnose.story.summary import Story
-from kb.diagnose.unknown_cause import is_before, is_cause_unknown, objection
+from kb.diagnose.unknown_cause import has_ended_otherwise, is_before, is_cause_unknown, is_survived, objection
 from kb.search.cues import named
 from kb.search.index import Index
 from kb.search.query import units_of
@@ -97,6 +97,8 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
         candidates = tuple(
             each for each in candidates if each.role == "root" or facts & {line.text for line in each.lines}
         )
+    elif has_ended_otherwise(candidates, scan):
+        candidates = tuple(each for each in candidates if not is_survived(each, scan.story))
     documents = {index.numbers[number]: index.document(number) for number in _numbers(index, candidates)}
     ranks = summarize_ranks(scan, candidates)
     findings = _findings(candidates, documents, ranks)

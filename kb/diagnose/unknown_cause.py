@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kb.diagnose.evidence import Line, SignatureMatch
-from kb.diagnose.failure_lines import is_aftermath, is_launcher
+from kb.diagnose.failure_lines import is_aftermath, is_launcher, is_raised
 from kb.diagnose.first_failure import RankSummary, is_from_log
 from kb.diagnose.ranking import Candidate
+from kb.diagnose.scan.result import Scan
 from kb.diagnose.story.fact import Fact, FactKind
+from kb.diagnose.story.summary import Story
 
 TRACEBACK_LINES = 40  # the exception is below the first line of its traceback, perhaps by as much
 
@@ -35,6 +37,25 @@ def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> boo
     if ranks.has_raised and _is_launcher_only(best):
         return True
     return best.role == "cascade" and not best.caused_by and _is_attributed(ranks) and _is_preceded(best, ranks)
+
+
+def has_ended_otherwise(candidates: Sequence[Candidate], scan: Scan) -> bool:
+    """Whether an exception ended the job that no candidate has a line of."""
+    known = {(line.source, line.number) for candidate in candidates for line in candidate.lines}
+    fatal = [
+        failure.line
+        for failure in scan.failures
+        if is_raised(failure.line.text)
+        and not is_aftermath(failure.line.text)
+        and not scan.story.has_survived(failure.line)
+    ]
+    return bool(fatal) and known.isdisjoint((line.source, line.number) for line in fatal)
+
+
+def is_survived(candidate: Candidate, story: Story) -> bool:
+    """Whether the job made progress after all the evidence of a candidate, which therefore did not end it."""
+    lines = [line for match in _evident(candidate) for line in match.lines]
+    return bool(lines) and all(is_from_log(line) and story.has_survived(line) for line in lines)
 
 
 def _explains(candidate: Candidate, culprit: Fact) -> bool:

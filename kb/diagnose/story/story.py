@@ -34,9 +34,10 @@ def read_story(excerpts: Iterable[Excerpt]) -> Story:
     if not attempts:
         return Story()
     if not attempts[-1].has_failed:
-        completion = attempts[-1].completion
+        end = attempts[-1].completion
         facts = tuple(_trends(attempts, attempts[-1]))[:MOST_FACTS]
-        return Story(rows, facts, completion=completion and completion.evidence)
+        survived = {end.source: end.number} if end else {}
+        return Story(rows, facts, completion=end and end.evidence, survived=survived)
     facts = (
         *_facts(attempts[0], is_whole=is_whole),
         *_trends(attempts, attempts[0]),
@@ -45,7 +46,7 @@ def read_story(excerpts: Iterable[Excerpt]) -> Story:
         *skew_facts(lines, ahead),
     )[:MOST_FACTS]
     waiting = frozenset(rank for rank, failure in attempts[0].failures.items() if failure.has_waited)
-    return Story(rows, facts, _culprit(attempts[0], facts), waiting)
+    return Story(rows, facts, _culprit(attempts[0], facts), waiting, survived=attempts[0].survived_until)
 
 
 def _culprit(attempt: Attempt, facts: Iterable[Fact]) -> Fact | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kb.diagnose.evidence import Line
@@ -71,7 +72,8 @@ class Story:
 
     `culprit` is the one that says which rank failed by itself, `waiting` are the ranks whose traceback says that they
     waited for others, or lost them. A job whose last attempt went well has no facts but those on metrics;
-    `completion` is its line that says that it came to its end: what failed before was survived.
+    `completion` is its line that says that it came to its end. `survived` has for each log the number of a line: what
+    was printed before it did not end the job.
     """
 
     attempts: tuple[AttemptSummary, ...] = ()
@@ -79,11 +81,11 @@ class Story:
     culprit: Fact | None = None
     waiting: frozenset[int] = frozenset()
     completion: Line | None = None
+    survived: Mapping[str, int] = field(default_factory=dict)
 
     def has_survived(self, line: Line) -> bool:
-        """Whether a failure was printed before the job came to its end, as far as that is known."""
-        end = self.completion
-        return end is not None and line.source == end.source and line.number < end.number
+        """Whether the job came to its end, or made progress, after it printed this line, as far as that is known."""
+        return line.number < self.survived.get(line.source, 0)
 
     @property
     def absent(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class RankTimeline:
     @property
     def failure(self) -> Traceback | None:
         """The traceback that ended the rank; the first of its chain."""
-        survived = self._survived_until()
+        survived = self.survived_until
         fatal = [item for item in self.tracebacks if not item.is_interrupted and not self._has_survived(item, survived)]
         return next(
             (traceback for traceback in reversed(fatal) if not traceback.is_chained), fatal[0] if fatal else None
@@ -60,22 +60,24 @@ class RankTimeline:
         )
         return next(steps, None)
 
-    def _survived_until(self) -> dict[str, int]:
+    @property
+    def survived_until(self) -> dict[str, StoryLine]:
         """For each log, the last line behind which the rank made progress, or came to its end."""
-        lines: dict[str, int] = {}
+        lines: dict[str, StoryLine] = {}
         counts: dict[str, set[int]] = defaultdict(set)
         for item in reversed(self.progress):
             source = item.line.source
             if item.count is not None:
                 counts[source].add(item.count)
             if source not in lines and (item.phase == TEARDOWN or len(counts[source]) >= SURVIVED):
-                lines[source] = item.line.order
+                lines[source] = item.line
         return lines
 
-    def _has_survived(self, traceback: Traceback, until: Mapping[str, int]) -> bool:
+    def _has_survived(self, traceback: Traceback, survived: Mapping[str, StoryLine]) -> bool:
         end = traceback.last
+        until = survived.get(end.source)
         has_waited_since = self.gave_up is not None and self.gave_up.order > end.order and not traceback.has_waited
-        return end.order < until.get(end.source, 0) or has_waited_since
+        return (until is not None and end.order < until.order) or has_waited_since
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +143,12 @@ class Attempt:
         complete = (item for item in progress if _is_complete(item))
         ends = (item.line for item in complete if item.line.order > begun)
         return max(ends, key=lambda line: line.order, default=None)
+
+    @property
+    def survived_until(self) -> dict[str, int]:
+        """For each log, the number of the last line behind which a rank made progress."""
+        lines = [line for timeline in self.timelines.values() for line in timeline.survived_until.values()]
+        return {line.source: line.number for line in sorted(lines, key=lambda line: line.number)}
 
     def was_alive(self, rank: int) -> bool:
         """Whether the launcher had to end it."""
