@@ -106,7 +106,7 @@ def test_every_incident_costs_little_and_has_its_fix(model: Model, catalog: Cata
 def test_a_section_that_does_not_fit_ends_after_a_whole_item_and_can_be_asked_for(model: Model) -> None:
     sections = {}
     for name, more in (("short", {}), ("whole", {"sections": ["Fix"]})):
-        document = model.answer("get_incident", id="oom-fragmentation", **more)
+        document = model.answer("get_incident", id="container-without-gpu", **more)
         sections[name] = document["sections"]["Fix"]
         assert ("Fix" in document["more_sections"]) == (name == "short")
     text, end = sections["short"][:-2], sections["short"][-2:]
