@@ -318,7 +318,7 @@ parallel = Experiment(
     treatment=Arm(
         partial(expert_parallel, connected=True),
         expect=completed(),
-        because="rank 1 calls its expert on no rows, whose output depends on the input, so its backward has the same calls",
+        because="rank 1 calls its expert on no rows, whose output depends on it: its backward has the same calls",
         fidelity="cpu",
     ),
     expected_s=(2.4, 0.3),

@@ -198,7 +198,7 @@ def judge(target: Path, names: Set[str], strategy: Optional[str]) -> Finding:
     for is_fault, text in faults:
         if is_fault:
             return exposed("%s %s" % (target, text))
-    return clear("%s has the files that a resume opens; whether they are whole, and other nodes, were not read" % target)
+    return clear("%s has the files of a resume; whether they are whole, or on other nodes, was not read" % target)
 
 
 TORCH = MappingProxyType({"torch": ">=2.1"})
