@@ -3,6 +3,7 @@
 Ranks that wait or survive print the same lines whatever made another rank fail. An entry that matches only such lines
 is not the cause if another rank raised an exception of its own before. An entry that has that exception among its
 context describes both, the exception and what follows: it explains the log, although not why the exception came.
+What was printed before the job made progress did not end it either.
 """
 
 from __future__ import annotations
