@@ -53,7 +53,7 @@ def misspelt_id(file: EntryFile) -> Iterator[Remark]:
 
 
 def missing_item(file: EntryFile) -> Iterator[Remark]:
-    """The fix or cause that the text names by its number is there, and 修复 has as many items as Fix."""
+    """The fix or cause that the text names by its number is there, and a numbered 修复 has as many items as Fix."""
     entry = file.entry
     counts = {kind: _items(entry.section(section)) for kind, section in (("fix", "Fix"), ("cause", "Root cause"))}
     for section in (entry.sections[name] for name in entry.sections if name != TRANSLATION):
@@ -61,10 +61,10 @@ def missing_item(file: EntryFile) -> Iterator[Remark]:
             other, kind, number, of_other = match.groups()
             if not (other or of_other) and int(number) > counts[kind.lower()]:
                 yield section.line + section.text.count("\n", 0, match.start()), f"there is no {kind.lower()} {number}"
-    translated = entry.translation().get("修复", "")
-    if translated and _items(translated) != counts["fix"]:
+    translated = _items(entry.translation().get("修复", ""))
+    if translated and translated != counts["fix"]:
         line = next(block.line for block in file.blocks(Kind.HEADING, TRANSLATION) if block.part == "修复")
-        yield line, f"修复 has {_items(translated)} items, Fix has {counts['fix']}"
+        yield line, f"修复 has {translated} items, Fix has {counts['fix']}"
 
 
 def probe_or_waiver(file: EntryFile) -> Iterator[Remark]:
