@@ -79,7 +79,7 @@ def _refuse_without_check(named: list[Entry], results: tuple[CheckResult, ...]) 
     """Somebody who asks for a check by name must not take silence for an answer."""
     checked = {result.entry.id for result in results}
     if without := [entry.id for entry in named if entry.id not in checked]:
-        raise UsageError(f"{without[0]} has no check", f"its probe runs arms: kb verify {without[0]}")
+        raise UsageError(f"{without[0]} has no check", f"run its probe instead: kb verify {without[0]}")
 
 
 def _counts(results: tuple[CheckResult, ...]) -> dict[str, int]:
