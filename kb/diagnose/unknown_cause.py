@@ -41,7 +41,7 @@ def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> boo
 
 
 def has_ended_otherwise(candidates: Sequence[Candidate], scan: Scan) -> bool:
-    """Whether an exception ended the job that no candidate has a line of."""
+    """Whether an exception ended the job, and no candidate has a signature on its line."""
     known = {(line.source, line.number) for candidate in candidates for line in candidate.lines}
     fatal = [
         failure.line
