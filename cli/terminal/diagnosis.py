@@ -133,9 +133,9 @@ class Printer:
         if len(failures) > MOST_FAILURES:
             print(" " * INDENT + self._say("and more: --json has them"))
         best = diagnosis.findings[: self.limit]
-        if diagnosis.is_cause_unknown:
-            matched = self._listed([finding for finding in best if finding.role != "similar"])
-            print(labelled("then", self._say("what followed fits: {}").format(matched), self.lang))
+        matched = [finding for finding in best if finding.role != "similar"]
+        if diagnosis.is_cause_unknown and matched:
+            print(labelled("then", self._say("what followed fits: {}").format(self._listed(matched)), self.lang))
         elif best:
             print(labelled("similar", self._say("at best: {}").format(self._listed(best)), self.lang))
         print()

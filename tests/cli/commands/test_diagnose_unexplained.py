@@ -88,6 +88,16 @@ def test_what_failed_first_stands_above_what_followed_and_is_to_be_read(kb: Kb, 
     assert "nothing to verify" in ended.err
 
 
+def test_what_the_job_survived_did_not_follow_its_failure(kb: Kb, tmp_path: Path) -> None:
+    steps = [f"step {number} | loss 2.{number}\n" for number in range(10, 14)]
+    warning = "UserWarning: None of the inputs have requires_grad=True. Gradients will be None\n"
+    raised = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\nKeyError: 1\n'
+    (tmp_path / "job.log").write_text(f"{steps[0]}{warning}{''.join(steps[1:])}{raised}")
+    ended = kb("diagnose", "job.log")
+    assert "KeyError: 1" in ended.out.splitlines()[1]
+    assert "what followed fits" not in ended.out
+
+
 def test_what_is_kept_is_redacted_and_becomes_a_draft(kb: Kb, tmp_path: Path, home: Path) -> None:
     (tmp_path / "train.log").write_text(UNKNOWN)
     answer = diagnosed(kb, "train.log", "--save-unexplained")
