@@ -192,7 +192,7 @@ def _references(entry: Entry, texts: Iterable[str]) -> dict[str, str]:
 
 def _finding(finding: Finding, entry: Entry | None) -> Document:
     names = ("id", "title", "cause", "status", "role", "confidence")
-    fix = FixDocument.of(entry) if entry else None
+    fix = FixDocument.of(entry, finding.fix_number) if entry else None
     return {name: getattr(finding, name) for name in names} | present(
         lines=finding.count or None,
         ranks=finding.ranks,

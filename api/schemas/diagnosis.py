@@ -40,6 +40,7 @@ BRIEF = {
     "decisive": {**CITATION, "rank": 0, "text": "kb: rank 0 reported no timeout while 3 others waited"},
     "fix": "Call state_dict() on every rank, and write the file on rank 0 alone.",
     "fix_zh": "",
+    "fix_number": 1,
 }
 FACT = {
     "kind": "busy",
@@ -81,6 +82,7 @@ EXAMPLE: dict[str, Any] = {
             "evidence": [CITATION],
             "caused_by": [],
             "against": ["what was printed is what waiting or surviving ranks print"],
+            "fix_number": 1,
             "fix": FIX,
             "url": f"http://127.0.0.1:8000/entries/{ID}",
         }
@@ -112,14 +114,16 @@ class Citation(BaseModel):
 
 
 class FixDocument(BaseModel):
-    """The first fix of an entry, in Markdown, with its code, and the citation to pass on with it."""
+    """A fix of an entry, in Markdown, with its code, and the citation to pass on with it."""
 
     text: str
     citation: str
 
     @classmethod
-    def of(cls, entry: Entry) -> Self | None:
-        claim = next(claims(entry, ["Fix"]), None)
+    def of(cls, entry: Entry, number: int) -> Self | None:
+        """The item of `Fix` with this number; else the first text."""
+        fixes = list(claims(entry, ["Fix"]))
+        claim = next((claim for claim in fixes if claim.text.startswith(f"{number}. ")), fixes[0] if fixes else None)
         return cls(text=claim.text, citation=claim.citation) if claim else None
 
 
@@ -128,8 +132,8 @@ class FindingDocument(Finding):
     """An entry that explains the log or a part of it.
 
     `role`: root, cascade, last (the log stops where this incident stops) or similar (only the wording is alike).
-    `confidence`: the measured share of findings like this one that were right. `fix`: the first of the entry, null if
-    it has none. `url`: the page of the entry.
+    `confidence`: the measured share of findings like this one that were right. `fix`: the item `fix_number` of `Fix`,
+    with which to begin, null if the entry has none. `url`: the page of the entry.
     """
 
     role: Literal["root", "cascade", "last", "similar"]
@@ -203,6 +207,7 @@ class BriefDocument(BaseModel):
     decisive: Citation | None
     fix: str
     fix_zh: str
+    fix_number: int
 
 
 class Omitted(BaseModel):
@@ -244,7 +249,8 @@ class DiagnosisDocument(BaseModel):
         document = short.to_json()
         for finding in document["findings"]:
             entry = catalog.entries.get(finding["id"])
-            finding |= {"fix": entry and FixDocument.of(entry), "url": f"{entries}/{finding['id']}"}
+            fix = entry and FixDocument.of(entry, finding["fix_number"])
+            finding |= {"fix": fix, "url": f"{entries}/{finding['id']}"}
         omitted = Omitted(
             findings=len(diagnosis.findings) - len(short.findings), lines=_line_count(diagnosis) - _line_count(short)
         )

@@ -52,7 +52,7 @@ class Printer:
             print(self._say("there is nothing to read: {} of 0 bytes").format(self._files()))
 
     def _print_brief(self) -> None:
-        """At most twelve lines of 80 columns: cause, decisive line, first fix, next step. Details follow."""
+        """At most twelve lines of 80 columns: cause, decisive line, fix, next step. Details follow."""
         brief, step, in_chinese = self.diagnosis.brief, self.diagnosis.next_step, self.lang is Language.CHINESE
         if brief.entry:
             title = (in_chinese and brief.title_zh) or brief.title
@@ -66,7 +66,8 @@ class Printer:
         if brief.decisive:
             self._print_brief_field("line", self._decisive(brief.decisive))
         if fix := (in_chinese and brief.fix_zh) or brief.fix:
-            self._print_brief_field("fix", fix)
+            number = f"{brief.fix_number}. " if brief.fix_number > 1 else ""  # as `kb show` numbers it
+            self._print_brief_field("fix", number + fix)
         if step and step.text:
             self._print_brief_field("next", with_roots(step.text.replace("**", ""), self.roots))
             if step.command:

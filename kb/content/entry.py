@@ -106,6 +106,7 @@ class Signature(_Strict):
     """A pattern that points to this entry when a log matches it: see `kb.patterns.literals.find`.
 
     `printed_by` are the packages whose files contain the text, with the releases that do: see `kb.records.wordings`.
+    `fix` is the number of the item of `Fix` to begin with where this text is printed.
     """
 
     pattern: Regex
@@ -113,6 +114,7 @@ class Signature(_Strict):
     source: Text
     sample: Text
     printed_by: dict[str, Specifier] = {}
+    fix: Annotated[int, Field(ge=1)] = 1
 
 
 class Reference(_Strict):

@@ -1,4 +1,4 @@
-"""A diagnosis in four lines: the entry, the decisive line, the first fix; what to do next is `NextStep`."""
+"""A diagnosis in four lines: the entry, the decisive line, the fix to begin with; what to do next is `NextStep`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kb.diagnose.story.fact import Fact
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """`entry` is the first finding, None where the cause is unknown; `fix` is the first of that entry, as plain text.
+    """`entry` is the first finding, None where the cause is unknown; `fix` is what the item `fix_number`
+    of its `Fix` asks to be done, as plain text.
 
     `decisive` is the sentence or the line that decides, None where nothing failed.
     """
@@ -26,6 +27,7 @@ class Brief:
     decisive: Line | None = None
     fix: str = ""
     fix_zh: str = ""
+    fix_number: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """As `kb diagnose --json` prints it."""
@@ -40,8 +42,12 @@ def brief(
         telling = next((fact.evidence for fact in facts if not fact.is_context), None)
         return Brief(decisive=ranks.culprit.evidence if ranks.culprit else ranks.first_failure or telling)
     first = findings[0]
-    document = documents[first.id]
-    return Brief(first.id, first.title, first.title_zh, _decisive(first), document["fix"], document["fix_zh"])
+    fix, fix_zh = (_item(documents[first.id][fixes], first.fix_number) for fixes in ("fixes", "fixes_zh"))
+    return Brief(first.id, first.title, first.title_zh, _decisive(first), fix, fix_zh, first.fix_number)
+
+
+def _item(fixes: Sequence[str], number: int) -> str:
+    return fixes[number - 1] if number <= len(fixes) else ""
 
 
 def _decisive(finding: Finding) -> Line | None:

@@ -198,6 +198,7 @@ def _confidence(candidate: Candidate, lead: float) -> float:
 def _finding(candidate: Candidate, confidence: float, document: Mapping[str, Any], against: tuple[str, ...]) -> Finding:
     matches = [match for match in candidate.matches if match.role != "context"] or list(candidate.matches)
     matches.sort(key=lambda match: ROLES.index(match.role))
+    fix_by_pattern = document["fix_by_pattern"]
     return Finding(
         **{name: document[name] for name in ENTRY_FIELDS},
         role=candidate.role,
@@ -207,6 +208,7 @@ def _finding(candidate: Candidate, confidence: float, document: Mapping[str, Any
         evidence=tuple(dict.fromkeys(line for match in matches for line in match.lines))[:MOST_LINES],
         caused_by=candidate.caused_by,
         against=against,
+        fix_number=next((fix_by_pattern[match.pattern] for match in matches if match.pattern in fix_by_pattern), 1),
     )
 
 

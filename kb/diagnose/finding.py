@@ -14,7 +14,8 @@ class Finding:
 
     `role`: root (a signature of the cause was printed), cascade (a consequence was printed), last (the log stops at a
     line where this incident stops) or similar (the wording is alike, no signature matched). `confidence` is the
-    measured share of findings like this one that were right. `against` are sentences.
+    measured share of findings like this one that were right. `fix_number` is the item of `Fix` to begin with. `against`
+    are sentences.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Finding:
     evidence: tuple[Line, ...]
     caused_by: tuple[str, ...]
     against: tuple[str, ...]
+    fix_number: int
 
     def to_json(self) -> dict[str, Any]:
         """As `kb diagnose --json` prints it."""

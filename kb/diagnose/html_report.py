@@ -41,7 +41,7 @@ def _brief(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"<h1>{_text(title)}</h1>"
     rows = [
         ("Decisive line", _cited(brief.decisive) if brief.decisive else ""),
-        ("First fix", _text(brief.fix)),
+        ("Fix" if brief.fix_number == 1 else f"Fix {brief.fix_number}", _text(brief.fix)),
         ("Next", _text(step.text) if step else ""),
         ("Run", f"<code>{_text(step.command)}</code>" if step and step.command else ""),
         ("Read", f"{diagnosis.lines:,} lines of {diagnosis.sources:,} files"),

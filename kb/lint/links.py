@@ -53,9 +53,12 @@ def misspelt_id(file: EntryFile) -> Iterator[Remark]:
 
 
 def missing_item(file: EntryFile) -> Iterator[Remark]:
-    """The fix or cause that the text names by its number is there, and a numbered 修复 has as many items as Fix."""
+    """The fix or cause that a text or signature names by its number is there; 修复 has as many numbers as Fix."""
     entry = file.entry
     counts = {kind: _items(entry.section(section)) for kind, section in (("fix", "Fix"), ("cause", "Root cause"))}
+    for position, signature in enumerate(file.meta.signatures):
+        if signature.fix > max(1, counts["fix"]):
+            yield file.line("signatures", position), f"there is no fix {signature.fix}"
     for section in (entry.sections[name] for name in entry.sections if name != TRANSLATION):
         for match in NUMBER.finditer(section.text):
             other, kind, number, of_other = match.groups()

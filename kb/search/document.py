@@ -26,6 +26,7 @@ PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  
 FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
 MARKUP = re.compile(r"`|\*\*|^(?:[-*]|\d{1,2}\.) +")  # of a line
 ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
+FIX = re.compile(r"^(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
 
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
@@ -41,8 +42,9 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
         "fixed_in": meta.fixed_in,
         "lines": _lines(entry, sections),
         "tells": tells(entry),
-        "fix": first_fix(entry.section("Fix")),
-        "fix_zh": first_fix(entry.translation().get("修复", "")),
+        "fixes": fixes(entry.section("Fix")),
+        "fixes_zh": fixes(entry.translation().get("修复", "")),
+        "fix_by_pattern": {signature.pattern: signature.fix for signature in meta.signatures if signature.fix != 1},
     }
     parts = [
         (HEADLINE, f"{entry.id.replace('-', ' ')} {meta.title}"),
@@ -76,10 +78,10 @@ def tells(entry: Entry) -> list[str]:
     return [" ".join(item.split()) for item in ITEM.split(prose)[1:]]
 
 
-def first_fix(section: str) -> str:
-    """What the first item of a section of fixes asks to be done: its first sentence, as plain text."""
-    items = ITEM.split(FENCED.sub("", section))
-    return first_sentence(items[1] if len(items) > 1 else items[0])
+def fixes(section: str) -> list[str]:
+    """What each item of a section of fixes asks to be done: its first sentence, as plain text."""
+    before, *items = FIX.split(FENCED.sub("", section))
+    return [first_sentence(item) for item in items or [before]]
 
 
 def chinese_cause(entry: Entry) -> str:

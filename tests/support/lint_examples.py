@@ -134,6 +134,7 @@ LINKS = (
     Example("misspelt-id", {TELL: f"{TELL}\nNot so: see\n`rank-divergent-collective`."}, "`rank-",
             {TELL: "Not so: see `rank-divergent-collectives`, `sound-on`, or `nvidia-container-toolkit`."}),
     Example("missing-item", {TELL: f"{TELL}\nCause 2 is rarer."}, "Cause 2 is", {TELL: f"{TELL} See fix 3 of `sound-one`."}),
+    Example("missing-item", {SAMPLE: f"{SAMPLE}    fix: 2\n"}, "- pattern:", {SAMPLE: f"{SAMPLE}    fix: 1\n"}),
     Example("missing-item", {"不要弄坏。": "1. 不要弄坏。\n2. 不要拆。"}, "### 修复",
             {FIX: f"1. {FIX}", "不要弄坏。": "1. 不要弄坏。", TELL: f"{TELL} See fix 1, or `sound-one`, Fix 9."}),
     Example("probe-or-waiver", link("probe_waiver: no time\n"), "probe_waiver:"),

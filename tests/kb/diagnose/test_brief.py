@@ -1,8 +1,9 @@
-"""The answer at a glance: the entry, the line that decides and the first fix; and what it does not claim."""
+"""The answer at a glance: the entry, the line that decides and its fix; and what it does not claim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kb.diagnose.brief import Brief, brief
@@ -17,14 +18,14 @@ PRINTED = Line("job.log", 7, "RuntimeError: Connection closed by peer", 1)
 OTHER = Line("job.log", 9, "RuntimeError: Connection closed by peer", 2)
 DERIVED = Line("job.log", 12, "kb: ranks ended in different calls: rank 3 in barrier; ranks 0-2 in all_reduce")
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    "first": {"fix": "Call it on all ranks.", "fix_zh": "所有进程都要调用。"},
-    "second": {"fix": "Raise the timeout.", "fix_zh": ""},
+    "first": {"fixes": ["Call it on all ranks.", "Write with one rank."], "fixes_zh": ["所有进程都要调用。"]},
+    "second": {"fixes": ["Raise the timeout."], "fixes_zh": [""]},
 }
 NOBODY = RankSummary(None, None, (), ())
 
 
 def finding(id_: str, *evidence: Line) -> Finding:
-    return Finding(id_, f"title of {id_}", f"标题 {id_}", "cause", "原因", "confirmed", "kb", None, "root", 0.9, 1, (), evidence, (), ())  # fmt: skip
+    return Finding(id_, f"title of {id_}", f"标题 {id_}", "cause", "原因", "confirmed", "kb", None, "root", 0.9, 1, (), evidence, (), (), 1)  # fmt: skip
 
 
 def test_it_is_that_of_the_first_finding() -> None:
@@ -32,6 +33,11 @@ def test_it_is_that_of_the_first_finding() -> None:
     assert answer == Brief(
         "first", "title of first", "标题 first", PRINTED, "Call it on all ranks.", "所有进程都要调用。"
     )
+
+
+def test_its_fix_is_the_one_that_the_finding_names_in_the_languages_that_have_it() -> None:
+    answer = brief([replace(finding("first", PRINTED), fix_number=2)], DOCUMENTS, NOBODY, (), is_explained=True)
+    assert (answer.fix_number, answer.fix, answer.fix_zh) == (2, "Write with one rank.", "")
 
 
 def test_a_comparison_of_ranks_decides_before_a_line_that_one_printed() -> None:
@@ -81,6 +87,7 @@ def test_json_cites_the_line() -> None:
         },
         "fix": "Raise the timeout.",
         "fix_zh": "",
+        "fix_number": 1,
     }
     assert Brief().to_json()["decisive"] is None
 

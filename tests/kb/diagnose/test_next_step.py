@@ -33,8 +33,8 @@ def finding(entry: str, confidence: float, role: str = "cascade", **given: Any) 
         "status": "confirmed",
         "origin": "built-in",
     }
-    rest = {"probe": entry, "count": 1, "ranks": (), "evidence": (), "caused_by": (), "against": (), **given}
-    return Finding(id=entry, role=role, confidence=confidence, **texts, **rest)
+    rest = {"probe": entry, "count": 1, "ranks": (), "evidence": (), "caused_by": (), "against": (), "fix_number": 1}
+    return Finding(id=entry, role=role, confidence=confidence, **texts, **{**rest, **given})
 
 
 def step(*findings: Finding, ranks: RankSummary = NOBODY, **tells: list[str]) -> NextStep | None:

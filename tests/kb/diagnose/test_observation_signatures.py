@@ -100,8 +100,8 @@ STACK = """Thread 0x00007f703b050b80 (most recent call first):
 @pytest.mark.parametrize(
     ("file", "function", "expected"),
     [
-        ("filelock/_api.py", "acquire", ({"stale-cache-lock"}, set())),
-        ("torch/utils/file_baton.py", "wait", ({"stale-cache-lock"}, set())),
+        ("filelock/_api.py", "acquire", (set(), {"stale-cache-lock"})),
+        ("torch/utils/file_baton.py", "wait", (set(), {"stale-cache-lock"})),
         ("torch/utils/data/dataloader.py", "_try_get_data", (set(), {"slow-rank-exceeds-timeout"})),
         ("torch/_dynamo/convert_frame.py", "_compile", (set(), {"compile-rank-skew"})),
         ("torch/serialization.py", "save", (set(), {"checkpoint-save-allgather-timeout"})),
