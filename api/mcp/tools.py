@@ -130,7 +130,7 @@ class Tools:
         """Find what made a job fail, from its log: the cause before what followed from it, with the lines that say so.
 
         Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence and their
-        first fix; `next_step` and `ask` are what to look at and what to ask when they cannot be told apart;
+        fix; `next_step` and `ask` are what to look at and what to ask when they cannot be told apart;
         `unexplained` means that no incident fits: say so and ask `triage`. The log is not stored.
         Read the finding with get_incident, and cite its id and section.
         """

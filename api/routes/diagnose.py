@@ -54,7 +54,7 @@ async def diagnose(
         int, Query(ge=1, le=MOST_LINES, description="At most this many lines of evidence, of each finding and list.")
     ] = LINES,
 ) -> DiagnosisDocument:
-    """The best findings of `kb diagnose --json`, each with its first fix. `omitted` counts what was left out.
+    """The best findings of `kb diagnose --json`, each with its fix. `omitted` counts what was left out.
 
     The body is not written to disk, logged or sent on.
     When no entry explains it, up to three lines that report a failure are counted among the gaps, without names and

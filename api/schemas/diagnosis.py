@@ -199,7 +199,7 @@ class StoryDocument(BaseModel):
 
 
 class BriefDocument(BaseModel):
-    """The answer at a glance: `entry` is null where the cause is unknown, `fix` is the first of the entry."""
+    """The answer at a glance: `entry` is null where the cause is unknown, `fix` the one to begin with."""
 
     entry: str | None
     title: str

@@ -198,7 +198,6 @@ def _confidence(candidate: Candidate, lead: float) -> float:
 def _finding(candidate: Candidate, confidence: float, document: Mapping[str, Any], against: tuple[str, ...]) -> Finding:
     matches = [match for match in candidate.matches if match.role != "context"] or list(candidate.matches)
     matches.sort(key=lambda match: ROLES.index(match.role))
-    fix_by_pattern = document["fix_by_pattern"]
     return Finding(
         **{name: document[name] for name in ENTRY_FIELDS},
         role=candidate.role,
@@ -208,8 +207,14 @@ def _finding(candidate: Candidate, confidence: float, document: Mapping[str, Any
         evidence=tuple(dict.fromkeys(line for match in matches for line in match.lines))[:MOST_LINES],
         caused_by=candidate.caused_by,
         against=against,
-        fix_number=next((fix_by_pattern[match.pattern] for match in matches if match.pattern in fix_by_pattern), 1),
+        fix_number=_fix_number(matches, document["fix_by_pattern"]),
     )
+
+
+def _fix_number(matches: Sequence[SignatureMatch], fix_by_pattern: Mapping[str, int]) -> int:
+    """The first fix that a signature of the strongest role names; 1 where none does."""
+    strongest = (match for match in matches if match.role == matches[0].role)
+    return next((fix_by_pattern[match.pattern] for match in strongest if match.pattern in fix_by_pattern), 1)
 
 
 def _against(candidate: Candidate, ranks: RankSummary, effects: set[str]) -> tuple[str, ...]:
