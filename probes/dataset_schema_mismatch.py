@@ -42,6 +42,7 @@ CALLS: Tuple[List[Any], ...] = (
 )
 STRUCT_FIRST = [{"text": "a", "meta": {"k": 1}}], [{"text": "b", "meta": "m"}]
 DATE_FIRST = [{"text": "a", "meta": "2024-01-31"}], [{"text": "b", "meta": "unknown"}]
+IDS: Tuple[List[Any], ...] = ([{"meta": "x91"}, {"meta": 7}, {"meta": "007"}],)
 MIXED = ([{"text": "a", "meta": 1}, {"text": "b", "meta": "m"}],)
 
 
@@ -146,6 +147,22 @@ def load_dates(ctx: Context, *, free: bool) -> None:
         raise Symptom("2024-01-31 loads as %s" % table[0]["meta"])
 
 
+@cause_raised()
+def load_ids(ctx: Context, *, rewritten: bool) -> None:
+    """Ids that are numbers and texts, declared as Json or written as text."""
+    from datasets import Features, Json, load_dataset
+
+    if rewritten:
+        load_text(ctx, files=IDS, rewritten=True)
+        return
+    paths = write(ctx, IDS)
+    ctx.reached()
+    table = load_dataset("json", data_files=paths, split="train", features=Features({"meta": Json()}))
+    for before, loaded in zip(IDS[0], table):
+        if before["meta"] != loaded["meta"]:
+            raise Symptom("%r loads as %r" % (before["meta"], loaded["meta"]))
+
+
 def compare_calls(table: Any) -> None:
     """Do the calls load as they were written?"""
     assert len(table) == len(CALLS)
@@ -231,6 +248,25 @@ def join(ctx: Context, *, casts: bool) -> None:
     if casts:
         second = second.cast(first.features)
     assert concatenate_datasets([first, second])["input_ids"][:] == [[1, 2], [3]]
+
+
+def join_classes(ctx: Context, *, by_name: bool) -> None:
+    """Two tables with the same classes, which are numbered in another order."""
+    from datasets import ClassLabel, Dataset, Features, concatenate_datasets
+
+    first, second = (
+        Dataset.from_dict({"label": [0]}, features=Features({"label": ClassLabel(names=names)}))
+        for names in (["neg", "pos"], ["pos", "neg"])
+    )
+    ctx.reached()
+    if by_name:
+        numbers = {name: number for number, name in enumerate(first.features["label"].names)}
+        second = second.align_labels_with_mapping(numbers, "label")
+    second = second.cast(first.features)
+    table = concatenate_datasets([first, second])
+    names = [table.features["label"].int2str(number) for number in table["label"]]
+    if names != ["neg", "pos"]:
+        raise Symptom("a sample of pos is one of %s behind the cast" % names[1])
 
 
 def apply(ctx: Context, *, declared: bool) -> None:
@@ -534,6 +570,16 @@ probe = Probe(
             symptom(r"2024-01-31 loads as 2024-01-31 00:00:00"),
         ),
         pair(
+            "json-ids",
+            partial(load_ids, rewritten=False),
+            partial(load_ids, rewritten=True),
+            "",
+            "features= says Json for ids, and a text that is JSON itself is read as such",
+            TEXT,
+            ">=4.7",
+            symptom("'007' loads as 7"),
+        ),
+        pair(
             "late-mixed",
             partial(load_late, first=False),
             partial(load_late, first=True),
@@ -549,6 +595,15 @@ probe = Probe(
             r"The features can't be aligned because the key input_ids",
             "input_ids are int32 in one table and int64 in the other",
             "the second table is cast to the features of the first",
+        ),
+        pair(
+            "class-labels",
+            partial(join_classes, by_name=False),
+            partial(join_classes, by_name=True),
+            "",
+            "the second table is cast, and its classes are numbered in another order",
+            "its numbers are first made those of the first table, by name",
+            expect=symptom("a sample of pos is one of neg behind the cast"),
         ),
         pair(
             "map",
