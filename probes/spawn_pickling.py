@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -30,18 +31,20 @@ class Records:
     def __init__(self, path: str) -> None:
         self.path = path
         self.file: Any = open(path)
+        self.pid = os.getpid()
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, "file": None}
 
     def __getitem__(self, i: int) -> str:
-        if self.file is None:
-            self.file = open(self.path)
+        if self.file is None or self.pid != os.getpid():
+            self.file, self.pid = open(self.path), os.getpid()
         self.file.seek(0)
         return str(self.file.readlines()[i])
 
 
 IMPORTS = """
+import os
 import threading
 from typing import Any, Dict, List
 """
