@@ -181,7 +181,7 @@ def resident() -> int:
 
 
 def count(ctx: Context, *, shards: bool) -> None:
-    """Bytes a parameter that a rank holds after two steps with AdamW, by method: whole on each rank, or in parts."""
+    """Bytes a parameter that a rank holds after a step with AdamW, by method: whole on each rank, or in parts."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -221,8 +221,7 @@ def count(ctx: Context, *, shards: bool) -> None:
             optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
         else:
             optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            step(model, optimizer, ctx.device, autocast="autocast" in name)
+        step(model, optimizer, ctx.device, autocast="autocast" in name)
         measured[name] = round((resident() - before) / (LAYERS * NARROW * NARROW), 1)
         del model, optimizer, parameter
     ctx.note(bytes_per_parameter=measured)
