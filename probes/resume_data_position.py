@@ -308,13 +308,16 @@ def lightning(ctx: Context, *, resumable: bool) -> None:
             self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
             self.rank, self.world_size = rank, world_size
             self.epoch = self.done = 0
+            self.sampler = self
 
         def __len__(self) -> int:
             return len(self.dataset) // self.world_size // self.batch_size
 
+        def set_epoch(self, epoch: int) -> None:
+            if epoch != self.epoch:
+                self.epoch, self.done = epoch, 0
+
         def __iter__(self) -> Iterator[Any]:
-            if self.done >= len(self):
-                self.epoch, self.done = self.epoch + 1, 0
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(self.dataset), generator=generator).tolist()
             own = order[self.rank :: self.world_size][self.done * self.batch_size : len(self) * self.batch_size]
