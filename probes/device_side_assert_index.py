@@ -41,7 +41,7 @@ def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
         if why == "gather" and in_range:  # log-probabilities of the labels, as in DPO and PPO
             counted = labels != -100
             logp = logits.log_softmax(-1).gather(-1, labels.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
-            loss = -(logp * counted).sum() / counted.sum().clamp(min=1)
+            loss = -logp[counted].sum() / counted.sum().clamp(min=1)
         elif why == "gather":
             counted = labels != -100
             logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
