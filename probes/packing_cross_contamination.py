@@ -125,11 +125,12 @@ def label(ctx: Context, *, border: bool) -> None:
     model = build_model(32)
     ctx.reached()
     row = torch.tensor([FIRST + SECOND])
+    position_ids, mask = arrange(PACKED, documents=True, restart=True)
     labels = row.clone()
     if border:
-        labels[0, len(FIRST)] = -100  # the first token of a document has nothing before it
+        labels[position_ids == 0] = -100  # the first token of a document has nothing before it
     with torch.no_grad():
-        logits = model(row, *arrange(PACKED, documents=True, restart=True))
+        logits = model(row, position_ids, mask)
         loss = cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
         expected = torch.tensor(0.0)
         for document in (FIRST, SECOND):
