@@ -59,9 +59,7 @@ def run(
     if not workers:
         loader = DataLoader(dataset, batch_size=2, num_workers=0)
     elif spawn:
-        loader = DataLoader(
-            dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", persistent_workers=True
-        )
+        loader = DataLoader(dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn")
     elif library_forks:
         loader = DataLoader(dataset, batch_size=2, num_workers=1, multiprocessing_context="fork")
     else:
