@@ -141,7 +141,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(*evidence, "the number of processes is not known", advice="--set nproc_per_node=8")
     evidence.append(f"{processes} processes on this host ({why})")
     if processes > seen == 1:
-        one_each = "if --gpus-per-task=1 gives each task another GPU: device 0 in all, or --gpu-bind=none"
+        one_each = "if --gpus-per-task=1 gives each task another GPU: device 0 in all, or --gpus-per-node instead"
         advice = f"{one_each}; otherwise start 1 process, or make {processes} GPUs visible"
         return exposed(*evidence, advice=advice)
     if processes > seen:
