@@ -53,17 +53,18 @@ def log_logits(ctx: Context, *, average_first: bool) -> None:
 
 
 def gather_lengths(ctx: Context, *, pads: bool = False, objects: bool = False) -> None:
-    """Token ids of the rank's own length, gathered with room for the rank's own shape, as accelerate does."""
+    """Scores of the rank's own length, gathered with room for the rank's own shape, as accelerate does."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
-    x = torch.full((2, SEQUENCE[ctx.rank]), ctx.rank, device=ctx.device)
+    x = torch.full((2, SEQUENCE[ctx.rank], 2), ctx.rank, device=ctx.device)
     pieces: list[Any]
     ctx.reached()
     if pads:
         longest = torch.tensor([x.shape[1]], device=x.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        x = torch.nn.functional.pad(x, (0, longest.item() - x.shape[1]), value=-100).contiguous()
+        missing = (0, 0) * (x.dim() - 2) + (0, longest.item() - x.shape[1])
+        x = torch.nn.functional.pad(x, missing, value=-100).contiguous()
     if objects:
         pieces = [None] * dist.get_world_size()
         dist.all_gather_object(pieces, x.cpu())
@@ -74,7 +75,7 @@ def gather_lengths(ctx: Context, *, pads: bool = False, objects: bool = False) -
         everything = torch.cat(pieces)
     ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
     kept = everything[everything != -100]
-    assert [int((kept == rank).sum()) for rank in (0, 1)] == [2 * length for length in SEQUENCE], kept.shape
+    assert [int((kept == rank).sum()) for rank in (0, 1)] == [4 * length for length in SEQUENCE], kept.shape
 
 
 def reduce_lengths(ctx: Context, *, counts: bool) -> None:

@@ -35,13 +35,15 @@ def train(ctx: Context, *, together: str = "", barrier_after: bool = False, time
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else timeout_s)
     device = ctx.device
     model = DistributedDataParallel(nn.Linear(16, 16).to(device))
-    loader = [torch.randn(2, 16, device=device) for _ in range(BATCHES[ctx.rank])]
+    loader: List[Any] = [torch.randn(2, 16, device=device) for _ in range(BATCHES[ctx.rank])]
+    if together == "agree" and ctx.rank:
+        loader.insert(1, None)  # as a collator returns it for a broken sample
 
     # Before every step all ranks agree on whether each of them has a batch.
     def in_step(batches, device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         iterator = iter(batches)
         while True:
-            batch = next(iterator, None)
+            batch = next((b for b in iterator if b is not None), None)
             ready = torch.tensor([float(batch is not None)], device=device)
             dist.all_reduce(ready, op=dist.ReduceOp.MIN)
             if not ready.item():
