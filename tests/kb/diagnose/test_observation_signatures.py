@@ -77,6 +77,12 @@ def test_where_the_waiting_rank_called_from_can_decide(frame: str, entry_id: str
     assert roots(sentence) == {entry_id}, sentence
 
 
+@pytest.mark.parametrize("function", ["load_checkpoint", "read_checkpoint", "set_model_state_dict", "checkpoint_block"])
+def test_a_load_or_a_recomputation_is_no_save(function: str) -> None:
+    sentence, *_ = sentences(r0=[call(1, "all_gather", frames=(f"train.py:310 {function}",))], r1=[])
+    assert roots(sentence) == set(), sentence
+
+
 def test_a_call_after_the_others_timeout_means_a_slow_rank() -> None:
     first, second = (call(1, time_created_ns=int(at * 1e9), timeout_ms=600_000) for at in (100, 2000))
     sentence, *_ = sentences(r0=[first], r1=[second])
