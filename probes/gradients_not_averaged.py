@@ -199,6 +199,22 @@ def outside(ctx: Context, *, averaged: bool, sharded: bool = False) -> None:
     judge(model)
 
 
+def inner_gradient(ctx: Context, *, static: bool) -> None:
+    """A gradient penalty: autograd.grad for the input, then backward for the weights."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch, _ = start(ctx)
+    model = DistributedDataParallel(weight(ctx), static_graph=static)
+    ctx.reached()
+    for _ in range(3):
+        batch = batch_of(ctx).requires_grad_()
+        loss = model(batch).sum()
+        (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        judge(model, 3.5)
+        model.zero_grad()
+
+
 def mesh_of_one(ctx: Context, *, mesh: bool) -> None:
     """FSDP1 with a mesh of two replicas of one shard, or with two replicas and no mesh."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -384,6 +400,7 @@ probe = Probe(
         pair("backward-outside", accumulate, ONE, "a forward in no_sync", "outside", way=("outside", "right")),
         pair("leftover", accumulate, ONE, "the epoch ends in no_sync", "outside", way=("leftover", "right")),
         pair("autograd-grad", outside, ONE, "autograd.grad returns them", "an all-reduce", averaged=(False, True)),
+        pair("static-graph", inner_gradient, ONE, "an inner autograd.grad", "no static_graph", static=(True, False)),
         pair("fsdp2-ignored", IGNORED, ONE, "FSDP2 ignores it", "an all-reduce", averaged=(False, True), torch=">=2.9"),
         pair("fsdp1-mesh", mesh_of_one, ONE, "a shard of 1", "no mesh", mesh=(True, False), torch=">=2.4"),
         pair("own-rate", partial(update, own="rate"), WEIGHT, RATE, "the mean does", shared=(False, True)),
