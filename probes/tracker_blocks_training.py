@@ -103,7 +103,7 @@ def train(ctx: Context, *, tracks: str) -> None:
         def drain() -> None:
             while True:
                 step, loss = rows.get()
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):
                     send(url, step, loss)
 
         threading.Thread(target=drain, daemon=True).start()
