@@ -104,7 +104,7 @@ def train(
     chunk = slice(size * rank, size * (rank + 1))
     ctx.reached()
     if shift == "before the split":
-        targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:][chunk]
+        targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:][..., chunk]
     else:
         targets = shifted(labels[chunk])
     logits = model(ids[chunk], places[chunk], mask, world)
@@ -113,7 +113,7 @@ def train(
     else:
         tokens = (targets != -100).sum()
         dist.all_reduce(tokens)
-        loss = cross_entropy(logits, targets, reduction="sum") / tokens
+        loss = cross_entropy(logits.float(), targets, reduction="sum") / tokens
     if mean == "over tokens, not scaled":
         loss.backward()
     else:
