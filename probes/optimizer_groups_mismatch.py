@@ -67,8 +67,9 @@ def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple
     model.head.weight.requires_grad_(True)
     train(model, optimizer)
     scheduler.step()
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trained": names}
+    names = {p: name for name, p in model.named_parameters()}
+    now = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trained": now}
     checkpoint["scheduler"] = scheduler.state_dict()
     return checkpoint, moments(model, optimizer)
 
@@ -174,12 +175,13 @@ def by_name(ctx: Context, *, named: bool) -> None:
     checkpoint, expected = saved_run(ctx, trainable, frozen=True)
     model = network(ctx)
     model.load_state_dict(checkpoint["model"])
-    optimizer = torch.optim.AdamW(trainable(model))
+    optimizer = torch.optim.AdamW(trainable(model)[::-1])  # not in the order of the model
     saved = checkpoint["optimizer"]
     ctx.reached()
     if named:
         old = {name: saved["state"][i] for i, name in enumerate(checkpoint["trained"]) if i in saved["state"]}
-        now = [name for name, p in model.named_parameters() if p.requires_grad]
+        names = {p: name for name, p in model.named_parameters()}
+        now = [names[p] for p in optimizer.param_groups[0]["params"]]
         state = {i: old[name] for i, name in enumerate(now) if name in old}
         group = {**saved["param_groups"][0], "params": list(range(len(now)))}
         saved = {"state": state, "param_groups": [group]}
