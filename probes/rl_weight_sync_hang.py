@@ -102,21 +102,23 @@ def update(
     if ctx.rank == ENGINE:
         run_engine(ctx, dist)
         return
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
-    nn.init.ones_(model[0].weight)
-    model[1].weight = model[0].weight  # tied: two names in the state dict, one parameter
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model[2].weight = model[1].weight  # tied: two names in the state dict, one parameter
     model.to(ctx.device, getattr(torch, dtype))
     tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
     named = tensors if announced == "parameters" else list(model.state_dict().items())
     metadata = [(name, str(tensor.dtype).replace("torch.", ""), list(tensor.shape)) for name, tensor in named]
 
-    def broadcast(weight: Any, response: Future[str]) -> None:
-        work = dist.broadcast(weight, src=0, async_op=True)
-        while not work.is_completed():
-            if response.done():
-                response.result()  # raises what the engine answered
-            time.sleep(0.01)
-        work.wait()
+    def broadcast(weights: List[Any], response: Future[str]) -> None:
+        for weight in weights:
+            work = dist.broadcast(weight, src=0, async_op=True)
+            while not work.is_completed():
+                if response.done():
+                    response.result()  # raises what the engine answered
+                time.sleep(0.001)
+            work.wait()
         response.result()
 
     ctx.reached()
@@ -124,9 +126,12 @@ def update(
         response = executor.submit(post, ctx, metadata)
         if answer == "while sending":
             try:
-                broadcast(tensors[0][1], response)
+                broadcast([tensor for _, tensor in tensors], response)
             except RuntimeError as error:
-                assert "mismatch dtype: src bfloat16, dst float32" in str(error)
+                assert dtype == "bfloat16" and "mismatch dtype: src bfloat16, dst float32" in str(error), error
+        elif answer == "after each weight":
+            for _, tensor in tensors:
+                broadcast([tensor], response)
         else:
             for _, tensor in tensors:
                 dist.broadcast(tensor, src=TRAINER)
@@ -222,6 +227,14 @@ probe = Probe(
             GLOO_TIMEOUT,
             REFUSED + ", for a longer timeout",
             "the trainer looks at the answer while it sends, and has the engine's own error at once",
+        ),
+        pair(
+            "one-request",
+            partial(update, answer="after each weight"),
+            {"answer": "while sending"},
+            GLOO_TIMEOUT,
+            "the trainer waits for the answer after the first weight, and the engine for the second",
+            "it waits for the answer once, after the last weight",
         ),
         pair(
             "announced",
