@@ -77,13 +77,13 @@ def forward(model: Any) -> None:
     assert model.train()(model.lm_head.weight.new_zeros(1, 8).long()).logits.isfinite().all()
 
 
-def from_config_file(ctx: Context, *, sdpa: bool) -> None:
-    """config.json of the model asks for a flash attention, as the one who saved it had it."""
+def from_config_file(ctx: Context, *, sdpa: bool, line: str = "attn_implementation") -> None:
+    """config.json of the model asks for a flash attention, as the one who saved it had it. `line`: '' was deleted."""
     from transformers import AutoModelForCausalLM
 
     model_path, file = ctx.path("model"), Path(ctx.path("model"), "config.json")
     small_model("sdpa").save_pretrained(model_path)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "pinned"}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **({line: "pinned"} if line else {})}))
     ctx.reached()
     if sdpa:
         model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa")
@@ -218,6 +218,14 @@ probe = Probe(
             "config-file",
             (partial(from_config_file, sdpa=False), partial(from_config_file, sdpa=True)),
             ("config.json asks for the flash kernel", "the call asks for sdpa, and config.json gives way"),
+        ),
+        library(
+            "underscore",
+            (
+                partial(from_config_file, sdpa=True, line="_attn_implementation"),
+                partial(from_config_file, sdpa=True, line=""),
+            ),
+            ("config.json has the private name, which wins over the call", "the line was deleted"),
         ),
         library(
             "own-switch",
