@@ -265,6 +265,34 @@ def iterate(ctx: Context, *, divided: bool) -> None:
     assert seen == list(range(8)), seen
 
 
+def records(ctx: Context, *, shared: bool) -> None:
+    """Two workers read a file of records, each of which is its own number; `shared`: the constructor opened it."""
+    from torch.utils.data import DataLoader
+
+    path = ctx.path("records")
+    with open(path, "wb") as file:
+        file.write(bytes(range(128)))
+
+    class Records:
+        file: Optional[int] = os.open(path, os.O_RDONLY) if shared else None
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Tuple[int, int]:
+            if self.file is None:
+                self.file = os.open(path, os.O_RDONLY)
+            os.lseek(self.file, index, os.SEEK_SET)
+            time.sleep(0.002)  # meanwhile the other worker moves the position that both have
+            return index, os.read(self.file, 1)[0]
+
+    ctx.reached()
+    loader: Any = DataLoader(Records(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    wrong = sum(int((index != value).sum()) for index, value in loader)
+    if wrong:
+        raise Symptom(f"{wrong} of 64 samples are of another record")
+
+
 # --- the check: cores, their quota and the workers that share them ----------------------------------------------
 
 
@@ -379,6 +407,23 @@ probe = Probe(
                 partial(iterate, divided=True),
                 completed(),
                 because="the workers divide it by get_worker_info()",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
+        ),
+        Experiment(
+            name="open-file",
+            control=Arm(
+                partial(records, shared=True),
+                symptom(r"\d+ of 64 samples are of another record"),
+                because="the constructor opened the file, and the workers share its position",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(records, shared=False),
+                completed(),
+                because="each worker opens it at its first read",
                 fidelity="cpu",
             ),
             world_size=1,
