@@ -186,7 +186,8 @@ def _config(path: Path) -> Finding:
     if stage != "3":
         return clear("%s: not ZeRO-3, every rank has whole parameters" % path)
     switches = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-    gathers = any(zero.get(name) in (True, "true") for name in (*switches, "zero3_save_16bit_model"))
+    others = ("stage3_gather_fp16_weights_on_model_save", "zero3_save_16bit_model")  # an old name, and accelerate's
+    gathers = any(zero.get(name) in (True, "true") for name in (*switches, *others))
     if not gathers and "auto" in [zero.get(name) for name in switches]:
         return unknown("%s: ZeRO-3, and %s is auto: zero3_save_16bit_model of accelerate decides" % (path, switches[0]))
     if not gathers:
