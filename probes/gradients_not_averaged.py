@@ -194,7 +194,7 @@ def outside(ctx: Context, *, averaged: bool, sharded: bool = False) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad /= dist.get_world_size()
+        parameter.grad = parameter.grad.contiguous() / dist.get_world_size()
         dist.all_reduce(parameter.grad)
     judge(model)
 
