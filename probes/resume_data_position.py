@@ -61,7 +61,6 @@ def resume(ctx: Context, *, with_epoch: bool) -> None:
     ids += flat(loader)
     parts: list[Any] = [None, None]
     dist.all_gather_object(parts, ids)
-    dist.destroy_process_group()
     judge(parts[0] + parts[1])
 
 
