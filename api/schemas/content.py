@@ -48,6 +48,7 @@ ENTRY: dict[str, Any] = {
             "source": "gloo",
             "sample": "Timed out waiting 1800000ms for send operation to complete",
             "printed_by": {"torch": ">=2.1"},
+            "fix": 1,
         }
     ],
     "not_signatures": ["To avoid data inconsistency, we are taking the entire process down."],
