@@ -26,7 +26,7 @@ PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  
 FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
 MARKUP = re.compile(r"`|\*\*|^(?:[-*]|\d{1,2}\.) +")  # of a line
 ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
-FIX = re.compile(r"^(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
+NUMBERED = re.compile(r"^\d{1,2}\. +", re.MULTILINE)
 
 Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
@@ -80,8 +80,9 @@ def tells(entry: Entry) -> list[str]:
 
 def fixes(section: str) -> list[str]:
     """What each item of a section of fixes asks to be done: its first sentence, as plain text."""
-    before, *items = FIX.split(FENCED.sub("", section))
-    return [first_sentence(item) for item in items or [before]]
+    prose = FENCED.sub("", section)
+    items = NUMBERED.split(prose)[1:] or ITEM.split(prose)[1:] or [prose]
+    return [first_sentence(item) for item in items]
 
 
 def chinese_cause(entry: Entry) -> str:
