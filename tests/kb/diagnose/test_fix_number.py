@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from kb.api.schemas.diagnosis import FixDocument
 
 from kb.content.catalog import load_catalog
 from kb.content.entry import Role, Signature
@@ -55,3 +56,10 @@ def test_its_sample_is_answered_with_it(entry: str, number: int, answer: Callabl
     found = next(finding for finding in answer(f"{named.sample}\n").findings if finding.id == entry)
     assert named.role is not Role.CONTEXT
     assert found.fix_number == named.fix
+
+
+@pytest.mark.parametrize(("entry", "number"), NAMED)
+def test_the_service_gives_the_whole_fix_with_its_number(entry: str, number: int) -> None:
+    fix = signature(entry, number).fix
+    document = FixDocument.of(CATALOG.get(entry), fix)
+    assert document and document.text.startswith(f"{fix}. ")
