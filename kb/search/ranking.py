@@ -21,7 +21,7 @@ from kb.search.decision import FOLLOWING, LIKELY, Kind, Observations, observe
 from kb.search.explanation import Explanation, Factor, phrase
 from kb.search.index import Index
 from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Concept, Unit, concepts, joined_bigrams, units_of
-from kb.search.results import Answer, Difference, Hit, is_near, snippet
+from kb.search.results import Answer, Difference, Hit, is_near, is_vague, snippet
 from kb.search.scoring import ScoredConcept, Scores, best_numbers, coverage, score_concepts, total_scores
 from kb.search.spelling import corrected
 
@@ -35,6 +35,7 @@ PER_FACET = 0.05  # what a facet that both name adds to the score, and one that 
 RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
 ALL, RARE = 0.999, 0.75  # an entry with all words of a question is related if one is as rare as this, of the rarest
 MOST_UNKNOWN = 0.1  # probability of an answer where nothing is near: one word of a question may be far ahead alone
+SURE = 0.9  # and an answer to a question of common words: "too many open files"
 MOST_LACKING = 4  # words that are shown
 NUMBER = re.compile(r"[\d.:,-]+")
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
@@ -143,10 +144,12 @@ def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Coll
         return Kind.UNKNOWN, MOST_UNKNOWN  # of 640 questions 11 name such a subject, and no entry is about any
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
-    covered = sum(concept.idf for concept in scoring.concepts if ranked[0] in concept.scores)
+    shared = [concept.idf for concept in scoring.concepts if ranked[0] in concept.scores]
     probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
-    share = covered / everything if everything else 0.0
-    if ranked[0] not in scoring.lifts and not is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share):
+    share = sum(shared) / everything if everything else 0.0
+    vague = is_vague(shared) and probability < SURE
+    near = not vague and is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share)
+    if ranked[0] not in scoring.lifts and not near:
         has_rare = any(concept.idf >= RARE * rarest for concept in scoring.concepts)
         return (Kind.RELATED if share >= ALL and has_rare else Kind.UNKNOWN), min(probability, MOST_UNKNOWN)
     return (Kind.ANSWER if probability >= LIKELY else Kind.RELATED), probability

@@ -76,6 +76,17 @@ def test_a_question_may_be_short(index: Index, text: str) -> None:
     assert search(index, text).answered
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["my training job hangs", "my job hangs", "training is slow", "CUDA out of memory", "job died", "NCCL error", "help",
+     "ddp hang", "training stuck at step 0", "GPU utilization low", "connection refused", "job killed", "CUDA error",
+     "训练卡住了", "NCCL报错"],
+)  # fmt: skip
+def test_a_question_of_common_words_has_no_answer(index: Index, text: str) -> None:
+    """Each entry is about a job that hangs, dies or is slow."""
+    assert search(index, text).kind is Kind.UNKNOWN
+
+
 def test_a_question_that_several_entries_fit_has_no_answer(index: Index) -> None:
     """Whatever came first would be a guess."""
     answer = search(index, "nccl timeout multi node training")
