@@ -64,7 +64,7 @@ def shared_batches(samples: int, shares: Sequence[int], rank: int, epoch: int) -
     return [order[start + first : start + first + shares[rank]] for start in range(0, samples - size + 1, size)]
 
 
-def alike_batches(lengths: Sequence[int], size: int, ranks: int, rank: int, epoch: int) -> List[List[int]]:
+def alike_batches(lengths: list[int], size: int, ranks: int, rank: int, epoch: int) -> list[list[int]]:
     """All ranks get samples of about one length in one step; the order of the steps is random."""
     chance = random.Random(epoch)
     order = chance.sample(range(len(lengths)), len(lengths) // (size * ranks) * (size * ranks))
