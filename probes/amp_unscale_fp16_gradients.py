@@ -61,6 +61,7 @@ def train_bfloat16(ctx: Context, *, bfloat16: bool) -> None:
     if not bfloat16:
         return train(ctx, float32=False)
     model = build(ctx).float()
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-4)
     ctx.reached()
     with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
@@ -71,9 +72,28 @@ def train_bfloat16(ctx: Context, *, bfloat16: bool) -> None:
     return None
 
 
-def step_if_used(scaler: Any, optimizer: Any) -> None:
-    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        scaler.step(optimizer)
+def bfloat16_without_scaler(ctx: Context, *, float32: bool) -> None:
+    """bf16 is switched on over weights that were loaded in float16: nothing raises."""
+    import torch
+
+    model = build(ctx)
+    if float32:
+        for p in model.parameters():
+            if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
+                p.data = p.data.float()
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-4)
+    ctx.reached()
+    for _ in range(3):
+        with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
+            hidden = model[0](torch.ones(3, 4, device=ctx.device))
+            loss = model[1](hidden * 0 + 1).float().sum() / 3e4
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    bad = int((~model[1].weight.isfinite()).sum())
+    if bad:
+        raise Symptom("%d of 8 weights are no numbers after three steps" % bad)
+    assert int((model[1].weight != 1).sum()) == 8, model[1].weight
 
 
 def step_without(ctx: Context, *, fixed: bool, how: str) -> None:
@@ -102,7 +122,8 @@ def step_without(ctx: Context, *, fixed: bool, how: str) -> None:
     if how == "zeroed" and not fixed:
         optimizer.zero_grad()
     if how == "idle" and fixed:
-        step_if_used(scaler, optimizer)
+        if used is model:
+            scaler.step(optimizer)
     else:
         scaler.step(optimizer)
     if how != "idle":
@@ -177,6 +198,13 @@ probe = Probe(
             "weights in float32, autocast to bfloat16, no scaler",
         ),
         pair(
+            "bf16-over-float16",
+            bfloat16_without_scaler,
+            "float32",
+            symptom(r"8 of 8 weights are no numbers after three steps"),
+            "bf16 over trainable weights in float16, AdamW",
+        ),
+        pair(
             "stale",
             partial(step_without, how="stale"),
             "fixed",
@@ -198,7 +226,7 @@ probe = Probe(
             "fixed",
             NOTHING,
             "the second of two optimizers steps in an iteration that does not use its model",
-            "only an optimizer with a gradient steps",
+            "it steps in the branch of its own loss only",
         ),
         pair(
             "detached",
