@@ -52,10 +52,10 @@ def partition(ctx: Context, *, reduced_each_time: bool) -> None:
     ctx.meet("done")
 
 
-def settings(stage: int, steps: int = STEPS) -> Dict[str, Any]:
+def settings(stage: int) -> Dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": steps,
+        "gradient_accumulation_steps": STEPS,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -91,21 +91,6 @@ def train(ctx: Context, *, reduced_each_time: bool) -> None:
         with engine.no_sync() if skip else contextlib.nullcontext():
             engine.backward(engine(batch(ctx.rank, step)).sum())
         engine.step()
-    compare(ctx, engine.module.weight)
-
-
-def coalesce(ctx: Context, *, coalesced: bool) -> None:
-    """The gradients of all micro-batches of a step are sent once."""
-    from kb.cpu_arms import import_deepspeed
-
-    deepspeed = import_deepspeed()
-    model, optimizer = model_and_optimizer(ctx)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage=2, steps=1))[0]
-    ctx.reached()
-    with engine.coalesce_grad_reduction() if coalesced else engine.no_sync():
-        for step in range(STEPS):
-            engine.backward(engine(batch(ctx.rank, step)).sum() / STEPS)
-    engine.step()
     compare(ctx, engine.module.weight)
 
 
@@ -269,14 +254,6 @@ probe = Probe(
             "backward() of accelerate below 1.8.0 steps inside no_sync, which stage 1 allows",
             "from 1.8.0 on it steps at the last micro-batch only",
             INSIDE,
-        ),
-        pair(
-            "coalesce",
-            partial(coalesce, coalesced=False),
-            partial(coalesce, coalesced=True),
-            "engine.no_sync() around all micro-batches of a step",
-            "engine.coalesce_grad_reduction() around them",
-            packages={**DS, "deepspeed": ">=0.19.2"},
         ),
     ),
 )
