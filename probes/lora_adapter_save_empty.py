@@ -235,6 +235,7 @@ def save_wrapped_layer(ctx: Context, *, by_hand: bool) -> None:
     from safetensors.torch import save_file
 
     ctx.reached()
+    assert all("lora_" in n for n, p in bare.named_parameters() if p.requires_grad), "this saves LoRA alone"
     state = accelerator.get_state_dict(model)
     if by_hand:
         if accelerator.is_main_process:
