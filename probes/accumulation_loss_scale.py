@@ -85,28 +85,33 @@ def compare(got: Any, batches: Sequence[Batch]) -> None:
         raise Symptom("gradient norm %.4f accumulated, %.4f in one batch: %.2f times, cosine %.2f" % numbers)
 
 
-def backward_tokens(ddp: Any, batches: Sequence[Batch]) -> None:
+def backward_tokens(ddp: Any, loader: Sequence[Batch], accumulation: int, step: Callable[[], None]) -> None:
     import contextlib
+    import itertools
 
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
 
-    tokens = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
-    dist.all_reduce(tokens)  # of all micro-batches of all ranks
-    for number, batch in enumerate(batches, 1):
-        with contextlib.nullcontext() if number == len(batches) else ddp.no_sync():
-            logits = ddp(batch["input_ids"])
-            loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            (loss * dist.get_world_size() / tokens).backward()  # DDP divides by the number of ranks
+    stream = iter(loader)
+    while batches := list(itertools.islice(stream, accumulation)):  # a shorter last window is a step as well
+        tokens = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
+        dist.all_reduce(tokens)  # of all micro-batches of all ranks
+        for number, batch in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == len(batches) else ddp.no_sync():
+                logits = ddp(batch["input_ids"])
+                loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+                (loss * dist.get_world_size() / tokens).backward()  # DDP divides by the number of ranks
+        step()
 
 
-def backward_means(ddp: Any, batches: Sequence[Batch]) -> None:
+def backward_means(ddp: Any, batches: Sequence[Batch], _: int, step: Callable[[], None]) -> None:
     import contextlib
 
     for number, batch in enumerate(batches, 1):
         with contextlib.nullcontext() if number == len(batches) else ddp.no_sync():
             (mean_loss(ddp, batch) / len(batches)).backward()
+    step()
 
 
 def train(ctx: Context, *, counts_tokens: bool, tokens: Sequence[Sequence[int]] = ((1, 9), (4, 2))) -> None:
@@ -119,7 +124,7 @@ def train(ctx: Context, *, counts_tokens: bool, tokens: Sequence[Sequence[int]] 
     model = build().to(ctx.device)
     ddp = DistributedDataParallel(model)
     ctx.reached()
-    (backward_tokens if counts_tokens else backward_means)(ddp, own)
+    (backward_tokens if counts_tokens else backward_means)(ddp, own, len(own), ctx.reached)
     compare(gradient(model), [batch for batches in every for batch in batches])
 
 
@@ -172,17 +177,27 @@ def join(ctx: Context) -> None:
 def divide_twice(ctx: Context, *, own_division: bool) -> None:
     """accelerate's backward divides by the accumulation steps itself."""
     join(ctx)
+    import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    batches, model = batches_of((5, 5, 5, 5)), build()
+    accumulation = 4
+
+    def loss_of(model: Any, batch: Batch) -> Any:
+        return mean_loss(model, batch) / (accumulation if own_division else 1)
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    loader, model = batches_of((5, 5, 5, 5)), build()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = torch.cat([weight.detach().clone().flatten() for weight in model.parameters()])
     ctx.reached()
-    for batch in batches:
-        loss = mean_loss(model, batch)
-        if own_division:
-            loss = loss / len(batches)
-        accelerator.backward(loss)
-    compare(gradient(model), batches)
+    assert accelerator.gradient_accumulation_steps == accumulation
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)  # a mean
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(before - torch.cat([weight.detach().flatten() for weight in model.parameters()]), loader)
 
 
 def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str = "") -> None:
