@@ -21,6 +21,7 @@ from typing import Any, Dict, List  # Python 3.9 reads this
 
 from kb.runtime import guard, processes, worker
 
+MADV_COLLAPSE = 25
 ORPHANS_S = 5.0  # a killed process that still exists after this is stuck in the kernel
 
 PRELOAD = (
@@ -52,9 +53,26 @@ def start(arguments: List[str]) -> None:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     gc.collect()
     gc.freeze()
+    if "--preload" in arguments:
+        _use_huge_pages(libc)
     threads = len(os.listdir("/proc/self/task"))
     _send_message({"ready": True, "python": sys.version.split()[0], "missing": missing, "threads": threads})
     _serve()
+
+
+def _use_huge_pages(libc: ctypes.CDLL) -> None:
+    """Collapse what the imports have allocated into huge pages: of 200 MiB a fork then copies 100 entries, not 50,000.
+
+    Since Linux 6.1, see madvise(2). An older kernel refuses, and what cannot be collapsed stays as it is.
+    """
+    regions = []
+    with open("/proc/self/maps") as file:
+        for line in file:
+            addresses, access, *others = line.split()
+            if access == "rw-p" and others[3:] in ([], ["[heap]"]):
+                regions.append([int(address, 16) for address in addresses.split("-")])
+    for begin, end in regions:
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
 
 
 def _serve() -> None:
