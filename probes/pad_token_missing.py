@@ -76,13 +76,15 @@ def pad(ctx: Context, *, choice: str, **names: str) -> None:
         tokenizer.pad_token = "<pad>"
     elif choice == "added":
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
-        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        weight = model.get_input_embeddings().weight
+        if len(tokenizer) > getattr(weight, "ds_shape", weight.shape)[0]:
             model.resize_token_embeddings(len(tokenizer))
         model.config.pad_token_id = tokenizer.pad_token_id
     elif choice == "spare":
         spare = "<|finetune_right_pad_id|>"  # a token that the model reserves
-        if tokenizer.pad_token_id is None:  # not there, or a name without an id
-            tokenizer.pad_token = spare if spare in tokenizer.get_vocab() else tokenizer.eos_token
+        if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+            assert spare in tokenizer.get_vocab(), "name one that this model reserves, or take fix 2"
+            tokenizer.pad_token = spare
         model.config.pad_token_id = tokenizer.pad_token_id
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in ("a b c d", "e f")]
     ctx.reached()
