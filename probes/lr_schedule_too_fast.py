@@ -50,7 +50,6 @@ def train(
     ctx: Context,
     *,
     multiplied: bool = False,
-    prepared: bool = True,
     follows_optimizer: bool = True,
     guarded: bool = True,
     splits_batches: bool = False,
@@ -80,9 +79,7 @@ def train(
         schedule_steps = max_train_steps * accelerator.num_processes
         schedule_warmup = warmup_steps * accelerator.num_processes
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, form(schedule_steps, schedule_warmup))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if prepared:
-        scheduler = accelerator.prepare(scheduler)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     ctx.reached()
     rates: List[float] = []
     for batch in batches:
@@ -272,7 +269,6 @@ probe = Probe(
     ),
     variants=(
         arms("own-count", train, {"follows_optimizer": False}, TWICE, "step_scheduler_with_optimizer=False: one step"),
-        arms("not-prepared", train, {"prepared": False}, TWICE, "the schedule is not handed to prepare"),
         arms(
             "split",
             partial(train, has_loader=True),
