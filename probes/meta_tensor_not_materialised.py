@@ -41,6 +41,8 @@ def move(ctx: Context, *, filled: bool) -> None:
         model = build()
     ctx.reached()
     if filled:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        assert len(names) == len(list(model.parameters())), "shared weights: tie them again after to_empty"
         model.to_empty(device=device)
         model.load_state_dict(state)
         model.reset_buffers()
