@@ -151,7 +151,8 @@ def pipeline(ctx: Context, *, reduce: bool) -> None:
     tokens = torch.arange(WORDS, device=ctx.device)
     first = ctx.rank == 0
     weight = model.embed.weight if first else model.lm_head.weight
-    dist.broadcast(weight.data, src=0)
+    tied = dist.new_group([0, 1])
+    dist.broadcast(weight.data, src=0, group=tied)
     ctx.reached()
     if first:
         hidden = model.block(model.embed(tokens))
@@ -167,7 +168,7 @@ def pipeline(ctx: Context, *, reduce: bool) -> None:
         assert hidden.grad is not None
         dist.send(hidden.grad, dst=0)
     if reduce:
-        dist.all_reduce(weight.grad)
+        dist.all_reduce(weight.grad, group=tied)
     torch.optim.SGD([weight], lr=RATE).step()
     both = [torch.empty_like(weight) for _ in range(2)]
     dist.all_gather(both, weight.detach())
