@@ -93,6 +93,8 @@ def sharded(ctx: Context, *, dtype: str, version: int) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+        if dtype == "float32":
+            assert all(p.dtype == torch.float32 for p in model.parameters())
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     run(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0))
 
@@ -143,33 +145,6 @@ def trainer(ctx: Context, *, dtype: str) -> None:
         raise Symptom("%d of %d weights have not changed: %s, %d steps of the Trainer" % (same, total, dtype, STEPS))
 
 
-def store(ctx: Context, *, way: str) -> None:
-    """100 steps of -0.001 from 1.0, stored in bfloat16: rounded to the nearest, or better."""
-    import torch
-
-    def round_stochastically(x: Any) -> Any:
-        noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
-        return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
-
-    torch.manual_seed(0)
-    weight, update = torch.ones(SIDE * SIDE, dtype=torch.bfloat16, device=ctx.device), -1e-3
-    rest = torch.zeros_like(weight)
-    ctx.reached()
-    for _ in range(100):
-        if way == "stochastic":
-            weight = round_stochastically(weight.float() + update)
-        elif way == "kahan":
-            step = update + rest
-            new = weight + step
-            rest, weight = step - (new - weight), new
-        else:
-            weight = (weight.float() + update).to(torch.bfloat16)
-    mean = float(weight.float().mean())
-    if mean == 1.0:
-        raise Symptom("after 100 updates of %g a bfloat16 weight of 1 is %g" % (update, mean))
-    assert abs(mean - 0.9) < 0.005, mean
-
-
 def side(ctx: Context, *, dtype: str, what: str) -> None:
     """What else adds small numbers to large ones: weight decay, Adam's second moment, accumulation, an average."""
     import torch
@@ -192,7 +167,7 @@ def side(ctx: Context, *, dtype: str, what: str) -> None:
     else:
         ema, p, decay = torch.ones(1, dtype=kind), torch.full((1,), 2.0, dtype=torch.bfloat16), 0.999
         for _ in range(2000):
-            ema.lerp_(p.to(ema.dtype), 1 - decay)
+            ema.lerp_(p.detach().to(ema.dtype), 1 - decay)
         found, right = ema.item(), 2 - decay**2000
     if abs(found - right) > 0.1 * right:
         raise Symptom("%s in %s: %.3g where %.3g is right" % (what, dtype, found, right))
@@ -202,7 +177,6 @@ UNCHANGED = symptom(r"\d+ of \d+ bfloat16 weights with a gradient have not chang
 NORM = symptom(r"4096 of 4096 bfloat16 weights with a gradient have not changed in a step with lr 0\.001")
 TRAINER = symptom(r"\d+ of 4096 weights have not changed: bfloat16")
 SIDES = symptom(r"\w+ in bfloat16: \S+ where \S+ is right")
-ONE = symptom(r"after 100 updates of -0\.001 a bfloat16 weight of 1 is 1$")
 
 
 def pair(name: str, job: Callable[..., None], expect: Any, because: str, fix: str, **given: Any) -> Experiment:
@@ -222,7 +196,7 @@ def pair(name: str, job: Callable[..., None], expect: Any, because: str, fix: st
 
 
 BF16, FP32 = "the optimizer holds bfloat16 weights", "it holds float32 weights"
-DEEPSPEED, WAY, NEAREST = {"deepspeed": ">=0.16"}, ("way", "nearest"), "rounded to the nearest"
+DEEPSPEED = {"deepspeed": ">=0.16"}
 probe = Probe(
     experiments=(pair("weights", train, UNCHANGED, BF16, FP32 + ", under autocast"),),
     variants=(
@@ -232,8 +206,6 @@ probe = Probe(
         pair("fsdp2", sharded, UNCHANGED, BF16, FP32, version=2, needs={"torch": ">=2.7"}),
         pair("deepspeed", engine, NORM, BF16, "a float32 copy", change=("deepspeed", False, True), needs=DEEPSPEED),
         pair("trainer", trainer, TRAINER, BF16, FP32, needs={"transformers": ">=4.41", "accelerate": ""}),
-        pair("stochastic", store, ONE, NEAREST, "rounded at random", change=(*WAY, "stochastic")),
-        pair("kahan", store, ONE, NEAREST, "the rest is kept", change=(*WAY, "kahan")),
         *(
             pair(what, side, SIDES, "bfloat16", "float32", what=what)
             for what in ("decay", "states", "accumulation", "ema")
