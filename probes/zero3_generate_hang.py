@@ -12,9 +12,7 @@ from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Need
 LENGTHS = (2, 5)  # tokens of the answer, rank by rank
 
 
-def decode(
-    ctx: Context, *, stop: str, ranks: Tuple[int, ...] = (0, 1), gathered: bool = False, barrier: bool = False
-) -> None:
+def decode(ctx: Context, *, stop: str, ranks: Tuple[int, ...] = (0, 1), barrier: bool = False) -> None:
     """A hand-written decoding loop over a sharded model. Only the tokens before the end of an answer are kept.
 
     `stop` is when a rank leaves the loop: at the end of its answer, when all answers are complete, or after a fixed
@@ -28,15 +26,11 @@ def decode(
     device, length = ctx.device, LENGTHS[ctx.rank]
     model: Any = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)).to(device)
     expected = answer(model, device, length)
-    model, wrapped = shard(ctx, model)
+    model = shard(ctx, model)
     ctx.reached()
     tokens: List[int] = []
     forwards = 0
     ids = torch.tensor([1], device=device)
-    if gathered:
-        for module in wrapped:
-            module.set_reshard_after_forward(False)
-            module.unshard()
     with torch.no_grad():
         while ctx.rank in ranks:
             done = len(tokens) == length
@@ -60,12 +54,12 @@ def decode(
     assert tokens == expected or ctx.rank not in ranks, (tokens, expected)
 
 
-def shard(ctx: Context, model: Any) -> Tuple[Any, List[Any]]:
+def shard(ctx: Context, model: Any) -> Any:
     """FSDP2, or FSDP1 before torch 2.7, whose FSDP2 wants CUDA; each layer is a unit."""
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
-        return fsdp1(ctx, model), []
+        return fsdp1(ctx, model)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -73,7 +67,7 @@ def shard(ctx: Context, model: Any) -> Tuple[Any, List[Any]]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, [*model, model]
+    return model
 
 
 def fsdp1(ctx: Context, model: Any) -> Any:
@@ -184,18 +178,6 @@ fixed_length = Experiment(
     ),
     expected_s=(2.4, 0.3),
 )
-unsharded = Experiment(
-    name="unshard",
-    control=AT_ONCE,
-    treatment=Arm(
-        partial(decode, stop="complete", gathered=True),
-        expect=completed(),
-        because="every module is gathered before the first step and keeps its weights",
-        fidelity="cpu",
-    ),
-    needs=Needs(packages={"torch": ">=2.8"}),  # 2.7 has no set_reshard_after_forward
-    expected_s=(2.4, 0.3),
-)
 barrier_behind = Experiment(
     name="barrier",
     control=Arm(
@@ -235,5 +217,5 @@ probe = Probe(
         gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
         gloo,
     ),
-    variants=(one_rank, fixed_length, unsharded, barrier_behind, summoned, zero3),
+    variants=(one_rank, fixed_length, barrier_behind, summoned, zero3),
 )
