@@ -33,7 +33,6 @@ def train_step(
     hook: bool = False,
     head_trains: bool = False,
     embeds: bool = False,
-    embeds_require_grad: bool = False,
     by_keyword: bool = False,
     loss_requires_grad: bool = False,
     in_place: bool = False,
@@ -53,10 +52,7 @@ def train_step(
         embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))  # noqa: ARG005
     ctx.reached()
     if embeds:
-        inputs_embeds = embedding.weight[[1, 2, 3]]
-        if embeds_require_grad:
-            inputs_embeds.requires_grad_(True)
-        hidden = inputs_embeds
+        hidden = embedding.weight[[1, 2, 3]]
     else:
         hidden = embedding(torch.tensor([1, 2, 3]))
     if in_place:  # as a model writes image features between its tokens
@@ -248,9 +244,9 @@ probe = Probe(
         pair(
             "inputs-embeds",
             train_step,
-            {"embeds_require_grad": True},
+            {"reentrant": False},
             "the hook is on the embedding, and the model gets inputs_embeds",
-            "inputs_embeds require grad",
+            "non-reentrant checkpoints",
             embeds=True,
             hook=True,
         ),
@@ -267,10 +263,11 @@ probe = Probe(
         pair(
             "keyword",
             train_step,
-            {"by_keyword": False},
+            {"reentrant": False},
             "the layer gets its hidden states by keyword, where reentrant checkpoints do not look",
-            "it gets them by position",
+            "non-reentrant checkpoints",
             hook=True,
+            by_keyword=True,
         ),
         pair(
             "loss-requires-grad",
