@@ -173,24 +173,25 @@ def stop(ctx: Context, *, together: bool) -> None:
     assert steps == [5, 5], steps
 
 
-def load(ctx: Context, *, ignored: bool) -> None:
+def load(ctx: Context, *, apart: bool) -> None:
     """SIGTERM for the whole process group, as torchrun sends it: the rank has a handler, and its DataLoader?"""
     from torch.utils.data import DataLoader
 
     received: List[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
 
-    def ignore_sigterm(worker_id):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def own_group(worker_id):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        os.setpgid(0, 0)
 
     samples: Any = range(4000)
     options: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
-    if ignored:
-        options["worker_init_fn"] = ignore_sigterm
+    if apart:
+        options["worker_init_fn"] = own_group
     batches: Any = iter(DataLoader(samples, batch_size=2, collate_fn=list, **options))
     next(batches)
     ctx.reached()
-    group = [os.getpid(), *(process.pid for process in batches._workers)]
+    processes = [os.getpid(), *(process.pid for process in batches._workers)]
+    group = [process for process in processes if os.getpgid(process) == os.getpgrp()]
     subprocess.run(["kill", "-TERM", *map(str, group)], check=True)  # from another process: a parent's is another case
     count = 1 + sum(1 for _ in batches)
     assert count == 2000 and received == [signal.SIGTERM], (count, received)
@@ -317,9 +318,9 @@ probe = Probe(
         ),
         experiment(
             "dataloader",
-            (partial(load, ignored=False), partial(load, ignored=True)),
+            (partial(load, apart=False), partial(load, apart=True)),
             raised(r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Terminated|exited unexpectedly)"),
-            ("the signal ends the worker of the DataLoader", "that worker ignores it, and hands on its batches"),
+            ("the signal ends the worker of the DataLoader", "that worker has its own group, and hands on its batches"),
         ),
         experiment(
             "usr1",
