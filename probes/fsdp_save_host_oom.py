@@ -21,26 +21,34 @@ def save(ctx: Context, *, how: str) -> None:
     """Gather the full state dict as a save does, or do not. Each weight has one value, so the result can be checked."""
     import torch
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
     dist, on_gpu = ctx.init_process_group(timeout_s=20), ctx.device.type == "cuda"
     model, folder = sharded(ctx), ctx.path("checkpoint")
     dist.all_gather([torch.empty(1, device=ctx.device) for _ in range(2)], torch.ones(1, device=ctx.device))
+    path, first = ctx.path("model.pt"), next(iter(model.parameters()))
+    optimizer = torch.optim.SGD([first], lr=0.0, momentum=0.9)  # with a state, and room for it
+    first.grad = torch.zeros_like(first)
+    optimizer.step()
     ctx.note(shard_mib=sum(parameter.to_local().nbytes for parameter in model.parameters()) >> 20)
     if not on_gpu and ctx.rank == 1:
         limit_address_space(CPU_ROOM)
     ctx.reached()
     try:
         if how == "sharded":
-            state = get_model_state_dict(model)
-            dcp.save(state, checkpoint_id=folder)
+            weights, moments = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder)
             saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-            assert set(saved) == set(state), (list(saved), list(state))
+            assert {f"model.{name}" for name in weights} < set(saved), (list(saved), list(weights))
+            assert "optim.state.0.weight.momentum_buffer" in saved, list(saved)
             return
         options = StateDictOptions(full_state_dict=True)
         if how == "rank 0":
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
+        if how == "rank 0":
+            if dist.get_rank() == 0:
+                torch.save(state, path)
     except Exception:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
         raise
