@@ -75,6 +75,28 @@ def adapt(
         assert gradients and all(g is not None and g.abs().sum() > 0 for g in gradients)
 
 
+def adapt_experts(ctx: Context, *, by_parameter: bool) -> None:
+    """The experts of a mixture, named as layers or as the two parameters that they are."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    base = mixture()
+    ctx.reached()
+    config = LoraConfig(target_modules=["gate_proj"])
+    if by_parameter:
+        config = LoraConfig(
+            target_modules=["q_proj", "v_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            lora_dropout=0,
+        )
+    model = get_peft_model(base, config)
+    found = sorted({name.rpartition(".")[2] for name in adapted(model)})
+    assert found == ["base_layer", "experts", *QUERIES], found
+    tokens = torch.tensor([[1, 2, 3]])
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+
+
 def load(ctx: Context, *, same_base: bool) -> None:
     """A saved adapter on its own base model, or on another."""
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -118,7 +140,6 @@ def experiment(
 
 
 QUERIES = ["q_proj", "v_proj"]
-EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 
 probe = Probe(
     experiments=(
@@ -186,14 +207,12 @@ probe = Probe(
             "an adapter of Llama is loaded on GPT-2",
             "it is loaded on the model that it was trained on",
         ),
-        pair(
+        experiment(
             "experts",
-            EXPERTS[:1],
-            EXPERTS,
-            mixture,
-            ["base_layer", "experts"],
-            "gate_proj and up_proj are one parameter, and one of them is named",
-            "all three are named",
+            partial(adapt_experts, by_parameter=False),
+            partial(adapt_experts, by_parameter=True),
+            "gate_proj and up_proj are one parameter, and one of them is named as a layer",
+            "the two parameters are named",
             raised(r"Cannot convert PEFT target\(s\) gate_proj without also targeting up_proj"),
             peft=">=0.19",
             transformers=">=5",
