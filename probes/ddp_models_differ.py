@@ -68,7 +68,8 @@ def lay_out(ctx: Context, *, rewritten: bool) -> None:
         parameter.data = parameter.data.contiguous()
     if rewritten:
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+            if parameter.requires_grad:
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     wrap(ctx, model)
 
 
