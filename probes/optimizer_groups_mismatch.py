@@ -37,6 +37,12 @@ def decay_groups(model: Any) -> List[Dict[str, Any]]:
     return [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
 
 
+def make_scheduler(optimizer: Any) -> Any:
+    import torch
+
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+
+
 def train(model: Any, optimizer: Any) -> None:
     import torch
 
@@ -61,15 +67,13 @@ def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple
     if frozen:
         freeze_backbone(model)
     optimizer = torch.optim.AdamW(groups(model))
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    scheduler = make_scheduler(optimizer)
     model.head.weight.requires_grad_(False)  # its first gradient is late, so the state is in another order
     train(model, optimizer)
     model.head.weight.requires_grad_(True)
     train(model, optimizer)
     scheduler.step()
-    names = {p: name for name, p in model.named_parameters()}
-    now = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trained": now}
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint["scheduler"] = scheduler.state_dict()
     return checkpoint, moments(model, optimizer)
 
@@ -111,35 +115,6 @@ def resume_groups(ctx: Context, *, same: bool) -> None:
     must_be(moments(model, optimizer), expected)
 
 
-def widen(ctx: Context, *, grouped: bool) -> None:
-    """The backbone thaws in mid-run: the head's state is wanted, the backbone has none yet."""
-    import torch
-
-    def make_scheduler(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
-
-    checkpoint, expected = saved_run(ctx, trainable, frozen=True)
-    model = network(ctx)
-    model.load_state_dict(checkpoint["model"])
-    ctx.reached()
-    if grouped:
-        optimizer = torch.optim.AdamW(model.head.parameters())
-        scheduler = make_scheduler(optimizer)
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scheduler.load_state_dict(checkpoint["scheduler"])
-        old = optimizer.param_groups[0]
-        optimizer.add_param_group({**old, "params": list(model.backbone.parameters())})
-        scheduler.base_lrs.append(scheduler.base_lrs[0])
-    else:
-        optimizer = torch.optim.AdamW(trainable(model))
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    must_be(moments(model, optimizer), expected)
-    train(model, optimizer)
-    assert len(moments(model, optimizer)) == 4
-    scheduler.step()
-    rates_must_be(optimizer, steps=2)
-
-
 def rates_must_be(optimizer: Any, steps: int) -> None:
     """The rates of a run that was never interrupted, after so many steps of its scheduler."""
     rate = 0.001 * (0.1 + 0.9 * steps / 20)
@@ -159,36 +134,13 @@ def schedule(ctx: Context, *, first: bool) -> None:
     ctx.reached()
     if not first:
         optimizer.load_state_dict(checkpoint["optimizer"])
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    scheduler = make_scheduler(optimizer)
     if first:
         optimizer.load_state_dict(checkpoint["optimizer"])
     scheduler.load_state_dict(checkpoint["scheduler"])
     train(model, optimizer)
     scheduler.step()
     rates_must_be(optimizer, steps=2)
-
-
-def by_name(ctx: Context, *, named: bool) -> None:
-    """As `widen`, by the names of what was trained, which the checkpoint holds beside the optimizer."""
-    import torch
-
-    checkpoint, expected = saved_run(ctx, trainable, frozen=True)
-    model = network(ctx)
-    model.load_state_dict(checkpoint["model"])
-    optimizer = torch.optim.AdamW(trainable(model)[::-1])  # not in the order of the model
-    saved = checkpoint["optimizer"]
-    ctx.reached()
-    if named:
-        old = {name: saved["state"][i] for i, name in enumerate(checkpoint["trained"]) if i in saved["state"]}
-        names = {p: name for name, p in model.named_parameters()}
-        now = [names[p] for p in optimizer.param_groups[0]["params"]]
-        state = {i: old[name] for i, name in enumerate(now) if name in old}
-        group = {**saved["param_groups"][0], "params": list(range(len(now)))}
-        saved = {"state": state, "param_groups": [group]}
-    optimizer.load_state_dict(saved)
-    must_be(moments(model, optimizer), expected)
-    rates_must_be(optimizer, steps=1)
-    train(model, optimizer)
 
 
 def order(ctx: Context, *, same: bool) -> None:
@@ -270,14 +222,6 @@ probe = Probe(
             "it makes the same two",
         ),
         pair(
-            "thaw",
-            widen,
-            "grouped",
-            SIZE,
-            FREEZES_LATE,
-            "the state goes into the same group, and the backbone comes as a group of its own afterwards",
-        ),
-        pair(
             "scheduler",
             schedule,
             "first",
@@ -285,7 +229,6 @@ probe = Probe(
             "the scheduler is made after the load, and sets the loaded rate back to its first factor",
             "it is made before the load",
         ),
-        pair("by-name", by_name, "named", SIZE, FREEZES_LATE, "the state is put in place by name"),
         pair(
             "order",
             order,
