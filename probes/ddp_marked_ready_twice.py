@@ -132,7 +132,7 @@ def train_zero(ctx: Context, *, together: bool) -> None:
 MESSAGE = r"Expected to mark a variable ready only once"
 MARKED = raised(MESSAGE)
 TWICE = "DDP is told a second time that a parameter is ready"
-ONCE = "one backward, one gradient per parameter (--set fix=non-reentrant, no-find-unused or static_graph)"
+ONCE = "one backward, one gradient per parameter (--set fix=non-reentrant or no-find-unused)"
 
 SILENT = symptom(
     r"no error, and the ranks have different gradients; averaged in steps 1, 2, 3: \[False, False, False\]"
@@ -169,20 +169,13 @@ probe = Probe(
     experiments=(gloo.on_gpus(expected_s=(10, 10)), gloo),
     variants=(
         way("reused", "a layer is checkpointed twice in one forward", "non-reentrant", "the same, not reentrant"),
-        way("two-forwards", "two forwards before one backward", "static_graph", "DDP counts in the first step"),
+        way("two-forwards", "two forwards before one backward", "non-reentrant", "the same, not reentrant"),
         way("outside", "the loss uses a checkpointed weight as well", "non-reentrant", "the same, not reentrant"),
         way("opaque-output", "the forward returns an object of an own class", "tensor", "it returns the tensor"),
         way(
             "branches", "two forwards, the second without the layer", "no-find-unused", "find_unused_parameters is off"
         ),
         way("elsewhere", "only the loss uses the layer", "no-find-unused", "find_unused_parameters is off"),
-        variant(
-            "two-forwards-once",
-            {"why": "two-forwards", "fixed": False},
-            "two forwards before one backward",
-            {"why": "two-forwards", "fix": "non-reentrant"},
-            "the checkpoint is not reentrant",
-        ),
         way("default", "checkpoint() is called without use_reentrant", "patched", "its default was replaced before"),
         variant(
             "no-find-unused",
