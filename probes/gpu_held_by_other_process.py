@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import fcntl
 import inspect
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Iterator, List, Mapping, Sequence, Tuple
 
 from kb.probe import (
     Arm,
@@ -84,16 +87,27 @@ time.sleep(120)
 """
 
 
-def run_rank(ctx: Context, program: str, launcher: List[str]) -> Tuple[subprocess.Popen[bytes], int]:
-    """Start a rank that takes the GPU; return once it works, with the process that is to survive it or its launcher."""
+def run_rank(ctx: Context, program: str, options: Sequence[str] = ()) -> Tuple[Any, int]:
+    """Start a rank that takes the GPU; return once it works, with the process that is to survive it or its launcher.
+
+    Rank and torchrun, which gets the `options`, are forks: neither has to import torch.
+    """
     Path("rank.py").write_text(TAKE_GPU + program)
     Path("running").touch()
-    command = [sys.executable, *launcher, "rank.py", gpu_file(ctx), ctx.device.type]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = ["rank.py", gpu_file(ctx), ctx.device.type]
+    main = import_module("torch.distributed.run").main if options else run_script
+    process = multiprocessing.get_context("fork").Process(target=main, args=([*options, *words],))
+    process.start()
     end = time.monotonic() + 40
-    while not Path("running").read_text().strip() and process.poll() is None and time.monotonic() < end:
+    while not Path("running").read_text().strip() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.02)
     return process, int(Path("running").read_text())
+
+
+def run_script(words: List[str]) -> None:
+    """As `python rank.py ...` does."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def gpu_file(ctx: Context) -> str:
@@ -150,20 +164,20 @@ def kill_rank(ctx: Context, *, closes: bool) -> None:
     """A rank is killed while its DataLoader worker waits for storage; then the next job starts."""
     before = used_mib(ctx)
     program = inspect.getsource(close_gpu_files) + LOAD % ("close_gpu_files" if closes else "None")
-    rank, worker = run_rank(ctx, program, [])
+    rank, worker = run_rank(ctx, program)
     with ended(worker):
         ctx.reached()
         rank.kill()
-        rank.wait()
+        rank.join()
         start_next_job(ctx, before, worker)
 
 
 def find_holders(ctx: Context, *, ends: bool) -> None:
     """A killed rank has left a child; the next job ends what has the file open, or just starts."""
-    rank, child = run_rank(ctx, LEAVE, [])
+    rank, child = run_rank(ctx, LEAVE)
     with ended(child):
         rank.kill()
-        rank.wait()
+        rank.join()
         ctx.reached()
         for pid in holders(ctx.path("nvidia0")) if ends else ():
             os.kill(pid, signal.SIGTERM)
@@ -174,11 +188,11 @@ def kill_launcher(ctx: Context, *, by: signal.Signals) -> None:
     """torchrun is ended by a signal; then the next job starts."""
     # Without --local-addr it would look for the host by its name, which not every container can resolve.
     options = ["--standalone", "--local-addr=localhost", "--nproc-per-node=1"]
-    launcher, rank = run_rank(ctx, WAIT, ["-m", "torch.distributed.run", *options])
+    launcher, rank = run_rank(ctx, WAIT, options)
     with ended(rank):
         ctx.reached()
-        launcher.send_signal(by)
-        launcher.wait(timeout=20)
+        os.kill(launcher.pid, by)
+        launcher.join(20)
         start_next_job(ctx, 0, rank)
 
 
@@ -238,7 +252,7 @@ def held(
         treatment=Arm(works, completed(), because[1], "stand-in", LOCK),
         world_size=1,
         deadline_s=60,
-        expected_s=(3.0, 2.0),
+        expected_s=(2.0, 1.0),
     )
 
 
