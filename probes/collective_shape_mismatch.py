@@ -52,30 +52,28 @@ def log_logits(ctx: Context, *, average_first: bool) -> None:
     assert torch.cat(pieces).mean().item() == 1.5
 
 
-def gather_lengths(ctx: Context, *, pads: bool = False, objects: bool = False) -> None:
+def gather_lengths(ctx: Context, *, pads: bool) -> None:
     """Scores of the rank's own length, gathered with room for the rank's own shape, as accelerate does."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
     x = torch.full((2, SEQUENCE[ctx.rank], 2), ctx.rank, device=ctx.device)
-    pieces: list[Any]
     ctx.reached()
     if pads:
-        longest = torch.tensor([x.shape[1]], device=x.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        missing = (0, 0) * (x.dim() - 2) + (0, longest.item() - x.shape[1])
-        x = torch.nn.functional.pad(x, missing, value=-100).contiguous()
-    if objects:
-        pieces = [None] * dist.get_world_size()
-        dist.all_gather_object(pieces, x.cpu())
-        everything = torch.cat([piece.flatten() for piece in pieces])
+        length = torch.tensor([x.shape[1]], device=x.device)
+        lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
+        dist.all_gather(lengths, length)
+        missing = (0, 0) * (x.dim() - 2) + (0, int(max(lengths)) - x.shape[1])
+        padded = torch.nn.functional.pad(x, missing).contiguous()
+        pieces = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(pieces, padded)
+        pieces = [piece[:, : int(length)] for piece, length in zip(pieces, lengths)]
     else:
         pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(pieces, x)
-        everything = torch.cat(pieces)
     ctx.meet("gathered", timeout_s=15)  # the rank that aborts is to be the first that fails
-    kept = everything[everything != -100]
-    assert [int((kept == rank).sum()) for rank in (0, 1)] == [4 * length for length in SEQUENCE], kept.shape
+    assert [piece.shape for piece in pieces] == [(2, length, 2) for length in SEQUENCE], pieces
+    assert all((piece == rank).all() for rank, piece in enumerate(pieces)), pieces
 
 
 def reduce_lengths(ctx: Context, *, counts: bool) -> None:
@@ -235,14 +233,7 @@ probe = Probe(
             gather_lengths,
             "pads",
             "gathers token ids of 223 and 300 columns",
-            "asks for the longest, pads to it and masks the padding",
-        ),
-        variant(
-            "objects",
-            gather_lengths,
-            "objects",
-            "gathers token ids of 223 and 300 columns",
-            "gathers them as objects, whose size travels with them",
+            "asks for all lengths, pads to the longest and cuts the padding off",
         ),
         variant(
             "sum-and-count",
