@@ -27,7 +27,6 @@ def exchange(
     batched: bool = False,
     even_sends_first: bool = False,
     receive_first: bool = True,
-    is_async: bool = False,
     barrier: bool = False,
 ) -> None:
     """One step in the steady phase: an activation goes up, a gradient comes down, and each rank does both."""
@@ -45,10 +44,6 @@ def exchange(
         operations = [dist.P2POp(dist.isend, output, peer), dist.P2POp(dist.irecv, received, peer)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    elif is_async:
-        sending = dist.isend(output, peer)
-        dist.recv(received, peer)
-        sending.wait()
     elif even_sends_first:
         if rank % 2 == 0:
             dist.send(output, peer)
@@ -213,14 +208,6 @@ probe = Probe(
             {"even_sends_first": True},
             "each of two stages sends four numbers first; gloo's send waits for the receiver",
             "even ranks send first, odd ranks receive first",
-            BOTH_SEND,
-        ),
-        variant(
-            "isend",
-            partial(exchange, receive_first=False),
-            {"is_async": True},
-            "each of two stages sends first, and waits",
-            "each starts its send, receives, and waits for the send afterwards: enough for gloo",
             BOTH_SEND,
         ),
         variant(
