@@ -7,7 +7,7 @@ from typing import Any, Callable
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, Unavailable, completed, raised, symptom
 
 
-def wrap_and_train(ctx: Context, *, adapters_follow_base: bool = False, own_units: bool = False) -> None:
+def wrap_and_train(ctx: Context, *, own_units: bool) -> None:
     """As get_peft_model and FSDP do it, with the two settings that people try first: both are on, and neither helps."""
     import torch
     from torch import nn
@@ -27,10 +27,6 @@ def wrap_and_train(ctx: Context, *, adapters_follow_base: bool = False, own_unit
     if own_units:
         adapters = [shard(adapter) for adapter in adapters]
     model = nn.Sequential(OrderedDict(zip(("base", "lora_A", "lora_B"), (frozen, *adapters))))
-    if adapters_follow_base:
-        for name, p in model.named_parameters():
-            if "lora_" in name:
-                p.data = p.data.to(torch.bfloat16)
     wrapped = shard(model)
     output = wrapped(hidden)
     output.float().sum().backward()
@@ -236,14 +232,13 @@ probe = Probe(
         pair(
             "gloo",
             wrap_and_train,
-            "adapters_follow_base",
+            "own_units",
             FLATTEN,
             f"{TOGETHER}; use_orig_params and MixedPrecision are on",
-            "the adapters have the dtype of the base",
+            "each adapter is a unit of its own",
         ),
     ),
     variants=(
-        pair("own-units", wrap_and_train, "own_units", FLATTEN, TOGETHER, "each adapter is a unit of its own"),
         pair(
             "quantized",
             wrap_quantized,
