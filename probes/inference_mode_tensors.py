@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -68,10 +67,7 @@ def evaluate_first(ctx: Context, *, way: str) -> None:
     if way == "detach":
         model[1].cos = model[1].cos.detach().data
     if way == "clone":
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_inference():
-                    setattr(module, name, buffer.clone())
+        model[1].cos = model[1].cos.clone()
     if way == "clone inside":
         with torch.inference_mode():
             model[1].cos = model[1].cos.clone()
@@ -115,8 +111,6 @@ def make_inside(ctx: Context, *, way: str) -> None:
             model.double().float()
         elif way != "outside":
             model = build()
-    if way == "copied":
-        model = copy.deepcopy(model)
     ctx.reached()
     step(model)
 
@@ -244,7 +238,6 @@ probe = Probe(
         pair("out-of-place", average, CHANGED, ("total /= n", "total = total / n"), way=("in place", "out of place")),
         pair("features", use_features, SAVED, FEATURES, context=MODES),
         pair("built", make_inside, SAVED, (MADE, "it is built outside"), way=("inside", "outside")),
-        pair("copied", make_inside, SAVED, (MADE, "deepcopy before the optimizer"), way=("inside", "copied")),
         pair("moved", make_inside, SAVED, MOVED, way=("moved", "outside")),
         two_ranks("fsdp1", partial(shard, way="fsdp1"), NO_GRAD_FN, FIRST, needs={"torch": ">=2.7"}, context=MODES),
         two_ranks("fsdp2", partial(shard, way="fsdp2"), CHANGED, FIRST, needs={"torch": ">=2.7"}, context=MODES),
