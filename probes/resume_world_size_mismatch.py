@@ -140,6 +140,8 @@ def resume_deepspeed(ctx: Context, *, universal: bool) -> None:
         deepspeed.init_distributed(dist_backend="gloo")
         torch.manual_seed(ranks)
         model = torch.nn.Linear(8, 8)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        assert set(named) == set(model.state_dict()) and all(weight.requires_grad for weight in named.values())
         config: Dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
         if universal and ranks == 1:
             config["checkpoint"] = {"load_universal": True}
