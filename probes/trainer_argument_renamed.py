@@ -136,9 +136,14 @@ def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool
 
     class Loss(Base):  # type: ignore[misc]
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN202, ARG002
+            self.model_accepts_loss_kwargs = False
             outputs = model(**inputs)
             loss = own_loss(outputs, inputs)
             return (loss, outputs) if return_outputs else loss
+
+    class Undivided(Base):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+            return own_loss(model(**inputs), inputs)
 
     class OldLoss(Loss):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
@@ -158,9 +163,8 @@ def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * accumulation
     model = Model()
     classes = {"loss": (OldLoss, Loss), "step": (OldStepTrainer, StepTrainer)}
-    trainer = classes[own][fits](model=model, args=args, train_dataset=rows)
-    if says_mean:
-        trainer.model_accepts_loss_kwargs = False
+    chosen = classes[own][fits] if says_mean or accumulation == 1 else Undivided
+    trainer = chosen(model=model, args=args, train_dataset=rows)
     ctx.reached()
     trainer.train()
     step = -model.weight.item()
