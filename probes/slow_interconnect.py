@@ -91,14 +91,17 @@ def train(
     started = [time.monotonic()]
 
     def measure(*_: Any) -> None:
+        times.append((time.monotonic() - started[-1]) / accumulation)
         gradient = next(model.parameters()).grad
         assert gradient is not None and torch.allclose(gradient, torch.full_like(gradient, 4 * 1.5)), gradient
+
+    def restart(*_: Any) -> None:
         started.append(time.monotonic())
-        times.append((started[-1] - started[-2]) / accumulation)
 
     loader = [batch] * MICRO_BATCHES
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(measure)
+    optimizer.register_step_post_hook(restart)
     optimizer.zero_grad()
     for window in zip(*[iter(loader)] * accumulation):
         for number, batch in enumerate(window):
