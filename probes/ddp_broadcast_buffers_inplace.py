@@ -80,17 +80,9 @@ def step(
         copied.eval()
     fake, real = batches(ctx)
     ctx.reached()
-    if way == "no_sync":
-        with model.no_sync():
-            fake_score = model(fake)
-        real_score = model(real)
-        (fake_score.mean() - real_score.mean()).backward()
-    elif way == "separate":
+    if way == "separate":
         model(fake).mean().backward()
         (-model(real).mean()).backward()
-    elif way == "one batch":
-        fake_score, real_score = model(torch.cat([fake, real])).chunk(2)
-        (fake_score.mean() - real_score.mean()).backward()
     elif way == "watch":
         fake_score = model(fake)
         with torch.no_grad():
@@ -200,16 +192,7 @@ LOCAL = "broadcast_buffers=False: nothing is copied, and the gradient is right"
 gloo = pair("gloo", step, partial(step, broadcast=False), AGAIN, LOCAL, torch=OLD, fidelity="cpu")
 
 STEPS: Sequence[Tuple[str, Dict[str, Any], Dict[str, Any], str, str, Expect]] = (
-    ("no-sync", {}, {"way": "no_sync"}, AGAIN, "the second forward copies nothing after no_sync()", NORM),
     ("separate", {}, {"way": "separate"}, AGAIN, "each forward has its backward before the next", NORM),
-    (
-        "one-batch",
-        {"kind": "positions"},
-        {"way": "one batch"},
-        IDS,
-        "both batches are scored in one forward",
-        POSITIONS,
-    ),
     ("clone", {"kind": "positions"}, {"cloned": True}, IDS, "the embedding saves a copy of the ids", POSITIONS),
     ("no-grad", {"way": "watch"}, {"way": "watch module"}, UNDER, "that forward goes through model.module", NORM),
     ("frozen", {"frozen": True}, {"broadcast": False}, EVAL, LOCAL, NORM),
