@@ -123,48 +123,47 @@ def wrapped(ctx: Context, *, way: str) -> None:
     run(ctx, loader, set_epoch)
 
 
-def endless(ctx: Context, *, counts: bool = True, loops: bool = True) -> None:
+def by_steps(ctx: Context, *, counts: bool = True, loops: bool = True) -> None:
     """A loop over steps: nobody knows the epoch."""
-    from torch.utils.data import DataLoader, DistributedSampler
+    from torch.utils.data import DataLoader
 
-    class CountingSampler(DistributedSampler):  # type: ignore[misc, type-arg, unused-ignore]
-        def __iter__(self) -> Iterator[int]:
-            order: Iterator[int] = super().__iter__()
-            self.epoch += 1
-            return order
+    def endless(loader, sampler, epoch=0):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        while True:
+            sampler.set_epoch(epoch)
+            yield from loader
+            epoch += 1
 
     dataset: Any = list(range(SAMPLES))
-    sampler_class = CountingSampler if counts else DistributedSampler
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler_class(dataset, num_replicas=1, rank=0))
+    sampler = make_sampler(dataset)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     batches: Iterator[Any] = itertools.cycle(loader)
     if loops:
         batches = (batch for _ in itertools.count() for batch in loader)
+    if counts and loops:
+        batches = endless(loader, sampler)
     ctx.reached()
     judge([flat(itertools.islice(batches, SAMPLES // BATCH)) for _ in range(EPOCHS)])
 
 
-def persistent(ctx: Context, *, shared: bool) -> None:
+def persistent(ctx: Context, *, lives_on: bool) -> None:
     """A data set that chooses by the epoch (a crop, a negative), in workers that live on."""
-    import torch
     from torch.utils.data import DataLoader, Dataset
 
     class Crops(Dataset):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self) -> None:
-            self.epoch = torch.zeros((), dtype=torch.long)
-            if shared:
-                self.epoch.share_memory_()
+            self.epoch = 0
 
         def set_epoch(self, epoch: int) -> None:
-            self.epoch.fill_(epoch)
+            self.epoch = epoch
 
         def __len__(self) -> int:
             return SAMPLES
 
         def __getitem__(self, index: int) -> int:
-            return 1000 * int(self.epoch) + index
+            return 1000 * self.epoch + index
 
     dataset = Crops()
-    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": lives_on, "multiprocessing_context": "fork"}
     run(ctx, DataLoader(dataset, batch_size=BATCH, **workers), dataset.set_epoch)
 
 
@@ -259,7 +258,7 @@ def pair(name: str, job: Job, expect: Expect, because: str, fix: str, ranks: int
 EPOCH, WAYS = (False, True), ("asked", "found")
 ACCELERATE: dict[str, Any] = {"accelerate": ">=0.30"}
 DUMMY, BOTH = "only the dummy sampler is asked for set_epoch", "set_epoch on all that the loader draws from"
-WORKERS, SHARED = "the workers keep the copy of the first epoch", "the epoch is in shared memory"
+WORKERS, ANEW = "the workers keep the copy of the first epoch", "persistent_workers=False"
 LOADER = "set_epoch of the loader"
 probe = Probe(
     experiments=(pair("epoch", train, REPEATS, NOBODY, CALLED, 2, with_epoch=EPOCH),),
@@ -267,9 +266,9 @@ probe = Probe(
         pair("late", order_of_calls, REPEATS, "set_epoch after iter(loader)", "before it", early=EPOCH),
         pair("batch-sampler", wrapped, REPEATS, DUMMY, BOTH, way=WAYS),
         pair("attribute", wrapped, NO_ATTRIBUTE, "the dummy has no set_epoch", BOTH, way=("called", "found")),
-        pair("steps", endless, REPEATS, "passes without an epoch", "the sampler counts its passes", counts=EPOCH),
-        pair("cycle", endless, REPEATS, "cycle gives the stored batches", "the loader is run again", loops=EPOCH),
-        pair("persistent", persistent, REPEATS, WORKERS, SHARED, shared=EPOCH),
+        pair("steps", by_steps, REPEATS, "passes without an epoch", "a generator counts them", counts=EPOCH),
+        pair("cycle", by_steps, REPEATS, "cycle gives the stored batches", "the loader is run again", loops=EPOCH),
+        pair("persistent", persistent, REPEATS, WORKERS, ANEW, lives_on=(True, False)),
         pair("accelerate-break", stop_early, REPEATS, "no pass ends", CALLED, with_epoch=EPOCH, **ACCELERATE),
         pair("accelerate-batches", two_ranks, REPEATS, LOADER, BOTH, 2, found=EPOCH, **ACCELERATE),
         pair("lightning", lightning, REPEATS, "it is not called", "a hook calls it", hook=EPOCH, lightning=">=2.0"),
