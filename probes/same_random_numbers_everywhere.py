@@ -105,7 +105,9 @@ def load(ctx: Context, *, ranks: str = EACH_RANK, loader: str = "", init: str = 
         random.seed(torch.initial_seed() % 2**32)
 
     def seed_worker(worker_id: int) -> None:
-        get_worker_info().dataset.generator = random.Random(torch.initial_seed())
+        dataset = get_worker_info().dataset
+        assert isinstance(dataset.generator, random.Random)
+        dataset.generator = random.Random(torch.initial_seed())
 
     if ctx.world_size > 1:
         ctx.init_process_group(timeout_s=15)
@@ -176,6 +178,7 @@ def fit(ctx: Context, *, callback: bool) -> None:
 
     class SeedRanks(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            assert args.data_seed is not None  # else a second train() draws samples by rank
             set_seed(args.seed + args.process_index)
 
     drawn: List[float] = []
@@ -188,6 +191,7 @@ def fit(ctx: Context, *, callback: bool) -> None:
             return model(inputs["features"]).sum()
 
     options: Any = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    options.update(seed=SEED, data_seed=SEED)
     options.update(max_steps=4, per_device_train_batch_size=2, remove_unused_columns=False, output_dir=ctx.path("out"))
     data = [{"features": torch.full((1,), float(i))} for i in range(16)]
     callbacks = [SeedRanks()] if callback else []
@@ -210,7 +214,7 @@ COPIED = "the workers have copies of the dataset's generator", "worker_init_fn r
 SPLIT = "the two ranks of a model copy have seeds of their own", "a model copy has one seed"
 SYNCED = "prepare gives the loaders of all ranks the state of rank 0", "the loader has no generator"
 SEEDED = "the Trainer seeds all ranks alike", "a callback adds the rank"
-NUMPY, ACCELERATE, TRAINER = {"numpy": ""}, {"accelerate": ">=0.14"}, {"transformers": ">=4.40", "accelerate": ">=0.30"}
+NUMPY, ACCELERATE, TRAINER = {"numpy": ""}, {"accelerate": ">=0.14"}, {"transformers": ">=4.46", "accelerate": ">=1.1"}
 
 
 def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **named: Any) -> Experiment:
