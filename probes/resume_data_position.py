@@ -136,33 +136,21 @@ def rebuilt(ctx: Context, *, with_seed: bool) -> None:
     judge(ids + flat(rest(DONE)), 64)
 
 
-def stream_of(source: Any, start: int, rewind: bool = True, by_first: bool = True, has_length: bool = False) -> Any:
+def stream_of(source: Any, start: int, rewind: bool = True) -> Any:
     """A stream that begins at `start`, and in the next pass at 0."""
     from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
-        def __init__(self, source: Any, start: int, first: int | None = None) -> None:
-            self.source, self.start, self.first = source, start, first
-
-        def set_epoch(self, epoch: int) -> None:
-            if self.first is None:
-                self.first = epoch
-            if epoch != self.first:
-                self.start = 0
+        def __init__(self, source: Any, start: int) -> None:
+            self.source, self.start = source, start
 
         def __iter__(self) -> Iterator[Any]:
-            return (self.source[index] for index in range(self.start, len(self.source)))
+            rows = (self.source[index] for index in range(self.start, len(self.source)))
+            if rewind:
+                self.start = 0
+            return rows
 
-    class Sized(Rows):
-        def __len__(self) -> int:
-            return len(self.source)
-
-    class Stuck(Rows):
-        def set_epoch(self, epoch: int) -> None:
-            pass
-
-    kind = Sized if has_length else Rows if rewind else Stuck
-    return kind(source, start, None if by_first else 0)
+    return Rows(source, start)
 
 
 def stream(ctx: Context, *, seek: bool) -> None:
@@ -239,16 +227,6 @@ def trainer_stream(ctx: Context, *, seek: bool = True, leave: bool = True, rewin
         raise Symptom(f"{source.reads} samples were read for the {len(rest)} behind the resume")
 
 
-def trainer_stream_length(ctx: Context, *, by_first: bool) -> None:
-    """A stream with a length, in two epochs of 8 steps; the Trainer resumes in epoch 1."""
-    source, rest = Features(SAMPLES), []  # type: ignore[var-annotated]
-    train(ctx, stream_of(source, 0, has_length=True), [], num_train_epochs=2)
-    ctx.reached()
-    dataset = stream_of(source, DONE * BATCH, by_first=by_first, has_length=True)
-    train(ctx, dataset, rest, ctx.path("out/checkpoint-10"), num_train_epochs=2, ignore_data_skip=True)
-    judge(list(range(DONE * BATCH)) + rest)
-
-
 def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) -> None:
     """accelerate: stopped in epoch 1, then state, skip_first_batches and the rest of the epoch."""
     leave_launcher()
@@ -280,69 +258,45 @@ def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) ->
     judge(ids + flat(active))
 
 
-def lightning(ctx: Context, *, resumable: bool) -> None:
-    """Two epochs of 8 steps, stopped in the second and resumed."""
+def lightning(ctx: Context, *, at_end: bool) -> None:
+    """Three epochs of 8 steps, stopped in the second; resumed from its middle, or from the end of the first."""
     leave_launcher()
     import torch
     from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found]
     from lightning.pytorch.callbacks import ModelCheckpoint  # type: ignore[import-not-found]
-    from torch.utils.data import BatchSampler, DataLoader
+    from torch.utils.data import DataLoader
 
-    ids: list[int] = []
+    folder, length = ctx.path("out"), SAMPLES // BATCH
 
     class Noting(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(1))
+            self.ids: list[int] = []
 
         def training_step(self, batch: Any, _: int) -> Any:
-            ids.extend(batch.tolist())
+            self.ids.extend(batch.tolist())
             return (self.weight * batch.float()).mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-4)
 
-    class ResumableLoader:
-        def __init__(self, dataset: Any, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
-            self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-            self.rank, self.world_size = rank, world_size
-            self.epoch = self.done = 0
-            self.sampler = self
-
-        def __len__(self) -> int:
-            return len(self.dataset) // self.world_size // self.batch_size
-
-        def set_epoch(self, epoch: int) -> None:
-            if epoch != self.epoch:
-                self.epoch, self.done = epoch, 0
-
-        def __iter__(self) -> Iterator[Any]:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(self.dataset), generator=generator).tolist()
-            own = order[self.rank :: self.world_size][self.done * self.batch_size : len(self) * self.batch_size]
-            for batch in DataLoader(self.dataset, batch_sampler=BatchSampler(own, self.batch_size, False)):
-                self.done += 1
-                yield batch
-
-        def state_dict(self) -> dict[str, int]:
-            return {"epoch": self.epoch, "done": self.done}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.epoch, self.done = state["epoch"], state["done"]
-
-    def fit(steps: int, path: Any = None) -> None:
-        save = ModelCheckpoint(dirpath=ctx.path("out"), every_n_train_steps=DONE, filename="{step}", save_top_k=-1)
+    def fit(steps: int, path: Any = None) -> list[int]:
+        save = ModelCheckpoint(dirpath=folder, save_top_k=-1, every_n_train_steps=DONE)
+        if at_end:
+            save = ModelCheckpoint(dirpath=folder, save_top_k=-1, save_on_train_epoch_end=True)
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [save]}
-        dataset = list(range(SAMPLES))
-        loader: Any = ResumableLoader(dataset, BATCH) if resumable else DataLoader(dataset, batch_size=BATCH)
-        trainer = Trainer(max_steps=steps, max_epochs=2, accelerator="cpu", **options)
-        trainer.fit(Noting(), loader, ckpt_path=path)
+        trainer = Trainer(max_steps=steps, max_epochs=3, accelerator="cpu", **options)
+        model = Noting()
+        trainer.fit(model, DataLoader(range(SAMPLES), batch_size=BATCH, shuffle=True), ckpt_path=path)
+        return model.ids
 
-    steps = SAMPLES // BATCH + DONE
-    fit(steps)
+    first = fit(length + DONE)
     ctx.reached()
-    fit(-1, ctx.path(f"out/step={steps}.ckpt"))
-    judge(ids[SAMPLES:])
+    path = f"{folder}/epoch={0 if at_end else 1}-step={length if at_end else length + DONE}.ckpt"
+    rest = fit(-1, path)
+    judge((first[:SAMPLES] if at_end else first)[SAMPLES:] + rest[:-SAMPLES])
+    judge(rest[-SAMPLES:])
 
 
 def stateful(ctx: Context, *, with_epoch: bool = True, new_state: bool = True, done: int = DONE) -> None:
@@ -412,10 +366,9 @@ VARIANTS = (
     pair("trainer-stream", trainer_stream, "seek", READ, "it is read up to the step", "it begins there", **OLD),
     pair("trainer-stream-twice", trainer_stream, "leave", LEFT_OUT, "skipped twice", "ignore_data_skip", **OLD),
     pair("trainer-stream-pass", trainer_stream, "rewind", LEFT_OUT, "each pass begins there", "only one", **OLD),
-    pair("trainer-stream-length", trainer_stream_length, "by_first", TWICE, "epoch > 0", "another epoch", **NEW),
     pair("accelerate", prepared, "seedable", TWICE, "a RandomSampler", "use_seedable_sampler", accelerate=">=0.30"),
     pair("accelerate-epoch", prepared, "with_epoch", TWICE, "skipped at epoch 0", "set_epoch", accelerate=">=0.30"),
-    pair("lightning", lightning, "resumable", TWICE, "a plain DataLoader", "a loader with a state", lightning=">=2.3"),
+    pair("lightning", lightning, "at_end", TWICE, "resumed in mid-epoch", "at its end", lightning=">=2.3"),
     pair("stateful", stateful, "with_epoch", TWICE, "the sampler is at epoch 0", "set_epoch", torchdata=">=0.9"),
     pair("stateful-end", boundary, "new_state", EMPTY, "the state of a full epoch", "it is left", torchdata=">=0.9"),
 )
