@@ -166,6 +166,7 @@ def save_folder(ctx: Context, *, renames: bool) -> None:
             torch.save(state, f"{folder}.tmp/{dist.get_rank()}.pt")
             dist.barrier()
             if dist.get_rank() == 0:
+                assert len(os.listdir(folder + ".tmp")) == dist.get_world_size()
                 os.rename(folder + ".tmp", folder)
         else:
             os.makedirs(folder, exist_ok=True)
