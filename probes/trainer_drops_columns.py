@@ -76,8 +76,10 @@ def raw_text(ctx: Context, fixed: bool) -> None:
 
     dataset, collator, tokenizer = dataset_of({"text": TEXTS}), None, tokenizer_of_16()
     if fixed:
+        assert tokenizer.pad_token_id != tokenizer.eos_token_id, "the collator would mask the end: pad-token-missing"
         dataset = dataset.map(
-            lambda row: tokenizer(row["text"], truncation=True, max_length=2048), remove_columns=dataset.column_names
+            lambda row: tokenizer(row["text"] + tokenizer.eos_token, truncation=True, max_length=2048),
+            remove_columns=dataset.column_names,
         )
         collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     train(ctx, model_of_16("LlamaForCausalLM"), dataset, collator)
