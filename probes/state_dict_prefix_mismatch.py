@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from functools import partial
 from types import MappingProxyType
@@ -194,23 +193,6 @@ def save_shards(ctx: Context, *, own_state_dict: bool) -> None:
         load_as_it_is(build(), state)
 
 
-def save_unwrapped(ctx: Context, *, drops_compile: bool) -> None:
-    """What accelerate unwraps, it puts under torch.compile again unless it is told not to."""
-    import torch
-    from accelerate import Accelerator  # type: ignore[import-not-found]
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
-        os.environ.pop(name, None)
-    accelerator = Accelerator(cpu=True)
-    model = compiled(torch, build())
-    ctx.reached()
-    if drops_compile:
-        bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    else:
-        bare = accelerator.unwrap_model(model)
-    load_as_it_is(build(), bare.state_dict())
-
-
 def check(params: Mapping[str, Any]) -> Finding:
     """Do the names in a checkpoint contain a wrapper's prefix? Runs nothing in the file."""
     path = params["checkpoint"]
@@ -339,16 +321,6 @@ from_shards = variant(
     {"torch": ">=2.2"},
     world_size=2,
 )
-unwrapped = variant(
-    "accelerate",
-    partial(save_unwrapped, drops_compile=False),
-    partial(save_unwrapped, drops_compile=True),
-    raised(r'Unexpected key\(s\) in state_dict: "_orig_mod\.'),
-    "unwrap_model(model) is saved, under torch.compile again",
-    "it is unwrapped with keep_torch_compile=False",
-    {"torch": ">=2.1", "accelerate": ">=1.3"},
-)
-
 probe = Probe(
     check=check,
     params={"checkpoint": Param("path", "a file of torch.save or safetensors; nothing in it is run")},
@@ -371,6 +343,5 @@ probe = Probe(
         averaged,
         into_shards,
         from_shards,
-        unwrapped,
     ),
 )
