@@ -31,6 +31,7 @@ def save(ctx: Context, *, everyone: bool) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
         if dist.get_rank() == 0:
+            assert all(value.numel() for value in state.values())
             torch.save(state, path)
         if ctx.rank == 0:
             assert torch.load(path)["0.weight"].shape == (16, 16)
