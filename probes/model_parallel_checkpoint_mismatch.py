@@ -135,7 +135,8 @@ def cut(full: dict[str, Any], tp: int, *, halves: bool = True) -> list[dict[str,
             return weight.chunk(tp, dim=1)[rank].clone()
         if re.search(r"(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer)\.weight)$", name):
             return weight.chunk(tp)[rank].clone()
-        return weight  # norms, positions, other biases: the same on every rank
+        assert re.search(r"(norm[._](weight|bias)|(proj|fc2)\.bias|embeddings\.weight|_extra_state)$", name), name
+        return weight  # the same on every rank
 
     return [{name: cut_one(name, weight, rank) for name, weight in full.items()} for rank in range(tp)]
 
