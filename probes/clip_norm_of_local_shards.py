@@ -197,7 +197,7 @@ def fsdp2(ctx: Context, *, whole: bool) -> None:
     ctx.reached()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), norm_type=float("inf"))
     if whole:
-        norm = norm.full_tensor()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     numbers: List[Any] = [None, None]
     dist.all_gather_object(numbers, norm.item())
     if numbers[0] != numbers[1]:
@@ -217,6 +217,7 @@ def global_clip() -> Any:
             start = torch.zeros((), device=device)
             return sum([p.grad.float().square().sum() for p in parameters if p.grad is not None], start)
 
+        split, replicated = list(split), list(replicated)
         total = squares(split)  # type: ignore[no-untyped-call]
         dist.all_reduce(total, group=group)
         norm = (total + squares(replicated)).sqrt()  # type: ignore[no-untyped-call]
@@ -249,7 +250,7 @@ def pipeline(ctx: Context, *, way: str) -> None:
         dist.send(hidden.grad, 0)
     ctx.reached()
     if way == "all":
-        norm = global_clip()(list(stage.parameters()), [], MAX_NORM, ctx.device, None)
+        norm = global_clip()(stage.parameters(), [], MAX_NORM, ctx.device, None)
     else:
         norm = clip(stage, "utils")
     judge(ctx, norm, true, gradients_of(stage))
@@ -302,7 +303,8 @@ def accelerated(ctx: Context, *, every: bool) -> None:
     ctx.reached()
     max_norm = MAX_NORM
     if every:
-        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        if accelerator.sync_gradients:  # not in the midst of an accumulation
+            norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
     else:
         norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_norm)
     judge(ctx, norm, true, gradients_of(model))
