@@ -59,6 +59,22 @@ def load_boxes(ctx: Context, *, kept: bool) -> None:
     assert images.shape == (2, 3, 8, 8) and [len(box) for box in boxes] == [1, 2]
 
 
+def resize(ctx: Context, *, together: bool) -> None:
+    """An image with one bright object, resized to half: its box is scaled with it, or left as it was."""
+    import torch
+
+    image, box = torch.zeros(1, 1, 8, 8), torch.tensor([4, 4, 8, 8])
+    image[..., 4:8, 4:8] = 1
+    ctx.reached()
+    image = torch.nn.functional.interpolate(image, size=(4, 4))
+    if together:
+        box = box // 2
+    left, top, right, bottom = box.tolist()
+    inside = image[0, 0, top:bottom, left:right].sum().item()
+    if inside != image.sum().item():
+        raise Symptom(f"{inside:.0f} of {image.sum().item():.0f} bright pixels are in the box, no error")
+
+
 def fill(ctx: Context, *, ignored: bool) -> None:
     """The loss of a batch whose second row is half padding, for a model that is sure of token 1."""
     import torch
@@ -189,6 +205,14 @@ probe = Probe(
             STACK,
             "images of one size with 1 and 2 boxes",
             "the images are stacked and the boxes stay a list",
+        ),
+        pair(
+            "resized-alone",
+            resize,
+            "together",
+            symptom(r"0 of 4 bright pixels are in the box, no error"),
+            "the image is resized, and its box keeps the old coordinates",
+            "the box is scaled with the image",
         ),
         pair(
             "label-padding",
