@@ -66,6 +66,8 @@ def sharded(layers: int, device: Any, width: int = WIDTH, **options: Any) -> Any
 
     with torch.device("meta"):
         model = build(layers, width)
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    assert names == set(model.state_dict()), "shared weights, or buffers of no checkpoint: build on the CPU"
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model, **options)
