@@ -190,17 +190,17 @@ def load_adapter(ctx: Context, *, resizes: bool) -> None:
 
 
 def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
-    """One step of LoRA on a batch with the new token 16; `rows` of it are trained in the input, in both or in none."""
+    """One step of LoRA on a batch with the new token 16; `rows` of it are trained in the input, in all layers that have them or in none."""
     import torch
     from peft import LoraConfig, get_peft_model
 
     model = model_of_16(tied=tied)
     model.resize_token_embeddings(17)
     new_ids = [16]
-    if rows == "both":
-        config = LoraConfig(
-            task_type="CAUSAL_LM", trainable_token_indices={"embed_tokens": new_ids, "lm_head": new_ids}
-        )
+    if rows == "all":
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        layers = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+        config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={name: new_ids for name in layers})
     elif rows == "input":
         config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={"embed_tokens": new_ids})
     else:
@@ -456,7 +456,7 @@ probe = Probe(
         variant(
             "peft-rows",
             partial(train_adapter, rows="none"),
-            partial(train_adapter, rows="both"),
+            partial(train_adapter, rows="all"),
             symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
             "LoRA alone leaves the embedding as it is, the new row included",
             "trainable_token_indices names the new row, of embed_tokens and of lm_head",
@@ -465,7 +465,7 @@ probe = Probe(
         variant(
             "peft-head",
             partial(train_adapter, rows="input"),
-            partial(train_adapter, rows="both"),
+            partial(train_adapter, rows="all"),
             symptom(r"after a step embed_tokens of 16 has moved by \S+, lm_head of it by 0\.0$"),
             "trainable_token_indices names embed_tokens only, and lm_head is not tied to it",
             "it names lm_head too",
@@ -474,7 +474,7 @@ probe = Probe(
         variant(
             "peft-tied",
             partial(train_adapter, rows="none", tied=True),
-            partial(train_adapter, rows="input", tied=True),
+            partial(train_adapter, rows="all", tied=True),
             symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
             "tied weights, and LoRA alone leaves the row of the new token as it is",
             "trainable_token_indices names embed_tokens only, and the tied lm_head follows",
