@@ -61,7 +61,7 @@ def load(ctx: Context, *, published: bool = False) -> Any:
 def adapt(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
-    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert any("lora_B" in name for name, _ in model.named_parameters())
     return model
 
