@@ -140,7 +140,7 @@ def by_steps(ctx: Context, *, counts: bool = True, loops: bool = True) -> None:
     if loops:
         batches = (batch for _ in itertools.count() for batch in loader)
     if counts and loops:
-        batches = endless(loader, sampler)
+        batches = endless(loader, sampler)  # type: ignore[no-untyped-call]
     ctx.reached()
     judge([flat(itertools.islice(batches, SAMPLES // BATCH)) for _ in range(EPOCHS)])
 
