@@ -89,21 +89,20 @@ def stream(ctx: Context, *, by: Tuple[str, ...], files: int = 8, warn: bool = Fa
 def draw(ctx: Context, *, seed: str) -> None:
     """An endless stream that draws its samples. All ranks have set the same seed, as scripts do."""
     import torch
-    from torch.utils.data import IterableDataset, get_worker_info
+    from torch.utils.data import IterableDataset
 
     rank = ctx.rank
 
     class Drawn(IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:
-            worker = get_worker_info()
-            count, number = (worker.num_workers, worker.id) if worker else (1, 0)
             if seed == "global":
                 while True:
                     yield random.getrandbits(60)
             if seed == "one for all":
                 generator = random.Random(SEED)
             else:
-                generator = random.Random(SEED + rank * count + number)
+                drawn = torch.randint(2**62, (1,)).item()  # differs between the workers of a rank, and between passes
+                generator = random.Random("%d %d" % (rank, drawn))
             while True:
                 yield generator.getrandbits(60)
 
