@@ -83,13 +83,18 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
     def read() -> int:
         with torch.device("meta"):
             model = build()
+        made = {name: weight.dtype for name, weight in model.named_parameters()}
         if shared:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state, assign=True)
-        assert model.head.weight is not model.embed.weight, "build() tied them, and each name was assigned by itself"
+        assert {name: weight.dtype for name, weight in model.named_parameters()} != made, "each was assigned by itself"
         model.head.weight = model.embed.weight
+        if {name: weight.dtype for name, weight in model.named_parameters()} != made:
+            raise RuntimeError("weights came apart, or have another dtype in the file")
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise RuntimeError("something is not in the file and still on meta")
         models.append(model)
         return int(model.embed.weight.sum())
 
