@@ -50,23 +50,25 @@ def judge(name: str, got: float, count: float, model: Any, dataset: Any) -> None
 
 
 def evaluate(
-    ctx: Context, *, sampler: str = "padded", real: bool = False, reduce: str = "sums", batch: int = 2
+    ctx: Context, *, parts: str = "padded", real: bool = False, reduce: str = "sums", batch: int = 2
 ) -> None:
     """The accuracy in an evaluation loop of one's own."""
     torch, dist, model, dataset = make(ctx)
     from torch.utils.data import DataLoader, DistributedSampler
 
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), ctx.device
-    if sampler == "whole":
+    if parts == "whole":
         loader = DataLoader(dataset, batch_size=batch, sampler=range(rank, len(dataset), world_size))
     else:
-        order = DistributedSampler(dataset, shuffle=False, drop_last=sampler == "dropped")
+        order = DistributedSampler(dataset, shuffle=False, drop_last=parts == "dropped")
         loader = DataLoader(dataset, batch_size=batch, sampler=order)
     ctx.reached()
     total, seen = torch.zeros(2, dtype=torch.float64, device=device), 0
     if real:
+        sampler = loader.sampler
+        assert isinstance(sampler, DistributedSampler) and not sampler.drop_last and not loader.drop_last
         for x, y in loader:
-            place = rank + world_size * torch.arange(seen, seen + len(y), device=device)
+            place = sampler.rank + sampler.num_replicas * torch.arange(seen, seen + len(y), device=device)
             keep = place < len(dataset)  # the rest is the padding of DistributedSampler
             total[0] += (model(x).argmax(-1) == y)[keep].sum()
             total[1] += keep.sum()
@@ -310,19 +312,19 @@ probe = Probe(
     variants=(
         pair("batch", evaluate, SIX, TWICE + ", " + ALL, MASKED, batch=8, **REAL),
         pair(
-            "drop-last", evaluate, "accuracy 0.5000 of 4", "one sample is left out", WHOLE, sampler=("dropped", "whole")
+            "drop-last", evaluate, "accuracy 0.5000 of 4", "one sample is left out", WHOLE, parts=("dropped", "whole")
         ),
-        pair("share", evaluate, "accuracy 1.0000 of 3", OWN, SUMS, sampler="whole", reduce=("none", "sums")),
+        pair("share", evaluate, "accuracy 1.0000 of 3", OWN, SUMS, parts="whole", reduce=("none", "sums")),
         pair(
             "means",
             evaluate,
             "accuracy 0.5000 of 5",
             "the means of both ranks are averaged",
             SUMS,
-            sampler="whole",
+            parts="whole",
             reduce=("means", "sums"),
         ),
-        pair("summed", evaluate, "accuracy 1.0000 of 5", ADDED, SUMS, sampler="whole", reduce=("sum of means", "sums")),
+        pair("summed", evaluate, "accuracy 1.0000 of 5", ADDED, SUMS, parts="whole", reduce=("sum of means", "sums")),
         pair("f1", no_mean, "F1 0.6000 of 5", MEAN, "its counts are added", metric="F1", pooled=POOLED),
         pair("auc", no_mean, "AUC 0.6000 of 5", MEAN, "scores are gathered", metric="AUC", pooled=POOLED),
         pair("perplexity", no_mean, "perplexity 1.9615 of 5", MEAN, SUMS, metric="perplexity", pooled=POOLED),
