@@ -73,11 +73,11 @@ def first_step(ctx: Context, *, sharded: bool) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ctx.init_process_group(timeout_s=60)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(CPU_EXTRA)) for _ in range(4)])
+    model, lr = nn.ParameterList([nn.Parameter(torch.zeros(CPU_EXTRA)) for _ in range(4)]), 1e-3
     if sharded:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=lr)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     limit_address_space(FIRST_STEP_ROOM)
     sum(weight.sum() for weight in model).backward()
     ctx.reached()
