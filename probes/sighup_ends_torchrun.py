@@ -32,10 +32,8 @@ from kb.probe import (
     unknown,
 )
 
-TORCHRUN, ACCELERATE = "torch.distributed.run", "accelerate.commands.launch"
+TORCHRUN = "torch.distributed.run"
 OPTIONS = "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --nproc-per-node=1"
-ACCELERATE_OPTIONS = "--multi_gpu --num_machines=1 --num_processes=2 --main_process_port=0 --mixed_precision=no"
-NO_HANDLER = "SIGTERM,SIGINT"
 # Terminals of these programs outlive the connection; the kernel keeps 15 characters of a name.
 KEEPERS = ("tmux", "screen", "zellij", "dtach", "abduco", "mosh-server")
 # As process 1 of a container these hand on what they get, and an attached `docker run` hands them its hang-up.
@@ -110,19 +108,16 @@ def hang_up(ctx: Context, *, typed: str = "", forked: Optional[Callable[[], None
             os.kill(process, signal.SIGKILL)
 
 
-def launch(*options: str, module: str = TORCHRUN, nohup: bool = True, handled: str = "", argument: str = "") -> None:
-    """`nohup python -m MODULE OPTIONS train.py`; torch is imported already. `handled` is PET_SIGNALS_TO_HANDLE."""
+def launch(*options: str, nohup: bool = True, argument: str = "") -> None:
+    """`nohup python -m torch.distributed.run OPTIONS train.py`; torch is imported already."""
     if nohup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # all that nohup does
-    if handled:
-        os.environ["PET_SIGNALS_TO_HANDLE"] = handled
-    launcher = OPTIONS if module == TORCHRUN else ACCELERATE_OPTIONS
-    sys.argv = [module, *launcher.split(), *options, "train.py", *argument.split()]
+    sys.argv = [TORCHRUN, *OPTIONS.split(), *options, "train.py", *argument.split()]
     with open("train.log", "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        import_module(module).main()
+        import_module(TORCHRUN).main()
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
@@ -269,14 +264,13 @@ def experiment(
     pattern: str = HUNG_UP,
     torch: str = ">=2.1",
     programs: Tuple[str, ...] = (),
-    packages: Tuple[str, ...] = (),
 ) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(control, symptom(pattern), because[0], "cpu"),
         treatment=Arm(treatment, completed(), because[1], "cpu"),
         world_size=1,
-        needs=Needs(packages={"torch": torch, **dict.fromkeys(packages, "")}, programs=programs),
+        needs=Needs(packages={"torch": torch}, programs=programs),
         deadline_s=110,
         expected_s=(3.5, 4.5) if programs else (1.0, 1.5),
     )
@@ -292,7 +286,7 @@ def forked(*options: str, argument: str = "", **settings: Any) -> Callable[[Cont
     return partial(hang_up, forked=partial(launch, *options, argument=argument, **settings))
 
 
-WITHOUT_HANDLER = "--signals-to-handle=" + NO_HANDLER
+WITHOUT_HANDLER = "--signals-to-handle=SIGTERM,SIGINT"
 DELAY = "--shutdown-timeout=1"  # torch 2.12; before, torchrun waits for 30 s
 
 probe = Probe(
@@ -336,14 +330,6 @@ probe = Probe(
             ("torchrun has no handler for SIGHUP and is ended by it", "no handler replaces what nohup has set"),
             pattern="launcher is gone without a word",
             torch=">=2.10",
-        ),
-        experiment(
-            "accelerate",
-            forked(module=ACCELERATE),
-            forked(module=ACCELERATE, handled=NO_HANDLER),
-            ("accelerate launch is torchrun in the same process", "torchrun's option reaches it by the variable"),
-            torch=">=2.10",
-            packages=("accelerate",),
         ),
     ),
 )
