@@ -114,10 +114,24 @@ def tune(ctx: Context, *, frozen: bool) -> None:
     if frozen:
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                assert (module.running_var != 1).any(), "a layer without trained statistics"
                 module.eval()
     model(sample).sum().backward()
     assert torch.equal(model[1].running_mean, mean)
     assert model[0].weight.grad.abs().sum().item() > 0
+
+
+def start(ctx: Context, *, grouped: bool) -> None:
+    """A new head in evaluation mode from its first step: its layer has mean 0 and variance 1, whatever comes in."""
+    import torch
+
+    torch.manual_seed(0)
+    norm = torch.nn.GroupNorm(2, 8) if grouped else torch.nn.BatchNorm2d(8).eval()
+    untrained = not grouped and not (norm.running_var != 1).any()
+    ctx.reached()
+    largest = norm(50 * torch.randn(1, 8, 1, 1)).abs().max().item()
+    if largest > 10:
+        raise Symptom(f"normalised, and yet the largest output is {largest:.0f}; untrained statistics: {untrained}")
 
 
 def infer(ctx: Context, *, evaluating: bool) -> None:
@@ -240,6 +254,15 @@ probe = Probe(
             "its BatchNorm layers are in evaluation mode",
             {"frozen": False},
             {"frozen": True},
+        ),
+        pair(
+            "new-layer",
+            start,
+            symptom(r"normalised, and yet the largest output is \d\d+; untrained statistics: True"),
+            "a BatchNorm of a new head is in evaluation mode, so that it never normalises",
+            "GroupNorm needs no statistics",
+            {"grouped": False},
+            {"grouped": True},
         ),
         pair(
             "inference",
