@@ -99,6 +99,7 @@ def update(
     from torch import nn
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else timeout_s)
+    update_group = dist.group.WORLD  # of trainer and engine; the trainer is a single process here
     if ctx.rank == ENGINE:
         run_engine(ctx, dist)
         return
@@ -113,7 +114,7 @@ def update(
 
     def broadcast(weights: List[Any], response: Future[str]) -> None:
         for weight in weights:
-            work = dist.broadcast(weight, src=0, async_op=True)
+            work = dist.broadcast(weight, src=0, group=update_group, async_op=True)
             while not work.is_completed():
                 if response.done():
                     response.result()  # raises what the engine answered
