@@ -1,61 +1,45 @@
 """Query and index to ranked hits, each with the reason it matched. Pure but for reading the index.
 
-score = (sum over concepts of the best alternative's BM25F x weight) x coverage x agreement + signature
-
-`agreement` takes a little off an entry that declares other symptoms, phases and components than the question names.
-A pasted log line that matches an entry's signature lifts that entry by a fixed share of the best text score: `root`
-more than `cascade`.
+text -> units -> concepts -> scores (`kb.search.scoring`) -> hits, and what they are (`kb.search.decision`)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kb.content.applicability import Applicability, State, Versions, applicability
 from kb.content.languages import CHINESE
-from kb.search.cues import agreement, named
-from kb.search.decision import FOLLOWING, LIKELY, Kind, Observations, observe
+from kb.search.cues import named
+from kb.search.decision import Kind, Observations, decide, nearest, observe
 from kb.search.explanation import Explanation, Factor, phrase
 from kb.search.index import Index
-from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Concept, Unit, concepts, joined_bigrams, units_of
-from kb.search.results import Answer, Difference, Hit, is_near, is_vague, snippet
-from kb.search.scoring import ScoredConcept, Scores, best_numbers, coverage, score_concepts, total_scores
+from kb.search.query import Concept, concepts, joined_bigrams, units_of
+from kb.search.results import Answer, Difference, Hit, snippet
+from kb.search.scoring import (
+    MOST_PER_IDF,
+    ScoredConcept,
+    Scoring,
+    best_numbers,
+    coverage,
+    score_concepts,
+    score_query,
+    total_scores,
+)
 from kb.search.spelling import corrected
 
 if TYPE_CHECKING:  # only a search with a filter pays for it
     from kb.content.filters import Filter
 
-SIGNATURE = {"root": 1.0, "cascade": 0.5}
 MOST_HITS = 50
 MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
-PER_FACET = 0.05  # what a facet that both name adds to the score, and one that the entry does not declare takes off
 RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
-ALL, RARE = 0.999, 0.75  # an entry with all words of a question is related if one is as rare as this, of the rarest
-MOST_UNKNOWN = 0.1  # probability of an answer where nothing is near: one word of a question may be far ahead alone
-SURE = 0.9  # and an answer to a question of common words: "too many open files"
 MOST_LACKING = 4  # words that are shown
 NUMBER = re.compile(r"[\d.:,-]+")
-MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 
 Preference = Callable[[Sequence[Hit]], Sequence[Hit]]  # the same hits in another order
-
-
-class _Scoring(NamedTuple):
-    """A query's scores per document, in parts and in total. `signatures` are (role, pattern) per entry id; `unknown` is
-    how many of its concepts no document has; `named` are the facets that it names.
-    """
-
-    concepts: list[ScoredConcept]
-    unknown: int
-    named: int
-    coverage: Scores
-    agreement: Scores
-    signatures: dict[str, tuple[str, str]]
-    lifts: Scores
-    totals: Scores
 
 
 def search(
@@ -77,7 +61,7 @@ def search(
     units = units_of(text)
     query, did_you_mean = corrected(index, text, concepts(units, index.has, index.synonyms))
     passing = frozenset(only.admitted(index.facets)) if only else None
-    scoring = _scoring(index, query, named(units, index.cues), text, passing)
+    scoring = score_query(index, query, named(units, index.cues), text, passing)
     admitted = scoring.totals.keys() & (index.numbers.keys() if passing is None else passing)
     judgements = {} if installed is None else _judgements(index, admitted, installed)
     count = min(max(limit, MOST_RIVALS) if preference else limit, MOST_HITS)
@@ -91,7 +75,7 @@ def search(
         hits = [replace(hit, applicability=judgements[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
         hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
-    kind, probability = _decision(index, units, scoring, admitted)
+    kind, probability = decide(index, units, scoring, admitted)
     if kind is not Kind.ANSWER:
         differences = (_difference(index, query, scoring, number, text) for number in ranked)
         hits = [replace(hit, difference=difference) for hit, difference in zip(hits, differences, strict=True)]
@@ -108,60 +92,22 @@ def likeness(index: Index, text: str) -> dict[str, float]:
     return {entry: totals[number] / most for number, entry in index.numbers.items() if number in totals}
 
 
-def _scoring(index: Index, query: list[Concept], facets: int, text: str, passing: frozenset[int] | None) -> _Scoring:
-    scored = score_concepts(index, query, passing)
-    covered = coverage(scored)
-    agreed = {number: 1 + PER_FACET * agreement(facets, index.declared[number]) for number in covered}
-    totals = total_scores(scored, {number: factor * agreed[number] for number, factor in covered.items()})
-    signatures = _matching_signatures(index, text[:LONGEST_TEXT])
-    lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
-    for number, lift in lifts.items():
-        totals[number] = totals.get(number, 0.0) + lift
-    unknown = min(len(query), MOST_CONCEPTS) - len(scored)
-    return _Scoring(scored, unknown, facets, covered, agreed, signatures, lifts, totals)
-
-
 def observations(index: Index, text: str) -> tuple[str, Observations] | None:
     """The entry that comes nearest, and what speaks for it; None when nothing matches. `make decision` fits these."""
     units = units_of(text)
     query, _ = corrected(index, text, concepts(units, index.has, index.synonyms))
-    scoring = _scoring(index, query, named(units, index.cues), text, None)
-    ranked = _nearest(index, scoring, index.numbers)
+    scoring = score_query(index, query, named(units, index.cues), text, None)
+    ranked = nearest(index, scoring, index.numbers)
     return (index.ids[ranked[0]], observe(index, units, scoring.named, ranked, scoring.totals)) if ranked else None
 
 
-def _nearest(index: Index, scoring: _Scoring, admitted: Collection[int]) -> list[int]:
-    """Enough of the hits for a decision."""
-    return best_numbers(index, scoring.totals, scoring.totals.keys() & admitted, 2 * FOLLOWING)
-
-
-def _decision(index: Index, units: list[Unit], scoring: _Scoring, admitted: Collection[int]) -> tuple[Kind, float]:
-    """What the best hit is, and how likely it is an answer."""
-    ranked = _nearest(index, scoring, admitted)
-    if not ranked:
-        return Kind.UNKNOWN, 0.0
-    if scoring.named & index.out_of_scope and ranked[0] not in scoring.lifts:
-        return Kind.UNKNOWN, MOST_UNKNOWN  # of 640 questions 11 name such a subject, and no entry is about any
-    rarest = index.idf("")
-    everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
-    shared = [concept.idf for concept in scoring.concepts if ranked[0] in concept.scores]
-    probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
-    share = sum(shared) / everything if everything else 0.0
-    vague = is_vague(shared) and probability < SURE
-    near = not vague and is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share)
-    if ranked[0] not in scoring.lifts and not near:
-        has_rare = any(concept.idf >= RARE * rarest for concept in scoring.concepts)
-        return (Kind.RELATED if share >= ALL and has_rare else Kind.UNKNOWN), min(probability, MOST_UNKNOWN)
-    return (Kind.ANSWER if probability >= LIKELY else Kind.RELATED), probability
-
-
-def _facets(scoring: _Scoring) -> tuple[str, ...]:
+def _facets(scoring: Scoring) -> tuple[str, ...]:
     from kb.content.facets import values_of  # an answer needs no enumerations
 
     return tuple(values_of(scoring.named))
 
 
-def _difference(index: Index, query: list[Concept], scoring: _Scoring, number: int, text: str) -> Difference:
+def _difference(index: Index, query: list[Concept], scoring: Scoring, number: int, text: str) -> Difference:
     """The rarest words first: one that no entry has is the rarest, if it is a name and not a word of any language."""
     from kb.content.facets import values_of  # an answer needs no enumerations
 
@@ -176,16 +122,7 @@ def _difference(index: Index, query: list[Concept], scoring: _Scoring, number: i
     return Difference(tuple(lacks[:MOST_LACKING]), tuple(values_of(scoring.named & ~index.declared[number])))
 
 
-def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) -> Scores:
-    """What a matching signature adds to the score of its entry."""
-    return {
-        number: SIGNATURE[signatures[entry_id][0]] * best
-        for number, entry_id in index.numbers.items()
-        if entry_id in signatures
-    }
-
-
-def _explanation(scoring: _Scoring, number: int) -> Explanation:
+def _explanation(scoring: Scoring, number: int) -> Explanation:
     factors = [_factor(concept, number) for concept in scoring.concepts if number in concept.scores]
     return Explanation(
         tuple(factors),
@@ -212,24 +149,7 @@ def _order(judgements: Mapping[int, Applicability], number: int) -> int:
     return tuple(State).index(judgements[number].state) if judgements else 0
 
 
-def _matching_signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
-    """Per entry the strongest signature that matches: (role, pattern)."""
-    signatures = index.signatures_in(text)
-    if not signatures:
-        return {}
-    from kb.patterns.literals import find  # most questions hold no literal of any signature
-
-    strongest: dict[str, tuple[str, str]] = {}
-    for signature in signatures:
-        entry_id, role, pattern = signature["id"], signature["role"], signature["pattern"]
-        if role == "context" or strongest.get(entry_id, ("",))[0] == "root":
-            continue
-        if find(pattern, text):
-            strongest[entry_id] = (role, pattern)
-    return strongest
-
-
-def _hit(document: dict[str, Any], number: int, scoring: _Scoring, text: str) -> Hit:
+def _hit(document: dict[str, Any], number: int, scoring: Scoring, text: str) -> Hit:
     words = [concept.concept.surface for concept in scoring.concepts if number in concept.scores]
     lines, in_chinese = document["lines"], CHINESE.search(text) is not None
     matched = joined_bigrams(words, text, lambda word: any(word in line for line in lines)) if in_chinese else words

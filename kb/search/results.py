@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -14,8 +14,6 @@ from kb.search.explanation import Explanation
 
 OPTIONAL = ("why", "applicability", "verified_on", "difference")  # members of a hit that not every answer has
 SNIPPET_LENGTH = 160
-NEAR, NEAR_FOR_ALL = 1.75, 0.8  # rare words; see `is_near`
-VAGUE = 2.6  # see `is_vague`
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +111,6 @@ class Answer:
     def best(self) -> str:
         """The id of the entry that comes nearest; "" when none does."""
         return self.hits[0].id if self.hits else ""
-
-
-def is_near(rare_words: float, share: float) -> bool:
-    """Whether a hit that is no answer is at least about something near, rather than having some words in common.
-
-    `rare_words` is its text score, in words that no other entry has; `share` how much of the question's information
-    the entry accounts for, where a word that no entry has counts as a rare one. Either the text alone is enough, or
-    less of it that is most of a short question. Of 198 questions about anything else (other software,
-    the weather, nonsense) 10 % pass, of 60 written afterwards 8 %.
-    """
-    return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL
-
-
-def is_vague(idfs: Iterable[float]) -> bool:
-    """Whether the words that a question and an entry share are common ones: "my job hangs", "CUDA out of memory".
-
-    Of `idfs` of these words, a word that all entries have counts nothing, one that half of them have 0.7, one that no
-    other has 4.5. Which entry is nearest then depends on how often it says them, so it has to be far ahead.
-    """
-    return sum(idf - 1 for idf in idfs) < VAGUE
 
 
 def snippet(lines: list[str], matched: Sequence[str], *, in_chinese: bool) -> str:

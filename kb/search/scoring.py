@@ -1,8 +1,12 @@
-"""Scores of entries for the concepts of a query. Pure but for reading the index.
+"""Scores of entries for a query. Pure but for reading the index.
+
+    score = (sum over concepts of the best alternative's BM25F x weight) x coverage x agreement + signature
 
 A concept scores an entry by the BM25F of its best alternative. `coverage` grows with the share of the query's
 information that an entry accounts for, so that an entry with every word of a question beats one that has a single
-word often.
+word often. `agreement` takes a little off an entry that declares other symptoms, phases and components than the
+question names. A pasted log line that matches an entry's signature lifts that entry by a fixed share of the best text
+score: `root` more than `cascade`.
 """
 
 from __future__ import annotations
@@ -11,10 +15,14 @@ from collections.abc import Collection, Iterable, Mapping
 from heapq import nlargest
 from typing import NamedTuple
 
+from kb.search.cues import agreement
 from kb.search.index import Index
-from kb.search.query import MOST_CONCEPTS, Alternative, Concept
+from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept
 
+SIGNATURE = {"root": 1.0, "cascade": 0.5}
+PER_FACET = 0.05  # what a facet that both name adds to the score, and one that the entry does not declare takes off
 LEAST_COVERAGE = 0.7  # what is left of the score of an entry that covers nothing but one common word
+MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
 MOST_CANDIDATES = 500  # entries; so many are always scored
 MOST_CHAMPIONS = 300
@@ -29,6 +37,35 @@ class ScoredConcept(NamedTuple):
     idf: float
     scores: Scores
     parts: tuple[tuple[Alternative, Scores], ...]
+
+
+class Scoring(NamedTuple):
+    """A query's scores per document, in parts and in total. `signatures` are (role, pattern) per entry id; `unknown` is
+    how many of its concepts no document has; `named` are the facets that it names.
+    """
+
+    concepts: list[ScoredConcept]
+    unknown: int
+    named: int
+    coverage: Scores
+    agreement: Scores
+    signatures: dict[str, tuple[str, str]]
+    lifts: Scores
+    totals: Scores
+
+
+def score_query(index: Index, query: list[Concept], facets: int, text: str, passing: frozenset[int] | None) -> Scoring:
+    """Of every document, or in a large index of those `passing` a filter; `facets` are those that the text names."""
+    scored = score_concepts(index, query, passing)
+    covered = coverage(scored)
+    agreed = {number: 1 + PER_FACET * agreement(facets, index.declared[number]) for number in covered}
+    totals = total_scores(scored, {number: factor * agreed[number] for number, factor in covered.items()})
+    signatures = _matching_signatures(index, text[:LONGEST_TEXT])
+    lifts = _lifts(index, signatures, max(totals.values(), default=1.0))
+    for number, lift in lifts.items():
+        totals[number] = totals.get(number, 0.0) + lift
+    unknown = min(len(query), MOST_CONCEPTS) - len(scored)
+    return Scoring(scored, unknown, facets, covered, agreed, signatures, lifts, totals)
 
 
 def score_concepts(
@@ -123,3 +160,29 @@ def _candidates(index: Index, rarest_first: list[Concept]) -> frozenset[int]:
 def _add(sums: Scores, scores: Mapping[int, float]) -> None:
     for number, score in scores.items():
         sums[number] = sums.get(number, 0.0) + score
+
+
+def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) -> Scores:
+    """What a matching signature adds to the score of its entry."""
+    return {
+        number: SIGNATURE[signatures[entry_id][0]] * best
+        for number, entry_id in index.numbers.items()
+        if entry_id in signatures
+    }
+
+
+def _matching_signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
+    """Per entry the strongest signature that matches: (role, pattern)."""
+    signatures = index.signatures_in(text)
+    if not signatures:
+        return {}
+    from kb.patterns.literals import find  # most questions hold no literal of any signature
+
+    strongest: dict[str, tuple[str, str]] = {}
+    for signature in signatures:
+        entry_id, role, pattern = signature["id"], signature["role"], signature["pattern"]
+        if role == "context" or strongest.get(entry_id, ("",))[0] == "root":
+            continue
+        if find(pattern, text):
+            strongest[entry_id] = (role, pattern)
+    return strongest
