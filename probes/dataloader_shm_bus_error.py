@@ -35,7 +35,6 @@ def train(
     batch_mib: int = BATCH_MIB,
     workers: int = WORKERS,
     prefetch: int = PREFETCH,
-    dtype: str = "float32",
     by_file_system: bool = False,
 ) -> None:
     import torch
@@ -46,19 +45,18 @@ def train(
             return 10
 
         def __getitem__(self, index: int) -> Any:
-            return torch.full((batch_mib << 18,), index, dtype=getattr(torch, dtype))
+            return torch.full((batch_mib << 18,), index, dtype=torch.float32)
 
     own_user()
     tmpfs_over("/dev/shm", shm_mib)
     if by_file_system:
         share_by_file_system()
-    most = workers * prefetch * (batch_mib << 18) * getattr(torch, dtype).itemsize >> 20
-    ctx.note(mib_of_shared_memory=size_and_free()[0] >> 20, mib_ready_at_most=most)
+    ctx.note(mib_of_shared_memory=size_and_free()[0] >> 20, mib_ready_at_most=workers * prefetch * batch_mib)
     ctx.reached()
     seen: List[float] = []
     more = {"prefetch_factor": prefetch} if workers else {}
     for batch in DataLoader(Images(), batch_size=1, num_workers=workers, **more):
-        seen.append(batch.float()[0, -1].item())
+        seen.append(batch[0, -1].item())
         if len(seen) == 1:
             time.sleep(0.5)  # a step on the GPU takes longer than loading: the workers get ahead
     assert seen == list(range(10))
@@ -199,7 +197,6 @@ probe = Probe(
     experiments=(experiment("dataloader", ROOM, LARGE),),
     variants=(
         experiment("in-flight", "one worker that prepares one batch at a time", {"workers": 1, "prefetch": 1}),
-        experiment("uint8", "the same images as uint8, a quarter of the bytes", {"dtype": "uint8"}),
         experiment("no-workers", "num_workers=0: the batch does not leave the process", {"workers": 0}),
         experiment("file-system", ROOM, LARGE, SMALL + ", by the strategy file_system", by_file_system=True),
         experiment("one-worker", ROOM, LARGE, ONE, workers=1, prefetch=1, batch_mib=12),

@@ -49,9 +49,7 @@ def judge(name: str, got: float, count: float, model: Any, dataset: Any) -> None
         raise Symptom("%s %.4f of %d samples, %.4f of all %d" % (name, got, count, wants[name], len(y)))
 
 
-def evaluate(
-    ctx: Context, *, parts: str = "padded", real: bool = False, reduce: str = "sums", batch: int = 2
-) -> None:
+def evaluate(ctx: Context, *, parts: str = "padded", real: bool = False, reduce: str = "sums", batch: int = 2) -> None:
     """The accuracy in an evaluation loop of one's own."""
     torch, dist, model, dataset = make(ctx)
     from torch.utils.data import DataLoader, DistributedSampler

@@ -42,13 +42,13 @@ def save(ctx: Context, *, how: str) -> None:
             assert {f"model.{name}" for name in weights} < set(saved), (list(saved), list(weights))
             assert "optim.state.0.weight.momentum_buffer" in saved, list(saved)
             return
-        options = StateDictOptions(full_state_dict=True)
         if how == "rank 0":
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=options)
-        if how == "rank 0":
+            state = get_model_state_dict(model, options=options)
             if dist.get_rank() == 0:
                 torch.save(state, path)
+        else:
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     except Exception:
         traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
         raise

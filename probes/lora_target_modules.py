@@ -94,7 +94,9 @@ def adapt_experts(ctx: Context, *, by_parameter: bool) -> None:
     assert found == ["base_layer", "experts", *QUERIES], found
     tokens = torch.tensor([[1, 2, 3]])
     model(input_ids=tokens, labels=tokens).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name
+    )
 
 
 def load(ctx: Context, *, same_base: bool) -> None:

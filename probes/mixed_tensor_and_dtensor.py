@@ -380,6 +380,8 @@ probe = Probe(
         pair("load", load, distributed, MIXED, "load_state_dict", "set_model_state_dict", torch=">=2.6"),
         pair("resume", resume, distributed, MIXED, "the optimizer's load_state_dict", "set_optimizer_state_dict"),
         pair("inference", infer, ("inference", True, False), MATMUL, "inference_mode", "no_grad", torch=">=2.2,<2.6"),
-        pair("operator", operate, ("own", False, True), UNKNOWN, "it has no rule", "torch's own has one", torch=">=2.6"),
+        pair(
+            "operator", operate, ("own", False, True), UNKNOWN, "it has no rule", "torch's own has one", torch=">=2.6"
+        ),
     ),
 )

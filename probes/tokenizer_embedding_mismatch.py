@@ -190,7 +190,7 @@ def load_adapter(ctx: Context, *, resizes: bool) -> None:
 
 
 def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
-    """One step of LoRA on a batch with the new token 16; `rows` of it are trained in the input, in all layers that have them or in none."""
+    """One step of LoRA with the new token 16; its `rows` are trained in the input, in all layers with them, or not."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -200,7 +200,7 @@ def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
     if rows == "all":
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         layers = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
-        config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={name: new_ids for name in layers})
+        config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices=dict.fromkeys(layers, new_ids))
     elif rows == "input":
         config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={"embed_tokens": new_ids})
     else:
