@@ -25,8 +25,10 @@ KEEPS = ("batch", "numpy", "clone")
 SHARE = """
 import torch
 
-def share_by_name(_):
-    torch.multiprocessing.set_sharing_strategy("file_system")
+torch.multiprocessing.set_sharing_strategy("file_system")
+
+class Rows(list):
+    pass
 """
 
 
@@ -54,11 +56,11 @@ def evaluate(
     opened_before = len(os.listdir("/proc/self/fd"))
     ctx.reached()
     options: Dict[str, Any] = {"multiprocessing_context": start}
+    rows: Any = [{"labels": float(row)} for row in range(2 * limit)]
     if in_workers:
         (ctx.dir / "share.py").write_text(SHARE)
         sys.path.insert(0, str(ctx.dir))  # a worker that is not forked imports it from there
-        options["worker_init_fn"] = import_module("share").share_by_name
-    rows: Any = [{"labels": float(row)} for row in range(2 * limit)]
+        rows = import_module("share").Rows(rows)
     labels: List[Any] = []
     for number, batch in enumerate(DataLoader(rows, num_workers=1, **options), 1):
         if keep == "clone":
@@ -206,7 +208,7 @@ FORK_SERVER = replace(
         partial(evaluate, keep="batch", by_file_system=True, start="forkserver"),
         "the parent alone has the strategy file_system; a worker of a fork server does not inherit it",
         partial(evaluate, keep="batch", by_file_system=True, in_workers=True, start="forkserver"),
-        "worker_init_fn sets it in the worker too",
+        "the module of the dataset sets it, which the worker imports too",
     ),
     deadline_s=150,  # its worker imports torch afresh
     expected_s=(8.0, 9.0),
