@@ -4,10 +4,8 @@ The variant is the real one: the Rust pool of tokenizers. Without tokenizers, Py
 pool replaces it: it also remembers idle threads across a fork.
 """
 
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -45,31 +43,6 @@ def stand_in(ctx: Context, *, pool_in_worker: bool = True, parent_encodes: bool 
     if parent_encodes:
         assert encode(["a b"] * 100, True) == 300  # the parent tokenizes something, and its pool has threads now
     fork_and_encode(ctx, lambda: encode(["a b"] * 100, pool_in_worker) == 300)
-
-
-POOL = """
-from concurrent.futures import ThreadPoolExecutor
-
-pool = ThreadPoolExecutor(2)
-
-def encode(texts):
-    return sum(pool.map(len, texts))
-"""
-
-
-def start(ctx: Context, *, method: str) -> None:
-    """The same pool, in a worker that multiprocessing forks or spawns."""
-    (ctx.dir / "encoder.py").write_text(POOL)
-    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
-    encoder: Any = import_module("encoder")
-    assert encoder.encode(["a b"] * 100) == 300
-    ctx.reached()
-    with multiprocessing.get_context(method).Pool(1) as workers:
-        answer = workers.map_async(encoder.encode, [["a b"] * 100])
-        answer.wait(PATIENCE_S if method == "fork" else 15.0)
-        if not answer.ready():
-            raise stuck(multiprocessing.active_children()[0].pid or 0)
-        assert answer.get() == [300]
 
 
 def a_tokenizer() -> Any:
@@ -110,25 +83,28 @@ def decode(ctx: Context, *, value: str) -> None:
     fork_and_encode(ctx, decoded)
 
 
-def load(ctx: Context, *, off_in_workers: bool) -> None:
+def load(ctx: Context, *, off: bool) -> None:
     """A DataLoader whose workers tokenize, after the parent has; the variable is true."""
     from torch.utils.data import DataLoader
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     tokenizer = a_tokenizer()
 
-    def collate(texts: List[str]) -> int:
-        return sum(len(item.ids) for item in tokenizer.encode_batch(texts))
+    def encode(texts: List[str]) -> Any:
+        return tokenizer.encode_batch(texts)
 
-    def no_pool(_: int) -> None:
+    def collate(texts: List[str]) -> Any:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        return tokenizer.encode_batch(texts)
+
+    def tokens(batch: Any) -> int:
+        return sum(len(item.ids) for item in batch)
 
     dataset: Any = ["a b"] * 2000
-    assert collate(dataset) == 4000
+    assert tokens(encode(dataset)) == 4000
     ctx.reached()
-    options = {"worker_init_fn": no_pool} if off_in_workers else {}
-    loader: Any = DataLoader(dataset, 1000, collate_fn=collate, num_workers=1, timeout=3, **options)
-    assert sum(loader) == 4000
+    loader: Any = DataLoader(dataset, 1000, collate_fn=collate if off else encode, num_workers=1, timeout=3)
+    assert sum(map(tokens, loader)) == 4000
 
 
 def fork_and_encode(ctx: Context, encode: Callable[[], bool]) -> None:
@@ -220,11 +196,11 @@ def pair(
 
 PLAIN = Needs(packages={}, memory_mib=128)
 loader = pair(
-    "worker-init",
-    partial(load, off_in_workers=False),
-    partial(load, off_in_workers=True),
+    "in-collate",
+    partial(load, off=False),
+    partial(load, off=True),
     "the variable is true, and the workers of a DataLoader encode batches after the parent",
-    "worker_init_fn sets it to false in each worker",
+    "the collate function sets it to false",
     Needs(packages={"torch": ">=2.1", "tokenizers": ">=0.13"}),
 )
 
@@ -235,22 +211,6 @@ probe = Probe(
         pair("pool", partial(stand_in), partial(stand_in, pool_in_worker=False), because=LOST, fix=ALONE, needs=PLAIN),
     ),
     variants=(
-        pair(
-            "parent-first",
-            partial(stand_in),
-            partial(stand_in, parent_encodes=False),
-            LOST,
-            "the parent has encoded nothing, so its pool has no threads, and the worker starts its own",
-            PLAIN,
-        ),
-        pair(
-            "spawn",
-            partial(start, method="fork"),
-            partial(start, method="spawn"),
-            "multiprocessing forks the worker",
-            "it spawns the worker, which makes a pool of its own",
-            PLAIN,
-        ),
         pair("tokenizers", partial(real), partial(real, value="false"), LOST, "the variable is false", TOKENIZERS),
         pair(
             "unset",
