@@ -18,6 +18,7 @@ HEADINGS = {
     Kind.RELATED: "No entry is clearly about this. The nearest, and how they differ:",
     Kind.UNKNOWN: "kb does not know this.",
 }
+MOST_ENTRIES = 4  # that an outcome of an observation points to
 SHARED = "These entries share a few words with it:"
 NOTHING = "Fewer words, fewer filters or the error line itself find more; `kb list` shows all."
 
@@ -70,6 +71,12 @@ def print_triage(asked: Sequence[Observation], lang: Language) -> None:
         where = label("  ({})", lang).format(document["where"])
         print(labelled("run", f"{style(document['command'], 'green')}{where}", lang))
         for outcome in document["outcomes"]:
-            entries = ", ".join(outcome["points_to"])
+            entries = ", ".join(_shown(outcome["points_to"], lang))
             print(labelled("", f"- {outcome['seen']}{f' -> {entries}' if entries else ''}"))
         print()
+
+
+def _shown(entries: Sequence[str], lang: Language) -> list[str]:
+    """As many as one line holds, the commonest first; `--json` has all."""
+    more = len(entries) - MOST_ENTRIES
+    return [*entries[:MOST_ENTRIES], *([label("and {} more", lang).format(more)] if more > 0 else [])]

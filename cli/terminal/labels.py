@@ -81,6 +81,7 @@ CHINESE = {
     "{:,} lines in all": "共 {:,} 行",
     ", of {}": "，来自 {}",
     " ({:,} times)": "（{:,} 次）",
+    "and {} more": "另有 {} 条",
     "and more: --json has them": "还有更多：见 --json",
     "possible: {}": "可能：{}",
     "at best: {}": "至多：{}",

@@ -68,6 +68,19 @@ def test_a_gap_has_what_to_look_at_in_the_language_of_the_question(kb: Kb) -> No
     assert kb("search", "ALLGATHER timeout save", "--json").json["triage"] == []
 
 
+def test_an_outcome_shows_few_of_the_entries_it_points_to_and_counts_the_others(kb: Kb) -> None:
+    """A list of sixteen names is not read; the document has all of them."""
+    pointed = [
+        outcome["points_to"]
+        for observation in kb("search", "training crashed", "--json").json["triage"]
+        for outcome in observation["outcomes"]
+    ]
+    longest = max(pointed, key=len)
+    shown = " ".join(kb("search", "training crashed").out.split())
+    assert len(longest) > 5
+    assert f"{', '.join(longest[:4])}, and {len(longest) - 4} more" in shown
+
+
 def test_a_question_may_begin_with_dashes(kb: Kb) -> None:
     assert kb("search", "--master_port=29500: address already in use").out.startswith("1. EADDRINUSE")
     assert kb("search", "--no-such-option").code == 2
