@@ -17,7 +17,21 @@ import time
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
 
 def collate(batch: List[List[int]], pad: int) -> List[List[int]]:
@@ -176,6 +190,27 @@ def load(ctx: Context, *, portable: bool, method: str = "") -> None:
     assert list(loader) == [[[1, 0], [2, 3]]]
 
 
+PADDING = """
+PAD = 0
+
+def padded(tokens, pad=None):
+    return tokens + [PAD if pad is None else pad]
+"""
+
+
+def set_global(ctx: Context, *, handed_over: bool) -> None:
+    """The program sets a global of the module that the worker imports; `handed_over`: the function gets the value."""
+    (ctx.dir / "padding.py").write_text(PADDING)
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
+    padding: Any = importlib.import_module("padding")
+    padding.PAD = 7
+    ctx.reached()
+    with multiprocessing.get_context(ctx.params["method"]).Pool(1) as workers:
+        result = workers.apply(functools.partial(padding.padded, pad=7) if handed_over else padding.padded, ([1],))
+    if result != [1, 7]:
+        raise Symptom("the worker pads with %d, the program has set 7" % result[1])
+
+
 HANDED = re.compile(r"(\w*collate\w*|worker_init\w*|target|initializer|\w*transform\w*)")
 
 
@@ -313,6 +348,25 @@ probe = Probe(
             partial(hand_over, leaves_file=True),
             "the data set holds an open file",
             "the file is left behind, and opened anew in the worker",
+        ),
+        Experiment(
+            name="global",
+            control=Arm(
+                partial(set_global, handed_over=False),
+                expect=symptom("the worker pads with 0, the program has set 7"),
+                because="the worker imports the module anew, whose global has its first value there",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(set_global, handed_over=True),
+                expect=completed(),
+                because="functools.partial hands the value over",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            needs=PLAIN,
+            deadline_s=60,
+            expected_s=(0.3, 0.3),
         ),
         pair(
             "fork",
