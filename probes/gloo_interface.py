@@ -214,14 +214,6 @@ probe = Probe(
     ),
     variants=(
         experiment(
-            "hosts-file",
-            (
-                partial(train_on_two_nodes, interface=""),
-                partial(train_on_two_nodes, interface="", addresses=("10.83.0.1", "10.83.0.2")),
-            ),
-            ("/etc/hosts gives 127.0.1.1 for the node's own name", "it gives the address that the other node reaches"),
-        ),
-        experiment(
             "unresolved",
             (
                 partial(train_on_two_nodes, interface="", addresses=("", "")),
