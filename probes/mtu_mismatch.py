@@ -57,13 +57,11 @@ def train(
     port_mtu: int = USUAL,
     lowered: Tuple[int, ...] = (),
     late: Tuple[int, ...] = (),
-    route: str = "",
-    routed: Tuple[int, ...] = (),
     probing: Tuple[int, ...] = (),
     retries: int = 15,
     timeout_s: float = 4.0,
 ) -> None:
-    """The port is that of node 1; `lowered`, `routed` and `probing` name the nodes that the change is made on.
+    """The port is that of node 1; `lowered` and `probing` name the nodes that the change is made on.
 
     `late` are those that are lowered when the job hangs already.
     """
@@ -76,8 +74,6 @@ def train(
     bring_up(BRIDGE, "10.83.0.%d" % (node.rank + 1))
     if node.rank in lowered:
         ip("link set %s mtu %d" % (BRIDGE, USUAL))
-    if node.rank in routed:
-        ip("route replace 10.83.0.0/24 dev %s %s" % (BRIDGE, route))
     kernel_setting("tcp_mtu_probing", int(node.rank in probing))
     kernel_setting("tcp_retries2", retries)
     reduce_twice(node, BRIDGE, timeout_s, lower_late=node.rank in late)
@@ -307,7 +303,6 @@ probe = Probe(
             late=FIRST,
         ),
         pair("one-end", {"lowered": FIRST}, "node 0 sends 1500, and announces it when it connects"),
-        pair("route", {"route": "mtu lock 1500", "routed": FIRST}, "the route of node 0 has 1500, its interface 9000"),
         pair(
             "probing",
             {"probing": BOTH},
