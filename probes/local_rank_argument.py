@@ -55,7 +55,7 @@ def parse_one(spelling: str) -> int:
 
 def parse_both() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ["LOCAL_RANK"]))
     return int(parser.parse_args().local_rank)
 
 
