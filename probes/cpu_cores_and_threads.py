@@ -130,13 +130,14 @@ def count_workers(ctx: Context, *, affinity: bool) -> None:
     from torch.utils.data import DataLoader
 
     os.sched_setaffinity(0, own_cores()[:1])
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it
     ctx.reached()
     data: Any = list(range(8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         num_workers = os.cpu_count() or 1
         if affinity:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # that share these cores
+            ranks = int(os.environ["LOCAL_WORLD_SIZE"])  # that share these cores
             num_workers = max(1, len(os.sched_getaffinity(0)) // ranks - 1)
         loader: Any = DataLoader(data, batch_size=2, num_workers=num_workers, multiprocessing_context="fork")
     assert [value for batch in loader for value in batch.tolist()] == data
@@ -152,12 +153,10 @@ def load_openmp() -> Any:
     return ctypes.CDLL(str(found[0]))
 
 
-def bind(ctx: Context, *, restored: bool = False) -> None:
+def bind(ctx: Context) -> None:
     """Two workers of a process that has loaded torch's OpenMP library."""
     cores = own_cores()
     load_openmp()
-    if restored:
-        os.sched_setaffinity(0, cores)  # below it
     ctx.reached()
 
     def play(game: Game) -> None:
@@ -328,16 +327,6 @@ probe = Probe(
             "without the variable the process keeps its cores",
             symptom(r"([2-9]|\d\d+) cores before OpenMP, 1 after; took turns"),
             env=(BIND, {}),
-            **GOMP,
-        ),
-        arms(
-            "restore",
-            bind,
-            partial(bind, restored=True),
-            "the workers inherit the one core",
-            "the process takes the cores back that it had before, and the workers inherit these",
-            symptom(r"([2-9]|\d\d+) cores before OpenMP, 1 after; took turns"),
-            env=(BIND, BIND),
             **GOMP,
         ),
         arms(
