@@ -34,7 +34,7 @@ def load(dataset: Any, workers: int) -> Any:
 
 def read(ctx: Context, *, close: bool = False, parent_reads: bool = True, workers: int = 1) -> None:
     """The parent reads a sample and closes its database or not, then a loader reads all."""
-    dataset = records()
+    dataset = records(guarded=close)
     if parent_reads:
         assert dataset[0] == 5
     if close:
@@ -43,7 +43,7 @@ def read(ctx: Context, *, close: bool = False, parent_reads: bool = True, worker
     assert load(dataset, workers) == [5, 6, 7]
 
 
-def records() -> Any:
+def records(guarded: bool = False) -> Any:
     from torch.utils.data import Dataset
 
     class Records(Dataset):  # type: ignore[misc]
@@ -56,7 +56,9 @@ def records() -> Any:
 
         def __getitem__(self, index: int) -> Any:
             if self.database is None:
-                self.database = open_database(self.path)
+                self.database, self.pid = open_database(self.path), os.getpid()
+            if self.pid != os.getpid():
+                raise RuntimeError("opened before the fork: call close() first")
             return self.database[index]
 
         def close(self) -> None:  # the training process calls it after its last read
@@ -64,7 +66,13 @@ def records() -> Any:
                 self.database.close()
             self.database = None
 
-    return Records("train.db")
+    class Careless(Records):
+        def __getitem__(self, index: int) -> Any:
+            if self.database is None:
+                self.database = open_database(self.path)
+            return self.database[index]
+
+    return (Records if guarded else Careless)("train.db")
 
 
 def decode(ctx: Context, *, skip: bool, workers: int = 1) -> None:
