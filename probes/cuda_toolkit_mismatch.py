@@ -68,13 +68,6 @@ def build(ctx: Context, *, cuda_home_of_same_major: bool, asks: str = "torch", l
     assert ask(ctx, built_with, asks) == home
 
 
-def change_torch(ctx: Context, *, torch_of_same_major: bool) -> None:
-    """One toolkit, and the CUDA release of one torch or of another."""
-    built_with, other = releases(ctx)
-    os.environ["CUDA_HOME"] = toolkit(ctx, other)
-    ask(ctx, other if torch_of_same_major else built_with, "torch")
-
-
 def find_toolkit(ctx: Context, *, cuda_home: bool) -> None:
     """No nvcc on PATH and none in /usr/local/cuda; CUDA_HOME is set or not."""
     from unittest.mock import patch
@@ -213,14 +206,6 @@ probe = Probe(
             *by_home("link", linked=True),
             because="CUDA_HOME is a link with another name to a toolkit of another major release",
             fix="the link leads to the toolkit of the release that torch was built with",
-        ),
-        experiment(
-            "change-torch",
-            partial(change_torch, torch_of_same_major=False),
-            partial(change_torch, torch_of_same_major=True),
-            because="torch was built with another major release than the toolkit",
-            fix="torch was built with the release of the toolkit",
-            stands_for=SCRIPT + "; and a torch for it: torch.version.cuda is set",
         ),
         experiment(
             *by_home("deepspeed", asks="deepspeed"),
