@@ -234,10 +234,15 @@ def shuffled_stream(ctx: Context, *, seeded: bool) -> None:
         for shard in shards:
             yield {"x": shard}
 
-    dataset = IterableDataset.from_generator(samples, gen_kwargs={"shards": list(range(32))})
-    dataset = dataset.shuffle(seed=42 if seeded else None, buffer_size=4)
+    stream = IterableDataset.from_generator(samples, gen_kwargs={"shards": list(range(32))})
+    if seeded:
+        stream = stream.shuffle(seed=42)  # the same on all ranks
+    else:
+        stream = stream.shuffle(seed=None)
+    world_size, num_workers = dist.get_world_size(), 0
+    assert stream.n_shards % (world_size * max(1, num_workers)) == 0
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+    loader = accelerator.prepare(DataLoader(stream, batch_size=2))
     ctx.reached()
     seen = [index for batch in loader for index in batch["x"].tolist()]
     both: List[Any] = [None, None]
@@ -265,8 +270,8 @@ def iterate(ctx: Context, *, divided: bool) -> None:
     assert seen == list(range(8)), seen
 
 
-def records(ctx: Context, *, shared: bool) -> None:
-    """Two workers read a file of records, each of which is its own number; `shared`: the constructor opened it."""
+def records(ctx: Context, *, opened: str, parent_reads: bool = False) -> None:
+    """Two workers read a file of records, each of which is its own number, `opened` by whom."""
     from torch.utils.data import DataLoader
 
     path = ctx.path("records")
@@ -274,20 +279,24 @@ def records(ctx: Context, *, shared: bool) -> None:
         file.write(bytes(range(128)))
 
     class Records:
-        file: Optional[int] = os.open(path, os.O_RDONLY) if shared else None
+        file: Optional[int] = os.open(path, os.O_RDONLY) if opened == "constructor" else None
+        pid = os.getpid()
 
         def __len__(self) -> int:
             return 64
 
         def __getitem__(self, index: int) -> Tuple[int, int]:
-            if self.file is None:
-                self.file = os.open(path, os.O_RDONLY)
+            if self.file is None or (opened == "process" and self.pid != os.getpid()):
+                self.file, self.pid = os.open(path, os.O_RDONLY), os.getpid()
             os.lseek(self.file, index, os.SEEK_SET)
             time.sleep(0.002)  # meanwhile the other worker moves the position that both have
             return index, os.read(self.file, 1)[0]
 
+    dataset: Any = Records()
+    if parent_reads:
+        assert dataset[0] == (0, 0)
     ctx.reached()
-    loader: Any = DataLoader(Records(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    loader: Any = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context="fork")
     wrong = sum(int((index != value).sum()) for index, value in loader)
     if wrong:
         raise Symptom(f"{wrong} of 64 samples are of another record")
@@ -415,15 +424,32 @@ probe = Probe(
         Experiment(
             name="open-file",
             control=Arm(
-                partial(records, shared=True),
+                partial(records, opened="constructor"),
                 symptom(r"\d+ of 64 samples are of another record"),
                 because="the constructor opened the file, and the workers share its position",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(records, shared=False),
+                partial(records, opened="process"),
                 completed(),
                 because="each worker opens it at its first read",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            deadline_s=60,
+        ),
+        Experiment(
+            name="parent-reads",
+            control=Arm(
+                partial(records, opened="first read", parent_reads=True),
+                symptom(r"\d+ of 64 samples are of another record"),
+                because="it is opened at the first read, which the parent has done before the workers were forked",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(records, opened="process", parent_reads=True),
+                completed(),
+                because="it is opened anew where the number of the process is another",
                 fidelity="cpu",
             ),
             world_size=1,
