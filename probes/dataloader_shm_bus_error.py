@@ -144,7 +144,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if stale:
         evidence.append(f"{len(stale)} files torch_* lie in it, of running jobs or left behind by killed ones")
     advice = "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
-    if params["batch_mib"] is not None:
+    if None not in (params["batch_mib"], params["workers"], params["ranks"]):
         processes, workers, prefetch = params["ranks"], params["workers"], params["prefetch"]
         need = processes * workers * prefetch * params["batch_mib"]
         evidence.append(
@@ -190,9 +190,9 @@ probe = Probe(
     check=check,
     params={
         "batch_mib": Param("float", "MiB of one batch of your job, for the check"),
-        "workers": Param("int", "num_workers of your job, for the check", 8),
+        "workers": Param("int", "num_workers of your job, for the check"),
         "prefetch": Param("int", "prefetch_factor of your job, for the check", 2),
-        "ranks": Param("int", "ranks on this machine, for the check", 8),
+        "ranks": Param("int", "ranks on this machine, for the check"),
     },
     experiments=(experiment("dataloader", ROOM, LARGE),),
     variants=(
