@@ -20,6 +20,7 @@ HEADINGS = {
 }
 MOST_ENTRIES = 4  # that an outcome of an observation points to
 SHARED = "These entries share a few words with it:"
+VAGUE = "Many entries fit these words, and none stands out. The error line itself tells them apart."
 NOTHING = "Fewer words, fewer filters or the error line itself find more; `kb list` shows all."
 
 
@@ -30,7 +31,7 @@ def print_gap(answer: Answer, triage: Triage, print_hit: Callable[[int, Hit], No
         print(label("kb is not about this. See: {}", lang).format(value(subject.meaning, lang)))
     if outside:
         return
-    print(f"{label(HEADINGS[answer.kind], lang)}\n")
+    print(f"{label(VAGUE if answer.is_vague else HEADINGS[answer.kind], lang)}\n")
     if answer.kind is Kind.RELATED:
         for number, hit in enumerate(answer.hits, 1):
             print_hit(number, hit)

@@ -61,6 +61,9 @@ CHINESE = {
         "没有条目明确讲这个问题。最接近的条目及其不同之处："
     ),
     "kb does not know this.": "kb 不了解这个问题。",
+    "Many entries fit these words, and none stands out. The error line itself tells them apart.": (
+        "符合这些词的条目很多，没有哪一条更突出。报错原文才能区分它们。"
+    ),
     "kb is not about this. See: {}": "这不在 kb 的范围内。参见：{}",
     "These entries share a few words with it:": "只有几个词相同的条目：",
     "Fewer words, fewer filters or the error line itself find more; `kb list` shows all.": (

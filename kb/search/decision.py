@@ -61,24 +61,33 @@ class Observations(NamedTuple):
         return 1 / (1 + exp(-(BIAS + evidence)))
 
 
-def decide(index: Index, units: list[Unit], scoring: Scoring, admitted: Collection[int]) -> tuple[Kind, float]:
-    """What the best hit is, and how likely it is an answer."""
+class Decision(NamedTuple):
+    """What the best hit is, and how likely it is an answer; `is_vague` if all that was asked are common words."""
+
+    kind: Kind
+    probability: float
+    is_vague: bool = False
+
+
+def decide(index: Index, units: list[Unit], scoring: Scoring, admitted: Collection[int]) -> Decision:
+    """Of the hits that are `admitted`, whose order no preference has changed."""
     ranked = nearest(index, scoring, admitted)
     if not ranked:
-        return Kind.UNKNOWN, 0.0
-    if scoring.named & index.out_of_scope and ranked[0] not in scoring.lifts:
-        return Kind.UNKNOWN, MOST_UNKNOWN  # of 640 questions 11 name such a subject, and no entry is about any
+        return Decision(Kind.UNKNOWN, 0.0)
+    has_signature = ranked[0] in scoring.lifts
+    if scoring.named & index.out_of_scope and not has_signature:
+        return Decision(Kind.UNKNOWN, MOST_UNKNOWN)  # of 640 questions 11 do, and no entry is about any
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     shared = [concept.idf for concept in scoring.concepts if ranked[0] in concept.scores]
-    probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
     share = sum(shared) / everything if everything else 0.0
+    probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
     vague = is_vague(shared) and probability < SURE
-    near = not vague and is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share)
-    if ranked[0] not in scoring.lifts and not near:
-        has_rare = any(concept.idf >= RARE * rarest for concept in scoring.concepts)
-        return (Kind.RELATED if share >= ALL and has_rare else Kind.UNKNOWN), min(probability, MOST_UNKNOWN)
-    return (Kind.ANSWER if probability >= LIKELY else Kind.RELATED), probability
+    if has_signature or (not vague and is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share)):
+        return Decision(Kind.ANSWER if probability >= LIKELY else Kind.RELATED, probability)
+    has_rare = any(concept.idf >= RARE * rarest for concept in scoring.concepts)
+    kind = Kind.RELATED if share >= ALL and has_rare else Kind.UNKNOWN
+    return Decision(kind, min(probability, MOST_UNKNOWN), is_vague=vague and share >= ALL)
 
 
 def nearest(index: Index, scoring: Scoring, admitted: Collection[int]) -> list[int]:

@@ -75,13 +75,20 @@ def search(
         hits = [replace(hit, applicability=judgements[number]) for hit, number in zip(hits, ranked, strict=True)]
     if explain:
         hits = [replace(hit, why=_explanation(scoring, number)) for hit, number in zip(hits, ranked, strict=True)]
-    kind, probability = decide(index, units, scoring, admitted)
-    if kind is not Kind.ANSWER:
+    decision = decide(index, units, scoring, admitted)
+    if decision.kind is not Kind.ANSWER:
         differences = (_difference(index, query, scoring, number, text) for number in ranked)
         hits = [replace(hit, difference=difference) for hit, difference in zip(hits, differences, strict=True)]
     preferred = preference(hits)[:limit] if preference else hits
-    facets = () if kind is Kind.ANSWER else _facets(scoring)
-    return Answer(text, tuple(preferred), did_you_mean, kind, round(probability, 3), facets)
+    return Answer(
+        query=text,
+        hits=tuple(preferred),
+        did_you_mean=did_you_mean,
+        kind=decision.kind,
+        probability=round(decision.probability, 3),
+        is_vague=decision.is_vague,
+        facets=() if decision.kind is Kind.ANSWER else _facets(scoring),
+    )
 
 
 def likeness(index: Index, text: str) -> dict[str, float]:

@@ -87,7 +87,8 @@ class Answer:
     """Hits, best first, and a corrected spelling when words of the question are unknown.
 
     `kind` says what the hits are: an answer, or entries about something near, or nothing that is near. `probability` is
-    that of the best being an answer: see `kb.search.decision`. `facets` are those that the question names.
+    that of the best being an answer, and a question that `is_vague` has common words alone: see `kb.search.decision`.
+    `facets` are those that the question names.
     """
 
     query: str
@@ -95,6 +96,7 @@ class Answer:
     did_you_mean: str
     kind: Kind
     probability: float
+    is_vague: bool
     facets: tuple[str, ...] = ()
 
     @property

@@ -50,6 +50,7 @@ def test_a_question_that_no_entry_answers_is_said_to_have_none(kb: Kb) -> None:
     for question, kind, said, code in (
         ("ALLGATHER timeout save", "answer", "1. All-gather", 0),
         ("nccl timeout multi node training", "related", "No entry is clearly about this.", 0),
+        ("my job hangs", "unknown", "Many entries fit these words", 1),
         ("bread rises too slowly in the oven", "unknown", "kb does not know this.", 1),
         ("HCCL error on the NPU", "unknown", "kb is not about this.", 1),
     ):
