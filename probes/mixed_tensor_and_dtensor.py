@@ -163,8 +163,11 @@ def step(ctx: Context, *, separate: bool, names: Tuple[str, ...]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
         params = [p for p in model.parameters() if p.grad is not None]
         assert mesh["tp"].size() == dist.get_world_size() or all(isinstance(p, DTensor) for p in params), "fix 3 first"
-        norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in [p.grad.norm() for p in params]]
-        factor = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        norms = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in [p.grad.norm() for p in params]])
+        most = norms.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh["tp"].get_group())
+        assert torch.allclose(most, norms, rtol=1e-2, atol=1e-6), "a gradient differs over tp: into the plan"
+        factor = (max_norm / (norms.norm() + 1e-6)).clamp(max=1.0)
         for p in params:
             p.grad.mul_(factor)
     else:
@@ -174,9 +177,42 @@ def step(ctx: Context, *, separate: bool, names: Tuple[str, ...]) -> None:
     optimizer.step()
     plain(ids.cpu()).square().mean().backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-    assert torch.allclose(torch.stack(norms).norm().cpu(), expected, rtol=1e-4)
+    assert torch.allclose(norms.norm().cpu(), expected, rtol=1e-4)
     torch.optim.AdamW(plain.parameters(), lr=lr).step()
     assert torch.allclose(model(ids).cpu(), plain(ids.cpu()), atol=1e-3)
+
+
+def heads(ctx: Context, *, planned: bool) -> None:
+    """A norm behind a split layer sees the heads of its rank only; each parameter by itself is no error."""
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    class Attention(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q_proj, self.q_norm, self.o_proj = nn.Linear(16, 16), nn.LayerNorm(4), nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return self.o_proj(self.q_norm(self.q_proj(x).view(2, 5, -1, 4)).flatten(-2))
+
+    _, _, mesh = start(ctx, "tp")
+    model, plain = Attention().to(ctx.device), Attention()
+    x = torch.randn(2, 5, 16)
+    plan = {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    if planned:
+        plan["q_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    parallelize_module(model, mesh["tp"], plan)
+    ctx.reached()
+    for module, data in ((model, x.to(ctx.device)), (plain, x)):
+        module(data).square().mean().backward()
+    gradient = model.q_norm.weight.grad
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
+    if not torch.allclose(gradient.cpu(), plain.q_norm.weight.grad, atol=1e-5):
+        raise Symptom("no error, and the gradient on rank %d is that of its own heads" % ctx.rank)
 
 
 def optimize(ctx: Context, *, library: str) -> None:
@@ -286,6 +322,7 @@ MESHES = raised(r"must have the same mesh|different mesh|cross-mesh operation")
 WRONG = symptom(r"no error, and the logits of rank [01] are not those of its input")
 PIECES = symptom(r"no error, gradient [12]\.0 in the piece of rank [01], the mean is 1\.5")
 APART = symptom(r"no error, and the gradient of rank [01] is its own, not averaged")
+HEADS = symptom(r"no error, and the gradient on rank [01] is that of its own heads")
 MATMUL = raised(r"Operator aten\.matmul\.default does not have a sharding strategy registered")
 UNKNOWN = raised(r"Operator kb_probe\.double\.default does not have a sharding strategy registered")
 
@@ -358,6 +395,15 @@ probe = Probe(
         pair("left-out", clipped, root, MIXED, "modules are in no unit", "a unit for the root"),
         pair("drift", unclipped, root, APART, "modules are in no unit", "a unit for the root"),
         pair("optimizer", tensor_parallel, separate, MIXED, "the plan has gaps", "no foreach, no stack", torch=">=2.6"),
+        pair(
+            "heads",
+            heads,
+            ("planned", False, True),
+            HEADS,
+            "the norm of the heads is not in the plan",
+            "it is in the plan",
+            torch=">=2.6",
+        ),
         pair(
             "bitsandbytes",
             optimize,
