@@ -38,6 +38,7 @@ def split(ctx: Context, *, own_storage: bool) -> None:
     needed = shard.numel() * shard.element_size()
     ctx.reached()
     if own_storage:
+        assert all(tensor.numel() for tensor in state.values()), "empty tensors: zero3-empty-weights"
         torch.save({name: tensor.clone() for name, tensor in state.items()}, path)
     else:
         torch.save(state, path)
