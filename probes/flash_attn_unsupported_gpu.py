@@ -87,6 +87,7 @@ def from_config_file(ctx: Context, *, sdpa: bool, line: str = "attn_implementati
     ctx.reached()
     if sdpa:
         model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa")
+        assert not getattr(model.config, "attn_logit_softcapping", None), "sdpa may leave this out: take eager"
     else:
         model = AutoModelForCausalLM.from_pretrained(model_path)
     forward(model)
