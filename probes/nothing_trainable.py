@@ -141,7 +141,9 @@ def train_thawed(ctx: Context, *, late: bool) -> None:
     model.head.bias.requires_grad_(True)
     if not late:
         model.body.requires_grad_(True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert trainable, "nothing is to be trained"
+    optimizer = torch.optim.AdamW(trainable, lr=0.1)
     if late:
         model.body.requires_grad_(True)
     ctx.reached()
