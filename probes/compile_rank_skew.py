@@ -89,8 +89,10 @@ def train_ddp(ctx: Context, *, warms_up: bool) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ctx.reached()
     if warms_up:
+        before = [value.clone() for value in model.state_dict().values()]
         with ddp.no_sync():
             ddp(dummy_batch).sum().backward()
+        assert all(map(torch.equal, before, model.state_dict().values())), "the forward updates the model: use Fix 1"
         optimizer.zero_grad(set_to_none=True)
         dist.barrier(group=patient)
     for step in range(2):
@@ -145,6 +147,20 @@ def autocast(ctx: Context, *, as_in_loop: bool) -> None:
         raise Symptom(f"the warm-up compiled {warm} graph, and the step another one")
 
 
+def updates(ctx: Context, *, normalises_by: str) -> None:
+    """A warm-up of a model with BatchNorm, which learns the dummy batch, or with LayerNorm."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(4, 4), {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[normalises_by](4))
+    before = [value.clone() for value in model.state_dict().values()]
+    ctx.reached()
+    model(torch.ones(2, 4)).sum().backward()
+    equal = list(map(torch.equal, before, model.state_dict().values()))
+    if not all(equal):
+        raise Symptom(f"the warm-up changed {equal.count(False)} of {len(equal)} values of the model")
+
+
 STANDS_FOR = "inductor, Triton autotuning or an extension's build: a backend of torch.compile that waits so long"
 LATE = "rank 0 compiles inside the first step for longer than the timeout, and rank 1 waits in the next all-reduce"
 EARLY = "every rank runs the layers once before the first collective, and the wait for the slowest has its own timeout"
@@ -194,6 +210,23 @@ probe = Probe(
             ),
             deadline_s=90,
             expected_s=(5, 6),
+        ),
+        Experiment(
+            name="updates",
+            world_size=1,
+            control=Arm(
+                partial(updates, normalises_by="batch"),
+                expect=symptom("the warm-up changed 3 of 7 values of the model"),
+                because="BatchNorm counts the dummy batch in its statistics",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(updates, normalises_by="layer"),
+                expect=completed(),
+                because="LayerNorm has no statistics, and the comparison is equal",
+                fidelity="cpu",
+            ),
+            expected_s=(1, 1),
         ),
         Experiment(
             name="lengths",
