@@ -10,7 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Iterator, List, Mapping, Optional
 
-from kb.probe import Arm, Context, Experiment, Finding, Param, Probe, clear, completed, exposed, raised, unknown
+from kb.probe import (
+    Arm,
+    Context,
+    Experiment,
+    Finding,
+    Needs,
+    Param,
+    Probe,
+    Symptom,
+    clear,
+    completed,
+    exposed,
+    raised,
+    symptom,
+    unknown,
+)
 
 CLASSES = 5
 WHYS = ("label", "ignored-label", "gather", "position")
@@ -40,7 +55,7 @@ def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
         logits = model(positions[torch.arange(len(labels), device=ctx.device)] + ctx.rank)
         if why == "gather" and in_range:  # log-probabilities of the labels, as in DPO and PPO
             counted = labels != -100
-            logp = logits.log_softmax(-1).gather(-1, labels.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
+            logp = logits.float().log_softmax(-1).gather(-1, labels.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
             loss = -logp[counted].sum() / counted.sum().clamp(min=1)
         elif why == "gather":
             counted = labels != -100
@@ -58,6 +73,20 @@ def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
     everyones = [torch.empty_like(weights) for _ in range(ctx.world_size)]
     dist.all_gather(everyones, weights)
     assert all(torch.equal(everyone, weights) for everyone in everyones), "the ranks trained different weights"
+
+
+def half(ctx: Context, *, is_float: bool) -> None:
+    """The mean over 40,000 tokens, summed in fp16 or in float32."""
+    import torch
+
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40000, 64).half(), torch.randint(64, (40000,))
+    ctx.reached()
+    logp = (logits.float() if is_float else logits).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    loss = -logp.sum() / len(labels)
+    exact = torch.nn.functional.cross_entropy(logits.double(), labels)
+    if abs(loss.item() - exact.item()) > 0.01:
+        raise Symptom(f"the loss is {loss.item():.4f}, not {exact.item():.4f}")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -178,6 +207,21 @@ variants = (
         "nine tokens for a table of six positions",
         "the tokens are cut to the length of the table",
         r"index \d is out of bounds for dimension 0 with size 6",
+    ),
+    Experiment(
+        name="half",
+        world_size=1,
+        control=Arm(
+            partial(half, is_float=False),
+            expect=symptom(r"the loss is inf, not 4\.\d+"),
+            because="40,000 log-probabilities are summed in fp16, whose largest number is 65504",
+            fidelity="cpu",
+        ),
+        treatment=Arm(
+            partial(half, is_float=True), expect=completed(), because="they are summed in float32", fidelity="cpu"
+        ),
+        needs=Needs(packages={"torch": ">=2.3"}),
+        expected_s=(1, 1),
     ),
 )
 
