@@ -90,7 +90,8 @@ def generate(ctx: Context, *, stops_at_marker: bool) -> None:
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         assert end not in (None, tokenizer.unk_token_id), "the tokenizer does not know it"
         old = model.generation_config.eos_token_id
-        model.generation_config.eos_token_id = [*(old if isinstance(old, list) else [tokenizer.eos_token_id]), end]
+        old = old if isinstance(old, list) else [tokenizer.eos_token_id if old is None else old]
+        model.generation_config.eos_token_id = sorted({*old, end})
     ids = torch.tensor([[2]])
     reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)[0, 1:]
     if len(reply) == LIMIT:
@@ -147,7 +148,8 @@ def _padded(limit: int, by_length: bool) -> Any:
         ids = [ASK, question, REPLY, *answer]
         if by_length:
             ids = [*ids[: limit - 1], tokenizer.eos_token_id]
-            labels = ids + [-100] * (limit - len(ids))
+            prompt = 3
+            labels = [-100] * prompt + ids[prompt:] + [-100] * (limit - len(ids))
             ids = ids + [tokenizer.pad_token_id] * (limit - len(ids))
         else:
             ids = (ids + [EOS] * limit)[:limit]
