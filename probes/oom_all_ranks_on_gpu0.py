@@ -24,14 +24,13 @@ from kb.probe import (
     unknown,
 )
 
-WAYS = ("as-saved", "cpu", "own-gpu", "rank-0")
+WAYS = ("as-saved", "cpu", "own-gpu")
 WIDTH = 2048  # 16 MiB of float32 weights
 
 
 def resume(ctx: Context, *, way: str) -> None:
     """Rank 0 saves from its GPU, every rank resumes; then each measures what it has put on GPU 0."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     assert way in WAYS, way
     dist = ctx.init_process_group(timeout_s=60)
@@ -50,23 +49,17 @@ def resume(ctx: Context, *, way: str) -> None:
     dist.barrier()
     before = torch.cuda.memory_allocated(0) if on_gpu else 0
     ctx.reached()
-    if way == "rank-0":
-        if dist.get_rank() == 0:
-            model.load_state_dict(torch.load(path, map_location="cpu", mmap=True)["model"])
-        ddp = DistributedDataParallel(model)
-        assert ddp.module is model
+    if way == "cpu":
+        state = torch.load(path, map_location="cpu")
+    elif way == "own-gpu":
+        state = torch.load(path, map_location=f"cuda:{os.environ['LOCAL_RANK']}")
     else:
-        if way == "cpu":
-            state = torch.load(path, map_location="cpu")
-        elif way == "own-gpu":
-            state = torch.load(path, map_location=f"cuda:{os.environ['LOCAL_RANK']}")
-        else:
-            state = torch.load(path)
-        if on_gpu:
-            placed["cuda:0"] += max(0, torch.cuda.memory_allocated(0) - before)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        del state
+        state = torch.load(path)
+    if on_gpu:
+        placed["cuda:0"] += max(0, torch.cuda.memory_allocated(0) - before)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    del state
     assert model.weight[-1, -1].item() == 2
     ctx.note(mib_by_device={device: size >> 20 for device, size in sorted(placed.items()) if size})
     if ctx.rank != 0 and placed["cuda:0"]:
@@ -187,8 +180,5 @@ probe = Probe(
     check=check,
     params={"code": Param("path", "your training script, or a folder of Python files, to look for such loads")},
     experiments=(counted.on_gpus(expected_s=(10, 10)), counted),
-    variants=(
-        experiment("own-gpu", "own-gpu", "map_location is this rank's own GPU"),
-        experiment("rank-0", "rank-0", "rank 0 alone loads, and DDP sends the weights to the others"),
-    ),
+    variants=(experiment("own-gpu", "own-gpu", "map_location is this rank's own GPU"),),
 )
