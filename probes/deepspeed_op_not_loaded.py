@@ -108,7 +108,7 @@ def find_ninja(ctx: Context, *, on_path: bool) -> None:
     op.load()
 
 
-def offload(ctx: Context, *, torch_adam: bool) -> None:
+def offload(ctx: Context, *, own_optimizer: bool) -> None:
     """ZeRO-2 with the optimizer on the CPU, where cpu_adam cannot be built."""
     from kb.cpu_arms import import_deepspeed
 
@@ -116,11 +116,14 @@ def offload(ctx: Context, *, torch_adam: bool) -> None:
     import torch
 
     prepare_offload(ctx)
-    params: dict[str, Any] = {"lr": 0.1, "torch_adam": True} if torch_adam else {"lr": 0.1}
-    config = {**OFFLOAD, "optimizer": {"type": "AdamW", "params": params}}
     model = torch.nn.Linear(4, 4)
+    if own_optimizer:
+        config: dict[str, Any] = {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    else:
+        config, optimizer = {**OFFLOAD, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, None
     ctx.reached()
-    step_once(torch, model, lambda: deepspeed.initialize(model=model, config=config)[0])
+    step_once(torch, model, lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0])
 
 
 def replace_optimizer(ctx: Context, *, replaced: bool) -> None:
@@ -296,7 +299,7 @@ probe = Probe(
             "ninja is installed, in a bin that is not on PATH",
             "that bin is on PATH",
         ),
-        in_deepspeed("deepspeed", partial(offload, torch_adam=False), partial(offload, torch_adam=True)),
+        in_deepspeed("deepspeed", partial(offload, own_optimizer=False), partial(offload, own_optimizer=True)),
         in_deepspeed(
             "accelerate",
             partial(replace_optimizer, replaced=True),
