@@ -51,12 +51,16 @@ def hide_compilers(ctx: Context) -> None:
     os.environ["PATH"] = str(folder)
 
 
+def forget_compilers() -> None:
+    for name in ("CC", "CXX"):
+        os.environ.pop(name, None)
+
+
 def train(ctx: Context, *, remedy: str) -> None:
     """One call of a compiled function. On a GPU Triton needs the compiler, on the CPU the inductor itself does."""
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=ctx.path("inductor"), TRITON_CACHE_DIR=ctx.path("triton"))
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    for name in ("CC", "CXX"):
-        os.environ.pop(name, None)
+    forget_compilers()
     if remedy != "compiler":
         hide_compilers(ctx)
 
@@ -68,10 +72,10 @@ def train(ctx: Context, *, remedy: str) -> None:
         torch._inductor.config.cpp_cache_precompile_headers = False
     torch._inductor.config.cpp.vec_isa_ok = False  # no vectors: one call of g++, not ten, and a short one
     hidden = torch.randn(64, device=ctx.device)
-    compiled = torch.compile(lambda hidden: torch.sin(hidden) * 2)
+    compiled = torch.compile(lambda hidden: torch.sin(hidden) * 2, fullgraph=remedy == "force_eager")
     ctx.reached()
-    if remedy == "disable":  # TORCH_COMPILE_DISABLE=1
-        torch._dynamo.config.disable = True
+    if remedy == "force_eager":
+        torch.compiler.set_stance("force_eager")
     elif remedy == "suppress_errors":
         torch._dynamo.config.suppress_errors = True
     assert torch.allclose(compiled(hidden), torch.sin(hidden) * 2, atol=1e-5)
@@ -81,8 +85,7 @@ def name_compiler(ctx: Context, *, variable: str) -> None:
     """The compiler is not on PATH, and an environment variable gives its place as the inductor is configured."""
     program = shutil.which("g++" if variable == "CXX" else "gcc")
     assert program
-    for name in ("CC", "CXX"):
-        os.environ.pop(name, None)
+    forget_compilers()
     hide_compilers(ctx)
     os.environ.update({"TORCHINDUCTOR_CACHE_DIR": ctx.path("inductor"), variable: program})
     ctx.reached()
@@ -110,7 +113,7 @@ def build(ctx: Context, cache: str = "triton", **options: Any) -> None:
 
 
 def build_without_compiler(ctx: Context, *, compiler_on_path: bool) -> None:
-    os.environ.pop("CC", None)
+    forget_compilers()
     if not compiler_on_path:
         hide_compilers(ctx)
     build(ctx)
@@ -119,7 +122,7 @@ def build_without_compiler(ctx: Context, *, compiler_on_path: bool) -> None:
 def build_from_cache(ctx: Context, *, same_cache: bool) -> None:
     """The first job had a compiler, the second has none."""
     build(ctx, "triton-1")
-    os.environ.pop("CC", None)
+    forget_compilers()
     hide_compilers(ctx)
     build(ctx, "triton-1" if same_cache else "triton-2")
 
@@ -332,9 +335,9 @@ probe = Probe(
             "remedy",
             raised(NO_CXX),
             NOTHING,
-            "torch.compile is off: the same function runs uncompiled",
-            values=("", "disable"),
-            needs={"torch": ">=2.2"},
+            "the stance is force_eager: the same function runs uncompiled, with fullgraph=True as well",
+            values=("", "force_eager"),
+            needs={"torch": ">=2.6"},
             programs=(),
             seconds=4.0,
         ),
