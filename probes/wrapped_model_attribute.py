@@ -108,7 +108,31 @@ def train(ctx: Context, *, way: str) -> None:
         model = DistributedDataParallel(LossModule(net))
         loss = model(*batch)
         loss.backward()
-    gradient = net.layer.weight.grad.item()
+    compare(ctx, net.layer.weight.grad.item())
+
+
+def extend(ctx: Context, *, before: bool) -> None:
+    """A model gets another layer, before it is wrapped or through the wrapper; the same inputs as above."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    def add(inner: Any) -> Any:
+        added = torch.nn.Linear(1, 1, bias=False, device=ctx.device)
+        torch.nn.init.ones_(added.weight)
+        inner.layer = torch.nn.Sequential(inner.layer, added)
+        return added
+
+    ctx.init_process_group(timeout_s=10)
+    net = build(ctx)
+    added = add(net) if before else None
+    model = DistributedDataParallel(net)
+    ctx.reached()
+    added = added or add(model.module)
+    model(torch.full((1, 1), ctx.rank + 1.0, device=ctx.device)).sum().backward()
+    compare(ctx, added.weight.grad.item())
+
+
+def compare(ctx: Context, gradient: float) -> None:
     if abs(gradient - 1.5) > 1e-6:
         raise Symptom("gradient %.1f on rank %d, the mean of the ranks is 1.5" % (gradient, ctx.rank))
 
@@ -189,6 +213,14 @@ probe = Probe(
             APART,
             "the loss comes from a method of the module inside",
             "the same backward has a forward of DDP as well, which prepares the averaging",
+        ),
+        pair(
+            "added-layer",
+            partial(extend, before=False),
+            partial(extend, before=True),
+            APART,
+            "the module inside gets a layer after the wrapping, of which DDP does not know",
+            "it gets the layer before",
         ),
     ),
 )
