@@ -50,48 +50,6 @@ def train_step(ctx: Context, *, longest_batch_mib: int, timeout_s: float = 2) ->
     ctx.meet("step", timeout_s=20)  # the rank that skipped is alive and elsewhere, as in training
 
 
-def skip(ctx: Context, *, together: bool) -> None:
-    """Two steps, of which rank 1's first runs out of memory in the forward pass; it alone skips it, or both ranks."""
-    import torch
-    from torch import nn
-
-    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 3)
-    device = ctx.device
-    out_of_memory = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-    if device.type == "cpu":
-        limit_address_space(CARD_MIB << 20)
-        out_of_memory = RuntimeError  # what the CPU's allocator raises
-    weight = nn.Parameter(torch.ones(1, device=device))
-    steps = 0
-
-    def model(mib: int) -> torch.Tensor:
-        return weight * float(torch.empty(mib << 20, dtype=torch.uint8, device=device).numel() > 0)
-
-    ctx.reached()
-    for batch in (4 * CARD_MIB if ctx.rank == 1 else 16, 16):
-        if together:
-            short = torch.zeros(1, device=device)
-            try:
-                loss = model(batch)
-            except out_of_memory:
-                short += 1
-            dist.all_reduce(short, op=dist.ReduceOp.MAX)
-            if short:
-                continue
-        else:
-            try:
-                loss = model(batch)
-            except out_of_memory as error:
-                ctx.note(out_of_memory=str(error).splitlines()[0])
-                continue
-        loss.backward()
-        dist.all_reduce(weight.grad)
-        steps += 1
-    ctx.note(steps=steps)
-    ctx.meet("trained", timeout_s=20)
-    assert steps == 1, f"{steps} steps"
-
-
 def check(_: Mapping[str, Any]) -> Finding:
     """Does one GPU start with less free memory than the others? Then its rank runs out first."""
     try:
@@ -143,22 +101,6 @@ gloo = Experiment(
     expected_s=(3.2, 0.1),
 )
 
-skipped = Experiment(
-    name="skip",
-    control=Arm(
-        partial(skip, together=False),
-        expect=raised(GLOO_TIMEOUT),
-        because="rank 1 catches its out-of-memory error and skips the batch, alone",
-        fidelity="cpu",
-    ),
-    treatment=Arm(
-        partial(skip, together=True),
-        expect=completed(),
-        because="the ranks agree before the backward pass, in one small collective, and skip together",
-        fidelity="cpu",
-    ),
-    expected_s=(4.2, 0.3),
-)
 more_time = Experiment(
     name="longer-timeout",
     control=Arm(
@@ -200,5 +142,5 @@ probe = Probe(
         ),
         gloo,
     ),
-    variants=(skipped, more_time),
+    variants=(more_time,),
 )
