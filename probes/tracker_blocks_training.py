@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -87,26 +86,15 @@ def train(ctx: Context, *, tracks: str) -> None:
 
     dist = ctx.init_process_group(timeout_s=6.0 if ctx.backend == "nccl" else 1.5)
     offline = Path(ctx.path("metrics.jsonl"))
-    rows: queue.Queue[Any] = queue.Queue(maxsize=10000)
     with serve(swallows="/log") as url:
 
         def log(step: int, loss: float) -> None:
             if tracks == "offline":
                 with offline.open("a") as file:
                     file.write(json.dumps({"step": step, "loss": loss}) + "\n")
-            elif tracks == "thread":
-                with contextlib.suppress(queue.Full):
-                    rows.put_nowait((step, loss))
             else:
                 send(url, step, loss)
 
-        def drain() -> None:
-            while True:
-                step, loss = rows.get()
-                with contextlib.suppress(Exception):
-                    send(url, step, loss)
-
-        threading.Thread(target=drain, daemon=True).start()
         ctx.reached()
         for step in range(STEPS):
             loss = torch.ones(1, device=ctx.device)
@@ -238,7 +226,6 @@ def logs(name: str, tracks: str, fix: str) -> Experiment:
 
 gloo = logs("log", "offline", "rank 0 writes its metrics to a file")
 variants: List[Experiment] = [
-    logs("thread", "thread", "a thread sends what is in a bounded queue"),
     pair(
         "wandb-init",
         partial(start_wandb, mode="online"),
