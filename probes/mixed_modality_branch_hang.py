@@ -95,6 +95,8 @@ def model_and_batch(ctx: Context, dummy: str, tower: str) -> Tuple[Any, Any, Any
     assert tower in ("trained", "frozen"), "tower is trained or frozen"
     text, image = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0)).to(ctx.device)
     dummy_pixels = torch.zeros_like(image)
+    if dummy in ("once", "padded"):
+        image = torch.stack([image, image])  # two images, for each of which the forward calls the tower
 
     class VisionLanguage(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -104,10 +106,12 @@ def model_and_batch(ctx: Context, dummy: str, tower: str) -> Tuple[Any, Any, Any
 
         def forward(self, inputs_embeds: torch.Tensor, pixel_values: Any) -> torch.Tensor:
             if pixel_values is not None:
-                inputs_embeds = inputs_embeds + self.visual(pixel_values)
-            elif dummy == "added":
-                features = self.visual(dummy_pixels)
-                inputs_embeds = inputs_embeds + 0.0 * features.mean()
+                for pixels in pixel_values if pixel_values.dim() == 3 else [pixel_values]:
+                    inputs_embeds = inputs_embeds + self.visual(pixels)
+            elif dummy in ("added", "once", "padded"):
+                for _ in range(2 if dummy == "padded" else 1):
+                    features = self.visual(dummy_pixels)
+                    inputs_embeds = inputs_embeds + 0.0 * features.mean()
             elif dummy == "dropped":
                 self.visual(dummy_pixels)
             return self.text(inputs_embeds)
@@ -218,6 +222,22 @@ dropped = Experiment(
     treatment=Arm(partial(sharded, dummy="added", tower="trained"), expect=completed(), because=ENTERS, fidelity="cpu"),
     expected_s=(2.4, 0.4),
 )
+loop = Experiment(
+    name="loop",
+    control=Arm(
+        partial(sharded, dummy="once"),
+        expect=GLOO,
+        because="rank 0 calls the tower for each of its two images, rank 1 once with the dummy",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(sharded, dummy="padded"),
+        expect=completed(),
+        because="rank 1 calls the tower with a dummy as often as rank 0",
+        fidelity="cpu",
+    ),
+    expected_s=(2.4, 0.4),
+)
 frozen = Experiment(
     name="frozen",
     control=Arm(
@@ -291,5 +311,5 @@ probe = Probe(
         gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
         gloo,
     ),
-    variants=(dropped, frozen, root_unit, deepspeed_on_cpu, zero2),
+    variants=(dropped, loop, frozen, root_unit, deepspeed_on_cpu, zero2),
 )
