@@ -51,24 +51,15 @@ def use_gpu(ctx: Context, *, hide: bool = False, device_by_build: bool) -> None:
     assert weights.device.type == "cpu", weights.device
 
 
-def start_rank(ctx: Context, *, line: str, device_by_build: bool) -> None:
-    """The first lines of a rank."""
+def start_rank(ctx: Context, *, device_by_build: bool) -> None:
+    """The first line of a rank."""
     import torch
-    import torch.distributed as dist
 
     if hasattr(torch._C, "_cuda_getDeviceCount"):
         raise Unavailable("torch %s is built for CUDA %s" % (torch.__version__, torch.version.cuda))
     ctx.reached()
-    if line == "set-device":
-        if torch.cuda.is_available() or not device_by_build:
-            torch.cuda.set_device(ctx.rank)
-        return
-    backend = "nccl"
-    if device_by_build:
-        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_backend() == "gloo"
-    dist.destroy_process_group()
+    if torch.cuda.is_available() or not device_by_build:
+        torch.cuda.set_device(ctx.rank)
 
 
 def install_again(
@@ -178,16 +169,6 @@ def on_build(name: str, fidelity: str, hide: bool, stands_for: str = "") -> Expe
     )
 
 
-def rank(name: str, message: str, because: str, fix: str) -> Experiment:
-    return Experiment(
-        name=name,
-        control=Arm(partial(start_rank, line=name, device_by_build=False), raised(message), because, "cpu"),
-        treatment=Arm(partial(start_rank, line=name, device_by_build=True), completed(), fix, "cpu"),
-        world_size=1,
-        expected_s=(1.0, 1.0),
-    )
-
-
 def reinstall(
     name: str, because: str, fix: str, fails: Mapping[str, Any] = MappingProxyType({}), **works: Any
 ) -> Experiment:
@@ -219,17 +200,19 @@ probe = Probe(
         on_build("hidden-cuda", "stand-in", hide=True, stands_for=HIDDEN),
     ),
     variants=(
-        rank(
-            "set-device",
-            r"module 'torch._C' has no attribute '_cuda_setDevice'",
-            "set_device is called with a build that has no CUDA",
-            "it is called only if there is a GPU",
-        ),
-        rank(
-            "nccl-backend",
-            "Distributed package doesn't have NCCL built in",
-            "a build without CUDA has no NCCL",
-            "the backend is gloo where there is no GPU",
+        Experiment(
+            name="set-device",
+            control=Arm(
+                partial(start_rank, device_by_build=False),
+                raised(r"module 'torch._C' has no attribute '_cuda_setDevice'"),
+                "set_device is called with a build that has no CUDA",
+                "cpu",
+            ),
+            treatment=Arm(
+                partial(start_rank, device_by_build=True), completed(), "it is called only if there is a GPU", "cpu"
+            ),
+            world_size=1,
+            expected_s=(1.0, 1.0),
         ),
         reinstall(
             "install-again",
