@@ -233,7 +233,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice=f"run once without {' '.join(against)}, then remove it at its origin")
     if evidence:
         return unknown(*evidence, advice="is each of these meant for this machine? If not: a run without it")
-    return clear(f"no NCCL_ setting that changes a path here or in {' '.join(places)}; the job's code may set some")
+    others = "the job's code or an env plugin of NCCL may set some"
+    return clear(f"no NCCL_ setting that changes a path here or in {' '.join(places)}; {others}")
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------
