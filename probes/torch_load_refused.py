@@ -160,7 +160,7 @@ def judge(ctx: Context, *, safetensors: bool) -> None:
 
 def refused(names: List[str], transformers: Any) -> List[str]:
     """The files of a model's or a checkpoint's folder that this transformers reads with torch.load."""
-    pattern = r"(optimizer|scheduler|scaler|spk_dict)\.pt|adapter\.[\w-]+\.bin"
+    pattern = r"(rank\d+-of-\d+-)?(optimizer|scheduler|scaler|spk_dict)\.pt|adapter\.[\w-]+\.bin"
     if transformers >= (5,):
         pattern += r"|rng_state\w*\.pth"
     if not any(name in SAFE_WEIGHTS for name in names):
