@@ -88,6 +88,7 @@ def build_trainer(output_dir: str, until: int = STEPS, **options: Any) -> Tuple[
 
 def start(ctx: Context, *, looks_first: bool) -> None:
     """The same command for the first start and for the restart."""
+    from accelerate.utils import gather_object  # type: ignore[import-not-found]
     from transformers.trainer_utils import get_last_checkpoint  # type: ignore[import-not-found]
 
     output_dir = ctx.path("out")
@@ -97,6 +98,7 @@ def start(ctx: Context, *, looks_first: bool) -> None:
         last: Any = True
         if looks_first:
             last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+            assert len(set(gather_object([last]))) == 1, "the ranks see different checkpoints: fix 6"
         trainer.train(resume_from_checkpoint=last)
         assert made == expected, made
 
