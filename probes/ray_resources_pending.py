@@ -120,6 +120,8 @@ def follow(ctx: Context, *, removes: bool) -> None:
             from ray._raylet import PlacementGroupID  # type: ignore[import-not-found]
             from ray.util.placement_group import PlacementGroup  # type: ignore[import-not-found]
 
+            ended = [job["IsDead"] for job in ray._private.state.jobs() if job["JobID"] == group_id[-8:]]
+            assert ended == [True], "the job that made this group still runs"
             ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
         reserve(ray, "global_pool")
 
