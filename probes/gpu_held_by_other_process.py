@@ -39,7 +39,7 @@ from kb.probe import (
 GPU_FILES = "/dev/nvidia"
 
 
-def close_gpu_files(worker_id: int) -> None:
+def close_gpu_files() -> None:
     for handle in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink(f"/proc/self/fd/{handle}")
@@ -47,6 +47,10 @@ def close_gpu_files(worker_id: int) -> None:
             continue
         if path.startswith(GPU_FILES):
             os.close(int(handle))
+
+
+def close_in_children() -> None:
+    os.register_at_fork(after_in_child=close_gpu_files)
 
 
 TAKE_GPU = """
@@ -75,7 +79,7 @@ class Samples(IterableDataset):
         print(os.getpid(), file=open("running", "w"), flush=True)
         time.sleep(120)  # the second sample is on storage that does not answer
 
-iterator = iter(DataLoader(Samples(), num_workers=1, multiprocessing_context="fork", worker_init_fn=%s))
+iterator = iter(DataLoader(Samples(), num_workers=1, multiprocessing_context="fork"))
 next(iterator)
 time.sleep(120)
 """
@@ -163,7 +167,8 @@ def holders(path: str) -> List[int]:
 def kill_rank(ctx: Context, *, closes: bool) -> None:
     """A rank is killed while its DataLoader worker waits for storage; then the next job starts."""
     before = used_mib(ctx)
-    program = inspect.getsource(close_gpu_files) + LOAD % ("close_gpu_files" if closes else "None")
+    source = inspect.getsource(close_gpu_files) + inspect.getsource(close_in_children) + "close_in_children()\n"
+    program = source + LOAD if closes else LOAD
     rank, worker = run_rank(ctx, program)
     with ended(worker):
         ctx.reached()
@@ -260,7 +265,7 @@ inherited = held(
     "inherited",
     partial(kill_rank, closes=False),
     partial(kill_rank, closes=True),
-    ("the worker inherited the open GPU files of the rank and outlives it", "the worker closes them when it starts"),
+    ("the worker inherited the open GPU files of the rank and outlives it", "the worker closes them as soon as it is forked"),
 )
 
 probe = Probe(
