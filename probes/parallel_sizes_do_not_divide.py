@@ -34,7 +34,7 @@ WIDTH, HEAD = 32, 64
 # Names of config.json, by what they count.
 COUNTS = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "vocabulary": ("vocab_size", "padded_vocab_size"),
@@ -57,6 +57,26 @@ def build_mesh(ctx: Context, *, data_parallel: Optional[int] = None) -> None:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     assert tuple(mesh.shape) == (1, 2)
     assert list(mesh.get_coordinate()) == [0, ctx.rank]
+
+
+def read_samples(ctx: Context, *, by_replica: bool) -> None:
+    """The ranks of a tensor-parallel group read data: each a share of its own, or the share of their replica."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.data import DistributedSampler
+
+    dist = ctx.init_process_group(timeout_s=10)
+    shape, dataset = (dist.get_world_size() // 2, 2), range(8)
+    mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=("dp", "tp"))
+    ctx.reached()
+    if by_replica:
+        sampler = DistributedSampler(dataset, shape[0], mesh["dp"].get_local_rank())
+    else:
+        sampler = DistributedSampler(dataset)
+    read: List[List[int]] = [[], []]
+    dist.all_gather_object(read, list(sampler))
+    if read[0] != read[1]:
+        raise Symptom("one tensor-parallel group reads samples %s and %s; no error" % (read[0], read[1]))
+    assert sorted(read[0]) == list(dataset)
 
 
 def leave_out(ctx: Context, *, degree: int) -> None:
@@ -261,6 +281,14 @@ probe = Probe(
             r"rank 1 of 2 is in no mesh; no error",
             "the degree is smaller than the number of ranks",
             "the degrees use all ranks",
+            measured=True,
+        ),
+        pair(
+            "samples",
+            (partial(read_samples, by_replica=False), partial(read_samples, by_replica=True)),
+            r"one tensor-parallel group reads samples \[[\d, ]+\] and \[[\d, ]+\]; no error",
+            "a sampler that counts ranks",
+            "a sampler that counts replicas",
             measured=True,
         ),
     ),
