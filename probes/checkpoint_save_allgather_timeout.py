@@ -28,10 +28,10 @@ def save(ctx: Context, *, everyone: bool) -> None:
     model(torch.randn(2, 16, device=ctx.device)).sum().backward()
     ctx.reached()
     if everyone or ctx.rank == 0:
+        assert not any(hasattr(weight, "ds_id") for weight in model.parameters())
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
         if dist.get_rank() == 0:
-            assert all(value.numel() for value in state.values())
             torch.save(state, path)
         if ctx.rank == 0:
             assert torch.load(path)["0.weight"].shape == (16, 16)
