@@ -351,9 +351,11 @@ def _torn(files: List[Path]) -> Tuple[List[str], List[str], int]:
             unread.append("%s and the rest: out of time, name them one by one" % file)
             break
         try:
-            read_checkpoint(file)
+            form = read_checkpoint(file).format
             torn += _holes(file)
             read += 1
+            if form == "safetensors" and _ends_in_zeros(file):
+                unread.append("%s ends in zeros: weights that are zero, or a write that was lost" % file)
         except Unreadable as error:
             no_checksums = "Bad CRC-32" in str(error)  # torch.save can leave them out, and the file is whole
             (torn if error.is_torn and not no_checksums else unread).append(str(error))
@@ -372,6 +374,13 @@ def _holes(file: Path) -> List[str]:
             if stream.read(4) != b"PK\x03\x04":
                 return ["%s: the header of %s is gone, a piece of the file was lost" % (file, part.filename)]
     return []
+
+
+def _ends_in_zeros(file: Path) -> bool:
+    """Whether the last page holds nothing, as after a power cut: this format has no checksum and no end of its own."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - 4096))
+        return not stream.read().strip(b"\0")
 
 
 def _has_metadata(folder: Path) -> bool:
