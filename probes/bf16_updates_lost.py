@@ -121,6 +121,48 @@ def engine(ctx: Context, *, deepspeed: bool) -> None:
     assert abs(values(model)[0].mean() - 0.9) < 0.01 and dtypes == {torch.float32}, dtypes
 
 
+def summed(ctx: Context, *, mended: bool, deepspeed: bool) -> None:
+    """512 micro-batches whose gradient is 1: DeepSpeed's `grad_accum_dtype`, or FSDP1 without `no_sync`."""
+    import contextlib
+
+    import torch
+
+    micro_batches, name = 512, "deepspeed" if deepspeed else "fsdp1"
+    if deepspeed:
+        module = import_deepspeed()
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        ctx.init_process_group(timeout_s=20)
+        model = build(ctx, "bfloat16")
+        torch.nn.init.zeros_(model.weight)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+        config.update(zero_allow_untested_optimizer=True, gradient_clipping=0.0)
+        config.update(gradient_accumulation_steps=micro_batches)
+        if mended:
+            config.update({"data_types": {"grad_accum_dtype": "fp32"}})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, _, _, _ = module.initialize(model=model, optimizer=optimizer, config=config)
+        ctx.reached()
+        for _ in range(micro_batches):
+            model.backward(model(torch.ones(1, SIDE, dtype=torch.bfloat16)).float().sum())
+            model.step()
+        found = -values(model)[0].mean().item() * micro_batches  # DeepSpeed divides
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+        ctx.init_process_group(timeout_s=15)
+        policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        model = FullyShardedDataParallel(
+            build(ctx, "float32"), mixed_precision=MixedPrecision(**policy), device_id=ctx.device
+        )
+        ctx.reached()
+        for n in range(micro_batches):
+            with contextlib.nullcontext() if mended or n == micro_batches - 1 else model.no_sync():
+                model(torch.ones(1, SIDE, device=ctx.device)).float().sum().backward()
+        found = max(p.grad.max().item() for p in model.parameters() if p.grad is not None)
+    if abs(found - micro_batches) > 1:
+        raise Symptom("accumulation in bfloat16: %.3g where %.3g is right, %s" % (found, micro_batches, name))
+
+
 def trainer(ctx: Context, *, dtype: str) -> None:
     """The Trainer of transformers with bf16=True, which is autocast: the weights stay what they are."""
     import torch
@@ -166,6 +208,8 @@ def side(ctx: Context, *, dtype: str, what: str) -> None:
         found, right = weight.grad.item(), 512.0
     else:
         ema, p, decay = torch.ones(1, dtype=kind), torch.full((1,), 2.0, dtype=torch.bfloat16), 0.999
+        if kind == torch.float32:
+            assert ema.dtype == torch.float32
         for _ in range(2000):
             ema.lerp_(p.detach().to(ema.dtype), 1 - decay)
         found, right = ema.item(), 2 - decay**2000
@@ -189,7 +233,7 @@ def pair(name: str, job: Callable[..., None], expect: Any, because: str, fix: st
         control=Arm(partial(job, **given, **{key: wrong}), expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(partial(job, **given, **{key: right}), expect=completed(), because=fix, fidelity="cpu"),
         needs=Needs(packages=needs),
-        world_size=2 if job is sharded else 1,
+        world_size=2 if job is sharded or (job is summed and not given["deepspeed"]) else 1,
         deadline_s=120.0 if library else 30.0,
         expected_s=(8.0, 8.0) if library else (0.5, 0.5),
     )
@@ -205,6 +249,26 @@ probe = Probe(
         pair("fsdp1", sharded, UNCHANGED, BF16, FP32, version=1, needs={"torch": ">=2.4"}),
         pair("fsdp2", sharded, UNCHANGED, BF16, FP32, version=2, needs={"torch": ">=2.7"}),
         pair("deepspeed", engine, NORM, BF16, "a float32 copy", change=("deepspeed", False, True), needs=DEEPSPEED),
+        pair(
+            "fsdp1-accumulation",
+            summed,
+            SIDES,
+            "micro-batches are summed in bfloat16, under no_sync",
+            "each micro-batch is reduced, in float32",
+            deepspeed=False,
+            change=("mended", False, True),
+            needs={"torch": ">=2.4"},
+        ),
+        pair(
+            "deepspeed-accumulation",
+            summed,
+            SIDES,
+            "micro-batches are summed in bfloat16",
+            "grad_accum_dtype is fp32",
+            deepspeed=True,
+            change=("mended", False, True),
+            needs=DEEPSPEED,
+        ),
         pair("trainer", trainer, TRAINER, BF16, FP32, needs={"transformers": ">=4.41", "accelerate": ""}),
         *(
             pair(what, side, SIDES, "bfloat16", "float32", what=what)
