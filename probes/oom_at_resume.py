@@ -1,0 +1,275 @@
+"""Training from scratch fits; resumed, each rank has the weights twice, or the full state of the optimizer."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import sys
+import traceback
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Callable, Iterator, List, Mapping, Tuple
+
+from kb.cpu_arms import limit_address_space
+from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
+
+MIB = 1 << 20
+WIDTH, LAYERS = 1792, 6  # 12 MiB a layer, more than glibc's heap has free; float32 weights of 74, a checkpoint of 221
+WHOLE_ROOM = 440 * MIB  # DDP takes 368: weights, gradients, their buckets, two moments; and a temporary or two
+PARTS_ROOM = 228 * MIB  # FSDP2 takes 147 on each of two, and a layer or two; 37 of weights and the file are 258
+GPU_MIB = 472  # as DDP takes, and the workspace of cuBLAS
+SAVED_AT, LAST = 1, 3  # steps
+
+
+@contextmanager
+def frames() -> Iterator[None]:
+    """Print the frames of an out-of-memory, which tell it from all others; a job's log has them."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+def build(ctx: Context, seed: int, *, parts: bool) -> Tuple[Any, Any, Any]:
+    """A model, under DDP or in parts, AdamW with two groups, and a schedule."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=ctx.device) for _ in range(LAYERS)))
+    if parts:
+        from torch.distributed.fsdp import fully_shard
+
+        for unit in (*model, model):
+            fully_shard(unit)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 2e-2}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), foreach=False)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def train(ctx: Context, model: Any, optimizer: Any, scheduler: Any, steps: range) -> None:
+    import torch
+
+    for step in steps:
+        batch = torch.full((1, WIDTH), 1.0 + step + ctx.rank, device=ctx.device)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def held(ctx: Context) -> int:
+    """MiB that this rank has allocated."""
+    import torch
+
+    gc.collect()
+    if ctx.device.type == "cuda":
+        return int(torch.cuda.memory_allocated(ctx.device)) // MIB
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") // MIB
+
+
+def digests(model: Any, optimizer: Any, scheduler: Any) -> List[str]:
+    """Of all that this rank has: the bytes of weights, moments and steps; the groups and the schedule as text."""
+    import torch
+
+    def digest(tensor: Any) -> str:
+        tensor = getattr(tensor, "to_local", lambda: tensor)()
+        return hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest()
+
+    found = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and float(state["step"]) == LAST, state
+        found += [digest(parameter), *(digest(state[name]) for name in sorted(state))]
+    for group in optimizer.param_groups:
+        found.append(str([(name, group[name]) for name in ("lr", "initial_lr", "weight_decay", "eps")]))
+        found.append(str(list(group["betas"])))
+    assert all(not torch.is_tensor(group["lr"]) for group in optimizer.param_groups)
+    return [*found, str(scheduler.get_last_lr()), str(scheduler.last_epoch)]
+
+
+def whole(ctx: Context, *, kept: bool) -> None:
+    """DDP. The run that is not interrupted fits; then the same is resumed, and what was loaded is kept or not."""
+    import torch
+
+    dist = ctx.init_process_group(timeout_s=60)
+    dist.all_reduce(torch.ones(1, device=ctx.device))
+    torch.set_num_threads(1)
+    path = ctx.path("checkpoint.pt")
+
+    def resume(path, model, optimizer, scheduler):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        state = torch.load(path, map_location="cpu")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        return state["step"]
+
+    if ctx.device.type == "cpu":
+        limit_address_space(WHOLE_ROOM)
+    model, optimizer, scheduler = build(ctx, 0, parts=False)
+    train(ctx, model, optimizer, scheduler, range(SAVED_AT))
+    if ctx.rank == 0:
+        states = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**states, "scheduler": scheduler.state_dict(), "step": SAVED_AT}, path)
+        del states
+    dist.barrier()
+    train(ctx, model, optimizer, scheduler, range(SAVED_AT, LAST))
+    before = held(ctx)
+    uninterrupted = digests(model, optimizer, scheduler)
+    del model, optimizer, scheduler
+    gc.collect()
+    ctx.reached()
+    with frames():
+        model, optimizer, scheduler = build(ctx, 1, parts=False)
+        if kept:
+            checkpoint = torch.load(path, map_location=ctx.device)
+            model.module.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            scheduler.load_state_dict(checkpoint["scheduler"])
+            step = checkpoint["step"]
+        else:
+            step = resume(path, model.module, optimizer, scheduler)  # type: ignore[no-untyped-call]
+        more = held(ctx) - before
+        ctx.note(mib_more_after_resume=more)
+        if more > 16:
+            sys.stderr.write("resumed, this rank holds %d MiB more than without an interruption\n" % more)
+        train(ctx, model, optimizer, scheduler, range(step, LAST))
+    assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run went another way"
+    assert abs(more) <= 16, "%d MiB more than without an interruption" % more
+
+
+def parts(ctx: Context, *, way: str) -> None:
+    """FSDP2 on two ranks. Rank 1 has a limit; what rank 0 reads is in its host's memory, which here is the same."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
+
+    assert way in ("full", "rank 0", "sharded"), way
+    ctx.init_process_group(timeout_s=60).all_reduce(torch.ones(1))
+    torch.set_num_threads(1)
+    path, folder = ctx.path("checkpoint.pt"), ctx.path("checkpoint")
+    if ctx.rank == 1:
+        limit_address_space(PARTS_ROOM)
+    model, optimizer, scheduler = build(ctx, 0, parts=True)
+    step: Any = 0
+
+    def training_state():  # type: ignore[no-untyped-def]  # noqa: ANN202
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict(), "step": step}
+
+    train(ctx, model, optimizer, scheduler, range(step, SAVED_AT))
+    step = SAVED_AT
+    if way == "sharded":
+        dcp.save(training_state(), checkpoint_id=folder)  # type: ignore[no-untyped-call]
+    else:
+        collect = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        saved: Any = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=collect)))
+        if ctx.rank == 0:
+            torch.save({**saved, "scheduler": scheduler.state_dict(), "step": step}, path)
+        del saved
+    dist.barrier()
+    train(ctx, model, optimizer, scheduler, range(step, LAST))
+    uninterrupted = digests(model, optimizer, scheduler)
+    del model, optimizer, scheduler
+    gc.collect()
+    ctx.reached()
+    with frames():
+        model, optimizer, scheduler = build(ctx, 1, parts=True)
+        step = 0
+        if way == "sharded":
+            state = training_state()  # type: ignore[no-untyped-call]
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            step = state["step"]
+            del state
+        elif way == "rank 0":
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            state, rest = {"model": {}, "optimizer": {}}, [None, None]
+            if dist.get_rank() == 0:
+                state = torch.load(path, map_location="cpu")
+                assert all(isinstance(name, str) for name in state["optimizer"]["state"]), "not of get_state_dict"
+                rest = [state["scheduler"], state["step"]]
+            set_model_state_dict(model, state["model"], options=options)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+            dist.broadcast_object_list(rest, src=0)
+            scheduler.load_state_dict(rest[0])
+            step = rest[1]
+            del state
+        else:
+            options = StateDictOptions(full_state_dict=True)
+            state = torch.load(path, map_location=ctx.device)
+            set_model_state_dict(model, state["model"], options=options)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+            scheduler.load_state_dict(state["scheduler"])
+            step = state["step"]
+            del state
+        train(ctx, model, optimizer, scheduler, range(step, LAST))
+    assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run went another way"
+
+
+STANDS = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
+HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
+CUDA = raised(r"out of memory\. Tried to allocate")
+FSDP2 = {"torch": ">=2.7"}  # earlier fully_shard does not run on the CPU
+
+
+def experiment(
+    name: str,
+    control: Callable[[Context], None],
+    treatment: Callable[[Context], None],
+    because: Tuple[str, str],
+    packages: Mapping[str, str] = MappingProxyType(FSDP2),
+    expected_s: Tuple[float, float] = (3.0, 4.0),
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(control, HOST, because[0], "stand-in", STANDS),
+        treatment=Arm(treatment, completed(), because[1], "stand-in", STANDS),
+        needs=Needs(packages=packages),
+        deadline_s=90,
+        expected_s=expected_s,
+    )
+
+
+rlimit = experiment(
+    "rlimit",
+    partial(whole, kept=True),
+    partial(whole, kept=False),
+    ("a variable keeps what torch.load returned", "a function loads it, and what it loaded ends with it"),
+    packages={"torch": ">=2.1"},
+)
+FULL = "each rank loads the full weights and the full state of the optimizer to its device, to take its part"
+
+probe = Probe(
+    experiments=(rlimit.on_gpus(2, expect=CUDA, gpu_memory_mib=GPU_MIB), rlimit),
+    variants=(
+        experiment(
+            "full",
+            partial(parts, way="full"),
+            partial(parts, way="rank 0"),
+            (FULL, "rank 0 loads it to the host, and sends tensor by tensor"),
+        ),
+        experiment(
+            "sharded",
+            partial(parts, way="full"),
+            partial(parts, way="sharded"),
+            (FULL, "each rank reads the part that it has, from a sharded checkpoint"),
+        ),
+    ),
+)
