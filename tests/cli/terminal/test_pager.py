@@ -155,7 +155,7 @@ def test_code_is_whole_on_a_narrow_terminal() -> None:
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_titles_and_ids_of_lists_are_not_broken(kb: Kb, columns: int) -> None:
-    for command in (("list",), ("search", "NCCL timeout", "--limit", "20")):
+    for command in (("list",), ("search", "ALLGATHER timeout save", "--limit", "20")):
         document = kb(*command, "--json").json
         lines = shown(*command, columns=columns, rows=5000).splitlines()
         words = " ".join(lines).split()

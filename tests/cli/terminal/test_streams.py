@@ -184,7 +184,7 @@ def test_closed_standard_output_changes_no_exit_code(command: str, code: int) ->
 
 def test_closed_standard_error_sends_nothing_to_stdout(content: ContentRoot) -> None:
     (content.path / "entries" / "unreadable.md").write_text("no entry\n")
-    assert "unreadable.md" in shell("search nccl timeout save --json").stderr
-    ended = shell("search nccl timeout save --json 2>&-")
+    assert "unreadable.md" in shell("search ALLGATHER timeout save --json").stderr
+    ended = shell("search ALLGATHER timeout save --json 2>&-")
     assert ended.returncode == 0
     assert json.loads(ended.stdout)["hits"]
