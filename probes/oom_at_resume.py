@@ -18,7 +18,7 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, completed, raised
 MIB = 1 << 20
 WIDTH, LAYERS = 1792, 6  # 12 MiB a layer, more than glibc's heap has free; float32 weights of 74, a checkpoint of 221
 WHOLE_ROOM = 418 * MIB  # DDP takes 368: weights, gradients, their buckets, two moments; and a temporary or two
-PARTS_ROOM = 242 * MIB  # FSDP2 takes 147 on each of two, and a layer or two; 37 of weights and the file are 258
+PARTS_ROOM = 228 * MIB  # FSDP2 takes 147 on each of two, and a layer or two; 37 of weights and the file are 258
 GPU_MIB = 472  # as DDP takes, and the workspace of cuBLAS
 SAVED_AT, LAST = 1, 3  # steps
 
