@@ -265,7 +265,10 @@ inherited = held(
     "inherited",
     partial(kill_rank, closes=False),
     partial(kill_rank, closes=True),
-    ("the worker inherited the open GPU files of the rank and outlives it", "the worker closes them as soon as it is forked"),
+    (
+        "the worker inherited the open GPU files of the rank and outlives it",
+        "the worker closes them as soon as it is forked",
+    ),
 )
 
 probe = Probe(
