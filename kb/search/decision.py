@@ -9,7 +9,7 @@ The score of a hit says which entry is nearest, not how near: any question has a
 - agreement: how many symptoms, phases and components the question names that the entry declares, less the others.
 
 Whatever they tell, there is no answer where the entry has little of the question's text (`is_near`), or common words of
-it alone (`is_vague`), and none to a question about a subject outside of kb.
+it alone (`are_common`), and none to a question about a subject outside of kb.
 
 The weights are those of a logistic regression, `make decision`, with the probability as it was measured with 179
 entries: the more entries there are, the nearer is the next one, and the smaller the lead of a right one.
@@ -36,8 +36,8 @@ MOST_PAIRS = 200
 MOST_UNKNOWN = 0.1  # probability of an answer where nothing is near: one word of a question may be far ahead alone
 ALL, RARE = 0.999, 0.75  # an entry with all words of a question is related if one is as rare as this, of the rarest
 NEAR, NEAR_FOR_ALL = 1.75, 0.8  # rare words; see `is_near`
-VAGUE = 2.6  # see `is_vague`
-SURE = 0.9  # and an answer to a question of common words: "too many open files"
+COMMON = 2.6  # see `are_common`
+SURE = 0.9  # from here on common words suffice for an answer: "too many open files"
 
 
 class Kind(StrEnum):
@@ -45,7 +45,7 @@ class Kind(StrEnum):
 
     ANSWER = "answer"  # an entry is about the question
     RELATED = "related"  # none is; some are near
-    UNKNOWN = "unknown"  # nothing is near
+    UNKNOWN = "unknown"  # nothing is near, or too much
 
 
 class Observations(NamedTuple):
@@ -82,7 +82,7 @@ def decide(index: Index, units: list[Unit], scoring: Scoring, admitted: Collecti
     shared = [concept.idf for concept in scoring.concepts if ranked[0] in concept.scores]
     share = sum(shared) / everything if everything else 0.0
     probability = observe(index, units, scoring.named, ranked, scoring.totals).probability
-    vague = is_vague(shared) and probability < SURE
+    vague = are_common(shared) and probability < SURE
     if has_signature or (not vague and is_near(scoring.totals[ranked[0]] / (rarest * MOST_PER_IDF), share)):
         return Decision(Kind.ANSWER if probability >= LIKELY else Kind.RELATED, probability)
     has_rare = any(concept.idf >= RARE * rarest for concept in scoring.concepts)
@@ -118,13 +118,13 @@ def is_near(rare_words: float, share: float) -> bool:
     return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL
 
 
-def is_vague(idfs: Iterable[float]) -> bool:
+def are_common(idfs: Iterable[float]) -> bool:
     """Whether the words that a question and an entry share are common ones: "my job hangs", "CUDA out of memory".
 
     Of `idfs` of these words, a word that all entries have counts nothing, one that half of them have 0.7, one that no
     other has 4.5. Which entry is nearest then depends on how often it says them, so it has to be far ahead.
     """
-    return sum(idf - 1 for idf in idfs) < VAGUE
+    return sum(idf - 1 for idf in idfs) < COMMON
 
 
 def unrelated(index: Index, ranked: Sequence[int]) -> list[int]:
