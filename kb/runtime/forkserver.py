@@ -21,7 +21,7 @@ from typing import Any, Dict, List  # Python 3.9 reads this
 
 from kb.runtime import guard, processes, worker
 
-MADV_COLLAPSE = 25
+MADV_COLLAPSE = 25  # linux/mman.h; Python has no name for it
 ORPHANS_S = 5.0  # a killed process that still exists after this is stuck in the kernel
 
 PRELOAD = (
