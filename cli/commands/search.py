@@ -54,7 +54,8 @@ def search(
 ) -> int:
     """Find the entry for a failure: paste an error or describe it, in English or Chinese.
 
-    Exit code 0 for an answer, or for entries that are near when none is about it; 1 when nothing is near.
+    Exit code 0 for an answer, or for entries that are near when none is about it; 1 when nothing is near,
+    or when common words fit many entries alike.
     """
     text = _text(query)
     if not text.strip():
