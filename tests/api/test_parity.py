@@ -162,6 +162,13 @@ def test_an_answer_is_one_everywhere_and_so_is_none(service: Service, cli: Calla
             assert bool(context["claims"]) <= (kind == Kind.ANSWER), question
 
 
+def test_a_question_of_common_words_is_told_so(service: Service) -> None:
+    """As the terminal says it: see `tests/cli/commands/test_search.py`."""
+    page = service.rest.get("/", params={"q": "my job hangs"}, headers={"Accept": "text/html"}).text
+    assert kind_of_page(page) is Kind.UNKNOWN
+    assert "Many entries fit these words" in page
+
+
 def test_filters_mean_the_same(service: Service, cli: Callable[..., dict[str, Any]]) -> None:
     for only in FILTERS:
         options = [f"--{name}={value}" for name, values in only.items() for value in values]

@@ -87,10 +87,6 @@ def test_a_question_without_a_good_answer_says_so_and_is_counted(client: httpx.C
     assert "zebra" in gaps.page(app.state.database)[0].text
 
 
-def test_a_question_of_common_words_is_told_so(client: httpx.Client) -> None:
-    assert "Many entries fit these words" in get(client, "/?q=my+job+hangs")
-
-
 def test_a_question_that_is_still_being_typed_is_not_counted(client: httpx.Client, app: FastAPI) -> None:
     get(client, "/?q=zebr", **{"Sec-Fetch-Dest": "empty"})
     app.state.gaps.write()
