@@ -13,11 +13,15 @@ import resource
 from pathlib import Path
 from typing import Any, List  # Python 3.9 reads these
 
-from kb.probe import Unavailable
+from kb.probe import Unavailable, raised
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 LONGEST_TMPDIR = 70  # bytes: 107 less the 34 of the name below, and some to spare
 OWN_MAPPING = 1 << 20  # bytes: larger blocks are mapped one by one
+
+LIMITED_ADDRESS_SPACE = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
+HOST_OOM = raised(r"DefaultCPUAllocator: can't allocate memory")
+GPU_OOM = raised(r"out of memory\. Tried to allocate")
 
 
 def limit_address_space(room: int) -> None:

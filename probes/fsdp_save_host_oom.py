@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
-from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
+from kb.cpu_arms import GPU_OOM, HOST_OOM, limit_address_space
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, unknown
 from kb.training_config import UnreadableConfig, read_config
 
 GIB = 1 << 30
@@ -34,24 +33,20 @@ def save(ctx: Context, *, how: str) -> None:
     if not on_gpu and ctx.rank == 1:
         limit_address_space(CPU_ROOM)
     ctx.reached()
-    try:
-        if how == "sharded":
-            weights, moments = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder)
-            saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-            assert {f"model.{name}" for name in weights} < set(saved), (list(saved), list(weights))
-            assert "optim.state.0.weight.momentum_buffer" in saved, list(saved)
-            return
-        if how == "rank 0":
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            state = get_model_state_dict(model, options=options)
-            if dist.get_rank() == 0:
-                torch.save(state, path)
-        else:
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    except Exception:
-        traceback.print_exc()  # the frames tell this out-of-memory from all others; a job's log has them
-        raise
+    if how == "sharded":
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder)
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        assert {f"model.{name}" for name in weights} < set(saved), (list(saved), list(weights))
+        assert "optim.state.0.weight.momentum_buffer" in saved, list(saved)
+        return
+    if how == "rank 0":
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
+        if dist.get_rank() == 0:
+            torch.save(state, path)
+    else:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     ctx.note(full_mib=sum(tensor.nbytes for tensor in state.values()) >> 20)
     expected = len(list(model.parameters())) if ctx.rank == 0 else 0
     assert len(state) == expected, "%d tensors on rank %d, not %d" % (len(state), ctx.rank, expected)
@@ -164,7 +159,7 @@ SHARED = "the memory of a GPU, or the host memory that all ranks share; here the
 
 FULL = Arm(
     partial(save, how="everywhere"),
-    raised(r"DefaultCPUAllocator: can't allocate memory"),
+    HOST_OOM,
     because=EVERYWHERE,
     fidelity="stand-in",
     stands_for=SHARED,
@@ -202,7 +197,7 @@ probe = Probe(
         "ranks": Param("int", "ranks on this host, for copies=all", 8),
     },
     experiments=(
-        rlimit.on_gpus(expect=raised(r"out of memory\. Tried to allocate"), gpu_memory_mib=GPU_MIB),
+        rlimit.on_gpus(expect=GPU_OOM, gpu_memory_mib=GPU_MIB),
         rlimit,
     ),
     variants=(in_shards,),

@@ -6,16 +6,14 @@ import gc
 import json
 import os
 import subprocess
-import traceback
-from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
-from kb.cpu_arms import import_deepspeed, limit_address_space
+from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, import_deepspeed, limit_address_space
 from kb.probe import (
     Arm,
     Context,
@@ -29,7 +27,6 @@ from kb.probe import (
     clear,
     completed,
     exposed,
-    raised,
     symptom,
     unknown,
 )
@@ -41,16 +38,6 @@ ADAPTER_ROOM = 176 * MIB  # in full 16 bytes, 256 MiB; the frozen weights 4, 64 
 LOAD_ROOM = 168 * MIB  # for twelve layers, 192 MiB: the half of a rank and a layer or two
 LAYERS, NARROW, BUDGET = 8, 1024, 12  # of a model whose bytes are counted; and bytes a parameter that a rank may have
 FLOATS = ("bfloat16", "float16", "float32")
-
-
-@contextmanager
-def frames() -> Iterator[None]:
-    """Print the frames of an out-of-memory, which tell it from all others; a job's log has them."""
-    try:
-        yield
-    except Exception:
-        traceback.print_exc()
-        raise
 
 
 def build(layers: int, width: int = WIDTH) -> Any:
@@ -116,13 +103,12 @@ def train(ctx: Context, *, shards: bool) -> None:
     if not on_gpu:
         limit_address_space(CPU_ROOM)
     ctx.reached()
-    with frames():
-        layers = 16 if on_gpu else 4
-        model = sharded(layers, ctx.device) if shards else DistributedDataParallel(build(layers).to(ctx.device))
-        for parameter in model.parameters():
-            torch.nn.init.constant_(parameter, 1 / WIDTH)
-        before = next(iter(model.parameters())).detach().sum().item()
-        step(model, torch.optim.AdamW(model.parameters()), ctx.device)
+    layers = 16 if on_gpu else 4
+    model = sharded(layers, ctx.device) if shards else DistributedDataParallel(build(layers).to(ctx.device))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 1 / WIDTH)
+    before = next(iter(model.parameters())).detach().sum().item()
+    step(model, torch.optim.AdamW(model.parameters()), ctx.device)
     assert next(iter(model.parameters())).detach().sum().item() != before, "the step moved nothing"
 
 
@@ -144,13 +130,12 @@ def adapt(ctx: Context, *, adapter: bool) -> None:
     if not on_gpu:
         limit_address_space(ADAPTER_ROOM)
     ctx.reached()
-    with frames():
-        model = build(20 if on_gpu else 4)
-        if adapter:
-            model = nn.Sequential(*(Adapted(layer) for layer in model))
-        model.to(ctx.device)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        step(model, torch.optim.AdamW(trained), ctx.device)
+    model = build(20 if on_gpu else 4)
+    if adapter:
+        model = nn.Sequential(*(Adapted(layer) for layer in model))
+    model.to(ctx.device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    step(model, torch.optim.AdamW(trained), ctx.device)
     share = sum(parameter.numel() for parameter in trained) / sum(parameter.numel() for parameter in model.parameters())
     ctx.note(trained_share=round(share, 4))
     assert share < 0.01, share
@@ -164,13 +149,12 @@ def load(ctx: Context, *, whole_first: bool) -> None:
     ctx.init_process_group(timeout_s=30).all_reduce(torch.ones(1))
     limit_address_space(LOAD_ROOM)
     ctx.reached()
-    with frames():
-        if whole_first:
-            model = build(12)
-            for unit in (*model, model):
-                fully_shard(unit)
-        else:
-            model = sharded(12, ctx.device)
+    if whole_first:
+        model = build(12)
+        for unit in (*model, model):
+            fully_shard(unit)
+    else:
+        model = sharded(12, ctx.device)
     fill(model, ctx.device)
     for name, part in model.state_dict().items():
         assert torch.equal(part.to_local(), read_tensor(name)[: WIDTH // 2]), name
@@ -343,9 +327,6 @@ def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], Optional[float]
         return None, None, "nvidia-smi does not tell the memory of the GPUs: %s" % type(error).__name__
 
 
-STANDS = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
-HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
-CUDA = raised(r"out of memory\. Tried to allocate")
 FSDP2 = {"torch": ">=2.7"}  # earlier fully_shard does not run on the CPU
 
 
@@ -360,10 +341,10 @@ def experiment(
     expected_s: Tuple[float, float] = (1.0, 1.5),
 ) -> Experiment:
     """Without `expect` the arms are short of memory, by a limit; with it they count."""
-    fidelity, stands_for = ("cpu", "") if expect else ("stand-in", STANDS)
+    fidelity, stands_for = ("cpu", "") if expect else ("stand-in", LIMITED_ADDRESS_SPACE)
     return Experiment(
         name=name,
-        control=Arm(control, expect or HOST, because[0], fidelity, stands_for),
+        control=Arm(control, expect or HOST_OOM, because[0], fidelity, stands_for),
         treatment=Arm(treatment, completed(), because[1], fidelity, stands_for),
         world_size=world_size,
         needs=Needs(packages=packages),
@@ -398,8 +379,8 @@ probe = Probe(
         "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
     },
     experiments=(
-        rlimit.on_gpus(2, expect=CUDA, gpu_memory_mib=1024),
-        adapter.on_gpus(1, name="gpu", expect=CUDA, gpu_memory_mib=1024),
+        rlimit.on_gpus(2, expect=GPU_OOM, gpu_memory_mib=1024),
+        adapter.on_gpus(1, name="gpu", expect=GPU_OOM, gpu_memory_mib=1024),
         rlimit,
     ),
     variants=(

@@ -7,8 +7,8 @@ import subprocess
 from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
-from kb.cpu_arms import limit_address_space
-from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
+from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, limit_address_space
+from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, unknown
 from kb.training_config import UnreadableConfig, read_config
 
 GIB = 1 << 30
@@ -175,8 +175,6 @@ def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
         return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
 
 
-CARD = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
-HOST = raised(r"DefaultCPUAllocator: can't allocate memory")
 RETAINED = "a training step fits, then the evaluation keeps the logits of every batch"
 
 
@@ -190,8 +188,8 @@ def experiment(
 ) -> Experiment:
     return Experiment(
         name=name,
-        control=Arm(broken, HOST, because=because, fidelity="stand-in", stands_for=CARD),
-        treatment=Arm(fixed, completed(), because=fix, fidelity="stand-in", stands_for=CARD),
+        control=Arm(broken, HOST_OOM, because=because, fidelity="stand-in", stands_for=LIMITED_ADDRESS_SPACE),
+        treatment=Arm(fixed, completed(), because=fix, fidelity="stand-in", stands_for=LIMITED_ADDRESS_SPACE),
         world_size=world_size,
         deadline_s=60,
         expected_s=(0.4, 0.6),
@@ -214,7 +212,7 @@ probe = Probe(
         "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
     },
     experiments=(
-        rlimit.on_gpus(1, name="gpu", expect=raised(r"out of memory\. Tried to allocate"), gpu_memory_mib=GPU_MIB),
+        rlimit.on_gpus(1, name="gpu", expect=GPU_OOM, gpu_memory_mib=GPU_MIB),
         rlimit,
     ),
     variants=(
@@ -251,17 +249,17 @@ probe = Probe(
             name="transformers",
             control=Arm(
                 partial(trainer_evaluate, fixed=False),
-                HOST,
+                HOST_OOM,
                 because="compute_metrics is given, so the Trainer concatenates the logits of all batches",
                 fidelity="stand-in",
-                stands_for=CARD,
+                stands_for=LIMITED_ADDRESS_SPACE,
             ),
             treatment=Arm(
                 partial(trainer_evaluate, fixed=True),
                 completed(),
                 because="preprocess_logits_for_metrics reduces each batch to its predictions first",
                 fidelity="stand-in",
-                stands_for=CARD,
+                stands_for=LIMITED_ADDRESS_SPACE,
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.46", "accelerate": ""}),
