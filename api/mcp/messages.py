@@ -17,7 +17,7 @@ def refusal(text: str) -> JSONRPCError | None:
     try:
         message = from_json(text)
     except ValueError as error:
-        return _error(PARSE_ERROR, f"this is no JSON that can be read: {error}", _id_of(text))
+        return _error(PARSE_ERROR, f"this is not valid JSON: {error}", _id_of(text))
     if not isinstance(message, dict):
         return _error(INVALID_REQUEST, "a message is one JSON object", None)
     if "method" in message and "id" in message and _valid_id(message["id"]) is None:
@@ -25,7 +25,7 @@ def refusal(text: str) -> JSONRPCError | None:
     try:
         jsonrpc_message_adapter.validate_python(message, by_name=False)
     except ValidationError:
-        expected = 'this is no JSON-RPC 2.0 message; a request has "jsonrpc": "2.0", an id, a method and params'
+        expected = 'this is not a JSON-RPC 2.0 message; a request has "jsonrpc": "2.0", an id, a method and params'
         return _error(INVALID_REQUEST, expected, _valid_id(message.get("id")))
     return None
 

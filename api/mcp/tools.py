@@ -138,8 +138,8 @@ class Tools:
         if not data:
             raise UsageError("the text is empty", "send the log as it was printed")
         if len(data) > MOST_TEXT:
-            message = f"the text is {len(data) / (1 << 20):.1f} MB, and {MOST_TEXT >> 20} MB is the most"
-            raise UsageError(message, "send its end, or run `kb diagnose FILE`, which reads files of any size")
+            message = f"the text is {len(data) / (1 << 20):.1f} MB, and {MOST_TEXT >> 20} MB is the limit"
+            raise UsageError(message, "send the end of it, or run `kb diagnose FILE`, which reads files of any size")
         content = await self.content()
         diagnosis = await content.diagnose([Stream("body", iter([data]))])
         if self.recorder:

@@ -30,7 +30,7 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 WRONG_KEYS = "10/minute"  # per client
 HINT = "send a key as `Authorization: Bearer kb_...`; the operator of this service makes one with `kb key new`"
 WRONG_KEY_HINT = (
-    "it is incomplete, revoked or of another service; `kb key list` shows its operator those that are valid"
+    "the key is incomplete, revoked, or belongs to another service; its operator can list valid keys with `kb key list`"
 )
 NO_HASH = keys.fingerprint("")
 
@@ -157,9 +157,9 @@ def _require(scope: Scope, caller: Caller) -> Caller:
     if caller.scope.covers(scope):
         return caller
     if caller is ANONYMOUS:
-        raise KeyNeeded(f"this needs a key with the scope {scope}", HINT)
+        raise KeyNeeded(f"this requires a key with the scope {scope}", HINT)
     hint = f"the operator of this service makes one with `kb key new NAME --scope {scope}`"
-    raise NotAllowed(f"this needs the scope {scope}, but the key has {caller.scope}", hint)
+    raise NotAllowed(f"this requires the scope {scope}, but the key has {caller.scope}", hint)
 
 
 Reader = Annotated[Caller, Depends(reader)]

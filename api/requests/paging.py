@@ -17,7 +17,7 @@ from kb.errors import UsageError
 
 CHECKSUM_BYTES = 6
 LONGEST = 600  # an id and the name of a GPU, in four bytes a character
-INVALID = "the cursor is not one of this list", "leave it out to start, or send `next` back unchanged"
+INVALID = "this cursor does not belong to this list", "leave it out to start, or send `next` back unchanged"
 
 Item = TypeVar("Item")
 

@@ -91,7 +91,7 @@ def respond(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return _invalid_request(request, error)
     if isinstance(error, ClientDisconnect):
-        return _problem(request, 400, "", "the client left before its body had arrived")
+        return _problem(request, 400, "", "the client disconnected before its body had arrived")
     log.error("%s %s", _id(request), type(error).__name__, exc_info=error)
     return _problem(request, 500, "", INTERNAL)
 

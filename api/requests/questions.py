@@ -53,22 +53,22 @@ class SearchQuestion(BaseModel):
         description="Words or an error, English or Chinese; no operators.", examples=["ALLGATHER timeout save"]
     )
     limit: int = Field(5, ge=1, le=MOST_HITS, description="At most this many hits.")
-    tag: Values = Field(None, description="Only entries with this tag; repeated: with all of them.")
+    tag: Values = Field(None, description="Only entries with this tag; repeat it to require several.")
     framework: Values = Field(
-        None, description="Only entries about this package or framework; repeated: about any of them."
+        None, description="Only entries about this package or framework; repeat it to match any of several."
     )
     status: Values = Field(
-        None, description="Only entries of this status; repeated: of any of them.", json_schema_extra=_choices(Status)
+        None, description="Only entries with this status; repeat it to match any of several.", json_schema_extra=_choices(Status)
     )
     area: Values = Field(
-        None, description="Only entries of this area; repeated: of any of them.", json_schema_extra=_choices(Area)
+        None, description="Only entries of this area; repeat it to match any of several.", json_schema_extra=_choices(Area)
     )
     why: bool = Field(False, description="Explain the score of each hit.")
     gpu: Value = Field(
-        "", description="Your GPU: good answers whose fix was verified on that model come first.", examples=["H100"]
+        "", description="Your GPU: good answers with a fix verified on that model come first.", examples=["H100"]
     )
     torch: Value = Field(
-        "", description="Your torch: of such answers, those of the same release come first.", examples=["2.7.1"]
+        "", description="Your torch: among those answers, fixes verified on the same release come first.", examples=["2.7.1"]
     )
 
     @property
@@ -94,4 +94,4 @@ class ContextQuestion(BaseModel):
         4000, ge=LEAST_CHARS, le=MOST_CHARS, description="At most this many characters, including citations."
     )
     lang: Literal["en", "zh"] = Field("en", description="The language of the claims.")
-    related: bool = Field(False, description="Also claims of entries that are near, where no entry answers.")
+    related: bool = Field(False, description="Include claims of nearby entries when no entry answers.")

@@ -27,7 +27,7 @@ from ..state.response_cache import CachedResponse
 JSON, TEXT = "application/json", "text/plain"
 VARY = {"Vary": "Accept"}
 MOST_ENTRIES = 3
-ONLY_NEAR = "No entry answers the question. These claims are of entries about something near."
+ONLY_NEAR = "No entry answers the question. These claims come from entries about something similar."
 
 router = APIRouter(prefix="/v1", tags=["context"])
 

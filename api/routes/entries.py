@@ -42,12 +42,12 @@ IfNoneMatch = Annotated[str | None, Header(description="The ETag of your copy: 3
 async def list_entries(
     content: ServedContent,
     tag: Annotated[
-        list[str] | None, Query(description="Only entries with this tag; repeated: with all of them.")
+        list[str] | None, Query(description="Only entries with this tag; repeat it to require several.")
     ] = None,
     framework: Annotated[str, Query(description="Only entries about this package or framework.")] = "",
     status: Annotated[Status | None, Query(description="Only entries of this status; default: not withdrawn.")] = None,
     area: Annotated[
-        list[Area] | None, Query(description="Only entries of this area; repeated: of any of them.")
+        list[Area] | None, Query(description="Only entries of this area; repeat it to match any of several.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many entries.")] = 100,
     cursor: Cursor = None,

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kb.capture.session import Capture, Settings
     from kb.diagnose.diagnosis import Diagnosis
 
-NO_JOB = "no process of a training job runs on this node"
-NO_JOB_THERE = "no process of a training job runs on these nodes"
+NO_JOB = "no training job is running on this node"
+NO_JOB_THERE = "no training job is running on these nodes"
 MOST_NODES = 8  # that are named one by one
 
 
@@ -35,15 +35,15 @@ def capture(
             metavar="WHERE", help="All nodes of a job: slurm:JOBID, ssh:HOST1,HOST2, ssh:@FILE or kubectl:SELECTOR."
         ),
     ] = None,
-    job: Annotated[str | None, typer.Option(help="With --nodes, of several jobs the one of this name.")] = None,
+    job: Annotated[str | None, typer.Option(help="With --nodes, the job with this name, if there are several.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the bundle. [default: the temporary folder]")] = None,
     interval: Annotated[float, typer.Option(min=0.5, max=60, help="Seconds between the two samples.")] = 3.0,
-    seconds: Annotated[float, typer.Option(min=3, max=600, help="Deadline of the collection, on each node.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=3, max=600, help="Time limit for the collection on each node.")] = 30.0,
     native: Annotated[
         bool, typer.Option("--native", help="C++ stacks too; pauses a process of each group for about a second.")
     ] = False,
     trigger: Annotated[
-        bool, typer.Option("--trigger", help="Ask torch for flight-recorder dumps, where it opened a way to ask.")
+        bool, typer.Option("--trigger", help="Ask torch for flight-recorder dumps, if the job enabled them.")
     ] = False,
     no_diagnose: Annotated[bool, typer.Option("--no-diagnose", help="Only write the bundle.")] = False,
     as_json: JsonFlag = False,
@@ -63,7 +63,7 @@ def capture(
     if nodes is not None and pid is not None:
         raise UsageError("--pid names a process of this node", "use --job with --nodes")
     if job is not None and nodes is None:
-        raise UsageError("--job names a job over nodes", "use --pid without --nodes")
+        raise UsageError("--job selects a job across nodes", "use --pid without --nodes")
     folder = (out or Path(tempfile.gettempdir())).expanduser()
     archive.check_folder(folder)
     settings = Settings(interval, seconds, native, trigger)

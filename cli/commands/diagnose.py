@@ -42,7 +42,7 @@ def diagnose(
         bool, typer.Option("--save-unexplained", help="Save a redacted excerpt if no entry explains the logs.")
     ] = False,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Draw what each rank did, as far as the logs show it.")
+        bool, typer.Option("--timeline", help="Draw what each rank did, as far as the logs show.")
     ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer and the timeline to one HTML file.")
@@ -66,7 +66,7 @@ def diagnose(
     if timeline and as_json:
         raise UsageError("--timeline and --json exclude each other", "the timeline is in the JSON, under `story`")
     if python and not verify:
-        raise UsageError("--python requires --verify", "it is the interpreter that runs the probes")
+        raise UsageError("--python requires --verify", "--python is the interpreter that runs the probes")
     if "-" in paths:
         stdin()  # raises if there is none, which reading never does
     chosen = configured_roots(tuple(roots or ()))

@@ -22,7 +22,7 @@ def history(
     entry_id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="Only reports of this entry.", autocompletion=complete_ids)
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most this many reports.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Show at most this many reports.")] = 20,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:

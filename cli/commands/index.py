@@ -15,7 +15,7 @@ from ..terminal.progress import StatusLine
 
 
 def index(
-    force: Annotated[bool, typer.Option("--force", help="Build it again even when it is fresh.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Rebuild it even if it is up to date.")] = False,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:

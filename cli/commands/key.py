@@ -82,7 +82,7 @@ def list_(as_json: JsonFlag = False, database: DatabaseOption = None) -> int:
 
 @key.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, as `kb key list` shows it.")],
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="The id of the key, as `kb key list` shows it.")],
     as_json: JsonFlag = False,
     database: DatabaseOption = None,
 ) -> int:

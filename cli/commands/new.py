@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def new(
-    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Names the problem: lower-case words with hyphens.")],
+    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the problem: lower-case words joined by hyphens.")],
     home: Annotated[
         Path | None, typer.Option("--root", metavar="DIR", help="The content root to write to; created if missing.")
     ] = None,

@@ -37,18 +37,18 @@ def search(
     query: Annotated[
         list[str], typer.Argument(help="Words or an error, English or Chinese; `-` reads standard input.")
     ],
-    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many entries.")] = 3,
+    limit: Annotated[int, typer.Option(min=1, max=50, help="Show at most this many entries.")] = 3,
     tag: TagOption = None,
     framework: FrameworkOption = None,
     status: StatusOption = None,
     area: AreaOption = None,
     applies_here: Annotated[
-        bool, typer.Option("--applies-here", help="First what fits the versions of your environment, with the reason.")
+        bool, typer.Option("--applies-here", help="List entries that apply to your installed versions first, and say why.")
     ] = False,
     python: Annotated[
         Path | None, typer.Option(help="Interpreter of your training environment, for --applies-here.")
     ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Show what each score is made of.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Explain each score.")] = False,
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
@@ -61,7 +61,7 @@ def search(
     if not text.strip():
         raise UsageError("the query is empty", 'for instance: kb search "ALLGATHER timeout save"')
     if python and not applies_here:
-        raise UsageError("--python says nothing without --applies-here", "add --applies-here")
+        raise UsageError("--python has no effect without --applies-here", "add --applies-here")
     only = _filter(tag, framework, status, area)
     installed = _installed(interpreter_of(python)) if applies_here else None
     chosen = configured_roots(tuple(roots or ()))

@@ -40,7 +40,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free one.")] = 8000,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes; one that dies is replaced.")] = 1,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody who can reach the service read without a key.")
+        bool, typer.Option("--insecure", help="Let anyone who can reach the service read without a key.")
     ] = False,
     roots: RootOption = None,
 ) -> int:

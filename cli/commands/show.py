@@ -27,12 +27,12 @@ def show(
         typer.Argument(metavar="ID", help="The id of an entry, as `kb search` prints it.", autocompletion=complete_ids),
     ],
     is_whole: Annotated[
-        bool, typer.Option("--all", help="Also logs, look-alikes, environment, reasons, known cases and references.")
+        bool, typer.Option("--all", help="Show logs, look-alikes, environment, reasons, known cases and references as well.")
     ] = False,
     section: Annotated[
         str,
         typer.Option(
-            help="Only this section, for instance fix; its beginning is enough.", autocompletion=complete_sections
+            help="Show only this section, for instance `fix`; a prefix is enough.", autocompletion=complete_sections
         ),
     ] = "",
     lang: LangOption = "en",

@@ -34,7 +34,7 @@ def verify(
         typer.Argument(metavar="[ID]...", help="Entries to verify.", autocompletion=complete_ids),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Verify every entry.")] = False,
-    plan_only: Annotated[bool, typer.Option("--plan", help="Show what would run, run nothing.")] = False,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Show what would run, without running it.")] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Point a probe at your numbers or files. Repeatable."),

@@ -76,7 +76,7 @@ class Workers:
                 self._can_start = False
                 return
             self._processes[place] = new = self._start()
-            log.warning("worker %s is gone, %s takes its place", gone.pid, new.pid)
+            log.warning("worker %s has exited, %s takes its place", gone.pid, new.pid)
 
 
 def run(make_config: MakeConfig, count: int, listener: socket) -> None:

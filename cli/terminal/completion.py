@@ -30,7 +30,7 @@ SECTIONS = ("symptom", "environment", "root cause", "how to tell", "fix", "why i
 STATUSES = {
     "confirmed": "its probe reproduces the mechanism",
     "reported": "only threads say so",
-    "disputed": "its cause or fix is contested",
+    "disputed": "its cause or fix is disputed",
     "withdrawn": "answers no question",
 }
 

@@ -132,7 +132,7 @@ class Printer:
             times = self._say(" ({:,} times)").format(failure.count) if failure.count > 1 else ""
             print(field("seen", f"{_cited(failure.line)}{times}", self.lang))
         if len(failures) > MOST_FAILURES:
-            print(" " * INDENT + self._say("and more: --json has them"))
+            print(" " * INDENT + self._say("more: see --json"))
         best = diagnosis.findings[: self.limit]
         matched = [finding for finding in best if finding.role != "similar"]
         if diagnosis.is_cause_unknown and matched:

@@ -10,13 +10,13 @@ from .completion import complete_areas, complete_frameworks, complete_statuses, 
 
 TagOption = Annotated[
     list[str] | None,
-    typer.Option("--tag", help="Only entries with this tag. Repeatable: all of them.", autocompletion=complete_tags),
+    typer.Option("--tag", help="Only entries with this tag. Repeat to require several.", autocompletion=complete_tags),
 ]
 FrameworkOption = Annotated[
     list[str] | None,
     typer.Option(
         "--framework",
-        help="Only entries about this package or framework. Repeatable: any of them.",
+        help="Only entries about this package or framework. Repeat to match any of several.",
         autocompletion=complete_frameworks,
     ),
 ]
@@ -24,7 +24,7 @@ StatusOption = Annotated[
     list[str] | None,
     typer.Option(
         "--status",
-        help="Only entries of this status: confirmed, reported, disputed; withdrawn in lists. Repeatable: any of them.",
+        help="Only entries of this status: confirmed, reported, disputed; withdrawn in lists. Repeat to match any of several.",
         autocompletion=complete_statuses,
     ),
 ]
@@ -32,7 +32,7 @@ AreaOption = Annotated[
     list[str] | None,
     typer.Option(
         "--area",
-        help=f"Only entries of this area: {', '.join(Area)}. Repeatable: any of them.",
+        help=f"Only entries of this area: {', '.join(Area)}. Repeat to match any of several.",
         autocompletion=complete_areas,
     ),
 ]

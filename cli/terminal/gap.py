@@ -15,13 +15,13 @@ from .labels import joined, label, listed, value
 from .output import style
 
 HEADINGS = {
-    Kind.RELATED: "No entry is clearly about this. The nearest, and how they differ:",
+    Kind.RELATED: "No entry is clearly about this. The nearest ones, and how they differ:",
     Kind.UNKNOWN: "kb does not know this.",
 }
 MOST_ENTRIES = 4  # that an outcome of an observation points to
 SHARED = "These entries share a few words with it:"
-VAGUE = "Many entries fit these words, and none stands out. The error line itself tells them apart."
-NOTHING = "Fewer words, fewer filters or the error line itself find more; `kb list` shows all."
+VAGUE = "Many entries fit these words, and none stands out. Paste the error line itself to tell them apart."
+NOTHING = "Try fewer words, fewer filters, or the error line itself; `kb list` shows every entry."
 
 
 def print_gap(answer: Answer, triage: Triage, print_hit: Callable[[int, Hit], None], lang: Language) -> None:
@@ -55,7 +55,7 @@ def difference_in_words(difference: Difference, lang: Language) -> str:
     facets = listed([value(facet.partition(":")[2], lang) for facet in difference.facets], lang)
     return joined(
         [
-            label("the entry says nothing of {}", lang).format(lacks) if lacks else "",
+            label("the entry does not mention {}", lang).format(lacks) if lacks else "",
             label("it is not about {}", lang).format(facets) if facets else "",
         ],
         lang,
@@ -65,7 +65,7 @@ def difference_in_words(difference: Difference, lang: Language) -> str:
 def print_triage(asked: Sequence[Observation], lang: Language) -> None:
     """What to look at, numbered, each with its command and what each outcome points to."""
     if asked:
-        print(f"{label('What to look at, to find out more:', lang)}\n")
+        print(f"{label('What to check next:', lang)}\n")
     for number, observation in enumerate(asked, 1):
         document = observation.to_json(in_chinese=lang is Language.CHINESE)
         print(f"{number}. {style(document['ask'], bold=True)}")

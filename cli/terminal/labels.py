@@ -57,21 +57,21 @@ CHINESE = {
     "{:.3f} signature": "特征 {:.3f}",
     "{:.3f} bm25 x {:g} of {!r}, idf {:.2f}": "bm25 {:.3f} x {:g}（{!r}），idf {:.2f}",
     # a question that no entry answers
-    "No entry is clearly about this. The nearest, and how they differ:": (
+    "No entry is clearly about this. The nearest ones, and how they differ:": (
         "没有条目明确讲这个问题。最接近的条目及其不同之处："
     ),
     "kb does not know this.": "kb 不了解这个问题。",
-    "Many entries fit these words, and none stands out. The error line itself tells them apart.": (
+    "Many entries fit these words, and none stands out. Paste the error line itself to tell them apart.": (
         "符合这些词的条目很多，没有哪一条更突出。报错原文才能区分它们。"
     ),
     "kb is not about this. See: {}": "这不在 kb 的范围内。参见：{}",
     "These entries share a few words with it:": "只有几个词相同的条目：",
-    "Fewer words, fewer filters or the error line itself find more; `kb list` shows all.": (
+    "Try fewer words, fewer filters, or the error line itself; `kb list` shows every entry.": (
         "词少一些、条件少一些，或直接用报错那一行，会找到更多；`kb list` 列出全部条目。"
     ),
-    "What to look at, to find out more:": "可以先看这些，缩小范围：",
+    "What to check next:": "可以先看这些，缩小范围：",
     "  ({})": "（{}）",
-    "the entry says nothing of {}": "条目没有提到 {}",
+    "the entry does not mention {}": "条目没有提到 {}",
     "it is not about {}": "不属于：{}",
     # diagnosis
     "{} · confidence {:.2f} · {}": "{} · 把握 {:.2f} · {}",
@@ -85,7 +85,7 @@ CHINESE = {
     ", of {}": "，来自 {}",
     " ({:,} times)": "（{:,} 次）",
     "and {} more": "另有 {} 条",
-    "and more: --json has them": "还有更多：见 --json",
+    "more: see --json": "还有更多：见 --json",
     "possible: {}": "可能：{}",
     "at best: {}": "至多：{}",
     "what followed fits: {}": "随后出现的内容符合：{}",
@@ -115,7 +115,7 @@ CHINESE = {
 def language(value: str) -> Language:
     """The language that `--lang` names."""
     if value not in list(Language):
-        raise UsageError(f"--lang {value}: entries are written in en and zh")
+        raise UsageError(f"--lang {value}: entries are available in en and zh")
     return Language(value)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .progress import StatusLine
 
-LATE = DeadlineExceeded("the overall deadline came before every entry was done", "give more time with --timeout")
+LATE = DeadlineExceeded("the overall deadline passed before every entry was done", "allow more time with --timeout")
 
 
 class ReportLines:

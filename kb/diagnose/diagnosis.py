@@ -30,8 +30,8 @@ CLEAR_LEAD = 0.5  # lead in score that leaves no doubt which of two is right
 ROLES = ("root", "last", "cascade", "context")
 ENTRY_FIELDS = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "probe")
 
-MERELY_ALIKE = "no signature of it was printed, only the wording is alike"
-MERELY_CONTEXT = "what was printed says what happened, not why: it is printed whatever the reason"
+MERELY_ALIKE = "none of its signatures was printed; only the wording is similar"
+MERELY_CONTEXT = "this line says what happened, not why: it is printed whatever the cause"
 FAILED = f"{PREFIX}{COMMONEST}"
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -232,5 +232,5 @@ def _against(candidate: Candidate, ranks: RankSummary, effects: set[str]) -> tup
     if candidate.role == "cascade" and not candidate.caused_by:
         objections.insert(0, objection(candidate, ranks))
     elif first and candidate.role != "similar" and not any(is_before(line, first) for line in candidate.lines):
-        objections.append(f"something else failed before: {first.place}")
+        objections.append(f"something else failed first: {first.place}")
     return tuple(objections)

@@ -86,10 +86,10 @@ class PlanRunner:
         )
         try:
             if self.stop.is_set():
-                raise KbError("the overall deadline came before it could start")
+                raise KbError("the overall deadline passed before it could start")
             report = self._run_plan(plan, blank)
         except KbError as error:
-            reason = "the overall deadline came first" if self.stop.is_set() else error.message
+            reason = "the overall deadline passed first" if self.stop.is_set() else error.message
             report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
         except Exception as error:  # what one probe made of its files must not cost the others their reports
             reason = f"internal error: {type(error).__name__}: {error}"[:500]

@@ -18,7 +18,7 @@ from kb.verify.verdict import EXIT_CODES, Judgement, Verdict
 NEXT_STEPS = {
     Verdict.VERIFIED: "apply the fix: `kb show {id} --section fix`",
     Verdict.EXPOSED: "fix what the check names, then verify again",
-    Verdict.CLEAR: "nothing to do here now; whether it was so when a job failed, its log says: `kb diagnose LOG`",
+    Verdict.CLEAR: "nothing to do here now; to see whether it caused an earlier failure, run `kb diagnose LOG`",
     Verdict.NOT_REPRODUCED: "this stack does not show the incident: compare versions, `kb show {id}`, Environment",
     Verdict.FIX_INEFFECTIVE: "do not rely on this fix here; keep the logs (--keep-logs DIR) and report them",
     Verdict.OTHER_FAILURE: "find out what broke here: run it again with --keep-logs DIR",

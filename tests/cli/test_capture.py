@@ -49,7 +49,7 @@ def test_without_a_job_the_reasons_are_said(monkeypatch: pytest.MonkeyPatch, tmp
     ended = run_kb_here("capture", "--out", tmp_path, cwd=tmp_path)
     assert ended.code == 1
     assert "3 processes of other users" in ended.err
-    assert "no process of a training job runs on this node" in ended.err
+    assert "no training job is running on this node" in ended.err
     assert run_kb_here("capture", "--out", tmp_path, "--json", cwd=tmp_path).json["bundle"] is None
 
 
@@ -104,7 +104,7 @@ def test_a_process_that_is_no_rank_is_captured_by_its_pid(tmp_path: Path) -> Non
     ("options", "code", "message"),
     [
         (("--nodes", "ssh:a", "--pid", "1"), 2, "--pid names a process of this node"),
-        (("--job", "n0:29500"), 2, "--job names a job over nodes"),
+        (("--job", "n0:29500"), 2, "--job selects a job across nodes"),
         (("--nodes", "a,b"), 2, "--nodes 'a,b' names no nodes"),
         (("--nodes", "ssh:no-host.invalid,nor-this.invalid"), 5, "none of 2 nodes answered"),
     ],

@@ -33,7 +33,7 @@ def list_jobs(pid: Optional[int], as_root: str) -> Dict[str, Any]:
         if not outcome.error or stuck is None or len(blocked) == MOST_BLOCKED:
             break
         blocked.append(stuck)
-        problems.append("process %d does not let its memory be read: its driver may hang, and it may be a rank" % stuck)
+        problems.append("process %d does not let kb read its memory: its driver may hang, and it may be a rank" % stuck)
     family = Family(known)
     jobs = group_jobs(find_ranks(family), family)
     if pid is not None:
@@ -43,7 +43,7 @@ def list_jobs(pid: Optional[int], as_root: str) -> Dict[str, Any]:
     if denied and not jobs:
         users = sorted({document["denied"] for document in denied})
         problems.append(
-            "%d processes of other users (%s) could not be looked into: %s, or run it as their user"
+            "%d processes of other users (%s) could not be inspected: %s, or run it as their user"
             % (len(denied), ", ".join(map(str, users[:5])), as_root)
         )
     return {

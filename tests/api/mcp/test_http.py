@@ -120,7 +120,7 @@ def test_it_never_verifies_whatever_the_client_consents_to(replica: Replica) -> 
 
 def test_errors_are_for_the_reader(model: Model) -> None:
     assert f"nearest: {ENTRY}" in model.refused("get_incident", id="checkpoint-save-allgather")
-    assert "2 MB is the most" in model.refused("diagnose_log", text="step 1 loss 2.0\n" * 150_000)
+    assert "2 MB is the limit" in model.refused("diagnose_log", text="step 1 loss 2.0\n" * 150_000)
     assert "limit: Input should be" in model.refused("search_incidents", query="x", limit="many")
 
 

@@ -138,7 +138,7 @@ def test_a_log_is_diagnosed(model: Model) -> None:
 
 def test_a_log_of_more_than_2_mb_is_refused_with_the_way_out(model: Model) -> None:
     message = model.refused("diagnose_log", text="step 1 loss 2.0\n" * 150_000)
-    assert "the text is 2.3 MB, and 2 MB is the most" in message
+    assert "the text is 2.3 MB, and 2 MB is the limit" in message
     assert "`kb diagnose FILE`" in message
 
 

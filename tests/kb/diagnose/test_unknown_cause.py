@@ -84,6 +84,6 @@ def test_what_the_launcher_said_of_the_end_is_no_cause_beside_an_exception() -> 
 def test_the_objection_names_the_first_failure_or_says_that_there_is_none() -> None:
     waiting = candidate("cascade", line(WAITED, 900, 0))
     assert objection(waiting, summary(FIRST)) == f"the cause is not this; rank 17 failed first: a.log:71 {RAISED}"
-    assert objection(waiting, summary(line(RAISED, 71))).endswith(f"; something else failed before: a.log:71 {RAISED}")
+    assert objection(waiting, summary(line(RAISED, 71))).endswith(f"; something else failed first: a.log:71 {RAISED}")
     objections = [objection(waiting, summary(first)) for first in (None, line("exitcode  : 1 (pid: 7)", 71))]
     assert all(item.endswith("; the cause itself is not in these logs") for item in objections)
