@@ -30,7 +30,7 @@ Areas = Annotated[
     Values, Field(description=f"Only incidents of one of these areas of a training job: {', '.join(Area)}.")
 ]
 EntryId = Annotated[str, Field(max_length=200, description="The id of an incident, as the other tools give it.")]
-Language = Annotated[Literal["en", "zh"] | None, Field(description="Language of the sections; default: en.")]
+Language = Annotated[Literal["en", "zh"] | None, Field(description="Their language; default: en.")]
 Sections = Annotated[
     Values,
     Field(description="Only these sections, such as Symptom, Known cases; default: the most useful ones, kept short."),
@@ -56,6 +56,6 @@ ReaderGpu = Annotated[
     Field(description="The model of their GPUs, such as H100: good hits with a fix verified on that model come first."),
 ]
 ReaderTorch = Annotated[
-    Value, Field(description="Their version of torch: among those hits, fixes verified on the same release come first.")
+    Value, Field(description="Their version of torch: among those, the same release comes first.")
 ]
 GpuName = Annotated[str, Field(max_length=200, description="The model of the GPUs, such as H100; default: not known.")]

@@ -79,7 +79,7 @@ def objection(candidate: Candidate, ranks: RankSummary) -> str:
     if _is_told(candidate, first):
         return f"{first.place} came first and belongs to it; why that happened is not in these logs"
     earlier = (
-        f"rank {ranks.failed_first} failed first" if ranks.failed_first is not None else "something else failed before"
+        f"rank {ranks.failed_first} failed first" if ranks.failed_first is not None else "something else failed first"
     )
     is_certain = ranks.has_raised and _is_attributed(ranks)
     verdict = "the cause is not this" if is_certain else ONLY_CONSEQUENCES

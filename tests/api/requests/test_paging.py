@@ -33,7 +33,7 @@ def test_a_cursor_that_was_changed_is_refused(place: int, where: int, by: int) -
 
 @pytest.mark.parametrize("given", ["", "=", "AAAA", "é", "AAAAAAAA", "A" * 400, "\x00"])
 def test_a_cursor_that_was_made_up_is_refused(given: str) -> None:
-    with pytest.raises(UsageError, match="not one of this list"):
+    with pytest.raises(UsageError, match="does not belong to this list"):
         paging.position("a-list", given)
 
 

@@ -77,7 +77,7 @@ OTHER_FAILURES = {
     "treatment": (
         "raise ValueError('rates differ') if is_fixed else RuntimeError('the thing broke: code 7')",
         'make(raised("the thing broke"))',
-        "and then this ended the job: rank 0: ValueError: rates differ",
+        "but then something else ended the job: rank 0: ValueError: rates differ",
     ),
 }
 
