@@ -1,7 +1,7 @@
-"""Items of `How to tell` that say what to do: run a command, compare, print, look at something.
+"""Items of `How to tell` that ask the reader to do something: run a command, compare, print, look.
 
-Other items state what is seen and what that means: "`SeqNum=1` on all ranks: `nccl-p2p-hang`". Somebody who asks what
-to do next has not looked yet, and is helped by the former alone.
+The other items state an observation and what it means: "`SeqNum=1` on all ranks: `nccl-p2p-hang`". A reader who asks
+for the next step has not made the observation yet, so only the first kind helps.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CONCLUSION = re.compile(rf"\b(?i:not) (?:this|here)\b|\bthis entry\b|不是(?:�
 
 
 def action(item: str) -> str:
-    """What an item in English or Chinese asks to be done, and what to conclude from it; "" for one that only states.
+    """Return the item, English or Chinese, if it asks for an action; return "" if it only states something.
 
-    A last sentence that ends with a colon announces code or a log, which is not there.
+    A last sentence that ends with a colon is dropped: it introduces code or a log that is not shown here.
     """
     text = without_marks(item).strip()
     if text.endswith((":", "：")):

@@ -1,4 +1,4 @@
-"""Which entries of several content roots count: an id is unique unless a later entry says `replaces: <id>`."""
+"""Which entries of several content roots are used: an id is unique unless a later entry says `replaces: <id>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an incident can happen with the versions at hand: the ranges of an entry against what is installed.
+"""Whether an incident can happen with the installed versions: compares them with the ranges of an entry.
 
 Pure: `kb.machine.installed` asks an interpreter for its versions.
 """
@@ -34,8 +34,8 @@ class Applicability:
 def applicability(applies_to: Ranges, fixed_in: Ranges, installed: Versions) -> Applicability:
     """Judge an entry by all its ranges.
 
-    One version outside `applies_to`, or within `fixed_in`, excludes the incident. It applies when the version of every
-    named package fits. Everything else is unknown.
+    The incident does not apply if one version is outside `applies_to` or within `fixed_in`. It applies if the version
+    of every named package fits. Everything else is unknown.
     """
     versions = {_normal(name): version for name, version in installed.items()}
     judgements = [
@@ -68,18 +68,18 @@ def _fixed(name: str, specifier: str, version: str | None) -> Applicability:
 
 
 def _normal(package: str) -> str:
-    """PEP 503."""
+    """The package name, normalized as PEP 503 says."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
 @lru_cache(4096)
 def _is_within(version: str | None, specifier: str) -> bool | None:
-    """PEP 440, where a local version counts as the version that it extends; None when undecidable.
+    """Whether a version is within a PEP 440 specifier; None if this cannot be decided.
 
-    A pre-release of the first version of a range (`2.6.0a0+git` against `>=2.6`), as in nightly builds and vendors'
-    containers, may or may not have the change.
+    A local version counts as the version that it extends. A pre-release of the first version of a range (`2.6.0a0+git`
+    for `>=2.6`), as in nightly builds and vendors' containers, may or may not contain the change.
     """
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # loaded only by a search that needs it
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # imported only by the searches that need it
     from packaging.version import InvalidVersion, Version
 
     try:

@@ -1,6 +1,6 @@
-"""The areas: one closed list that puts entries in order, beside their free tags.
+"""The areas: a closed list that groups entries, in addition to their free tags.
 
-Apart from `kb.content.entry`, so that a search which filters by area does not load pydantic.
+Separate from `kb.content.entry`, so that a search that filters by area does not load pydantic.
 """
 
 from __future__ import annotations

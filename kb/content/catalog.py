@@ -50,7 +50,7 @@ class Catalog:
 
 
 def load_catalog(roots: Iterable[Root]) -> Catalog:
-    """Reads every root, in order. Of two entries with the same id the later one is a problem, the earlier one stays."""
+    """Read every root in order. If two entries have the same id, the later one is a problem."""
     entries: dict[str, Entry] = {}
     probes: dict[str, Path] = {}
     problems: list[ContentError] = []
@@ -71,7 +71,7 @@ def load_catalog(roots: Iterable[Root]) -> Catalog:
 
 
 def _admit(entry: Entry, entries: dict[str, Entry]) -> None:
-    """Refuse an id that is taken, and a `replaces` that replaces nothing."""
+    """Raise an error for an id that is taken, and for a `replaces` that replaces nothing."""
     earlier = entries.get(entry.id)
     earlier_path = earlier.path if earlier else None
     problem = refusal(entry.path, entry.id_line, entry.id, entry.meta.replaces, earlier_path)
@@ -80,7 +80,9 @@ def _admit(entry: Entry, entries: dict[str, Entry]) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> tuple[str, ...]:
-    """What an incomplete or mistyped word may mean: the words that begin with it or contain it, else similar ones."""
+    """The words that an incomplete or mistyped word may mean: those that begin with it or contain it, else similar
+    ones.
+    """
     words, word = list(words), word.lower().replace("_", "-")
     beginning = [known for known in words if known.startswith(word)]
     containing = [known for known in words if word in known and len(word) > 2]

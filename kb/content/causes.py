@@ -1,7 +1,7 @@
 """The graph of causes: which incident leads to which, and which one hides another.
 
-An edge may be written at either end, as `causes` of one entry or as `caused_by` of the other: it is one edge. Ids that
-no entry has are left out; the linter reports them.
+Either entry may declare an edge, as `causes` or as `caused_by`; if both do, it is still one edge. Ids without an entry
+are left out; the linter reports them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`causes` holds (cause, consequence), `masks` holds (visible entry, entry that it hides); both are sorted."""
+    """The edges, sorted: `causes` holds (cause, consequence), `masks` holds (visible entry, entry that it hides)."""
 
     titles: dict[str, str]
     causes: tuple[Edge, ...]
@@ -40,7 +40,7 @@ class Graph:
         return tuple(consequence for cause, consequence in self.causes if cause == entry_id)
 
     def masked_by(self, entry_id: str) -> tuple[str, ...]:
-        """The entries that are seen in its place."""
+        """The entries that are visible in place of this one."""
         return tuple(visible for visible, hidden in self.masks if hidden == entry_id)
 
     def hides(self, entry_id: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The whole graph of causes as SVG, a frame for each area. Pure: text in, text out.
+"""The whole graph of causes as SVG, with a frame for each area. Pure: text in, text out.
 
-Areas that lead to others are on the left, those that follow from them on the right. Arrows that a chain of other arrows
-implies are left out: most incidents end in the same few error messages.
+Areas that lead to others are on the left, areas that follow from them on the right. Arrows that a chain of other arrows
+implies are left out, since most incidents end in the same few error messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Frame:
 
 
 def causes_map(groups: Groups, edges: Collection[Edge], url: Callable[[str], str], near: Collection[str] = ()) -> str:
-    """These entries and the edges among them; "" without any. `near` are drawn as neighbours of the others."""
+    """The graph of these entries and the edges among them; "" without entries. `near` are drawn as neighbours."""
     if not any(groups.values()):
         return ""
     columns = _ordered(_columns(groups, edges), edges)
@@ -45,7 +45,7 @@ def causes_map(groups: Groups, edges: Collection[Edge], url: Callable[[str], str
 
 
 def without_implied(edges: Collection[Edge]) -> list[Edge]:
-    """The edges whose consequence no other chain of edges reaches from their cause."""
+    """The edges that no other chain of edges implies."""
     followers: dict[str, set[str]] = {}
     for cause, consequence in edges:
         followers.setdefault(cause, set()).add(consequence)
@@ -66,7 +66,7 @@ def _is_implied(edge: Edge, followers: Mapping[str, set[str]]) -> bool:
 
 
 def _columns(groups: Groups, edges: Iterable[Edge]) -> list[dict[str, list[str]]]:
-    """The areas in columns of about the same height, those with more consequences than causes first."""
+    """The areas in columns of about the same height, the areas with more consequences than causes first."""
     area = {entry: name for name, entries in groups.items() for entry in entries}
     balance = dict.fromkeys(groups, 0)
     count = dict.fromkeys(groups, 1)
@@ -90,7 +90,7 @@ def _columns(groups: Groups, edges: Iterable[Edge]) -> list[dict[str, list[str]]
 
 
 def _ordered(columns: list[dict[str, list[str]]], edges: Collection[Edge]) -> list[dict[str, list[str]]]:
-    """Entries within their area, and areas within their column, near what they are linked to: fewer arrows cross."""
+    """Sort entries within areas, and areas within columns, close to what they link to, so that fewer arrows cross."""
     neighbours: dict[str, list[str]] = {}
     for cause, consequence in edges:
         neighbours.setdefault(cause, []).append(consequence)
@@ -108,13 +108,13 @@ def _ordered(columns: list[dict[str, list[str]]], edges: Collection[Edge]) -> li
 def _heights(
     columns: Sequence[Mapping[str, Sequence[str]]], neighbours: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """The mean height of what each entry is linked to, or where it is if it has no links."""
+    """The mean height of the entries that each entry links to; its own height if it has no links."""
     y = {entry: box.y for entry, box in _places(columns)[1].items()}
     return {entry: fmean(y[other] for other in neighbours.get(entry, (entry,))) for entry in y}
 
 
 def _places(columns: Sequence[Mapping[str, Sequence[str]]]) -> tuple[list[Frame], dict[str, Box]]:
-    """Columns from left to right, each centred vertically."""
+    """Lay out the columns from left to right, each centred vertically."""
     heights = [
         sum(_frame_height(len(entries)) + BETWEEN_FRAMES for entries in column.values()) - BETWEEN_FRAMES
         for column in columns

@@ -46,7 +46,7 @@ class Box:
 
 
 def _boxes(columns: Sequence[Sequence[str]]) -> dict[str, Box]:
-    """Columns from left to right, each centred vertically."""
+    """Lay out the columns from left to right, each centred vertically."""
     rows = max(map(len, columns))
     boxes: dict[str, Box] = {}
     x = 2.0
@@ -80,7 +80,7 @@ def size(boxes: Iterable[Box]) -> tuple[float, float]:
 
 
 def document(parts: Iterable[str], width: float, height: float) -> str:
-    """An SVG that can be scrolled. It is a group, since an image would hide its links from a screen reader."""
+    """A scrollable SVG. Its role is `group`, since `img` would hide its links from a screen reader."""
     return (
         '<div class="graph">'
         f'<svg role="group" aria-label="graph of causes" viewBox="0 0 {width:.0f} {height:.0f}"'
@@ -91,12 +91,12 @@ def document(parts: Iterable[str], width: float, height: float) -> str:
 
 
 def arrow(edge: Edge, boxes: Mapping[str, Box], kind: str) -> str:
-    """From the right side of a box to the left side of another; within a column, a curve on the right."""
+    """An arrow from the right side of one box to the left side of another; within a column, a curve on the right."""
     start, end = boxes[edge[0]], boxes[edge[1]]
     x, y = start.x + start.width, start.y + HEIGHT / 2
     v = end.y + HEIGHT / 2
     if start.x == end.x:
-        bend = min(BETWEEN, 12 + abs(v - y) / 6)  # a near box is reached by a flat curve
+        bend = min(BETWEEN, 12 + abs(v - y) / 6)  # a short distance gets a flat curve
         u, first, second = end.x + end.width, x + bend, x + bend
     else:
         x, u = (x, end.x) if start.x < end.x else (start.x, end.x + end.width)
@@ -107,7 +107,7 @@ def arrow(edge: Edge, boxes: Mapping[str, Box], kind: str) -> str:
 
 
 def node(entry_id: str, box: Box, url: str, kind: str = "") -> str:
-    """The box of an entry, a link unless its address is ""."""
+    """The box of an entry; a link unless `url` is ""."""
     text = f'<text x="{box.x + 10:.0f}" y="{box.y + HEIGHT / 2 + 4:.0f}">{escape(entry_id)}</text>'
     rect = f'<rect x="{box.x:.0f}" y="{box.y:.0f}" width="{box.width:.0f}" height="{HEIGHT}" rx="4"/>'
     name = f' class="{kind}"' if kind else ""

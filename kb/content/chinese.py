@@ -1,6 +1,6 @@
-"""What the core says, in Chinese: the values of its closed lists and the sentences that it composes (`chinese.toml`).
+"""Chinese for what the core prints: the values of its closed lists and the sentences that it composes (`chinese.toml`).
 
-Documents stay English: pages and terminal translate what they show.
+JSON documents stay English: the pages and the terminal translate what they show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RANKS = re.compile(r"ranks? (\d[\d, -]*(?: and (?:\d[\d-]*|others))?)")  # as `k
 
 
 class Dictionary:
-    """Chinese by English: `labels` for words, `sentences` with `{}` for what varies, of which the first counts."""
+    """English to Chinese: `labels` are words; `sentences` have `{}` for what varies, and the first match counts."""
 
     def __init__(self, labels: Mapping[str, str], sentences: Mapping[str, str]) -> None:
         self.labels = labels
@@ -27,11 +27,11 @@ class Dictionary:
         return [(_pattern(english), chinese) for english, chinese in self.sentences.items()]
 
     def label(self, value: str) -> str:
-        """A value of a closed list, or a list of ranks; anything else as it is."""
+        """Translate a value of a closed list, or a list of ranks; anything else is returned unchanged."""
         return self.labels.get(value) or _ranks(value)
 
     def sentence(self, text: str) -> str:
-        """A sentence in Chinese, "" where the table has none."""
+        """Translate a sentence; "" if the table does not have it."""
         if len(text) > LONGEST:
             return ""
         matches = ((pattern.fullmatch(text), chinese) for pattern, chinese in self._patterns)
@@ -40,7 +40,7 @@ class Dictionary:
 
 @cache
 def dictionary() -> Dictionary:
-    """That of the core."""
+    """The dictionary of the core."""
     tables = tomllib.loads(Path(__file__).with_name("chinese.toml").read_text("utf-8"))
     return Dictionary(tables["labels"], tables["sentences"])
 

@@ -1,6 +1,6 @@
 """Splits entries into claims, each with its grade and the addresses where it can be checked.
 
-A claim is a text of the entry up to the marks that end it (`kb.content.graded_text`), neither extended nor cut.
+A claim is the text of the entry up to the marks that end it (`kb.content.graded_text`), unchanged.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from kb.content.entry import TRANSLATION, Entry
 from kb.content.graded_text import Mark, graded_texts
 from kb.content.grades import GRADES, Grade
 
-FIRST = ("Root cause", "Fix")  # what a reader needs most
+FIRST = ("Root cause", "Fix")  # the sections that a reader needs most
 AFTERWARDS = ("How to tell", "Why it works", "Environment", "Symptom", "Known cases")
 FIRST_ZH, AFTERWARDS_ZH = ("原因", "修复"), ("判断", "症状", "环境")
 CAUSES, FIXES = zip(FIRST, FIRST_ZH, strict=True)
 
 PROBE, STATED = "seen in the probe", "stated"
-SIGN = "§"  # of a citation, and of nothing else in a context
-ENCODED = str.maketrans({"[": "%5B", "]": "%5D", SIGN: "%C2%A7"})  # in the address of a citation
+SIGN = "§"  # begins the section of a citation; nothing else in a context contains it
+ENCODED = str.maketrans({"[": "%5B", "]": "%5D", SIGN: "%C2%A7"})  # for the address in a citation
 STRENGTH = (
     Grade.INFERRED,
     Grade.CLAIMED,
     PROBE,
     Grade.SOURCE,
     Grade.THREAD,
-)  # the first of them that a claim has is its grade
+)  # the grade of a claim is the first of these that its marks have
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One statement of an entry, in Markdown without its marks. `status` is that of the entry.
+    """One statement of an entry, in Markdown without its marks. `status` is the status of the entry.
 
-    `grade` is `seen in the probe`, `read in source`, `read in thread`, `claimed`, `inferred`, or `stated` without a
-    mark. Of several marks `inferred` or `claimed` decides, since a part of the claim is no better known; otherwise the
-    strongest.
+    `grade` is `seen in the probe`, `read in source`, `read in thread`, `claimed` or `inferred`; `stated` without a
+    mark. If there are several marks, `inferred` or `claimed` decides, since part of the claim is no better known;
+    otherwise the strongest does.
     """
 
     entry: str
@@ -60,7 +60,7 @@ class Claim:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The addresses where it can be checked."""
+        """The addresses where the claim can be checked."""
         return tuple(dict.fromkeys(evidence.url for evidence in self.evidence if evidence.url))
 
     @property
@@ -76,7 +76,7 @@ class Claim:
     def cited(self) -> str:
         """The claim and its citation on one line; after a claim with code the citation has its own line.
 
-        No text or address makes a citation of its own: there the sign of citations is written as a word.
+        The sign of citations in the text becomes a word, so that no claim can forge a citation.
         """
         text = self.text.replace(SIGN, "section")
         return f"{text}\n{self.citation}" if "\n" in text else f"{text} {self.citation}"
@@ -84,7 +84,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Claims in the order of use, and the text that they make. `truncated`: some claims did not fit."""
+    """Claims in the order of use, and their text. `truncated`: some claims did not fit."""
 
     claims: tuple[Claim, ...]
     text: str
@@ -92,11 +92,11 @@ class Context:
 
 
 def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) -> Context:
-    """The cited claims of some entries, whole claims only, in at most `most` characters.
+    """The cited claims of some entries, in at most `most` characters. No claim is cut.
 
-    They come in the order of the entries, causes and fixes of all entries before everything else. The most useful
-    claims get room first: of each entry the first claim of its cause, the fix, the rest of the cause. The choice ends
-    at the first claim that does not fit, once one has been chosen.
+    Claims are in the order of the entries, with the causes and fixes of all entries before everything else. The most
+    useful claims are chosen first: of each entry the first claim of its cause, then its fix, then the rest of its
+    cause. Choosing ends at the first claim that does not fit, once at least one has been chosen.
     """
     entries = tuple(entries)
     headings = [_headings(entry, in_chinese=in_chinese) for entry in entries]
@@ -107,7 +107,7 @@ def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) ->
         for claim in claims(entry, parts[part])
     ]
     numbers: list[int] = []
-    room = most + 1  # the last line has no line end
+    room = most + 1  # the last line has no newline
     for number in _most_useful_first(candidates):
         size = len(candidates[number].cited) + 1
         if size <= room:
@@ -120,13 +120,13 @@ def context(entries: Iterable[Entry], most: int, *, in_chinese: bool = False) ->
 
 
 def _headings(entry: Entry, *, in_chinese: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The headings of cause and fix, and those after them; in English where an entry has no Chinese."""
+    """The headings of cause and fix, and the headings after them; English if the entry has no Chinese."""
     is_chinese = in_chinese and TRANSLATION in entry.sections
     return (FIRST_ZH, AFTERWARDS_ZH) if is_chinese else (FIRST, AFTERWARDS)
 
 
 def _most_useful_first(candidates: list[Claim]) -> list[int]:
-    """The numbers of the claims, entry by entry, causes and fixes before all others."""
+    """The indexes of the claims, entry by entry, with causes and fixes before all others."""
     first_causes: dict[str, int] = {}
     places: dict[str, int] = {}
 

@@ -60,11 +60,11 @@ class Role(StrEnum):
 class ReviewPoint(StrEnum):
     """What a review checked."""
 
-    NEGATIVES = "negatives"  # a counter-example to each was searched for
-    CONTEXTS = "contexts"  # each fix where it hurts: containers, schedulers, full environments, unprivileged users
-    PATTERNS = "patterns"  # each against healthy logs, logs of neighbours and the wording of other versions
-    CHECKS = "checks"  # the probe's check says unknown where it cannot know
-    CHINESE = "chinese"  # it says what the English says
+    NEGATIVES = "negatives"  # searched for a counter-example to each
+    CONTEXTS = "contexts"  # each fix where it may hurt: containers, schedulers, full environments, unprivileged users
+    PATTERNS = "patterns"  # each pattern against healthy logs, logs of neighbours and wordings of other versions
+    CHECKS = "checks"  # the probe's check says unknown if it cannot know
+    CHINESE = "chinese"  # says the same as the English
 
 
 def _entry_id(value: str) -> str:
@@ -77,7 +77,7 @@ def _regex(value: str) -> str:
     if may_change(value):
         raise ValueError("not a regular expression: it has a set such as `[[` or `&&`, which will change its meaning")
     try:
-        check = re.compile if "(?<" in value else parse  # the parser checks all but the width of look-behinds
+        check = re.compile if "(?<" in value else parse  # the parser checks everything except the width of look-behinds
         check(value)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
@@ -186,7 +186,7 @@ class Entry:
 
     @property
     def id_line(self) -> int:
-        """The line that says which id the entry replaces; else the line of its own."""
+        """The line of `replaces` if the entry has one, otherwise the line of `id`."""
         return self.lines.get(("replaces",), self.lines.get(("id",), 1))
 
     @property
@@ -195,7 +195,7 @@ class Entry:
         return first_sentence(self.section("Root cause"))
 
     def summary(self) -> dict[str, Any]:
-        """The entry in a list. `frameworks` are the packages whose versions it names."""
+        """The entry as it is listed. `frameworks` are the packages whose versions it names."""
         meta = self.meta
         return {
             "id": self.id,
@@ -213,12 +213,12 @@ class Entry:
 
     @property
     def facets(self) -> list[str]:
-        """Its symptoms, phases and components, as `kb.content.facets.VALUES` has them."""
+        """The symptoms, phases and components of the entry, as written in `kb.content.facets.VALUES`."""
         return [f"{name}:{value}" for name in FACETS for value in getattr(self.meta, name)]
 
     @property
     def failure_patterns(self) -> list[str]:
-        """The patterns that may name the failure of a control arm: those of its root and cascade signatures."""
+        """The patterns that may name the failure of a control arm: those of the root and cascade signatures."""
         return [signature.pattern for signature in self.meta.signatures if signature.role is not Role.CONTEXT]
 
     def section(self, heading: str) -> str:
@@ -226,14 +226,14 @@ class Entry:
         return section.text if section else ""
 
     def heading(self, beginning: str) -> str:
-        """The first heading that begins so, in any case. Raises `UsageError` when there is none."""
+        """The first heading with this beginning, ignoring case. Raises `UsageError` if there is none."""
         for heading in self.sections:
             if beginning.strip() and heading.lower().startswith(beginning.strip().lower()):
                 return heading
         raise UsageError(f"{self.id} has no section {beginning!r}", f"one of: {', '.join(self.sections)}")
 
     def translation(self) -> dict[str, str]:
-        """The parts of the Chinese section by their headings; empty where the root is written in English alone."""
+        """The parts of the Chinese section by their headings; empty if the entry is only in English."""
         _, *pieces = PART.split(self.section(TRANSLATION))
         return {heading: text.strip() for heading, text in zip(pieces[::2], pieces[1::2], strict=True)}
 

@@ -1,8 +1,8 @@
-"""The facets of an incident: closed lists, which say what is seen, when, and in which part of the software.
+"""The facets of an incident: closed lists of what is seen, when, and in which part of the software.
 
-Entries declare theirs, and a question has those that its words name (`kb.search.cues`): an entry about a hang is no
-answer to a question about speed. `Area` puts entries in order and has one value; of a facet an entry may have several.
-A question may also name a subject that kb is not about.
+Entries declare facets, and the words of a question name some (`kb.search.cues`): an entry about a hang does not answer
+a question about speed. An entry has one `Area`, which groups entries, but may have several values of a facet. A
+question may also name a subject that kb is not about.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Self
 
 
 class _Facet(StrEnum):
-    """A value, and in a line what belongs there."""
+    """A value of a facet, with a line on what belongs there."""
 
     meaning: str
 
@@ -81,7 +81,7 @@ class Component(_Facet):
 
 
 class Subject(_Facet):
-    """What kb is not about: no entry declares one. The line says where to look."""
+    """Subjects that kb is not about, which no entry declares. The line says where to look instead."""
 
     ASCEND = "ascend", "Ascend NPUs and HCCL: https://www.hiascend.com/document"
     TPU = "tpu", "TPUs and XLA: https://docs.pytorch.org/xla"
@@ -99,10 +99,10 @@ VALUES = tuple(f"{name}:{value}" for name, facet in NAMED.items() for value in f
 
 
 def bits(values: Iterable[str]) -> int:
-    """A set of `VALUES` as a number with a bit for each: an index compares thousands of them."""
+    """A set of `VALUES` as a bit mask: an index compares thousands of them."""
     return sum(1 << VALUES.index(value) for value in set(values))
 
 
 def values_of(number: int) -> list[str]:
-    """The set again."""
+    """The values in a bit mask; the inverse of `bits`."""
     return [value for place, value in enumerate(VALUES) if number >> place & 1]

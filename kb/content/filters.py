@@ -1,4 +1,4 @@
-"""Which entries a reader wants to see: by tag, framework, status and area."""
+"""Filters entries by tag, framework, status and area."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kb.errors import UsageError
 WITHDRAWN = "withdrawn"
 STATUSES = frozenset({"confirmed", "reported", "disputed"})  # a withdrawn entry answers nothing
 AREAS = frozenset(area.value for area in Area)
-Facets = Mapping[str, Any]  # of a stored document: `tags`, `frameworks`, `status` and `area`
+Facets = Mapping[str, Any]  # the fields of a stored document that filters use
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What an entry must have: all of the tags, and one of the frameworks, of the statuses and of the areas.
+    """What an entry must have: all of the tags, and one of the frameworks, one of the statuses and one of the areas.
 
-    An empty set admits every entry. A framework is a package of which an entry names a version, or a tag.
+    An empty set admits every entry. A framework is a tag, or a package for which the entry names a version.
     """
 
     tags: frozenset[str] = frozenset()
@@ -35,7 +35,7 @@ class Filter:
         statuses: Iterable[str] | None = None,
         areas: Iterable[str] | None = None,
     ) -> Self:
-        """A filter from typed values: case does not matter, and `_` is `-`."""
+        """A filter from values as users type them: case does not matter, and `_` equals `-`."""
         return cls(*(frozenset(map(_normal, values or ())) for values in (tags, frameworks, statuses, areas)))
 
     def __bool__(self) -> bool:
@@ -47,9 +47,9 @@ class Filter:
         return {number for number, facets in documents.items() if self._admits(facets)}
 
     def listed(self, documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The documents that a list shows, in their order: withdrawn entries only when their status is asked for.
+        """The documents that a list shows, in their order: withdrawn entries only if their status is asked for.
 
-        Raises `UsageError` for a value that no document can have, withdrawn entries included.
+        Raises `UsageError` for a value that no document has, withdrawn entries included.
         """
         documents = list(documents)
         if self:
@@ -90,7 +90,7 @@ def _require(subject: str, kind: str, values: Set[str], known: Set[str]) -> None
 
 
 def _hint(kind: str, value: str, known: Set[str]) -> str:
-    from kb.content.catalog import nearest  # only a mistake pays for the parsers of entries
+    from kb.content.catalog import nearest  # loads the parsers of entries, which only a mistake needs
 
     if kind == "status" and value == WITHDRAWN:
         return "`kb list --status withdrawn` shows withdrawn entries"

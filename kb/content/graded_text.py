@@ -1,7 +1,7 @@
 """Splits the Markdown of a section into graded texts, from which `kb.content.claims` makes claims.
 
-A text extends to the marks that end it, in its author's words. Without marks it ends with its paragraph or list item. A
-lead-in belongs to the text that follows it, a code block to the text before it. Headings are left out.
+A text ends with the marks that follow it. Without marks it ends with its paragraph or list item. A lead-in belongs to
+the text after it, a code block to the text before it. Headings are left out, and no words are changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODE_OR_MARKS = re.compile(rf"(?P<code>(`+)(?!`).*?(?<!`)\2(?!`))|(?P<marks>(?:\
 CONTINUATION = re.compile(r"\s*[,;:.)、，；：。）]")
 SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
 LEAD_IN_ENDS = (":", "：")
-UNPROVED = ("Not proved here: ", "此处未验证：")  # it limits the text before it
+UNPROVED = ("Not proved here: ", "此处未验证：")  # such a sentence limits the text before it
 
 
 class Mark(NamedTuple):
@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 class GradedText(NamedTuple):
-    """A text in Markdown, prose in one line and code in lines of its own, with the marks that it contained."""
+    """A text in Markdown, with the marks that it contained. Prose is on one line, code on lines of its own."""
 
     text: str
     marks: tuple[Mark, ...]
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 def graded_texts(markdown: str) -> list[GradedText]:
     """The texts of a section in order."""
     texts: list[GradedText] = []
-    pending = ""  # prose before its marks, or a lead-in
+    pending = ""  # prose whose marks are still to come, or a lead-in
     for text, is_code, is_new in _pieces(markdown):
         if is_new and pending and not _is_lead_in(pending):
             texts.append(GradedText(pending, ()))
@@ -94,7 +94,7 @@ def _mark(match: re.Match[str]) -> Mark:
 
 
 def _is_mid_sentence(before: str, after: str) -> bool:
-    """Whether marks between these texts are in the middle of a sentence."""
+    """Whether the marks between these texts are in the middle of a sentence."""
     return bool(CONTINUATION.match(after)) or (
         after.lstrip()[:1].islower() and not before.rstrip().endswith(SENTENCE_ENDS)
     )
@@ -138,5 +138,5 @@ def _pieces(markdown: str) -> Iterator[_Piece]:
 
 
 def _row(head: list[str], cells: list[str]) -> str:
-    """A row that makes sense without its table: `connection: gloo pair; gone is: one rank on that ip`."""
+    """A table row that makes sense on its own: `connection: gloo pair; gone is: one rank on that ip`."""
     return "; ".join(f"{name}: {cell}" for name, cell in zip_longest(head, cells, fillvalue="") if cell)

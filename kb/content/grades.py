@@ -22,9 +22,9 @@ MARK = re.compile(
 LIKE_A_MARK = re.compile(
     r"\[(?:[a-z]+|(?i:probe|inferred|source|thread|claimed)s?(?: [a-z][a-z0-9.-]*)?)(?: ?[#\d, ]+)?\]"
 )
-GRADES = {"source": Grade.SOURCE, "thread": Grade.THREAD, "claimed": Grade.CLAIMED}  # word of a mark with a number
+GRADES = {"source": Grade.SOURCE, "thread": Grade.THREAD, "claimed": Grade.CLAIMED}  # by the word of a numbered mark
 
 
 def without_marks(text: str) -> str:
-    """The text for readers who want no grades."""
+    """The text without grade marks, for readers."""
     return re.sub(f" ?{MARK.pattern}", "", text)

@@ -1,6 +1,6 @@
-"""The Markdown of an entry as safe HTML: no raw HTML, no script, no address but http and https.
+"""The Markdown of an entry as safe HTML: no raw HTML, no scripts, only http and https addresses.
 
-Grade marks link to the references of the page, ids of entries to their pages.
+Grade marks link to the references on the page, ids of entries link to their pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMES = {"http", "https"}
 
 
 def section_html(text: str, address: Address) -> str:
-    """One section. `address` returns the page of an entry by its id, "" for a word that is not an id."""
+    """The HTML of one section. `address` returns the page of an entry id, or "" if the word is not an id."""
     parser = _parser()
     env: dict[str, Any] = {}
     tokens = list(_with_captions(parser.parse(text, env)))
@@ -43,7 +43,7 @@ def section_html(text: str, address: Address) -> str:
 
 
 def sanitized(html: str) -> str:
-    """The HTML reduced to the elements of Markdown and the classes of this module."""
+    """The HTML, reduced to the elements of Markdown and the classes of this module."""
     return nh3.clean(
         html,
         tags=TEXT | BLOCKS | TABLE,
@@ -60,7 +60,7 @@ def _parser() -> MarkdownIt:
 
 
 def _with_captions(tokens: list[Token]) -> Iterator[Token]:
-    """The tokens, each look-alike log within a figure that has a caption."""
+    """The tokens, with each look-alike log inside a figure that has a caption."""
     for token in tokens:
         if token.type == "fence" and "look-alike" in token.info.split():
             yield _html(f'<figure class="look-alike"><figcaption>{LOOK_ALIKE}</figcaption>', "html_block")
@@ -71,7 +71,7 @@ def _with_captions(tokens: list[Token]) -> Iterator[Token]:
 
 
 def _with_links(token: Token, address: Address) -> Iterator[Token]:
-    """A part of a line, its marks and ids as links."""
+    """A part of a line, with links for its marks and ids."""
     if token.type == "text":
         yield from _with_linked_marks(token.content)
     elif token.type == "code_inline" and MAYBE_ID.fullmatch(token.content) and (url := address(token.content)):

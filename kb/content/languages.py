@@ -1,6 +1,6 @@
-"""The languages of a content root: what its `entries/root.toml` declares as `languages = ["en", "zh"]`.
+"""The languages of a content root, which `entries/root.toml` declares: `languages = ["en", "zh"]`.
 
-Without that file a root is written in English. Only `kb lint` and `kb new` ask: what reads entries shows what is there.
+A root without that file is in English. Only `kb lint` and `kb new` use this: readers are shown whatever is there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from kb.errors import ContentError
 
 FILE = "root.toml"
-CHINESE = re.compile(r"[\u4e00-\u9fff]")  # a character of a text that is written in Chinese
+CHINESE = re.compile(r"[\u4e00-\u9fff]")  # any character of Chinese text
 
 
 class Language(StrEnum):
-    """What entries can be written in; the headings of their sections are English in both."""
+    """A language of entries. Section headings are English in both languages."""
 
     ENGLISH = "en"
     CHINESE = "zh"

@@ -1,7 +1,7 @@
-"""Parses the bytes of an entry file into an `Entry`, or into one `ContentError` with file, line and rule.
+"""Parses the bytes of an entry file into an `Entry`, or raises a `ContentError` with file, line and rule.
 
-markdown-it-py with the front-matter plugin finds the parts, PyYAML's safe loader reads the front matter, the pydantic
-model in `kb.content.entry` validates it. Whether an entry is *good* is decided by `kb.lint`.
+markdown-it-py with the front-matter plugin finds the parts, PyYAML's safe loader reads the front matter, and the
+pydantic model in `kb.content.entry` validates it. Whether an entry is *good* is for `kb.lint` to decide.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pydantic import ValidationError
 from kb.content.entry import Entry, FrontMatter, Section
 from kb.errors import ContentError
 
-MAYBE_ANCHOR = re.compile(r"(?<![^\s\[\]{},:?-])[&*]\S")  # without a match the slow, exact check is not needed
+MAYBE_ANCHOR = re.compile(r"(?<![^\s\[\]{},:?-])[&*]\S")  # if nothing matches, the slow, exact check is not needed
 LARGEST = 1 << 20  # bytes
 DEEPEST = 50  # levels of the front matter
-NESTING = "[{-?:"  # each level takes one of these; with fewer than MAYBE_DEEP the exact check is not needed
+NESTING = "[{-?:"  # each level needs one of these; with fewer than MAYBE_DEEP, the exact check is not needed
 MAYBE_DEEP = 2000
 Lines = dict[tuple[str | int, ...], int]
 
 
 def read_entry(path: Path, origin: str) -> Entry:
-    """The entry in a file. Raises `ContentError`; the rule names are those of `kb lint`."""
+    """Read and parse an entry file. Raises `ContentError`; the rule names are those of `kb lint`."""
     try:
         size = path.stat().st_size
         if size > LARGEST:
@@ -44,7 +44,7 @@ def read_entry(path: Path, origin: str) -> Entry:
 
 
 def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
-    """The entry in `data`; `path` is for messages and for the check that the id is the file stem."""
+    """Parse `data`; `path` is used in messages and to check that the id equals the file stem."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -70,7 +70,7 @@ def parse_entry(data: bytes, path: Path, origin: str) -> Entry:
 
 
 def front_matter_problems(data: bytes, path: Path) -> tuple[ContentError, ...]:
-    """Everything that is wrong with the front matter; `parse_entry` raises the first."""
+    """All problems of the front matter; `parse_entry` raises only the first."""
     tokens = _blocks().parse(data.decode("utf-8", errors="replace"))
     if not tokens or tokens[0].type != "front_matter":
         return ()
@@ -91,12 +91,12 @@ def markdown_parser() -> MarkdownIt:
 
 @cache
 def _blocks() -> MarkdownIt:
-    """The same without inline parsing, which halves the time of reading an entry."""
+    """The same parser without inline parsing, which halves the time to read an entry."""
     return markdown_parser().disable("inline")
 
 
 def text_blocks(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """First line and end of each block of a section, an item of a list being one, and of code its info string."""
+    """The first line and end of each block of a section, and the info string of code; each list item is a block."""
     for token in _blocks().parse(text):
         is_list = token.type in ("bullet_list_open", "ordered_list_open")
         if token.map and ((token.level == 0 and not is_list) or (token.level == 1 and token.type == "list_item_open")):
@@ -114,7 +114,7 @@ def _fenced(tokens: list[Token], info: str) -> tuple[Section, ...]:
 
 
 def _sections(tokens: list[Token], lines: list[str], path: Path) -> dict[str, Section]:
-    """The text under each level-two heading, as source, without the heading itself."""
+    """The source of the text under each level-two heading, without the heading."""
     heads: list[tuple[str, int]] = []
     for token, inline in pairwise(tokens):
         if token.type == "heading_open" and token.tag == "h2":
@@ -146,11 +146,11 @@ def _problem(where: tuple[int | str, ...], message: str, lines: Lines, path: Pat
     return ContentError(path, line, "front-matter", f"{name}: {message.removeprefix('Value error, ')}")
 
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, where PyYAML has it
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, if PyYAML has it
 
 
 def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
-    """Front matter as plain values, and the line in the file of every key and list item."""
+    """The front matter as plain values, and the line in the file of every key and list item."""
     try:
         _refuse_bombs(text)
         loader = _LOADER(text)
@@ -168,7 +168,7 @@ def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
 
 
 def _refuse_bombs(text: str) -> None:
-    """Anchors, which make alias bombs possible, and nesting that libyaml, which recurses in C, would crash on."""
+    """Refuse anchors, which allow alias bombs, and deep nesting, on which libyaml would crash because it recurses in C."""
     if not MAYBE_ANCHOR.search(text) and sum(map(text.count, NESTING)) < MAYBE_DEEP:
         return
     depth = 0
@@ -184,7 +184,7 @@ def _refuse_bombs(text: str) -> None:
 
 
 def _positions(node: Any, at: tuple[str | int, ...], path: Path) -> Iterator[tuple[tuple[str | int, ...], int]]:
-    """(path of keys, line in the file) for every value; +2 because the YAML starts after the `---` line."""
+    """Yield (path of keys, line in the file) for every value; +2 because the YAML starts after the `---` line."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
