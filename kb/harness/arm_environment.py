@@ -1,4 +1,4 @@
-"""The environment that arms run in: the caller's without the variables that would carry a job's settings into them."""
+"""The environment of arms: the caller's, without the variables that would change how an arm's job runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SCRUBBED = re.compile(
     r"|^(RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|WORLD_SIZE|GROUP_RANK|ROLE_RANK|MASTER_ADDR|MASTER_PORT|PYTHONSTARTUP)$"
 )
 
-# GPU arms: without these a timeout of five seconds takes more than a minute, because the watchdog waits
-# for a dump before it throws (ProcessGroupNCCL.cpp: four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC).
+# For GPU arms. Without these, a timeout of five seconds takes more than a minute, because the watchdog waits for a dump
+# before it throws (ProcessGroupNCCL.cpp: four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC).
 NCCL = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -23,7 +23,7 @@ NCCL = {
 
 
 def scrub_environment(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The caller's environment without such variables, and the names of the removed ones."""
+    """The caller's environment without job settings, and the names of the removed variables."""
     environment = os.environ if environment is None else environment
     removed = tuple(sorted(name for name in environment if SCRUBBED.search(name)))
     remaining = {name: value for name, value in environment.items() if name not in removed}
@@ -38,7 +38,7 @@ def scrub_environment(environment: Mapping[str, str] | None = None) -> tuple[dic
 
 
 def arm_variables(directory: Path, backend: str, gpus: tuple[str, ...]) -> dict[str, str]:
-    """Variables of one arm: its own directory for every cache, and its GPUs."""
+    """The variables of one arm: its own directory for every cache, and its GPUs."""
     home = str(directory)
     variables = {
         "TMPDIR": home,
@@ -47,7 +47,7 @@ def arm_variables(directory: Path, backend: str, gpus: tuple[str, ...]) -> dict[
         "TRITON_CACHE_DIR": f"{home}/cache/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{home}/cache/inductor",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "GLOO_SOCKET_IFNAME": "lo",  # one host: otherwise gloo resolves the host name for every rank
+        "GLOO_SOCKET_IFNAME": "lo",  # there is only one host; otherwise gloo resolves the host name for every rank
     }
     if backend == "nccl":
         variables |= NCCL | {"NCCL_CONF_FILE": os.devnull}

@@ -1,6 +1,6 @@
-"""The files in an arm's directory: what ranks and guard wrote there. A rank may have written anything.
+"""Reads the files in an arm's directory, which ranks and guard wrote. A rank may have written anything.
 
-Only regular files are read, since a FIFO would block, and only their beginnings and ends.
+Only regular files are read, since a FIFO would block, and only the beginning and end of long ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAVED = (
 
 
 def read_log(path: Path) -> str:
-    """A log, or its beginning and its end when it is long; "" without one."""
+    """Read a log; of a long one only its beginning and end. Returns "" if there is none."""
     try:
         with _regular(path) as file:
             head = file.read(LOG_BYTES)
@@ -43,20 +43,20 @@ def read_log(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None when there is none."""
+    """Read a JSON object; None if the file has none."""
     document = _read_document(path)
     return document if isinstance(document, dict) else None
 
 
 def read_objects(path: Path) -> list[dict[str, Any]] | None:
-    """A JSON list of objects; None when there is none."""
+    """Read a JSON list of objects; None if the file has none."""
     document = _read_document(path)
     is_valid = isinstance(document, list) and all(isinstance(element, dict) for element in document)
     return document if is_valid else None
 
 
 def save(directory: Path, target: Path) -> None:
-    """Copy logs and records."""
+    """Copy logs and records to `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in SAVED:
         for path in directory.glob(pattern):
@@ -74,13 +74,13 @@ def _read_document(path: Path) -> Any:
 
 
 def _number(text: str) -> float | str:
-    """`NaN` and infinities, which JSON has not, stay text."""
+    """Parse a number. `NaN` and infinities, which JSON does not have, stay text."""
     number = float(text)
     return number if isfinite(number) else text
 
 
 def _regular(path: Path) -> IO[bytes]:
-    """Raises `FileNotFoundError` for anything but a regular file; no link is followed."""
+    """Open a regular file without following links. Raises `FileNotFoundError` for anything else."""
     if path.is_symlink():
         raise FileNotFoundError(f"{path} is a link")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Describes one collective of a flight record, and whether it completed; records: `kb.harness.flight_compare`."""
+"""Describes a collective of a flight record (`kb.harness.flight_compare`), and says whether it completed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_LISTED = 8  # tensors of a call, pieces of a list of ranks
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 0 and 2`, `ranks 0-3, 6 and 9`."""
+    """A phrase for some ranks: `rank 3`, `ranks 0 and 2`, `ranks 0-3, 6 and 9`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -26,12 +26,12 @@ def name_ranks(ranks: Collection[int]) -> str:
 
 
 def operation(record: Record) -> str:
-    """`all_reduce` of `nccl:all_reduce`, `send` of `nccl:send 0->1`."""
+    """The operation of a record: `all_reduce` for `nccl:all_reduce`, `send` for `nccl:send 0->1`."""
     return str(record["op"]).split(":")[-1].split(" ")[0]
 
 
 def describe(record: Record) -> str:
-    """`all_reduce [4] Float`, and the outputs where they are of other sizes."""
+    """A phrase such as `all_reduce [4] Float`, with the output sizes if they differ."""
     sizes, outputs = _sizes(record["sizes"]), _sizes(record.get("outputs") or [])
     dtypes = "/".join(dict.fromkeys(map(str, record["dtypes"])))
     into = f"-> {outputs}" if outputs and outputs != sizes else ""
@@ -44,19 +44,22 @@ def _sizes(sizes: list[Any]) -> str:
 
 
 def call_site(record: Record) -> str:
-    """The line of the user's code, ` (train.py:42 step)`; empty when the record has no frames."""
+    """The line of the user's code, ` (train.py:42 step)`; "" if the record has no frames."""
     frames = record.get("frames")
     return f" ({frames[0]})" if frames else ""
 
 
 def created_at(record: Record) -> float | None:
-    """When it was issued, in seconds since the epoch."""
+    """When the collective was issued, in seconds since the epoch."""
     at = record.get("time_created_ns")
     return at / 1e9 if at else None
 
 
 def has_completed(record: Record) -> bool:
-    """gloo records no states, only that a call retired; with NCCL a call that timed out retires too."""
+    """Whether the collective completed.
+
+    gloo does not record states, only that a call retired; with NCCL, a call that timed out retires too.
+    """
     if str(record["op"]).startswith("gloo:") or "state" not in record:
         return bool(record["retired"])
     return bool(record["state"] == "completed")

@@ -1,15 +1,16 @@
 """Compares the flight records of the ranks: which rank never issued which collective, and which ranks disagree.
 
-Input is per rank a list of collectives as `kb.runtime.evidence` takes them from torch's flight recorder: `group`,
-`seq` (per group, counting from 1), `op`, `sizes`, `dtypes`, `retired`. A dump of a job adds, all of it optional:
-`outputs` (sizes), `state` (scheduled, started, completed), `p2p`, `record_id` (counted by the rank over all groups;
-above 0 in its first record when the ring buffer has overwritten earlier ones), `frames` (the user's, innermost
-first), `time_created_ns` and `timeout_ms`.
+The input is a list of collectives per rank, as `kb.runtime.evidence` takes them from torch's flight recorder: `group`,
+`seq` (per group, counting from 1), `op`, `sizes`, `dtypes`, `retired`. A dump of a job may add `outputs` (sizes),
+`state` (scheduled, started, completed), `p2p`, `record_id` (counted by the rank over all groups; above 0 in its first
+record when the ring buffer has overwritten earlier ones), `frames` (of user code, innermost first), `time_created_ns`
+and `timeout_ms`.
 
-Sizes are not compared where each rank rightly has its own: all_to_all, gather, scatter and the uneven `_v` forms; of
-reduce the outputs, which only one rank has. Dtypes are not compared for gather, scatter and broadcast, of which torch
-records what the rank happened to pass. torch's own analyzer makes about the same exceptions
-(`torch/distributed/flight_recorder/components/types.py`). Point-to-point calls do not concern the other ranks.
+Sizes are not compared where they may rightly differ between ranks: all_to_all, gather, scatter, the uneven `_v` forms,
+and the outputs of reduce, which only one rank has. Dtypes are not compared for gather, scatter and broadcast, for which
+torch records whatever the rank passed. torch's own analyzer makes about the same exceptions
+(`torch/distributed/flight_recorder/components/types.py`). Point-to-point calls are ignored: they do not concern other
+ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from kb.harness.process_group import Group, Records, group_records
 OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
 OWN_OUTPUTS = ("reduce", "_reduce_oop")
 OWN_DTYPES = ("gather", "scatter", "broadcast", "_broadcast_oop")
-ROOTED = (*OWN_DTYPES, *OWN_OUTPUTS)  # commonly written on either side of an `if rank == 0`
+ROOTED = (*OWN_DTYPES, *OWN_OUTPUTS)  # often written on only one side of an `if rank == 0`
 MOST_SIDES = 8  # groups of ranks in one sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A sentence, the ranks it accuses (none where that is unknown), and its time in seconds since the epoch."""
+    """A sentence, the ranks it accuses (none if unknown), and its time in seconds since the epoch."""
 
     text: str
     ranks: tuple[int, ...] = ()
@@ -39,7 +40,7 @@ class Mismatch:
 
 
 def compare(records: Records, world_size: int) -> tuple[str, ...]:
-    """Sentences about the first collective the ranks disagree on; empty when they agree or fewer than two reported."""
+    """Sentences about the first collective the ranks disagree on; empty if they agree or fewer than two reported."""
     if len(records) < 2:
         return ()
     silent = [rank for rank in range(world_size) if rank not in records]
@@ -56,10 +57,10 @@ def find_mismatches(
     members: Mapping[str, Collection[int]] | None = None,
     issued: Mapping[tuple[int, str], int] | None = None,
 ) -> list[Mismatch]:
-    """Per group its first disputed or unfinished collective; the group that explains the others comes first.
+    """The first disputed or unfinished collective of each group; the group that explains the others comes first.
 
-    `members` are the ranks of a group, where a dump names them. `issued` is, per rank and group, the last sequence
-    number that the rank issued, for groups of which it has no record.
+    `members` are the ranks of a group, if a dump names them. `issued` is the last sequence number that a rank issued in
+    a group, for groups of which the rank has no record.
     """
     groups = group_records(records, members or {}, issued or {})
     waiting = Counter(rank for group in groups for rank in group.waiting)
@@ -88,7 +89,7 @@ def _mismatches_of(group: Group) -> list[Mismatch]:
 
 
 def _late(seq: int, group: Group, by_rank: dict[int, Record]) -> Mismatch | None:
-    """When, by the clocks of both, the last rank came after the first had waited for longer than its timeout."""
+    """The mismatch if the last rank came after the first had waited for its timeout, by the clocks of both ranks."""
     times = {rank: at for rank, entry in by_rank.items() if (at := created_at(entry))}
     if len(times) < len(by_rank):
         return None
@@ -102,10 +103,10 @@ def _late(seq: int, group: Group, by_rank: dict[int, Record]) -> Mismatch | None
 
 
 def _is_behind(rank: int, group: Group, by_rank: dict[int, Record]) -> bool:
-    """Whether the other ranks, which do not wait for each call, made this call before the rank made its last one.
+    """Whether all other ranks made this call before the rank made its last one, since they do not wait for each call.
 
-    Then the rank stopped in that last one, which they have not finished either. NCCL records states that show it;
-    gloo has none.
+    If so, the rank stopped in that last call, which the others have not finished either. NCCL records states that show
+    this; gloo does not.
     """
     last = group.calls.get(group.last[rank], {}).get(rank)
     if last is None or not _is_gloo(last):
@@ -138,7 +139,7 @@ def _disputed(seq: int, group: Group, by_rank: dict[int, Record]) -> Mismatch:
 
 
 def _sides(kinds: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Ranks grouped by what they did, the majority first."""
+    """Ranks grouped by what they did, largest group first."""
     sides: dict[str, list[int]] = defaultdict(list)
     for rank, kind in kinds.items():
         sides[kind].append(rank)
@@ -175,7 +176,7 @@ def _fork(stacks: Iterable[list[str]]) -> int | None:
 
 
 def _never_completed(groups: list[Group]) -> list[Mismatch]:
-    """When the records begin with the job, and every group's ranks are all in its first collective."""
+    """The mismatch if the records begin with the job and every group's ranks are all in its first collective."""
     stuck = [group for group in groups if len(group.members) > 1]
     entries = [entry for group in stuck for by_rank in group.calls.values() for entry in by_rank.values()]
     is_start = all(set(group.members) == set(group.calls.get(1, {})) for group in stuck)
@@ -190,9 +191,9 @@ def _never_completed(groups: list[Group]) -> list[Mismatch]:
 
 
 def _is_cascade(mismatch: Mismatch, own: Collection[int], places: Mapping[int, int]) -> bool:
-    """Whether the accused ranks could not come, because each waits in a collective of another group.
+    """Whether the accused ranks could not come because each waits in a collective of another group.
 
-    `own` are the ranks that wait in the mismatch's group, `places` counts in how many groups each rank waits.
+    `own` are the ranks that wait in the mismatch's group; `places` is the number of groups in which each rank waits.
     """
     return bool(mismatch.ranks) and all(places[rank] > (rank in own) for rank in mismatch.ranks)
 
@@ -204,7 +205,7 @@ def _is_disputed(entries: list[Record]) -> bool:
     compared = [] if op in OWN_DTYPES else ["dtypes"]
     if not op.startswith(OWN_SIZES):
         compared += ["sizes"] if op in OWN_OUTPUTS else ["sizes", "outputs"]
-    # a rank that passed nothing, or whose record lacks the field, agrees with all
+    # a rank that passed nothing, or whose record lacks the field, agrees with every other rank
     return any(len({str(entry[name]) for entry in entries if entry.get(name)}) > 1 for name in compared)
 
 

@@ -1,4 +1,4 @@
-"""One fork server (`kb.runtime.forkserver`), seen from the process that started it: send it arms, wait, end it."""
+"""The client of one fork server (`kb.runtime.forkserver`): starts it, sends it arms, waits for them and ends it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kb.runtime import processes, start
 from kb.runtime.guard import KILLED_S, NO_RECORD
 
 START = Path(start.__file__)
-READY_S = {False: 30.0, True: 180.0}  # torch from a cold network disk takes minutes
-OUTSIDE_S = 15.0  # the guard's own grace and kill periods, generously
-LISTEN_S = 0.2  # how soon the listener sees that the client was closed
+READY_S = {False: 30.0, True: 180.0}  # importing torch from a cold network disk takes minutes
+OUTSIDE_S = 15.0  # more than the guard's own grace and kill periods
+LISTEN_S = 0.2  # how soon the listener notices that the client was closed
 LONGEST_MESSAGE = 1 << 20  # bytes
 
 
 class ForkClient:
-    """Starts a fork server in an interpreter at once; with `preload` it imports torch. Must be closed."""
+    """Starts a fork server in an interpreter; with `preload` the server imports torch. Must be closed."""
 
     def __init__(self, python: Path, environment: Mapping[str, str], *, preload: bool) -> None:
         self._preload = preload
@@ -63,7 +63,7 @@ class ForkClient:
         self._listener.start()
 
     def run(self, spec: dict[str, Any], limit_s: float) -> str:
-        """Run one arm. Returns "" when its guard ended by itself, else why the harness failed."""
+        """Run one arm. Returns "" if its guard ended by itself, else why the harness failed."""
         try:
             self._wait(lambda: self._ready, READY_S[self._preload])
         except _NotInTime as error:
@@ -80,7 +80,9 @@ class ForkClient:
         return "nothing could be written into its directory; is the disk full?" if code == NO_RECORD else ""
 
     def close(self) -> None:
-        """Close the pipe: fork server and guards end what they run. Waits for them up to `OUTSIDE_S`, then kills."""
+        """Close the pipe, so that fork server and guards end what they run. Waits up to `OUTSIDE_S`, then kills the
+        guards.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
@@ -93,13 +95,13 @@ class ForkClient:
         while time.monotonic() < end and any((p := processes.read_process(pid)) and p.is_alive for pid in guards):
             time.sleep(0.02)
         for pid in guards:
-            _kill_tree(pid)  # it was stopped, or waits for a process that cannot be killed
+            _kill_tree(pid)  # it was stopped, or is waiting for a process that cannot be killed
         try:
             self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=5)
-        with suppress(OSError):  # what a wrapper or sitecustomize of the interpreter has left in the background
+        with suppress(OSError):  # what a wrapper or sitecustomize of the interpreter left in the background
             os.killpg(self._process.pid, signal.SIGKILL)
         self._listener.join(5)
         self._process.stdout.close()
@@ -120,7 +122,7 @@ class ForkClient:
             self._news.notify_all()
 
     def _lines(self) -> Iterator[bytes]:
-        """Until the fork server has ended: its pipe may stay open in a process that it left behind."""
+        """Yield lines until the fork server has ended; its pipe may stay open in a process that it left behind."""
         assert self._process.stdout
         descriptor, received = self._process.stdout.fileno(), b""
         while len(received) < LONGEST_MESSAGE:
@@ -151,9 +153,9 @@ class ForkClient:
                 raise self._died()
 
     def _died(self) -> LaunchError | InterpreterError:
-        """Why the fork server ended: before it was ready, the interpreter is to blame."""
+        """Why the fork server ended; if it was not ready yet, the interpreter is to blame."""
         errors = ""
-        with suppress(ValueError):  # closed meanwhile
+        with suppress(ValueError):  # closed in the meantime
             self._errors.seek(0)
             errors = self._errors.read(1 << 20)[-500:].decode(errors="replace").strip().replace("\n", " | ")
         if self._ready:
@@ -165,7 +167,7 @@ class ForkClient:
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    """A message of the fork server; empty for any other line, such as the banner of an interpreter."""
+    """Parse a message of the fork server; {} for any other line, such as the banner of an interpreter."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -174,7 +176,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a guard and its descendants, and wait until they are gone: a signal is sent before it takes effect."""
+    """Kill a guard and its descendants, and wait until they are gone, since signals do not take effect at once."""
     process = processes.read_process(pid)
     victims = [*processes.descendants(pid), *([process] if process else [])]
     for victim in victims:

@@ -1,13 +1,12 @@
-"""Runs one arm of a probe and says how it ended. Never hangs, and leaves nothing behind.
+"""Runs one arm of a probe and returns how it ended. Never hangs, and leaves nothing behind.
 
 The launcher itself only starts fork servers, sends them tasks and reads what guards and ranks wrote:
 
     launcher -> forkserver -> guard (one per arm) -> ranks
     (kb)        (reader's interpreter, by path)
 
-The guard enforces the deadline; should it fail to, the launcher ends the guard's tree from outside. Use the
-launcher as a context manager, in the thread that lives longest: a fork server dies with the thread that
-started it.
+The guard enforces the deadline; if it fails to, the launcher ends the guard's process tree from outside. Use the
+launcher as a context manager, in the thread that lives longest: a fork server dies with the thread that started it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ATTEMPTS = 3
 class Task:
     """What one guard runs. The launcher adds directory and identity.
 
-    `execute` starts every rank in a fresh interpreter, `has_torch` forks them from one that has imported torch.
+    `execute` starts every rank in a fresh interpreter; `has_torch` forks the ranks from one that has imported torch.
     """
 
     action: str
@@ -84,8 +83,8 @@ class Task:
 class Launcher:
     """Starts arms in one interpreter.
 
-    `removed` names the variables that the arms do not get; `of_caller` has their values, for checks, which judge
-    the caller's environment.
+    `removed` names the variables that arms do not get. `of_caller` has their values, for checks, which judge the
+    caller's environment.
     """
 
     def __init__(self, python: Path, keep_logs: Path | None = None) -> None:
@@ -109,23 +108,23 @@ class Launcher:
         return self._is_closed
 
     def close(self) -> None:
-        """End everything that runs. Calls that wait for an arm raise `LaunchError`; nothing can be started after."""
+        """End everything that runs. Calls that wait for an arm raise `LaunchError`; no arm can start afterwards."""
         self._is_closed = True
         for server in self._servers.values():
             server.close()
 
     def preload(self) -> None:
-        """Begin to import torch for the CPU arms; returns at once. Call it from the long-lived thread."""
+        """Start importing torch for the CPU arms, and return at once. Call it from the long-lived thread."""
         if True not in self._servers and not self._is_closed:
             self._servers[True] = ForkClient(self.python, self.environment, preload=True)
 
     def rank_results(self, task: Task) -> tuple[dict[str, Any] | None, ArmOutcome]:
-        """Run a task of one rank. Returns its result as written (None when it wrote none) and its outcome."""
+        """Run a task of one rank. Returns the result that the rank wrote (None if it wrote none) and the outcome."""
         outcome, results = self._run(task, "")
         return results.get(0), outcome
 
     def run(self, task: Task, label: str) -> ArmOutcome:
-        """Run an arm; again, up to `ATTEMPTS` times, when it ended before its mechanism was reached."""
+        """Run an arm, up to `ATTEMPTS` times if it ends before its mechanism is reached."""
         outcome = ArmOutcome(failure="not started")
         for attempt in range(1, ATTEMPTS + 1):
             earlier = outcome.leftovers
@@ -209,5 +208,5 @@ def _compare_flight_records(directory: Path, world_size: int) -> tuple[str, ...]
     records = {rank: record for rank, path in paths.items() if (record := arm_files.read_objects(path))}
     try:
         return flight_compare.compare(records, world_size)
-    except (KeyError, TypeError, ValueError):  # not as our worker writes them; evidence is optional
+    except (KeyError, TypeError, ValueError):  # not what our worker writes; evidence is optional
         return ()

@@ -23,7 +23,7 @@ COMPLETED, RAISED, SYMPTOM, HUNG, KILLED, EXITED, STOPPED, UNAVAILABLE = (
     "stopped",  # ended by the guard after another rank had failed, or at the memory cap
     "unavailable",
 )
-WRITTEN = (COMPLETED, RAISED, SYMPTOM, EXITED, UNAVAILABLE)  # what a rank may say of itself
+WRITTEN = (COMPLETED, RAISED, SYMPTOM, EXITED, UNAVAILABLE)  # the outcomes that a rank may write about itself
 CONNECTION_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|failed to (recv|send), (got|sent) 0 bytes", re.I
 )
@@ -34,7 +34,7 @@ REPORT_DELAY_S = 1.0  # on a busy machine the guard sees a process end up to thi
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """One rank of an arm. Times are seconds since the epoch; signatures are searched in `text`."""
+    """One rank of an arm. Times are seconds since the epoch; signatures are searched for in `text`."""
 
     rank: int
     kind: str
@@ -52,15 +52,15 @@ class RankOutcome:
 
     @property
     def text(self) -> str:
-        """All that it printed and raised."""
+        """Everything that the rank printed and raised."""
         raised = f"{self.type}: {self.message}\n" if self.type else ""
         return f"{raised}{self.log}\n{self.traceback}"
 
     @property
     def failure_text(self) -> str:
-        """What ended it, without what it printed before: an exception and its direct causes, or what an abort printed.
+        """What ended the rank, without earlier output: an exception and its direct causes, or what an abort printed.
 
-        `SIGKILL` or `exit code 1` where nothing else is known.
+        `SIGKILL` or `exit code 1` if nothing else is known.
         """
         if self.kind in (RAISED, SYMPTOM):
             chain = self.traceback.rpartition(HANDLING)[2].splitlines()
@@ -77,7 +77,7 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ArmOutcome:
-    """One arm. `kind` is the worst of its ranks; `failure` says why the *harness* failed, else it is empty."""
+    """One arm. `kind` is the worst of its ranks; `failure` says why the *harness* failed, and is "" otherwise."""
 
     ranks: tuple[RankOutcome, ...] = ()
     has_reached: bool = False
@@ -107,25 +107,26 @@ class ArmOutcome:
     def first_failure(self) -> RankOutcome | None:
         """The rank that failed first: a heuristic for the cause, and reported as such.
 
-        By the clock, but a rank that lost a connection comes after the rank at its other end: that end sees the loss
-        before the guard sees the process end.
+        Ranks are ordered by the clock, but a rank that lost a connection comes after the rank at the other end, because
+        it sees the loss before the guard sees the other process end.
         """
         return next(iter(self.failures), None)
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:
-        """The ranks that failed, the first one first."""
+        """The ranks that failed, in the order in which they failed."""
         return tuple(sorted((rank for rank in self.ranks if rank.has_failed), key=_failed_at))
 
     @property
     def first_failures(self) -> tuple[RankOutcome, ...]:
-        """The ranks that may have failed first: several where the guard saw a process end at about the same time."""
+        """The ranks that may have failed first: several if the guard saw them end at about the same time."""
         return tuple(rank for rank in self.failures if _earliest(rank) <= _failed_at(self.failures[0]))
 
     def failure_as(self, expect: Expect) -> tuple[RankOutcome, str] | None:
-        """The rank that failed as `expect` says, and the line that shows it; None when the arm ended otherwise.
+        """The rank that failed as `expect` says, and the line that shows it; None if the arm ended otherwise.
 
-        A rank that failed after another one counts only where `expect` says so: mostly it reports the consequences.
+        A rank that failed after another one counts only if `expect` allows it, since it usually reports the
+        consequences.
         """
         ranks = self.first_failures
         if expect.after and any(re.search(expect.after, rank.failure_text) for rank in ranks):
@@ -159,7 +160,10 @@ def _failed_at(rank: RankOutcome) -> float:
 
 
 def _earliest(rank: RankOutcome) -> float:
-    """Only the guard saw a process end that left no result, and on a busy machine it saw that late."""
+    """The earliest time at which the rank may have failed.
+
+    If a rank left no result, only the guard saw it end, and on a busy machine it saw that late.
+    """
     return _failed_at(rank) - (REPORT_DELAY_S if rank.kind in (KILLED, EXITED) else 0.0)
 
 
@@ -193,12 +197,12 @@ def rank_outcome(
 ) -> RankOutcome:
     """Join what the rank wrote with how its process ended.
 
-    `exit_code` is None when the guard had to end it; `gone_at` is when the guard saw its process gone.
+    `exit_code` is None if the guard had to end it; `gone_at` is when the guard saw that its process was gone.
     """
     result = result or {}
     kind = str(result.get("outcome", ""))
     if kind not in WRITTEN or (kind == COMPLETED and exit_code not in (0, None)):
-        kind = ""  # none of ours, or it completed its job and then died: how it died is the outcome
+        kind = ""  # not one of ours, or the job completed and the process then died: how it died is the outcome
     if not kind:
         if exit_code is None:
             kind = HUNG if ending == "deadline" else STOPPED
@@ -222,7 +226,7 @@ def rank_outcome(
 
 
 def _number(value: Any, default: Any) -> Any:
-    """A rank may write anything into its result."""
+    """`value` if it is a number, else `default`: a rank may write anything into its result."""
     return value if isinstance(value, int | float) else default
 
 

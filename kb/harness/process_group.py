@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from kb.harness.collective import Record, has_completed, operation
 
 Records = dict[int, list[Record]]  # by rank
-Calls = dict[int, dict[int, Record]]  # of one group: by sequence number, by rank
+Calls = dict[int, dict[int, Record]]  # in one group: by sequence number, then by rank
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Collectives of one process group, and the last number that each member issued, where that is known."""
+    """The collectives of one process group, and the last number that each member issued, if known."""
 
     name: str
     calls: Calls
@@ -23,7 +23,7 @@ class Group:
 
     @property
     def suffix(self) -> str:
-        """The group's name for a sentence, empty for the default group."""
+        """The group's name for use in a sentence; "" for the default group."""
         return "" if "default_pg" in self.name or self.name in ("", "0") else f" of group {self.name}"
 
     @property
@@ -36,11 +36,13 @@ class Group:
 def group_records(
     records: Records, members: Mapping[str, Collection[int]], issued: Mapping[tuple[int, str], int]
 ) -> list[Group]:
-    """Every process group that a record names. `members` and `issued` as for `flight_compare.find_mismatches`."""
+    """Every process group that a record names. `members` and `issued` are as in `flight_compare.find_mismatches`."""
     by_group: dict[str, Calls] = defaultdict(lambda: defaultdict(dict))
     for rank, entries in records.items():
         for entry in entries:
-            if not entry.get("p2p") and operation(entry) != "coalesced":  # of several under one number the first counts
+            if (
+                not entry.get("p2p") and operation(entry) != "coalesced"
+            ):  # the first of several calls with a number counts
                 by_group[str(entry["group"])][int(entry["seq"])].setdefault(rank, entry)
     groups = []
     for name, calls in by_group.items():
@@ -54,7 +56,10 @@ def group_records(
 def _last_issued(
     name: str, calls: Calls, ranks: list[int], records: Records, issued: Mapping[tuple[int, str], int]
 ) -> dict[int, int]:
-    """No number for a rank whose records of the group may all be overwritten: it is not accused of anything."""
+    """The last number that each rank issued.
+
+    A rank whose records of the group may all have been overwritten gets none, so that it is not accused of anything.
+    """
     last = {rank: seq for seq in sorted(calls) for rank in calls[seq]}
     for rank in [rank for rank in ranks if rank not in last]:
         if (rank, name) in issued:

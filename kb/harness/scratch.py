@@ -1,7 +1,7 @@
 """Temporary directories that do not outlive kb for long: a later run removes those of a kb that was killed.
 
-Whoever owns one holds a lock on it, which the kernel releases however the owner ends. Unlike a pid in the name, this
-also holds between containers that share /tmp. Removing copes with what a hostile job leaves: folders without
+The owner of a directory holds a lock on it, which the kernel releases however the owner ends. Unlike a pid in the name,
+this also works between containers that share /tmp. Removal copes with what a hostile job leaves: folders without
 permissions, and thousands of nested ones.
 """
 
@@ -18,14 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIXES = ("kb-arm-", "kb-preload-")
-NEW_S = 10.0  # between its creation and its lock a directory belongs to somebody
+NEW_S = 10.0  # a directory this new has an owner that may not have locked it yet
 REMOVE_S = 60.0
 NULL = subprocess.DEVNULL
 
 
 @contextmanager
 def directory(prefix: str) -> Iterator[Path]:
-    """A new directory, removed at the end of the block as far as possible. Raises OSError when it cannot be made."""
+    """A new directory, removed at the end of the block as far as possible. Raises `OSError` if it cannot be created."""
     path = Path(tempfile.mkdtemp(prefix=prefix))
     lock = _lock(path)
     try:
@@ -37,7 +37,7 @@ def directory(prefix: str) -> Iterator[Path]:
 
 
 def abandoned() -> list[Path]:
-    """This user's directories that no living process owns, as after a power cut."""
+    """This user's directories that no running process owns, as after a power cut."""
     candidates = [path for prefix in PREFIXES for path in Path(tempfile.gettempdir()).glob(f"{prefix}*")]
     return sorted(path for path in candidates if _is_abandoned(path))
 
@@ -49,7 +49,7 @@ def sweep() -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a tree as far as this user can; a link to a directory is no part of it."""
+    """Delete a tree as far as this user can, without following links to directories."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _lock(path: Path) -> int | None:
-    """The descriptor that holds the lock; None when another process has it, or the file system has no locks."""
+    """Lock a directory and return the descriptor that holds the lock; None if it is taken or not supported."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

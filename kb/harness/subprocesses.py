@@ -1,8 +1,8 @@
 """Runs an external command, such as `nvidia-smi`, so that it can never block kb.
 
-A broken GPU driver does not answer `nvidia-smi`; a dead network disk does not answer at all. So a command gets its
-own session and a deadline, writes to files instead of pipes that a grandchild could hold open, is ended when it
-floods them, and is left behind when even KILL does not end it. Reading /proc: `kb.runtime.processes`.
+With a broken GPU driver `nvidia-smi` does not answer; with a dead network disk nothing does. So a command gets its own
+session and a deadline, writes to files instead of pipes that a grandchild could hold open, is ended if it floods them,
+and is left behind if even KILL does not end it. `kb.runtime.processes` reads /proc.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import IO, Self
 from kb.runtime import processes
 
 OUTPUT_BYTES = 256 << 10  # of each stream, from its beginning
-FLOOD_BYTES = 16 << 20  # no command that kb runs prints this much: it would only fill the disk
+FLOOD_BYTES = 16 << 20  # no command that kb runs prints this much, so it would only fill the disk
 POLL_S = 0.005
 GRACE_S = 0.3  # between TERM and KILL
 KILLED_S = 2.0  # a killed process that still exists after this is stuck in the kernel
 
-# `subprocess` waits, beyond any timeout, until its child has executed the program, which never happens on a dead
-# network disk. The shell is local: it executes at once, and then only the child waits for that disk.
+# `subprocess` waits, ignoring any timeout, until its child has executed the program, which never happens on a dead
+# network disk. The shell is local and executes at once, so only the child waits for that disk.
 SHELL = ("/bin/sh", "-c", 'exec "$@"', "sh")
-NOT_STARTED = (126, 127)  # the shell's exit codes for a program that it cannot execute, or not find
+NOT_STARTED = (126, 127)  # exit codes of the shell: the program cannot be executed, or is not found
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
     """How a command ended: by itself, with an exit code; otherwise `failure` says why not.
 
-    A negative exit code is the number of the signal it died of. Output is cut at `OUTPUT_BYTES`.
+    A negative exit code is the number of the signal that ended it. Output is cut at `OUTPUT_BYTES`.
     """
 
     exit_code: int | None
@@ -48,13 +48,13 @@ class CommandResult:
 
 
 def run(argv: Sequence[str], timeout_s: float) -> CommandResult:
-    """Run a command to its end, but no longer than `timeout_s` and the time it takes to kill it."""
+    """Run a command to its end, but no longer than `timeout_s` plus the time it takes to kill it."""
     with Command(argv, timeout_s) as command:
         return command.result()
 
 
 class Command:
-    """A command that runs concurrently from entering the `with` block; leaving the block ends it and its session."""
+    """A command that runs in the background of a `with` block; leaving the block ends it and its session."""
 
     def __init__(self, argv: Sequence[str], timeout_s: float) -> None:
         self._argv = tuple(argv)
@@ -83,7 +83,7 @@ class Command:
         self._open.close()
 
     def result(self) -> CommandResult:
-        """Wait for the end, or end the command at the deadline; call it once, in the `with` block."""
+        """Wait for the end, or end the command at the deadline. Call this once, inside the `with` block."""
         process = self._process
         if process is None:
             return CommandResult(None, "", "", self._failure)
@@ -96,7 +96,7 @@ class Command:
         return CommandResult(None if failure else code, stdout, stderr, failure)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait until it ends, or end it. Returns why it had to be ended, or ""."""
+        """Wait until the command ends, or end it. Returns why it had to be ended, or ""."""
         while not _has_ended(process):
             if time.monotonic() > self._deadline:
                 return f"{self._argv[0]} did not end within {self._timeout_s:g} s{self._stop(process)}"
@@ -107,7 +107,9 @@ class Command:
         return ""
 
     def _stop(self, process: subprocess.Popen[bytes]) -> str:
-        """TERM, grace, KILL for the session. Returns a clause when the command survives even that, or ""."""
+        """Send TERM, then KILL after a grace period, to the session. Returns a clause if the command
+        survives, else "".
+        """
         _signal_session(process.pid, signal.SIGTERM)
         _has_ended_within(process, GRACE_S)
         _signal_session(process.pid, signal.SIGKILL)
@@ -115,19 +117,19 @@ class Command:
             _end_session(process)
             return ""
         survivor = processes.read_process(process.pid)
-        threading.Thread(target=process.wait, daemon=True).start()  # reaps it, should the kernel ever let it go
+        threading.Thread(target=process.wait, daemon=True).start()  # reaps the process if the kernel ever lets it go
         return (
             f" and cannot be killed, so it is left behind ({processes.waiting_in(survivor) if survivor else 'unseen'})"
         )
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it ended, without reaping it: as long as it is a zombie, its pid identifies its session and no other."""
+    """Whether it ended, without reaping it: while it is a zombie, its pid cannot identify another session."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.poll() is not None
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the parent of kb set SIGCHLD to be ignored: there are no zombies then
+    except ChildProcessError:  # kb's parent set SIGCHLD to be ignored, so there are no zombies
         return True
 
 
@@ -147,8 +149,8 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
-    """Signal every process of a session: a job-control shell in it may have created several process groups."""
-    with suppress(OSError):  # gone, or another user's
+    """Signal every process of a session, since a job-control shell may have created several process groups."""
+    with suppress(OSError):  # gone, or owned by another user
         os.killpg(leader, number)
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and int(name) != leader and _session_of(int(name)) == leader:
