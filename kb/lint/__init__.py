@@ -1,1 +1,1 @@
-"""What `kb lint` requires of entries and probes: `linter` applies the rules, one module per subject holds them."""
+"""What `kb lint` requires of entries and probes: `linter` applies the rules, which are in one module per subject."""

@@ -22,10 +22,10 @@ class Kind(StrEnum):
 class Block:
     """A heading, paragraph, table cell or code block.
 
-    `tag` is h1 to h6 for a heading, the info string (`python`, `log look-alike`) for a code block, whose `line`
-    is the line before its code. `section` and `part` are the level-two and level-three headings above the block, `item`
-    is the line of its outermost list item, 0 outside lists. In the `text` of prose a blank replaces each code span;
-    `spans` has them, with lines.
+    `tag` is h1 to h6 for a heading, and the info string (`python`, `log look-alike`) for a code block, whose `line` is
+    the line before its code. `section` and `part` are the level-two and level-three headings above the block. `item` is
+    the line of the outermost list item that contains it, 0 outside lists. In the `text` of prose a blank replaces each
+    code span; `spans` has the spans, with lines.
     """
 
     kind: Kind
@@ -66,14 +66,14 @@ def _blocks(tokens: list[Token]) -> Iterator[Block]:
 
 
 def _kind_and_tag(token: Token) -> tuple[Kind, str]:
-    """Kind and tag of the text that follows an opening token."""
+    """The kind and tag of the text that follows an opening token."""
     if token.type == "heading_open":
         return Kind.HEADING, token.tag
     return (Kind.CELL if token.tag in ("th", "td") else Kind.PROSE), ""
 
 
 def _section_and_part(tag: str, title: str, section: str, part: str) -> tuple[str, str]:
-    """Section and part after a block with this tag: only headings change them."""
+    """The section and part after a block with this tag; only headings change them."""
     if tag == "h2":
         return title, ""
     return (section, title) if tag == "h3" else (section, part)

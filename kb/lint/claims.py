@@ -86,7 +86,7 @@ def unused_reference(file: EntryFile) -> Iterator[Remark]:
 
 
 def _in_brackets(file: EntryText) -> Iterator[tuple[int, str]]:
-    """Line and text of every mark, and of everything that looks like a mark."""
+    """The line and text of every mark, and of everything that looks like one."""
     for block in file.texts():
         for match in LIKE_A_MARK.finditer(block.text):
             yield block.line + block.text.count("\n", 0, match.start()), match.group()

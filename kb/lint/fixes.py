@@ -1,4 +1,4 @@
-"""Rules for advice: a fix is proved or says why not, code can be pasted, and what does not help was tried."""
+"""Rules for advice: a fix is proved or says why not, code can be pasted, and "does not help" was tried."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def code_language(file: EntryText) -> Iterator[Remark]:
 
 
 def broken_code(file: EntryText) -> Iterator[Remark]:
-    """Code in How to tell and Fix can be read by its language: Python, JSON, YAML, TOML, INI."""
+    """Code in How to tell and Fix is valid in its language: Python, JSON, YAML, TOML, INI."""
     for block in file.blocks(Kind.CODE, *ADVISING):
         try:
             PARSERS.get(block.tag, str)(block.text)
@@ -73,7 +73,7 @@ def broken_code(file: EntryText) -> Iterator[Remark]:
 
 
 def no_action(file: EntryFile) -> Iterator[Remark]:
-    """The items of How to tell, and of 判断, say what to do at least once: kb diagnose quotes it; or a probe does."""
+    """An item of How to tell, and of 判断, says what to do, because kb diagnose quotes it; or the entry has a probe."""
     line = next((block.line for block in file.blocks(Kind.HEADING, "How to tell")), 1)
     for items in (tells(file.entry), chinese_items(file.entry)):
         if items and not file.meta.probe and not any(map(action, items)):
@@ -82,7 +82,7 @@ def no_action(file: EntryFile) -> Iterator[Remark]:
 
 
 def inferred_negative(file: EntryText) -> Iterator[Remark]:
-    """What never happens or does not help was tried or read: a sentence that says so is not merely inferred."""
+    """A sentence that something never happens or does not help is not merely inferred: somebody tried or read it."""
     for block in file.blocks(Kind.PROSE, "Root cause", *ADVISING):
         start = 0
         for marks in re.finditer(rf"(?:\s*{MARK.pattern})+", block.text):
@@ -94,7 +94,7 @@ def inferred_negative(file: EntryText) -> Iterator[Remark]:
 
 
 def _fixes(file: EntryText) -> Iterator[tuple[int, str, tuple[Block, ...]]]:
-    """Line, prose and code of each numbered item of Fix; without items, of the section."""
+    """The line, prose and code of each numbered item of Fix; of the whole section if it has no items."""
     lines = file.source.splitlines()
     parts = [block for block in file.body if block.section == "Fix" and block.kind is not Kind.HEADING]
     items = sorted({block.item for block in parts if block.item and NUMBERED.match(lines[block.item - 1])})
@@ -105,7 +105,7 @@ def _fixes(file: EntryText) -> Iterator[tuple[int, str, tuple[Block, ...]]]:
 
 
 def _statements(source: str) -> frozenset[str]:
-    """Every statement of a file, without positions, to compare."""
+    """Every statement of a file, without positions, for comparison."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Rules for the glossary: few and short words of the field, each in one group."""
+"""Rules for the glossary: short words of the field, in small groups, each word in only one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READING_RULES = {UNREADABLE: "The glossary is TOML with one key, groups, a list 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of the glossary: its line, and the terms that it is looked up by."""
+    """A word of the glossary: its line, and the terms by which it is looked up."""
 
     text: str
     group: int
@@ -31,7 +31,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class GlossaryFile:
-    """A glossary to check. The line of a group is that of its first word."""
+    """A glossary to check. The line of a group is the line of its first word."""
 
     groups: tuple[tuple[Word, ...], ...]
 
@@ -43,7 +43,7 @@ GlossaryRule = Callable[[GlossaryFile], Iterator[Remark]]
 
 
 def parse_glossary(source: str) -> GlossaryFile:
-    """Parse the text of a glossary. Raises `ValueError` when it is not a glossary."""
+    """Parse the text of a glossary. Raises `ValueError` if it is not a glossary."""
     document = tomllib.loads(source)
     groups: Any = document.get("groups")
     if set(document) != {"groups"} or not _are_words(groups):
@@ -66,7 +66,9 @@ def _are_words(groups: Any) -> bool:
 
 
 def glossary_word_twice(file: GlossaryFile) -> Iterator[Remark]:
-    """No word of the glossary is listed twice, nor two that the index treats as one, such as save and saved."""
+    """No word of the glossary is listed twice, and no two words have the same terms in the index, such as save and
+    saved.
+    """
     seen: dict[Key, Word] = {}
     for word in file.words():
         first = seen.setdefault(word.key, word)

@@ -1,7 +1,7 @@
 """Checks all entries and probes of content roots against the rules, each of which has a name and one requirement.
 
-No probe runs in this process: the launcher reads its declaration, and the patterns of signatures are timed in a child
-process with a limit. The rules then judge data.
+No probe runs in this process: the launcher reads its declaration, and a child process with a limit times the patterns
+of signatures. The rules then judge plain data.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ENTRY_RULES: tuple[EntryRule, ...] = (
 TEXT_RULES: tuple[TextRule, ...] = (*claims.TEXT_RULES, *fixes.TEXT_RULES, *sections.TEXT_RULES)
 PROBE_RULES: tuple[ProbeRule, ...] = probes.RULES
 GLOSSARY_RULES = glossary.RULES
-READING_RULES = {  # of kb.content: of an entry that breaks one of these only the text is checked further
+READING_RULES = {  # for kb.content: if an entry breaks one of these, only its text is checked further
     "too-large": "An entry file is at most 1 MiB.",
     "unreadable": "An entry file is readable.",
     "not-utf8": "An entry is UTF-8.",
@@ -84,7 +84,7 @@ READING_RULES = {  # of kb.content: of an entry that breaks one of these only th
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Violations by file and line, and how many entries and probes were checked."""
+    """Violations by file and line, and the number of entries and probes that were checked."""
 
     violations: tuple[Violation, ...]
     entries: int
@@ -92,7 +92,7 @@ class Result:
 
 
 def rules() -> dict[str, str]:
-    """Name and requirement of every rule."""
+    """The name and requirement of every rule."""
     functions: tuple[EntryRule | ProbeRule | GlossaryRule, ...] = (*ENTRY_RULES, *PROBE_RULES, *GLOSSARY_RULES)
     requirements = {name_of(rule): (rule.__doc__ or "").strip() for rule in functions}
     return {**READING_RULES, **glossary.READING_RULES, **triage.REQUIREMENTS, **requirements}
@@ -103,7 +103,7 @@ def lint(roots: tuple[Root, ...], only: frozenset[Path] = frozenset()) -> Result
 
     The glossary is checked with the built-in root.
 
-    Raises `LaunchError` when no child process can be started, `UsageError` for a file outside the roots.
+    Raises `LaunchError` if no child process can be started, `UsageError` for a file outside the roots.
     """
     catalog = load_catalog(roots)
     problems = [problem for problem in catalog.problems if not only or problem.path in only]
@@ -129,12 +129,12 @@ def check_entry(file: EntryFile) -> Iterator[Violation]:
 
 
 def check_unusable(problem: ContentError, declared: Declared) -> Iterator[Violation]:
-    """The problem of an entry that cannot be used, the others of its front matter, and the violations in its text."""
+    """Yield the problem of an unusable entry, other problems of its front matter, and violations in its text."""
     yield _violation(problem)
     data = _entry_bytes(problem.path)
     source = data.decode("utf-8", errors="replace")
     if not source.strip() or problem.rule == "no-front-matter":
-        return  # without front matter nobody knows where the text begins
+        return  # without front matter, nobody knows where the text begins
     for other in front_matter_problems(data, problem.path):
         if (other.line, other.detail) != (problem.line, problem.detail):
             yield _violation(other)
@@ -142,7 +142,7 @@ def check_unusable(problem: ContentError, declared: Declared) -> Iterator[Violat
 
 
 def _entry_bytes(path: Path) -> bytes:
-    """Empty where it cannot be read, or is too large to be an entry: its problem says so."""
+    """Read an entry file; empty if it cannot be read or is too large, which its problem says."""
     try:
         return path.read_bytes() if path.stat().st_size <= LARGEST else b""
     except OSError:
@@ -200,7 +200,7 @@ def _entry_files(
 
 
 def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentError]]:
-    """The languages of each `entries/` folder, and the problems of declarations."""
+    """The languages of each `entries/` folder, and the problems of the declarations."""
     declared: Declared = {}
     problems: list[ContentError] = []
     for root in roots:
@@ -215,7 +215,7 @@ def _declared_languages(roots: Iterable[Root]) -> tuple[Declared, list[ContentEr
 def slow_patterns(entries: Iterable[Entry], limit_s: float = redos_timing.LIMIT_S) -> frozenset[str]:
     """Patterns that are open to ReDoS, by their structure or because they were slow in a child process.
 
-    They are timed on their own repeats and on every text that a rule matches them with.
+    They are timed on their own repeats and on every text that a rule matches them against.
     """
     risky: set[str] = set()
     texts: dict[str, list[str]] = {}
@@ -243,17 +243,17 @@ def _source(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""  # loading it fails too, which is reported
+        return ""  # loading it fails too, and that is reported
 
 
 def _namesake(probe: Path) -> str:
-    """The id of the entry that the probe belongs to by its name, when that entry is invalid or replaced; else empty."""
+    """The id of the entry that the probe belongs to by name, if that entry is invalid or replaced; else ""."""
     entry = probe.parent.parent / "entries" / f"{probe.stem.replace('_', '-')}.md"
     return entry.stem if entry.is_file() else ""
 
 
 def _with_declarations(files: list[ProbeFile]) -> list[ProbeFile]:
-    """The files with the declarations that child processes load; without them where the launcher cannot run."""
+    """Add the declarations that child processes load, if the launcher can run on this platform."""
     if sys.platform != "linux":
         return files
     with Launcher(Path(sys.executable)) as launcher, ThreadPoolExecutor(MAX_LOADING) as pool:

@@ -11,7 +11,7 @@ from kb.lint.rule import ProbeFile, ProbeRule, Remark
 from kb.records.hardware import GPU_ARMS
 
 ALLOWED = frozenset(sys.stdlib_module_names)
-PROBE_API = (  # they run in the training interpreter
+PROBE_API = (  # modules that run in the training interpreter
     "kb.probe",
     "kb.checkpoint",
     "kb.cpu_arms",
@@ -38,7 +38,7 @@ def orphan_probe(file: ProbeFile) -> Iterator[Remark]:
 
 
 def probe_import(file: ProbeFile) -> Iterator[Remark]:
-    """At module level a probe imports only the standard library and the modules of kb made for probes."""
+    """At module level a probe imports only the standard library and kb's modules for probes."""
     try:
         tree = ast.parse(file.source)
     except (SyntaxError, ValueError):
@@ -58,7 +58,9 @@ def unseen_gpu_arms(file: ProbeFile) -> Iterator[Remark]:
 
 
 def own_words(file: ProbeFile) -> Iterator[Remark]:
-    """No control arm expects what the probe itself says: a library raises, or a Symptom gives what was measured."""
+    """No control arm expects a text that the probe itself raises: a library raises it, or a Symptom states a
+    measurement.
+    """
     if file.declaration is None:
         return
     patterns = [
@@ -72,7 +74,7 @@ def own_words(file: ProbeFile) -> Iterator[Remark]:
 
 
 def torchrun_address(file: ProbeFile) -> Iterator[Remark]:
-    """A probe that runs torchrun with c10d gives it `--local-addr`: a host need not resolve its own name."""
+    """A probe that runs torchrun with c10d passes `--local-addr`, since a host may not resolve its own name."""
     if file.declaration is None or "--local-addr" in file.source:
         return
     for node in ast.walk(ast.parse(file.source)):
@@ -88,7 +90,7 @@ def unfinished_probe(file: ProbeFile) -> Iterator[Remark]:
 
 
 def _raised(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Line, class and text of every exception that is raised with a constant text."""
+    """The line, class and text of every exception that is raised with a constant text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and len(node.exc.args) == 1:
             text = node.exc.args[0]
@@ -97,7 +99,7 @@ def _raised(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and module of every import that runs when the file is loaded."""
+    """The line and module of every import that runs when the file is loaded."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((child.lineno, alias.name) for alias in child.names)

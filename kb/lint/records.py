@@ -1,4 +1,4 @@
-"""Rules for records: an entry agrees with what releases of torch and of libraries have shown and contain."""
+"""Rules for records: an entry agrees with what releases of torch and libraries have shown and contain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = ("fix-ineffective", "not-reproduced", "inconclusive", "inverted", "othe
 
 def release_verdict(file: EntryFile) -> Iterator[Remark]:
     """No record within applies_to has a verdict against the entry, or needs a release that the entry does not name."""
-    # Named as "Not shown with torch `<2.3`: " and why. What also needs GPUs is not missing for its release.
+    # The entry names it as "Not shown with torch `<2.3`: " and why. An experiment that also needs GPUs does not count.
     unshown = _unshown(file, "torch")
     for release in file.on_record.releases:
         judgement = applicability(file.meta.applies_to, file.meta.fixed_in, {"torch": release.torch})
@@ -37,8 +37,8 @@ def release_verdict(file: EntryFile) -> Iterator[Remark]:
 
 
 def library_verdict(file: EntryFile) -> Iterator[Remark]:
-    """No experiment ended against the entry with releases of libraries that it needs and does not name as not shown."""
-    # Named as "Not shown with deepspeed `<0.16`: " and why.
+    """No experiment contradicts the entry with releases of libraries, unless the entry names them as not shown."""
+    # The entry names them as "Not shown with deepspeed `<0.16`: " and why.
     for verdict in file.on_record.libraries:
         packages = {"torch": verdict.torch, **verdict.libraries}
         is_named = any(
@@ -54,7 +54,7 @@ def _unshown(file: EntryFile, package: str) -> list[SpecifierSet]:
 
 
 def unstated_release(file: EntryFile) -> Iterator[Remark]:
-    """Code names what some releases have not; then the entry says since which release, or until which."""
+    """If some releases lack a name that the code uses, the entry says which release added or removed it."""
     stated = {Version(version) for version in VERSION.findall(file.source)}
     for block in file.blocks(Kind.CODE):
         for name in sorted(names(block)):
@@ -68,25 +68,25 @@ def unstated_release(file: EntryFile) -> Iterator[Remark]:
 
 
 def _lacks_release(release: ReleaseVerdict) -> bool:
-    """Whether an experiment could run there but for the release."""
-    parts = re.split(r"; (?=[a-z0-9-]+: )", release.reason)  # of each experiment, after that of the check
+    """Whether an experiment could have run there with another release."""
+    parts = re.split(r"; (?=[a-z0-9-]+: )", release.reason)  # one part for each experiment, after the part of the check
     needs = [part for part in parts if re.search(rf"\btorch {re.escape(release.torch)}\S* in \S+ is not ", part)]
     return release.verdict == "not-applicable" and any("GPU" not in part for part in needs)
 
 
 def untraced_wording(file: EntryFile) -> Iterator[Remark]:
-    """The releases in printed_by have the text; a package that a source names is there if its files have the text."""
+    """Every release in printed_by contains the text; printed_by is given if a package that the source names has it."""
     searched, found = file.on_record.wordings.searched, file.on_record.wordings.found
     for number, signature in enumerate(file.meta.signatures):
         line = file.line("signatures", number, "pattern")
         by_package = found.get(signature.pattern, {})
         for package, specifier in signature.printed_by.items():
-            known = searched.get(package, ())  # empty for what is no wheel: python, the driver
+            known = searched.get(package, ())  # empty for what is not a wheel: python, the driver
             stated = [release for release in known if SpecifierSet(specifier).contains(release)]
             without = [release for release in stated if release not in by_package.get(package, ())]
             if without or (known and not stated):
                 yield line, f"{package} {', '.join(without) or specifier} was searched and does not contain this text"
-        # Any package may contain a few common words: only those that the source names have to be there.
+        # Any package may contain a few common words: only the packages that the source names are required.
         named = {package: by_package[package] for package in by_package if _names(signature.source, package)}
         if named and not signature.printed_by and signature.role is not Role.CONTEXT:
             places = "; ".join(f"{package} {', '.join(releases)}" for package, releases in named.items())
@@ -94,7 +94,7 @@ def untraced_wording(file: EntryFile) -> Iterator[Remark]:
 
 
 def _names(source: str, package: str) -> bool:
-    """Whether a source such as `torch FSDP1, on rank 0` names the package; what kb itself prints is nobody's."""
+    """Whether a source such as `torch FSDP1, on rank 0` names the package; never for what kb itself prints."""
     return not OWN.match(source) and re.search(rf"\b{re.escape(package)}\b", source, re.IGNORECASE) is not None
 
 

@@ -1,9 +1,9 @@
 """The input and output of a rule of `kb lint`.
 
-A rule is a function: its name with hyphens is the rule's name, its docstring the requirement, in one sentence. It
-yields a line and a message for every violation. Rules for entries get an `EntryFile`, or an `EntryText` when they need
-no front matter, rules for probes a `ProbeFile`, rules for the glossary a `GlossaryFile` (in kb.lint.glossary): data
-that is read before, so that rules are pure.
+A rule is a function. Its name, with hyphens, is the name of the rule; its docstring is the requirement, in one
+sentence. It yields a line and a message for every violation. A rule gets data that was read before, so rules are pure:
+an `EntryFile` for entries, or an `EntryText` if it needs no front matter, a `ProbeFile` for probes, a `GlossaryFile`
+(in kb.lint.glossary) for the glossary.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class EntryText:
-    """The text of an entry file, whose front matter may be invalid. `languages` are those that its root declares."""
+    """The text of an entry file, whose front matter may be invalid. `languages` are the languages of its root."""
 
     path: Path
     source: str
@@ -49,7 +49,7 @@ class EntryText:
 
     @property
     def is_translated(self) -> bool:
-        """Whether the entry is written in English, with a Chinese title and a Chinese part."""
+        """Whether the entry is in English with a Chinese title and a Chinese part."""
         return len(self.languages) > 1
 
     @property
@@ -57,7 +57,7 @@ class EntryText:
         return frozenset(block.section for block in self.blocks(Kind.HEADING))
 
     def blocks(self, kind: Kind, *sections: str) -> Iterator[Block]:
-        """Blocks of a kind in these sections, or in all."""
+        """The blocks of a kind in these sections, or in all sections."""
         return (block for block in self.body if block.kind is kind and (block.section in sections or not sections))
 
     def texts(self) -> Iterator[Block]:
@@ -67,7 +67,7 @@ class EntryText:
 
 @dataclass(frozen=True, slots=True)
 class OnRecord:
-    """Verdicts on the entry in `docs/verified/`, and which releases have its texts and the names in its code."""
+    """Verdicts on the entry in `docs/verified/`, and which releases contain its texts and the names in its code."""
 
     releases: tuple[ReleaseVerdict, ...] = ()
     libraries: tuple[LibraryVerdict, ...] = ()
@@ -79,7 +79,8 @@ class OnRecord:
 class EntryFile(EntryText):
     """An entry to check, and the data that rules compare it with.
 
-    `ids` are the ids of all content roots, `slow` the patterns that must not run in this process: they might not end.
+    `ids` are the ids of all content roots. `slow` are the patterns that must not run in this process, since they might
+    not end.
     """
 
     entry: Entry
@@ -94,7 +95,7 @@ class EntryFile(EntryText):
         return self.entry.meta
 
     def line(self, *at: str | int) -> int:
-        """Line of a front-matter path such as `("signatures", 0, "pattern")`, or of its nearest ancestor."""
+        """The line of a front-matter path such as `("signatures", 0, "pattern")`, or of its nearest ancestor."""
         return next((self.entry.lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in self.entry.lines), 1)
 
 
@@ -102,7 +103,7 @@ class EntryFile(EntryText):
 class ProbeFile:
     """A probe file to check. `owner` is the entry that names it, `faults` are errors from loading it.
 
-    `declaration` is without the functions, and None when it could not be loaded.
+    `declaration` has no functions; it is None if the probe could not be loaded.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Rules for form: headings, languages, lengths, dates, and folklore that must not be pasted."""
+"""Rules for form: headings, languages, lengths, dates, and folklore that nobody should paste."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST_TEXT = 1_000
 LEAST_LOGS = 2
 HALF_WIDTH = re.compile(rf"{CHINESE.pattern}[,;:?!(]|[,;:?!)]{CHINESE.pattern}|{CHINESE.pattern}\.(?=\s|$)")
 ENGLISH = re.compile(r"[A-Za-z]{2}")
-NAME = re.compile(  # of a function, an option, a file, a class, a status
+NAME = re.compile(  # the name of a function, option, file, class or status
     r"(?<![\w./-])(?:[A-Za-z]\w*(?:[._]\w*[A-Za-z]\w*)+|_\w{3,}|[A-Z][a-z0-9]+(?:[A-Z]+[a-z0-9]+)+|[A-Z]{3,}\d*)(?![\w-])"
 )
 TRANSPORT_FOLKLORE = ("NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1")
@@ -30,7 +30,7 @@ CACHE_FOLKLORE = re.compile(r"rm -\w+ (~|\$HOME)/\.cache(/huggingface)?/?\*?(\s|
 
 
 def headings(file: EntryText) -> Iterator[Remark]:
-    """The body has the level-two headings, in order, and no others; 中文 in a root with two languages."""
+    """The body has exactly the level-two headings, in order; 中文 is required in a root with two languages."""
     present = [(block.section, block.line) for block in file.blocks(Kind.HEADING) if block.tag == "h2"]
     optional = () if file.is_translated else (TRANSLATION,)
     yield from _order(present, SECTIONS, 1, optional)
@@ -65,7 +65,7 @@ def long_cause(file: EntryFile) -> Iterator[Remark]:
 
 
 def long_text(file: EntryText) -> Iterator[Remark]:
-    """The English text has at most 1,000 words beside logs and code: its reader has a minute."""
+    """The English text has at most 1,000 words outside logs and code, because its reader has a minute."""
     words = sum(
         len(without_marks(block.text).split())
         for block in file.body
@@ -101,7 +101,7 @@ def chinese_text(file: EntryFile) -> Iterator[Remark]:
 
 
 def half_width_punctuation(file: EntryText) -> Iterator[Remark]:
-    """Punctuation beside a Chinese character is full-width in 中文."""
+    """Punctuation next to a Chinese character is full-width in 中文."""
     for block in file.blocks(Kind.PROSE, TRANSLATION):
         for match in HALF_WIDTH.finditer(block.text):
             yield block.line + block.text.count("\n", 0, match.start()), f"{match[0]!r} has half-width punctuation"
@@ -117,7 +117,7 @@ def aliases(file: EntryFile) -> Iterator[Remark]:
 
 
 def hollow_alias(file: EntryFile) -> Iterator[Remark]:
-    """A name in an alias occurs in the title, a signature or the body, which hold what it promises."""
+    """Every name in an alias also occurs in the title, a signature or the body."""
     signatures = (text for each in file.meta.signatures for text in (each.pattern, each.sample, each.source))
     held = "\n".join(
         [file.meta.title, file.meta.title_zh, *signatures, *map(file.entry.section, file.sections)]
@@ -135,7 +135,7 @@ def missing_area(file: EntryFile) -> Iterator[Remark]:
 
 
 def missing_facet(file: EntryFile) -> Iterator[Remark]:
-    """Every entry has symptoms, phases and components: a question of other ones is not about it."""
+    """Every entry has symptoms, phases and components, which tell a search what the entry is not about."""
     for name, facet in FACETS.items():
         if not getattr(file.meta, name):
             yield file.line("id"), f"add `{name}:`, some of {', '.join(facet)}"
@@ -176,7 +176,7 @@ def folklore(file: EntryFile) -> Iterator[Remark]:
 def _order(
     present: Sequence[tuple[str, int]], expected: Sequence[str], fallback: int, optional: Sequence[str] = ()
 ) -> Iterator[Remark]:
-    """Missing headings, unknown headings, or the first one that is out of order."""
+    """Yield missing headings, unknown headings, and the first heading that is out of order."""
     names = [name for name, _ in present]
     for name in expected:
         if name not in names and name not in optional:
@@ -201,7 +201,7 @@ def _heading_line(file: EntryText, section: str) -> int:
 
 
 def hidden_text(file: EntryText) -> Iterator[Remark]:
-    """No control character, no change of the direction of text and no invisible character is in an entry."""
+    """An entry has no control characters, invisible characters or changes of text direction."""
     for number, line in enumerate(file.source.replace("\r\n", "\n").split("\n"), 1):
         if (shown := printable(line)) != line:
             yield number, f"it has characters that nobody sees: {shown.strip()[:80]}"

@@ -62,7 +62,7 @@ def slow_pattern(file: EntryFile) -> Iterator[Remark]:
 
 
 def no_literal(file: EntryFile) -> Iterator[Remark]:
-    """Every match of a pattern contains a literal of at least four characters, which logs can be searched for."""
+    """Every match of a pattern contains a literal of at least four characters, for which logs can be searched."""
     for line, signature in _runnable(file):
         shortest = min(map(len, literals(signature.pattern)), default=0)
         if shortest < SHORTEST_LITERAL and not find(signature.pattern, ""):

@@ -1,8 +1,8 @@
-"""The names that the code of an entry uses: of Python APIs, their keywords, and keys of configurations.
+"""The names that the code of an entry uses: Python APIs, their keywords, and keys of configurations.
 
-A name is written `torch.distributed.barrier`, a keyword `torch.distributed.barrier(device_ids`, a key of the
-configuration that a library reads `deepspeed: zero_optimization.stage`. Methods of objects are not among them: nothing
-in the text says what type an object has.
+A name is written `torch.distributed.barrier`, a keyword `torch.distributed.barrier(device_ids`, and a key of the
+configuration that a library reads `deepspeed: zero_optimization.stage`. Methods of objects are left out, because the
+text does not say what type an object has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kb.lint.body import Block, Kind
 from kb.records.names import package_of
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets", "safetensors", "tokenizers")
-USUAL = {  # what a snippet may use without its import
+USUAL = {  # names that a snippet may use without importing them
     "torch": "torch",
     "nn": "torch.nn",
     "F": "torch.nn.functional",
@@ -30,7 +30,7 @@ USUAL = {  # what a snippet may use without its import
     "FSDP": "torch.distributed.fsdp.FullyShardedDataParallel",
 }
 COMMENTED_IMPORT = re.compile(r"^( *)# ((?:from \S+ )?import .*)$", re.MULTILINE)
-READERS = {  # by a key at the top of a configuration
+READERS = {  # by a top-level key of the configuration
     "zero_optimization": "deepspeed",
     "bf16": "deepspeed",
     "fp16": "deepspeed",
@@ -41,7 +41,7 @@ READERS = {  # by a key at the top of a configuration
 
 
 def names(block: Block) -> frozenset[str]:
-    """The names of libraries that a code block uses; none where it cannot be parsed, which another rule reports."""
+    """The library names that a code block uses; none if it cannot be parsed, which another rule reports."""
     if block.kind is not Kind.CODE:
         return frozenset()
     try:
@@ -77,7 +77,7 @@ def _python(code: str) -> Iterator[str]:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """The name in the code, and the full name."""
+    """Yield (name in the code, full name)."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
             yield alias.asname or alias.name, f"{node.module}.{alias.name}"

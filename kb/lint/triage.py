@@ -1,4 +1,4 @@
-"""Rules for triage files: each names a symptom, and what it says can be followed in both languages."""
+"""Rules for triage files: each is about a symptom, in both languages, and can be followed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUIREMENTS = {
 
 
 def violations(roots: Iterable[Root], ids: Set[str]) -> Iterator[Violation]:
-    """Of every triage file; `ids` are those of all entries."""
+    """The violations of every triage file; `ids` are the ids of all entries."""
     for path in (path for root in roots for path in triage_files(root)):
         try:
             observations = read_triage(path)
