@@ -168,7 +168,7 @@ def _load_yaml(text: str, path: Path) -> tuple[Any, Lines]:
 
 
 def _refuse_bombs(text: str) -> None:
-    """Refuse anchors, which allow alias bombs, and deep nesting, on which libyaml would crash because it recurses in C."""
+    """Refuse anchors, which allow alias bombs, and deep nesting, on which libyaml would overflow the C stack."""
     if not MAYBE_ANCHOR.search(text) and sum(map(text.count, NESTING)) < MAYBE_DEEP:
         return
     depth = 0

@@ -34,16 +34,16 @@ class Root:
     verified: Path
 
     def entry_files(self) -> list[Path]:
-        """The entry files, sorted: every run sees the same order."""
+        """The entry files, sorted so that every run sees the same order."""
         files = (path for path in self.entries.glob("*.md") if path.is_file())
-        return sorted(files, key=attrgetter("name"))  # to compare paths takes ten times as long
+        return sorted(files, key=attrgetter("name"))  # comparing paths takes ten times as long
 
     def healthy_logs(self) -> list[Path]:
-        """Logs of jobs that ended well: no signature may match them."""
+        """Logs of jobs that ended well, which no signature may match."""
         return sorted((self.entries / "healthy").glob("*.log"))
 
     def verified_files(self) -> list[Path]:
-        """Records of machines and of releases: see `kb.records.hardware` and `kb.records.releases`."""
+        """The records of machines and releases: see `kb.records.hardware` and `kb.records.releases`."""
         return sorted(self.verified.glob("*.json"))
 
     def probe_file(self, stem: str) -> Path:
@@ -51,7 +51,7 @@ class Root:
 
 
 def records(roots: Iterable[Root]) -> Iterator[tuple[Path, Any]]:
-    """The records of the roots, each with its path. Raises `UsageError` for a file that is not JSON."""
+    """Yield the path and content of every record of the roots. Raises `UsageError` for a file that is not JSON."""
     for path in (path for root in roots for path in root.verified_files()):
         try:
             yield path, json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def records(roots: Iterable[Root]) -> Iterator[tuple[Path, Any]]:
 
 
 def builtin_root() -> Root:
-    """The root that ships with kb: inside the package when installed, beside it in a checkout."""
+    """The root that ships with kb: inside the package when installed, next to it in a checkout."""
     here = Path(__file__).resolve().parents[1]
     home = here if (here / "entries").is_dir() else here.parent
     verified = home / "verified" if home == here else home / "docs" / "verified"
@@ -69,10 +69,10 @@ def builtin_root() -> Root:
 
 
 def root_at(path: Path, name: str | None = None) -> Root:
-    """The root at a directory. Raises `UsageError` when it holds no `entries/`."""
+    """The root in a directory. Raises `UsageError` if the directory has no `entries/`."""
     path = path.expanduser().resolve()
     if not (path / "entries").is_dir():
-        from shlex import quote  # no search imports it otherwise
+        from shlex import quote  # only this error needs it
 
         raise UsageError(
             f"{path} is not a content root: it has no entries/ folder",
@@ -82,7 +82,7 @@ def root_at(path: Path, name: str | None = None) -> Root:
 
 
 def configured_roots(extra: tuple[Path, ...] = ()) -> tuple[Root, ...]:
-    """Built-in root, then packages, then `KB_ROOTS`, then `extra`; one directory counts once."""
+    """The built-in root, then packages, then `KB_ROOTS`, then `extra`; a repeated directory counts once."""
     roots = [builtin_root(), *_packages()]
     roots += [root_at(Path(part)) for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
     roots += [root_at(path) for path in extra]
@@ -91,7 +91,7 @@ def configured_roots(extra: tuple[Path, ...] = ()) -> tuple[Root, ...]:
 
 
 def _packages() -> list[Root]:
-    """Roots that installed packages declare. Slow metadata is read only when a file mentions the group."""
+    """Roots that installed packages declare. The slow metadata is read only if some file mentions the group."""
     if not any(GROUP.encode() in text for part in sys.path if part for text in _entry_points(part)):
         return []
     from importlib.metadata import entry_points
@@ -105,7 +105,7 @@ def _packages() -> list[Root]:
 
 
 def _entry_points(folder: str) -> Iterator[bytes]:
-    """The files of entry points of the packages in a folder. Paths would take three times as long."""
+    """The contents of the entry-point files of the packages in a folder. `Path` would take three times as long."""
     try:
         names = [name for name in os.listdir(folder) if name.endswith("-info")]
     except OSError:

@@ -1,7 +1,7 @@
-"""Triage: what to look at when no entry answers, in `entries/triage/`, a file for each symptom.
+"""Triage: what to look at when no entry answers. `entries/triage/` has a file for each symptom.
 
-A file has observations in the order to make them: what to ask, the command that shows it, and what each outcome points
-to. Reading it needs neither pydantic nor Markdown: a search that finds nothing is as quick as one that does.
+A file lists observations in the order to make them: what to ask, the command that shows it, and what each outcome
+points to. Reading it needs neither pydantic nor Markdown, so a search that finds nothing is as quick as any other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kb.errors import ContentError
 
 FOLDER = "triage"
 PREFIX = "symptoms:"
-COMMONEST = "crash"  # for a question that names no symptom: an error line is one
-MOST = 3  # observations of an answer: more than one person makes in ten minutes
+COMMONEST = "crash"  # for a question that names no symptom: an error line is a crash
+MOST = 3  # observations in an answer: nobody makes more in ten minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What may be seen, and the entries that it points to, none where kb has no entry about it."""
+    """A possible outcome, and the entries that it points to; none if kb has no entry about it."""
 
     seen: str
     seen_zh: str
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A question, the command that answers it, `where` to run that, and the outcomes."""
+    """A question, the command that answers it, `where` to run the command, and the possible outcomes."""
 
     ask: str
     ask_zh: str
@@ -45,7 +45,7 @@ class Observation:
     outcome: tuple[Outcome, ...]
 
     def to_json(self, *, in_chinese: bool) -> dict[str, Any]:
-        """In one language."""
+        """The observation in one language."""
         return {
             "ask": self.ask_zh if in_chinese else self.ask,
             "command": self.command,
@@ -58,14 +58,15 @@ Triage = Mapping[str, Sequence[Observation]]  # by symptom
 
 
 def load_triage(roots: Iterable[Root]) -> dict[str, tuple[Observation, ...]]:
-    """By symptom; a later root replaces the file of an earlier one. Raises `ContentError`."""
+    """The observations by symptom; a later root replaces the file of an earlier one. Raises `ContentError`."""
     return {path.stem: read_triage(path) for root in roots for path in triage_files(root)}
 
 
 def first_observations(triage: Triage, facets: Collection[str]) -> Sequence[Observation]:
-    """What to look at first for a question that names these facets (`symptoms:hang`); nothing for one that names none.
+    """What to look at first for a question that names these facets (`symptoms:hang`); nothing if it names none.
 
-    Of several symptoms the first decides that has observations; a crash comes last, since any error is one.
+    If the question names several symptoms, the first that has observations decides; a crash comes last, since any error
+    is a crash.
     """
     named = [facet.removeprefix(PREFIX) for facet in facets if facet.startswith(PREFIX)]
     wanted = [*(symptom for symptom in named if symptom != COMMONEST), COMMONEST]
@@ -77,7 +78,7 @@ def triage_files(root: Root) -> list[Path]:
 
 
 def read_triage(path: Path) -> tuple[Observation, ...]:
-    """Raises `ContentError` for a file that is not one."""
+    """Read the observations in a file. Raises `ContentError` if it is not a triage file."""
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["observation"]
         return tuple(_observation(row) for row in rows)

@@ -1,9 +1,9 @@
 """A pattern as a position automaton (Glushkov's construction): which character may follow which, in how many ways.
 
 Every character of a pattern is a *position*. An edge counts the ways in which a backtracking matcher can go from one
-position to the next without consuming another character: with two ways inside a repeat, the ways to match a text
-double with every turn. Bounded repeats are written out up to `COPIES` times: a larger number changes the constant,
-never the growth. Look-arounds consume nothing: their automata are built, but not connected to the rest.
+position to the next without consuming another character: with two ways inside a repeat, the number of ways to match a
+text doubles with every turn. Bounded repeats are written out up to `COPIES` times: more copies would change the
+constant, never the growth. Look-arounds consume nothing: their automata are built, but not connected to the rest.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kb.patterns.syntax import (
 )
 
 COPIES = 3
-MOST_STEPS = 20_000  # parts and edges that are built; the largest of kb's own signatures takes a few hundred
+MOST_STEPS = 20_000  # parts and edges to build; the largest of kb's own signatures takes a few hundred
 ALPHABET = frozenset(map(chr, range(9, 127))) | {"中"}
 
-Ways = Mapping[int, int]  # position to number of ways; plain dictionaries, a third of the time of `Counter`
+Ways = Mapping[int, int]  # position to number of ways; plain dictionaries take a third of the time of `Counter`
 NO_WAYS: Ways = {}
 
 
@@ -49,8 +49,9 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """`classes[p]` are the characters of position p, `after[p]` the number of ways to each next position, `loops` the
-    positions of every outermost unbounded repeat."""
+    """An automaton: `classes[p]` are the characters of position p, `after[p]` the number of ways to each next position,
+    `loops` the positions of every outermost unbounded repeat.
+    """
 
     classes: tuple[frozenset[str], ...]
     after: Mapping[int, Ways]
@@ -58,7 +59,7 @@ class Automaton:
 
 
 def build(pattern: str) -> Automaton:
-    """The automaton of a valid pattern. Raises `TooLarge`."""
+    """Build the automaton of a valid pattern. Raises `TooLarge`."""
     parsed = parse(pattern)
     builder = _Builder(ignores_case=has_flag(parsed, re.IGNORECASE))
     builder.sequence(parsed)
@@ -94,7 +95,7 @@ def _of_alphabet(kind: Any, value: Any) -> frozenset[str]:
 
 
 class _Part(NamedTuple):
-    """Part of a pattern: in how many ways it matches nothing, and begins and ends with each position."""
+    """Part of a pattern: the number of ways to match nothing, and to begin and end with each position."""
 
     empty: int = 1
     first: Ways = NO_WAYS
@@ -195,7 +196,7 @@ def _choice(parts: list[_Part]) -> _Part:
 
 
 def _sum(ways: Ways, more: Ways, factor: int = 1) -> Ways:
-    """All ways, `more` of them `factor` times."""
+    """Add `more`, multiplied by `factor`, to `ways`."""
     total = dict(ways)
     for position, count in more.items():
         total[position] = total.get(position, 0) + count * factor

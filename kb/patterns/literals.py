@@ -1,4 +1,4 @@
-"""A signature's pattern: searching with it, and its literals, the texts of which every match contains one."""
+"""Searches with the pattern of a signature, and finds its literals: texts of which every match contains one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kb.patterns.syntax import BRANCH, IN, LITERAL, REPEATS, SUBPATTERN, ZERO_WI
 LONG_LITERAL = 8  # characters; a literal this long is not a common word
 MAX_TEXTS = 32  # a larger set is dropped in favour of a shorter text that more matches share
 
-# Lines that healthy jobs print over and over, as transformers, torchtitan, Megatron, DeepSpeed, tqdm and NCCL word it.
+# Lines that healthy jobs print over and over, as transformers, torchtitan, Megatron, DeepSpeed, tqdm and NCCL write
+# them.
 HEALTHY_LINES = """\
 {'loss': 2.31, 'grad_norm': 1.25, 'learning_rate': 2e-05, 'epoch': 0.5}
 {'loss': '1.905', 'grad_norm': '0.8125', 'learning_rate': '1.9e-05', 'epoch': '0.52'}
@@ -33,15 +34,15 @@ def find(pattern: str, text: str) -> re.Match[str] | None:
     return compiled(pattern).search(text)
 
 
-@lru_cache(maxsize=4096)  # the cache of `re` has 512 patterns, fewer than the entries have
+@lru_cache(maxsize=4096)  # `re` caches only 512 patterns, fewer than the entries have
 def compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
 def literals(pattern: str) -> Texts:
-    """Texts, case-sensitive, of which every match contains at least one; empty when none are known.
+    """Case-sensitive texts of which every match contains at least one; empty if none are known.
 
-    A log is searched for all of them at once before any pattern runs. Of the sets that a pattern offers, this is the
+    A log is searched for all of them at once before any pattern runs. If a pattern offers several sets, this is the
     one that is rarest in the logs of healthy jobs, then the one whose shortest text is longest.
     """
     parsed = parse(pattern)
@@ -51,9 +52,9 @@ def literals(pattern: str) -> Texts:
 
 
 def last_literals(pattern: str) -> Texts:
-    """The last set of a pattern whose texts are long and rare: a match over several lines is complete there.
+    """The last set of a pattern whose texts are long and rare, where a match over several lines is complete.
 
-    Healthy jobs often print the text that begins such a match ("Saving the model"), but not the one that ends it.
+    Healthy jobs often print the text that begins such a match ("Saving the model"), but not the text that ends it.
     """
     best = literals(pattern)
     rare = [
@@ -69,18 +70,18 @@ def _best(sets: list[Texts]) -> Texts:
 
 
 def _selectivity(texts: Texts) -> tuple[int, int, int]:
-    """How well a set separates its pattern's matches from other text; larger is better."""
+    """How well a set separates the matches of its pattern from other text; larger is better."""
     return -sum(map(HEALTHY_LINES.count, texts)), min(map(len, texts), default=0), -len(texts)
 
 
 def _literal_sets(parsed: Any) -> list[Texts]:
-    """Every set of texts of which any match contains one."""
+    """All sets of texts of which every match contains one."""
     sets: list[Texts] = []
     run = EMPTY  # all texts that the adjacent elements before this one can match
     for op, value in parsed:
         if op in ZERO_WIDTH:
             continue
-        if op is LITERAL:  # as most elements are; the rest would take four times as long
+        if op is LITERAL:  # the fast path for most elements; the code below takes four times as long
             character = chr(value)
             run = frozenset([text + character for text in run])
             continue
@@ -95,7 +96,7 @@ def _literal_sets(parsed: Any) -> list[Texts]:
 
 
 def _exact(op: Any, value: Any) -> Texts:
-    """All texts that an element can match; empty when there are too many."""
+    """All texts that an element can match; empty if there are too many."""
     if op is LITERAL:
         return frozenset({chr(value)})
     if op is IN:
@@ -127,7 +128,7 @@ def _is_short_set(members: Any) -> bool:
 
 
 def _inside(op: Any, value: Any) -> list[Texts]:
-    """The sets inside an element whose texts are too many."""
+    """The sets inside an element that can match too many texts."""
     if op is SUBPATTERN:
         return _literal_sets(value[3])
     if op is BRANCH:

@@ -1,4 +1,4 @@
-"""How far a match may reach: over a line's end, over whole lines, or back to what is before it."""
+"""Whether a match may contain a newline, contain whole lines, or depend on the text before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spans_text(pattern: str) -> bool:
 
 
 def looks_behind(pattern: str) -> bool:
-    """Whether a match may depend on the text before it: a launcher's prefix would then hide it."""
+    """Whether a match may depend on the text before it, which a launcher's prefix would change."""
     return bool(re.search(r"(?<![\[\\])\^|\\A|\(\?<[!=]", pattern))
 
 

@@ -48,9 +48,9 @@ def backtracking_risk(pattern: str) -> str:
 
 
 def _is_harmless(parsed: Any) -> bool:
-    """Whether the pattern has few unbounded repeats, each of one character and in no other repeat, as most have.
+    """Whether the pattern has few unbounded repeats, each of one character and outside any other repeat, as most have.
 
-    Such a repeat can match a text in one way only. An automaton would take twenty times as long to say so.
+    Such a repeat can match a text in only one way. Building an automaton would take twenty times as long to tell.
     """
     elements = list(_elements(parsed))
     if any(op is GROUPREF_EXISTS for op, _ in elements):
@@ -100,7 +100,7 @@ def _longest_chain(automaton: Automaton) -> int:
 
 
 def _is_chained(automaton: Automaton, loop: range, later: range) -> bool:
-    """Whether some text that both repeats match leads from the first to the later one."""
+    """Whether some text that both repeats match leads from one to the other."""
     common = _matched(automaton, loop) & _matched(automaton, later)
     seen, pending = set(loop), list(loop)
     while pending and common:

@@ -1,7 +1,7 @@
-"""Finds slow patterns by timing them: on long texts made of their own repeats and of their sample.
+"""Finds slow patterns by timing them on long texts, made of their own repeats and of their sample.
 
-The static check in `kb.patterns.redos` finds patterns that are slow by structure; this finds some that it cannot see,
-because of a back reference or the count of a bounded repeat.
+The static check in `kb.patterns.redos` finds patterns that are slow by structure. This finds some that it cannot see,
+with a back reference or a large count of a bounded repeat.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kb.patterns.automaton import characters
 from kb.patterns.syntax import ANY, IN, LITERAL, NOT_LITERAL, REPEATS, parse, subpatterns
 
 STOPWATCH = Path(__file__).with_name("stopwatch.py")
-LIMIT_S = 2.0  # CPU seconds for all texts of one pattern; an ordinary pattern takes a thousandth of it
-WALL_LIMIT_S = 600.0  # for all patterns, in case the machine has no CPU time to give
+LIMIT_S = 2.0  # CPU seconds for all texts of one pattern; an ordinary pattern takes a thousandth of that
+WALL_LIMIT_S = 600.0  # for all patterns together, in case the machine has no CPU time to give
 TURNS = (29, 300)  # 29 expose exponential time; 300 expose n**4 and are still affordable for n**3
 SAMPLES = 20
-MISFITS = ("\0", "\n\0")  # no pattern matches these next, so that the matcher has to try every way
-MAX_REPEATS = 40  # of one pattern that are pumped
-LONGEST_EXAMPLE = 1000  # characters; repeats in repeats multiply
+MISFITS = ("\0", "\n\0")  # no pattern matches these after the text, so the matcher has to try every way
+MAX_REPEATS = 40  # repeats of one pattern that are tried
+LONGEST_EXAMPLE = 1000  # characters; nested repeats multiply
 
 
 def slow(texts: Mapping[str, Sequence[str]], limit_s: float = LIMIT_S) -> frozenset[str]:
@@ -76,7 +76,7 @@ def _repeats(parsed: Any, before: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _example(parsed: Any, least: int) -> str:
-    """A short text that matches, with each repeat taken its minimum number of times, but at least `least` times."""
+    """A short text that matches, with each repeat taken its minimum number of times, and at least `least` times."""
     text = ""
     for op, value in parsed:
         if op in REPEATS:

@@ -1,6 +1,7 @@
-"""Character sets that a later Python may interpret differently: `re` warns about them (docs.python.org/3/library/re).
+"""Finds character sets whose meaning may change in a later Python; `re` warns about them
+(docs.python.org/3/library/re).
 
-They are detected here, because turning that warning into an error would affect all threads of the process.
+They are found here, because turning that warning into an error would affect all threads of the process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Searches texts with patterns under a limit of CPU time; the kernel ends the process when a pattern exceeds it.
+"""Searches texts with patterns under a limit of CPU time; the kernel ends the process if a pattern exceeds it.
 
-`kb.patterns.redos_timing` starts this file by its path, so it uses the standard library only. Input: JSON pairs of
-pattern and texts; output: a line for every pattern that finished in time. Nothing in a process can stop `re.search`.
+A process of its own is needed because nothing inside a process can stop `re.search`. `kb.patterns.redos_timing` starts
+this file by its path, so it uses only the standard library. Input: JSON pairs of pattern and texts. Output: a line for
+every pattern that finished in time.
 """
 
 import json
@@ -12,7 +13,7 @@ import sys
 
 def main(limit_s: float) -> None:
     for pattern, texts in json.load(sys.stdin):
-        signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)  # SIGVTALRM has no handler: it ends the process
+        signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)  # SIGVTALRM has no handler, so it ends the process
         compiled = re.compile(pattern, re.MULTILINE)  # as kb.patterns.literals.find does
         for text in texts:
             compiled.search(text)

@@ -1,4 +1,4 @@
-"""The parse tree of a pattern, as `re` makes it: its kinds of elements, and which characters an element matches."""
+"""The parse tree of a pattern, as `re` builds it: the kinds of elements, and which characters an element matches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CATEGORIES = {
 
 @lru_cache(64)  # several modules look at the patterns of an entry in turn
 def parse(pattern: str) -> Any:
-    """The elements of a pattern, each an operator and its value; not to be changed. Raises `re.error`."""
+    """Parse a pattern into elements, each an operator and its value. Do not modify the result. Raises `re.error`."""
     return _parser.parse(pattern)
 
 
@@ -36,7 +36,7 @@ def has_flag(parsed: Any, flag: re.RegexFlag) -> bool:
 
 
 def subpatterns(op: Any, value: Any) -> list[Any]:
-    """The patterns inside an element: that of a group or repeat, one for each branch, or none."""
+    """The patterns inside an element: one for a group or repeat, one for each branch, or none."""
     if op in REPEATS:
         return [value[2]]
     if op is SUBPATTERN:
