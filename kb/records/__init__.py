@@ -1,1 +1,1 @@
-"""Records in `docs/verified/`: what machines have shown of entries, and what releases contain. Programs write them."""
+"""Records in `docs/verified/`, written by programs: what machines have shown of entries, and what releases contain."""

@@ -1,7 +1,7 @@
 """Hardware records: which entries were verified on GPUs, one file in `docs/verified/` per kind of machine.
 
-A record holds the reports of one machine whose arms ran on its GPUs. Nothing about hardware is typed by hand: an entry
-with GPU arms but without a record says so wherever it is shown.
+A record holds the reports of one machine whose arms ran on its GPUs. Nothing about hardware is typed by hand. An entry
+that has GPU arms but no record says so wherever it is shown.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Proof:
 
     @property
     def machine(self) -> str:
-        """In words: `2 x NVIDIA H100, driver 570.86.15, torch 2.13.0+cu130`."""
+        """The machine in words: `2 x NVIDIA H100, driver 570.86.15, torch 2.13.0+cu130`."""
         return _description(self.gpus, self.driver, self.torch)
 
 
 def has_gpu_arms(probe: Path | None) -> bool:
-    """Whether the probe file requests GPUs, according to its text: nothing is executed."""
+    """Whether the text of the probe file requests GPUs; nothing is executed."""
     try:
         return probe is not None and bool(GPU_ARMS.search(probe.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError):
@@ -58,7 +58,7 @@ def has_gpu_arms(probe: Path | None) -> bool:
 
 
 def proofs(roots: Iterable[Root]) -> dict[str, tuple[Proof, ...]]:
-    """By entry, newest first. Raises `UsageError` for an invalid record."""
+    """The proofs of each entry, newest first. Raises `UsageError` for an invalid record."""
     by_entry: dict[str, list[Proof]] = {}
     for path, document in records(roots):
         try:
@@ -78,7 +78,7 @@ def proofs(roots: Iterable[Root]) -> dict[str, tuple[Proof, ...]]:
 
 
 def gpu_summary(probe: Path | None, proofs: tuple[Proof, ...], entry_digest: str = "") -> str:
-    """One line about an entry's GPU arms; "" when it has none."""
+    """A line about an entry's GPU arms; "" if it has none."""
     if not has_gpu_arms(probe):
         return ""
     if not proofs:
@@ -91,7 +91,7 @@ def gpu_summary(probe: Path | None, proofs: tuple[Proof, ...], entry_digest: str
 
 
 def add_gpu_summaries(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> None:
-    """Add `hardware`, the summary or None, to the summaries of entries."""
+    """Add `hardware`, the line of `gpu_summary` or None, to the summaries of entries."""
     roots = tuple(roots)
     by_entry, roots_by_name = proofs(roots), {root.name: root for root in roots}
     for document in documents:
@@ -102,7 +102,7 @@ def add_gpu_summaries(documents: Iterable[dict[str, Any]], roots: Iterable[Root]
 def record(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The record of this machine, from its reports as JSON: only arms that ran on GPUs, and nothing that names a host.
 
-    Raises `UsageError` when no GPU arm ran.
+    Raises `UsageError` if no GPU arm ran.
     """
     on_gpus = [report for report in reports if report["fidelity"] == "hardware"]
     if not on_gpus:
@@ -139,5 +139,5 @@ def _columns(machine: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def file_name(machine: Mapping[str, Any]) -> str:
-    """One file per kind of machine: a later run on the same kind replaces it."""
+    """The name of the record of this kind of machine; a later run on the same kind replaces the file."""
     return re.sub(r"[^a-z0-9.]+", "-", _description(*_columns(machine)).lower()).strip("-") + ".json"

@@ -19,7 +19,7 @@ from kb.errors import UsageError
 from kb.records.releases import experiment_lines
 
 SCHEMA = "kb.libraries.v1"
-NO_LIBRARY = re.compile(r"torch|numpy|setuptools|nvidia-.*")  # torch, which has its own records, and what comes with it
+NO_LIBRARY = re.compile(r"torch|numpy|setuptools|nvidia-.*")  # torch has its own records; the rest comes with it
 ROW_KEYS = ("experiment", "fidelity", "verdict", "reason")
 
 
@@ -38,7 +38,7 @@ class LibraryVerdict:
 
     @property
     def releases(self) -> str:
-        """`safetensors 0.8.0 + transformers 5.23.0`."""
+        """The libraries in words: `safetensors 0.8.0 + transformers 5.23.0`."""
         return " + ".join(f"{name} {release}" for name, release in self.libraries.items())
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class LibraryVerdict:
 
 
 def library_verdicts(roots: Iterable[Root]) -> dict[str, tuple[LibraryVerdict, ...]]:
-    """By entry, those with the oldest torch first. Raises `UsageError` for an invalid record."""
+    """The verdicts of each entry, oldest torch first. Raises `UsageError` for an invalid record."""
     by_entry: dict[str, list[LibraryVerdict]] = {}
     for path, document in records(roots):
         try:
@@ -76,7 +76,7 @@ def _note(verdict: LibraryVerdict, probe_digest: str) -> str:
 
 
 def libraries_needed(plans: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Entry to experiment to the libraries that it needs, from plans as JSON; without what needs no library."""
+    """The libraries that each experiment of each entry needs, from plans as JSON; without those that need none."""
     needed: dict[str, dict[str, tuple[str, ...]]] = {}
     for plan in plans:
         for experiment in plan["experiments"]:
@@ -89,7 +89,7 @@ def libraries_needed(plans: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
 def record(
     reports: Iterable[Mapping[str, Any]], needed: Mapping[str, Mapping[str, tuple[str, ...]]], day: str
 ) -> dict[str, Any]:
-    """The record of one environment, from its reports as JSON and what `libraries_needed` says of their experiments."""
+    """The record of one environment, from its reports as JSON and the result of `libraries_needed`."""
     reports = sorted(reports, key=lambda report: str(report["id"]))
     python = reports[0]["environment"]["python"]
     installed = {canonicalize_name(name): release for name, release in python["packages"].items()}
@@ -117,7 +117,7 @@ def record(
 
 
 def unchanged(document: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
-    """The rows of an earlier record, by entry, whose probe, by its digest, is still the one that was judged."""
+    """The rows of an earlier record, by entry, whose probe still has the digest that was judged."""
     return {
         entry_id: rows
         for entry_id, rows in document["verdicts"].items()
@@ -132,5 +132,5 @@ def _verdict(document: Mapping[str, Any], row: Mapping[str, Any]) -> LibraryVerd
 
 
 def file_name(month: str) -> str:
-    """`month`, such as `2024-12`, is when the releases were current; a later run replaces the file."""
+    """The name of the record for the releases of a month, such as `2024-12`; a later run replaces the file."""
     return f"libraries-{month}.json"

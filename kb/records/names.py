@@ -1,6 +1,6 @@
-"""Names: which releases have what the code of entries names, in `docs/verified/names.json`.
+"""Names: which releases have the names that the code of entries uses, in `docs/verified/names.json`.
 
-The names are those of `kb.lint.snippets`; `make matrix` looks for them in each of its environments.
+`kb.lint.snippets` finds the names; `make matrix` looks for them in each of its environments.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def name_record(roots: Iterable[Root]) -> Occurrences:
 
 
 def package_of(name: str) -> str:
-    """`torch` of `torch.distributed.barrier`, `deepspeed` of `deepspeed: zero_optimization`."""
+    """The package of a name: `torch` for `torch.distributed.barrier`, `deepspeed` for `deepspeed: bf16`."""
     return re.split(r"[.(:]", name)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Two successive releases that were searched, of which the `newer` alone has a name, or the `older` alone."""
+    """Two successive searched releases of which only the `newer`, or only the `older`, has a name."""
 
     older: str
     newer: str
@@ -42,17 +42,17 @@ class Gap:
         return f"is in {there}, not in {gone}"
 
     def spans(self, release: Version) -> bool:
-        """Whether the name may have come or gone with this release: those in between were not searched."""
+        """Whether the name may have come or gone with this release; releases in between were not searched."""
         return Version(self.older) < release <= Version(self.newer)
 
 
 def is_missing(name: str, record: Occurrences) -> bool:
-    """Whether somebody looked for the name, and no release has it."""
+    """Whether the name was searched for, and no release has it."""
     return name in record.found and not record.found[name] and package_of(name) in record.searched
 
 
 def gaps(name: str, record: Occurrences) -> list[Gap]:
-    """Where the name comes or goes; nothing for one that all releases have, or none, or that nobody has looked for."""
+    """Where a name appears or disappears; empty if all releases have it, none has it, or it was never searched for."""
     present = record.found.get(name, {}).get(package_of(name), ())
     pairs = itertools.pairwise(record.searched.get(package_of(name), ()) if present else ())
     return [Gap(older, newer, newer in present) for older, newer in pairs if (older in present) != (newer in present)]
@@ -61,9 +61,9 @@ def gaps(name: str, record: Occurrences) -> list[Gap]:
 def extended(
     record: Occurrences, packages: Mapping[str, str], names: Collection[str], present: Collection[str]
 ) -> Occurrences:
-    """The record with what one environment has: its releases, the names that were looked for, and those that are there.
+    """The record plus the result of one environment: its releases, the names searched for, and those that are there.
 
-    Names that no entry uses any more, which nobody looks for, are left out.
+    Names that no entry uses any more, and that nobody looks for, are left out.
     """
     searched = {name: set(releases) for name, releases in record.searched.items()}
     for name, release in packages.items():

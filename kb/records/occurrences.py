@@ -1,4 +1,4 @@
-"""Occurrences: which releases of which packages have a text or a name, the form of two records: wordings and names."""
+"""Occurrences: which releases of which packages have a text or name, as the records of wordings and names say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Occurrences:
-    """The releases that were searched, by package, and those with each text, by package; the oldest first."""
+    """The searched releases of each package, and the releases that have each text, by package; oldest first."""
 
     searched: Mapping[str, Sequence[str]] = field(default_factory=dict)
     found: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class Occurrences:
 
 
 def occurrences(roots: Iterable[Root], file_name: str, written_by: str) -> Occurrences:
-    """The record in the file of this name of all roots together. Raises `UsageError` for an invalid one."""
+    """The record in the files of this name of all roots. Raises `UsageError` for an invalid file."""
     searched: dict[str, Sequence[str]] = {}
     found: dict[str, Mapping[str, Sequence[str]]] = {}
     for path in (root.verified / file_name for root in roots):

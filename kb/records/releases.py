@@ -1,6 +1,6 @@
-"""Release records: what every verdict was with one release of torch, one file in `docs/verified/` per release.
+"""Release records: all verdicts with one release of torch, one file in `docs/verified/` per release.
 
-`make matrix` writes them, `torch-2.5.1.json` and so on.
+`make matrix` writes them: `torch-2.5.1.json` and so on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VARIANT_KEYS = ("experiment", "fidelity", "verdict", "reason")
 
 @dataclass(frozen=True, slots=True)
 class ReleaseVerdict:
-    """The verdict of one entry with one release of torch. `experiments` have each a fidelity and a verdict."""
+    """The verdict of one entry with one release of torch. `experiments` maps names to (fidelity, verdict)."""
 
     torch: str
     day: str
@@ -35,7 +35,7 @@ class ReleaseVerdict:
 
 
 def release_verdicts(roots: Iterable[Root]) -> dict[str, tuple[ReleaseVerdict, ...]]:
-    """By entry, the oldest release first. Raises `UsageError` for an invalid record."""
+    """The verdicts of each entry, oldest release first. Raises `UsageError` for an invalid record."""
     by_entry: dict[str, list[ReleaseVerdict]] = {}
     for path, document in records(roots):
         try:
@@ -51,7 +51,7 @@ def release_verdicts(roots: Iterable[Root]) -> dict[str, tuple[ReleaseVerdict, .
 
 
 def releases_by_verdict(verdicts: Iterable[ReleaseVerdict]) -> dict[str, list[str]]:
-    """Verdict to releases of torch, as documents show it: `{"verified": ["2.5.1", "2.6.0"]}`."""
+    """The releases of torch by verdict, as documents show them: `{"verified": ["2.5.1", "2.6.0"]}`."""
     releases: dict[str, list[str]] = {}
     for verdict in verdicts:
         releases.setdefault(verdict.verdict, []).append(verdict.torch)
@@ -59,13 +59,13 @@ def releases_by_verdict(verdicts: Iterable[ReleaseVerdict]) -> dict[str, list[st
 
 
 def not_verified(releases: Mapping[str, Sequence[str]]) -> str:
-    """One line about the releases that differ from those with which the entry is verified, or clear; "" without any."""
+    """A line about releases with a verdict other than verified or clear; "" if there are none, or no others."""
     others = {verdict: torch for verdict, torch in releases.items() if verdict not in GOOD}
     return f"torch: {_listed(others)}" if others and len(others) < len(releases) else ""
 
 
 def release_summary(verdicts: Sequence[ReleaseVerdict], probe_digest: str = "") -> str:
-    """One line: with which releases the entry was verified, and with which not; "" without a record."""
+    """A line about the releases with which the entry was verified, and the others; "" without a record."""
     if not verdicts:
         return ""
     is_earlier = probe_digest and any(verdict.probe_digest != probe_digest for verdict in verdicts)
@@ -84,7 +84,7 @@ def experiment_summaries(verdicts: Iterable[ReleaseVerdict]) -> list[str]:
 
 
 def experiment_lines(rows: Iterable[tuple[str, str, str, str]]) -> list[str]:
-    """A line for each experiment, from rows of its name, its fidelity, a verdict and a release; no row twice."""
+    """A line for each experiment, from rows of name, fidelity, verdict and release; repeated rows count once."""
     releases: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, fidelity, verdict, release in dict.fromkeys(rows):
         releases.setdefault((name, fidelity), {}).setdefault(verdict, []).append(release)
@@ -92,19 +92,19 @@ def experiment_lines(rows: Iterable[tuple[str, str, str, str]]) -> list[str]:
 
 
 def _listed(releases: Mapping[str, Sequence[str]]) -> str:
-    """`verified with 2.5.1, 2.6.0; not-applicable with 2.2.2`."""
+    """A list such as `verified with 2.5.1, 2.6.0; not-applicable with 2.2.2`."""
     return "; ".join(f"{verdict} with {', '.join(torch)}" for verdict, torch in releases.items())
 
 
 def add_releases(documents: Iterable[dict[str, Any]], roots: Iterable[Root]) -> None:
-    """Add `releases`, verdict to releases of torch, to the summaries of entries."""
+    """Add `releases`, which maps verdicts to releases of torch, to the summaries of entries."""
     by_entry = release_verdicts(roots)
     for document in documents:
         document["releases"] = releases_by_verdict(by_entry.get(document["id"], ()))
 
 
 def patterns_digest(patterns: Iterable[str]) -> str:
-    """What of an entry a verdict depends on, as sha256: its failure patterns. Its prose may change without it."""
+    """The sha256 of what a verdict depends on in an entry: its failure patterns. Prose may change without it."""
     return hashlib.sha256("\n".join(patterns).encode()).hexdigest()
 
 
@@ -137,7 +137,7 @@ def record(reports: Iterable[Mapping[str, Any]], day: str, patterns: Mapping[str
 
 
 def unchanged(document: Mapping[str, Any], digests: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """The rows of an earlier record whose patterns and probe, by their digests, are still those that were judged."""
+    """The rows of an earlier record whose patterns and probe still have the digests that were judged."""
     return {
         entry_id: row
         for entry_id, row in document["verdicts"].items()
@@ -158,5 +158,5 @@ def _invalid(path: Path, error: Exception) -> UsageError:
 
 
 def file_name(torch: str) -> str:
-    """A later run with the same release replaces the file."""
+    """The name of the record of a release; a later run with the same release replaces the file."""
     return f"torch-{torch}.json"

@@ -1,9 +1,9 @@
 """Wordings: which releases of which packages contain the text of a signature, in `docs/verified/wordings.json`.
 
-A program prints a line from pieces, so the rarest text of a pattern is cut where values are put in: `WorkNCCL(SeqNum=`
-is `WorkNCCL` and `SeqNum`; and around words that come from elsewhere at run time, such as those of errno. A release has
-the wording when its files contain every piece of one such text.
-`make wordings` looks and writes the record.
+A program composes a line from pieces. So the rarest text of a pattern is cut where a value is inserted
+(`WorkNCCL(SeqNum=` gives `WorkNCCL` and `SeqNum`), and around words that come from elsewhere at run time, such as errno
+messages. A release has the wording if its files contain every piece of one such text. `make wordings` searches the
+releases and writes the record.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kb.records.occurrences import Occurrences, occurrences
 SCHEMA = "kb.wordings.v1"
 FILE = "wordings.json"
 SHORTEST = 5  # characters of a piece; a shorter one is in every library
-TELLING = 12  # characters of words that say enough without those from elsewhere; `RuntimeError` alone does not
+TELLING = 12  # characters of words that say enough without words from elsewhere; `RuntimeError` does not
 JOINT = re.compile(r"[^A-Za-z_ ./'-]+|(?<![A-Za-z])'|'(?![A-Za-z])")
 EVENTS = ("port error", "device fatal")  # what libibverbs calls an asynchronous event: `ibv_event_type_str`
-ERRORS = sorted(map(os.strerror, errno.errorcode), reverse=True)  # a text before the shorter one that it begins with
+ERRORS = sorted(map(os.strerror, errno.errorcode), reverse=True)  # a text before any shorter text that it begins with
 ELSEWHERE = re.compile("|".join(map(re.escape, (*ERRORS, *EVENTS, "NCCL WARN"))))
 
 
 def pieces(pattern: str) -> tuple[tuple[str, ...], ...]:
-    """The pieces of each rare text of a pattern; none where its texts are too short to look for."""
+    """The pieces of each rare text of a pattern; none if its texts are too short to search for."""
     return tuple(filter(None, map(_pieces, sorted(literals(pattern)))))
 
 
@@ -44,7 +44,7 @@ def _cut(text: str) -> tuple[str, ...]:
 
 
 def is_worded(pattern: str, present: Collection[str]) -> bool:
-    """Whether every piece of one of its texts is among those that are present."""
+    """Whether all pieces of one of the pattern's texts are present."""
     return any(all(piece in present for piece in each) for each in pieces(pattern))
 
 
@@ -65,5 +65,5 @@ def record(present: Mapping[tuple[str, str], Collection[str]], patterns: Iterabl
 
 
 def wordings(roots: Iterable[Root]) -> Occurrences:
-    """The releases that were searched for texts, and those that have each pattern's. Raises `UsageError`."""
+    """The releases that were searched for texts, and those that have each pattern's text. Raises `UsageError`."""
     return occurrences(roots, FILE, "make wordings")
