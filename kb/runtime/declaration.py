@@ -1,7 +1,7 @@
 """A probe's declaration as plain data, and what breaks its contract.
 
-Runs in the reader's training interpreter (`describe`, `contract_faults`) and in kb (`from_description`):
-standard library and Python 3.9.
+Runs in the reader's training interpreter (`describe`, `contract_faults`) and in kb (`from_description`): standard
+library and Python 3.9 only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import inspect
 import re
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Dict, List, Mapping, Tuple  # Python 3.9 reads these
+from typing import Any, Dict, List, Mapping, Tuple  # works on Python 3.9
 
 from kb.probe import FIDELITIES, Arm, Expect, Experiment, Needs, Param, Probe
 
 
 def contract_faults(probe: Probe) -> List[str]:
-    """What breaks the contract, one sentence each; empty when the probe is sound."""
+    """What breaks the contract, one sentence each; empty if the probe is sound."""
     faults = []
     if not probe.experiments and probe.check is None:
         faults.append("has neither a check nor an experiment")
@@ -33,8 +33,9 @@ def contract_faults(probe: Probe) -> List[str]:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What stands for a function of the other process. Jobs of one probe have the same number where they are the same
-    function, called with the same arguments.
+    """A placeholder for a function that stays in the other process.
+
+    Jobs of one probe have the same number if they call the same function with the same arguments.
     """
 
     number: int
@@ -44,7 +45,7 @@ class Elsewhere:
 
 
 def describe(probe: Probe) -> Dict[str, Any]:
-    """The declaration without its functions."""
+    """The declaration as plain data, without its functions."""
     calls: List[Any] = []
     return {
         "check": probe.check is not None,
@@ -55,7 +56,7 @@ def describe(probe: Probe) -> Dict[str, Any]:
 
 
 def from_description(data: Mapping[str, Any]) -> Probe:
-    """The declaration rebuilt from `describe()`, without its functions: those stay in the other process."""
+    """Rebuild the declaration from `describe()`, without its functions, which stay in the other process."""
     return Probe(
         experiments=tuple(_read_experiment(experiment) for experiment in data["experiments"]),
         variants=tuple(_read_experiment(experiment) for experiment in data["variants"]),
@@ -107,7 +108,7 @@ def _function(arm: Arm) -> Any:
 
 
 def _call(job: Any) -> Tuple[Any, Any]:
-    """The function of a job and the arguments that it gets beside the context, defaults included."""
+    """The function of a job, and its arguments apart from the context, defaults included."""
     function, args, keywords = (job.func, job.args, job.keywords) if isinstance(job, partial) else (job, (), {})
     try:
         bound = inspect.signature(function).bind(None, *args, **keywords)
@@ -139,7 +140,7 @@ def _describe_experiment(experiment: Experiment, calls: List[Any]) -> Dict[str, 
 
 
 def _describe_arm(arm: Arm, calls: List[Any]) -> Dict[str, Any]:
-    """`calls` are those of the arms before, to which it adds its own."""
+    """Describe an arm. `calls` are the calls of earlier arms; its own is added."""
     calls.append(_call(arm.job))
     return {
         "job": calls.index(calls[-1]),

@@ -1,8 +1,8 @@
 """Evidence of an arm that hangs: flight records, stacks and kernel wait channels. Both sides of the exchange.
 
-The guard asks by creating a file; a thread of each rank answers with its flight record while the main thread is
-blocked; faulthandler writes the stacks on SIGUSR1. Runs in the reader's training interpreter: standard library and
-Python 3.9.
+The guard asks for evidence by creating a file. A thread of each rank answers with its flight record while the main
+thread is blocked, and faulthandler writes the stacks on SIGUSR1. Runs in the reader's training interpreter: standard
+library and Python 3.9 only.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple  # Python 3.9 reads these
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple  # works on Python 3.9
 
 from kb.runtime import processes
 
 REQUEST = "evidence-wanted"  # file in the arm's directory
-FLIGHT_RECORDS_S = 0.5  # how long the guard waits for them
+FLIGHT_RECORDS_S = 0.5  # how long the guard waits for flight records
 STACKS_S = 0.1
 POLL_S = 0.01
-MOST_COLLECTIVES = 50  # the last ones of a rank
+MOST_COLLECTIVES = 50  # only the last ones of a rank
 
 
 def collect(spec: Dict[str, Any], ranks: Mapping[int, int]) -> Dict[str, str]:
-    """In the guard: have these ranks, by pid, write flight records and stacks. Returns rank to kernel wait channel."""
+    """In the guard: have ranks (pid to rank) write flight records and stacks. Returns rank to kernel wait channel."""
     Path(spec["dir"], REQUEST).touch()
     waiting = {
         str(rank): processes.waiting_in(process)
@@ -54,12 +54,15 @@ def answer_request(spec: Dict[str, Any], rank: int) -> None:
 
 
 def write_flight_record(spec: Dict[str, Any], rank: int) -> None:
-    """The collectives this rank issued, from torch's flight recorder: `nccl_trace_rank_<N>` as torch writes it for its
-    own analyzer, and what `kb.harness.flight_compare` compares of it as `rank<N>.flight.json`."""
+    """Write the collectives this rank issued, from torch's flight recorder.
+
+    `nccl_trace_rank_<N>` is what torch writes for its own analyzer, `rank<N>.flight.json` what
+    `kb.harness.flight_compare` compares.
+    """
     try:
         dumps = _flight_recorder()
         record = json.loads(dumps[0]()) if dumps else None
-    except Exception:  # evidence is optional: its absence must not change an outcome
+    except Exception:  # evidence is optional: lacking it must not change an outcome
         return
     if record is None or dumps is None:
         return
@@ -71,7 +74,7 @@ def write_flight_record(spec: Dict[str, Any], rank: int) -> None:
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Under another name first: a reader sees the whole file or none."""
+    """Write under another name first, so that a reader sees the whole file or none."""
     with open(path + ".part", "wb") as file:
         file.write(data)
     os.rename(path + ".part", path)
@@ -82,7 +85,7 @@ def _flight_path(directory: str, rank: int) -> str:
 
 
 def _flight_recorder() -> Optional[Tuple[Callable[[], str], Callable[[], bytes]]]:
-    """torch's dump functions, JSON and pickle, by their names in this release and backend; None without them."""
+    """torch's dump functions for JSON and pickle, by their names in this release and backend; None without them."""
     if "torch" not in sys.modules:
         return None
     import torch._C._distributed_c10d as c10d

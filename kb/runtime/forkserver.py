@@ -1,10 +1,10 @@
 """Forks one guard per arm from a process that has already imported what the arms need.
 
-Started by path in the reader's training interpreter (standard library, Python 3.9): importing torch for
-every rank costs four seconds an arm, forking a warm process a tenth of a second. With `--preload` it
-imports torch; without, it cheaply serves descriptions, checks and ranks that start a fresh interpreter.
-Each JSON line on standard input starts one arm; JSON lines on standard output report `ready`, `started` and
-`exited`. It never touches CUDA, so its forks may.
+Started by path in the reader's training interpreter (standard library, Python 3.9). Importing torch for every rank
+costs four seconds per arm; forking a warm process costs a tenth of a second. With `--preload` the server imports torch;
+without, it cheaply serves descriptions, checks and ranks that start a fresh interpreter. Each JSON line on standard
+input starts one arm; JSON lines on standard output report `ready`, `started` and `exited`. The server never touches
+CUDA, so that its forks can.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, Dict, List  # Python 3.9 reads this
+from typing import Any, Dict, List  # works on Python 3.9
 
 from kb.runtime import guard, processes, worker
 
@@ -32,16 +32,16 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
-    "torch._dynamo",  # FSDP and DDP import it lazily, a second and a half per arm
+    "torch._dynamo",  # FSDP and DDP import it lazily, which takes a second and a half per arm
 )
 
 
 def start(arguments: List[str]) -> None:
-    """`forkserver [--preload CACHE]`: serve until standard input closes, which it does however the supervisor ends."""
+    """`forkserver [--preload CACHE]`: serve until standard input closes, which happens however the supervisor ends."""
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the guards watch the supervisor themselves
-    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a killed guard leaves comes here
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: the children of a killed guard come here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     missing = {}
     if "--preload" in arguments:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = arguments[-1]  # importing torch._dynamo creates it
@@ -61,9 +61,10 @@ def start(arguments: List[str]) -> None:
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
-    """Collapse what the imports have allocated into huge pages: of 200 MiB a fork then copies 100 entries, not 50,000.
+    """Collapse what the imports allocated into huge pages: for 200 MiB, a fork then copies 100 page entries, not
+    50,000.
 
-    Since Linux 6.1, see madvise(2). An older kernel refuses, and what cannot be collapsed stays as it is.
+    Needs Linux 6.1, see madvise(2). An older kernel refuses, and memory that cannot be collapsed stays as it is.
     """
     regions = []
     with open("/proc/self/maps") as file:
@@ -98,7 +99,7 @@ def _serve() -> None:
 
 
 def _end_orphans(guards: Dict[int, str]) -> None:
-    """Kill what a guard that was killed has left: only guards are children of this process otherwise."""
+    """Kill what a killed guard left: all other children of this process are guards."""
     end = time.monotonic() + ORPHANS_S
     while time.monotonic() < end:
         tree = processes.descendants(os.getpid())
@@ -127,7 +128,7 @@ def _fork_guard(spec: Dict[str, Any]) -> int:
             guard.main(spec, worker.main)
         except BaseException:
             traceback.print_exc()
-        finally:  # never back into the loop: two fork servers would share one pipe
+        finally:  # never return to the loop: two fork servers would share one pipe
             os._exit(70)
     _send_message({"started": spec["arm_id"], "pid": pid})
     return pid

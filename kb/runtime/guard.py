@@ -1,9 +1,9 @@
-"""The guard of one arm: starts its ranks, enforces its deadline, and removes everything it left.
+"""The guard of one arm: starts its ranks, enforces its deadline, and removes everything the arm left.
 
-Forked from the fork server, in its own session, as child subreaper: whatever a rank starts, forks twice
-or moves to another session stays below the guard, so the tree to end is always known. It outlives a supervisor
-that is killed: then it ends the tree, deletes the directory and exits.
-Standard library and Python 3.9. Its record goes into `guard.json` in the arm's directory.
+It is forked from the fork server, in its own session, as a child subreaper. Whatever a rank starts, forks twice or
+moves to another session stays below the guard, so the process tree to end is always known. If the supervisor is killed,
+the guard ends the tree, deletes the directory and exits. Standard library and Python 3.9 only. Its record goes into
+`guard.json` in the arm's directory.
 
     start ranks -> poll (exits, deadline, memory, supervisor) -> evidence -> TERM, grace, KILL -> record
 """
@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn, Set  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, NoReturn, Set  # works on Python 3.9
 
 from kb.runtime import evidence, processes
 
@@ -32,7 +32,7 @@ KILLED_S = 5.0  # a killed process that still exists after this is stuck in the 
 
 
 class _Watch:
-    """Mutable record of one arm while it runs."""
+    """The mutable record of one arm while it runs."""
 
     def __init__(self, spec: Dict[str, Any]) -> None:
         self.spec = spec
@@ -55,10 +55,10 @@ class _Watch:
 def main(spec: Dict[str, Any], rank_main: Callable[[Dict[str, Any], int], NoReturn]) -> NoReturn:
     """Run the arm that `spec` describes; ranks are forks that call `rank_main`, or fresh interpreters."""
     os.setsid()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output belongs to the fork server's messages
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output is for the fork server's messages
     libc = ctypes.CDLL(None)
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    libc.prctl(1, 0)  # no death signal: the guard cleans up even after the fork server has died
+    libc.prctl(1, 0)  # no death signal: the guard cleans up even if the fork server has died
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     watch = _Watch(spec)
@@ -67,7 +67,7 @@ def main(spec: Dict[str, Any], rank_main: Callable[[Dict[str, Any], int], NoRetu
         _start(watch, rank_main)
         _poll(watch)
         _end(watch)
-    except OSError:  # nothing can be recorded, mostly because the disk is full: only the exit code can report it
+    except OSError:  # nothing can be recorded, usually because the disk is full; only the exit code can report it
         _kill(watch, LATE_S)
         os._exit(NO_RECORD)
     except BaseException:
@@ -106,7 +106,7 @@ def _become_rank(spec: Dict[str, Any], rank: int, rank_main: Callable[[Dict[str,
 
 
 def _poll(watch: _Watch) -> None:
-    """Return when all ranks have exited, or with `watch.ending` set to why the arm is cut short."""
+    """Return when all ranks have exited, or with `watch.ending` set to the reason the arm is cut short."""
     spec = watch.spec
     deadline = spec["deadline_s"]
     next_look = 0.0
@@ -131,13 +131,16 @@ def _poll(watch: _Watch) -> None:
 
 
 def _tree(watch: _Watch) -> List[processes.Process]:
-    """Every live process below the guard. Orphans come back to a subreaper: where it has no child, there is none, and
-    /proc, long on a node with many processes, need not be read."""
+    """Every live process below the guard.
+
+    Orphans come back to a subreaper, so without children there are none, and /proc, which may be long, need not be
+    read.
+    """
     return processes.descendants(os.getpid()) if _reap(watch) else []
 
 
 def _reap(watch: _Watch) -> bool:
-    """Collect the children that have ended; whether there are others."""
+    """Collect the children that have ended. Returns whether others are left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -153,7 +156,7 @@ def _reap(watch: _Watch) -> bool:
 
 
 def _end(watch: _Watch) -> None:
-    """Collect evidence, end the tree with TERM, grace, KILL, and write the record with what is left."""
+    """Collect evidence, end the tree (TERM, grace, KILL), and write the record with what is left."""
     cut = watch.running()
     waiting = evidence.collect(watch.spec, {pid: watch.ranks[pid] for pid in cut}) if watch.ending else {}
     if not watch.ending:
@@ -176,7 +179,7 @@ def _end(watch: _Watch) -> None:
 
 
 def _write_summary(watch: _Watch, cut: List[int]) -> None:
-    """`launcher.log`: ranks that died of a signal and so printed nothing, in the form of torchrun's summary."""
+    """Write `launcher.log`: ranks that died of a signal, and so printed nothing, in the form of torchrun's summary."""
     killed = [rank_exit for rank_exit in watch.exits if rank_exit["code"] < 0 and rank_exit["pid"] not in cut]
     if killed:
         Path(watch.spec["dir"], "launcher.log").write_text("".join(map(_summary, killed)))
@@ -197,16 +200,16 @@ def _signal_name(number: int) -> str:
 
 
 def _kill(watch: _Watch, grace_s: float) -> List[processes.Process]:
-    """End every descendant. Returns those that even KILL did not end within `KILLED_S`."""
+    """End every descendant. Returns those that did not end within `KILLED_S` of KILL."""
     tree = _tree(watch)
     for process in tree:
         processes.send_signal(process, signal.SIGTERM)
-        if process.state == "T":  # a stopped process handles TERM only once it continues
+        if process.state == "T":  # a stopped process handles TERM only after it continues
             processes.send_signal(process, signal.SIGCONT)
     if tree:
         _wait_until_gone(watch, grace_s)
     end = time.monotonic() + KILLED_S
-    while True:  # in rounds: a process may fork between listing and killing
+    while True:  # in rounds, since a process may fork between listing and killing
         tree = _tree(watch)
         if not tree or time.monotonic() > end:
             return tree
@@ -241,7 +244,7 @@ def _remove_shared_memory(watch: _Watch) -> List[str]:
 
 
 def _vanish(watch: _Watch) -> NoReturn:
-    """Without a supervisor nobody reads a record: end the tree, delete the directory, exit."""
+    """End the tree, delete the directory and exit: without a supervisor nobody reads a record."""
     _kill(watch, 0.2)
     _remove_shared_memory(watch)
     shutil.rmtree(watch.spec["dir"], ignore_errors=True)

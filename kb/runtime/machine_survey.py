@@ -1,9 +1,9 @@
-"""Says what is installed in the interpreter that runs it: one JSON document on standard output.
+"""Prints what is installed in the interpreter that runs it, as one JSON document on standard output.
 
-Started by path in the reader's training interpreter (standard library, Python 3.9). It imports none of the
-packages it lists, so a broken package costs only its own value: that is null, and `reasons` says why.
-With `--import-torch` it also imports torch and reads what only the loaded libraries know. It never
-initialises CUDA: it counts no devices and calls no driver.
+Started by path in the reader's training interpreter (standard library, Python 3.9). It imports none of the packages it
+lists, so a broken package costs only its own value, which is then null; `reasons` says why. With `--import-torch` it
+also imports torch and reads what only the loaded libraries know. It never initialises CUDA, counts no devices and calls
+no driver.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from kb.runtime.survey_fields import Reader, Unknown, describe
 
-ALONE_S = 120  # then it ends itself: the process that would have ended it may be gone
-LONGEST_FILE = 20_000  # characters that are read of torch/version.py
+ALONE_S = 120  # then it ends itself, since the process that should end it may be gone
+LONGEST_FILE = 20_000  # characters of torch/version.py that are read
 CUDA_SUFFIXES = ("", "-cu11", "-cu12", "-cu13")
 CUDA_LIBRARIES = ("nccl", "cudnn", "cuda-runtime", "cuda-nvrtc", "cublas", "cufft", "cusolver", "nvjitlink", "nvshmem")
 PACKAGES = (
@@ -43,7 +43,7 @@ PACKAGES = (
 def start(arguments: list[str]) -> None:
     """`machine_survey [--import-torch]`: print the document.
 
-    What an import prints goes to standard error, and its exit handlers do not run.
+    Anything that an import prints goes to standard error, and its exit handlers do not run.
     """
     faulthandler.register(signal.SIGTERM, chain=True)  # the stack of an import that hangs
     signal.alarm(ALONE_S)
@@ -55,7 +55,7 @@ def start(arguments: list[str]) -> None:
 
 
 def document(import_torch: bool) -> dict[str, Any]:
-    """What is installed here; `torch` comes from its files, `torch_import` from the imported module."""
+    """The document: `torch` comes from its files, `torch_import` from the imported module."""
     reader = Reader()
     torch = reader.value("torch", lambda: torch_files(reader))
     return {
@@ -71,7 +71,7 @@ def document(import_torch: bool) -> dict[str, Any]:
 
 
 def packages(reader: Reader, torch: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Versions of the known packages that are installed; None for one whose metadata is broken."""
+    """The versions of the known packages that are installed; None if a package's metadata is broken."""
     names = [*PACKAGES, *(f"nvidia-{name}{suffix}" for name in CUDA_LIBRARIES for suffix in CUDA_SUFFIXES)]
     versions: dict[str, Any] = {}
     for name in names:
@@ -112,7 +112,7 @@ def _read_beginning(path: str) -> str:
 
 
 def _assigned(text: str, name: str) -> str:
-    """The string assigned to a name on a line of its own. The file may be anything, so it is not executed."""
+    """The string assigned to a name on its own line. The file may be anything, so it is not executed."""
     line = re.search(rf"^{name}\s*(?::[^=\n]+)?=\s*(.+)$", text, re.MULTILINE)
     if not line:
         raise Unknown("torch/version.py does not say")
@@ -141,7 +141,7 @@ def _loaded(torch: Any, distributed: Any) -> dict[str, Callable[[], Any]]:
     """What only the loaded libraries know."""
     of_cuda: dict[str, Callable[[], Any]] = {
         "nccl": lambda: ".".join(str(part) for part in torch.cuda.nccl.version()),
-        # The public functions for these two count devices first, in some versions, and so call the driver.
+        # In some versions, the public functions for these two count devices first, and so call the driver.
         "cudnn": lambda: int(torch._C._cudnn.getVersionInt()),
         "architectures": lambda: torch._C._cuda_getArchFlags().split(),
     }

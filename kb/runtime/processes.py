@@ -1,7 +1,7 @@
-"""Processes as /proc shows them: the tree below one, their memory and shared memory, and signals that never hit a
-recycled pid. Commands that kb runs itself: `kb.harness.subprocesses`.
+"""Processes as /proc shows them: process trees, their memory and shared memory, and signals that never hit a recycled
+pid. `kb.harness.subprocesses` runs commands.
 
-Standard library and Python 3.9: the guard uses it in the reader's training interpreter.
+Standard library and Python 3.9 only: the guard uses it in the reader's training interpreter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Set  # Python 3.9 reads these
+from typing import Dict, List, Optional, Set  # works on Python 3.9
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Process:
 
 
 def read_process(pid: int) -> Optional[Process]:
-    """The process, or None when it no longer exists."""
+    """The process, or None if it no longer exists."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             head, _, tail = file.read().decode(errors="replace").rpartition(")")
@@ -39,13 +39,13 @@ def read_process(pid: int) -> Optional[Process]:
 
 
 def is_running(process: Process) -> bool:
-    """Whether this very process still runs; neither a zombie nor another one with its pid counts."""
+    """Whether this very process still runs; a zombie, or another process with its pid, does not count."""
     now = read_process(process.pid)
     return now is not None and now.start == process.start and now.is_alive
 
 
 def descendants(root: int) -> List[Process]:
-    """Every live process below `root`. Complete when `root` is a child subreaper: orphans come back to it."""
+    """Every live process below `root`. Complete if `root` is a child subreaper, to which orphans come back."""
     children: Dict[int, List[Process]] = {}
     for name in os.listdir("/proc"):
         process = read_process(int(name)) if name.isdigit() else None
@@ -61,9 +61,10 @@ def descendants(root: int) -> List[Process]:
 
 
 def listed_descendants(root: int) -> List[Process]:
-    """As `descendants`, read from the kernel's lists of children: in a time that does not grow with the machine.
+    """The same from the kernel's lists of children, in a time that does not grow with the machine.
 
-    One may be missing while another exits (proc_pid_task_children(5)): enough to watch, not enough to end a tree.
+    A process may be missing while another exits (proc_pid_task_children(5)): good enough to watch a tree, not to end
+    it.
     """
     if not os.path.exists("/proc/self/task/%d/children" % os.getpid()):  # a kernel without CONFIG_PROC_CHILDREN
         return descendants(root)
@@ -77,7 +78,7 @@ def listed_descendants(root: int) -> List[Process]:
 
 
 def _children(pid: int) -> List[int]:
-    """Of all threads of a process; none once it has ended."""
+    """The children of all threads of a process; empty once it has ended."""
     pids: List[int] = []
     try:
         for thread in os.listdir("/proc/%d/task" % pid):
@@ -89,7 +90,7 @@ def _children(pid: int) -> List[int]:
 
 
 def send_signal(process: Process, signal_number: signal.Signals) -> None:
-    """Signal exactly this process; does nothing when it is gone or its pid now belongs to another."""
+    """Signal exactly this process; do nothing if it is gone or its pid now belongs to another process."""
     now = read_process(process.pid)
     if now and now.start == process.start:
         try:
@@ -99,7 +100,7 @@ def send_signal(process: Process, signal_number: signal.Signals) -> None:
 
 
 def resident_bytes(processes: List[Process]) -> int:
-    """Resident memory of these processes together; pages they share count for each."""
+    """The resident memory of these processes in total; a page that they share counts for each."""
     total = 0
     for process in processes:
         try:
@@ -111,12 +112,12 @@ def resident_bytes(processes: List[Process]) -> int:
 
 
 def shared_memory_files(processes: List[Process]) -> Set[str]:
-    """Files under /dev/shm that these processes map or hold open."""
+    """The files under /dev/shm that these processes map or hold open."""
     paths: Set[str] = set()
     try:
-        if not os.listdir("/dev/shm"):  # to read all maps costs far more
+        if not os.listdir("/dev/shm"):  # reading all maps costs far more
             return paths
-    except OSError:  # not there, or not ours to list: the maps tell
+    except OSError:  # missing, or not readable by us: the maps show the files
         pass
     for process in processes:
         try:
@@ -130,7 +131,7 @@ def shared_memory_files(processes: List[Process]) -> Set[str]:
 
 
 def waiting_in(process: Process) -> str:
-    """State and kernel wait channel, for instance `S futex_do_wait`; state D is a driver that does not return."""
+    """State and kernel wait channel, for instance `S futex_do_wait`; in state D a driver does not return."""
     try:
         with open("/proc/%d/wchan" % process.pid) as file:
             return ("%s %s" % (process.state, file.read())).strip()

@@ -1,6 +1,6 @@
 """Starts a module of this folder in the reader's training interpreter: `python start.py MODULE ARGUMENT...`.
 
-kb is not installed there and must shadow no module of the reader: this folder is removed from `sys.path`, and `kb`
+kb is not installed there and must not shadow the reader's modules. So this folder is removed from `sys.path`, and `kb`
 becomes an empty package that finds its modules in the parent folder. Standard library, Python 3.9.
 """
 

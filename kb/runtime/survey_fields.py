@@ -1,7 +1,7 @@
-"""Reads values of which any may be missing, and records the reasons.
+"""Reads values, any of which may be missing, and records the reasons.
 
-For machines on which something is broken: nothing is assumed to work. `kb.runtime.machine_survey` imports this file
-in the reader's interpreter, so it uses the standard library and Python 3.9 only.
+It is for machines on which something is broken, so it assumes nothing. `kb.runtime.machine_survey` imports this file in
+the reader's interpreter: standard library and Python 3.9 only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_REASON = 2000  # characters
-UNLIMITED = "unlimited"  # value of a limit that is not set
+UNLIMITED = "unlimited"  # the value of a limit that is not set
 
 
 class Unknown(Exception):
@@ -28,7 +28,7 @@ class Reader:
         self.reasons: dict[str, str] = {}
 
     def values(self, path: str, sources: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Each source's value under the source's name."""
+        """The value of each source, under the source's name."""
         return {name: self.value(f"{path}.{name}", source) for name, source in sources.items()}
 
     def value(self, path: str, source: Callable[[], Any]) -> Any:
@@ -48,5 +48,5 @@ def describe(error: BaseException) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Content of a small file, such as one of /proc, without surrounding white space."""
+    """The content of a small file, such as one in /proc, without surrounding white space."""
     return path.read_text(errors="replace").strip()

@@ -1,8 +1,8 @@
-"""The structure of a file of `torch.save`: tensors by name and the storages behind them, read without torch.
+"""Reads the structure of a `torch.save` file without torch: tensors by name and the storages behind them.
 
-A pickle is a program. This reader imports none of the names in it, so no code of the file runs; classes and
-functions become inert stand-ins that record their arguments. Runs in the reader's training
-interpreter: standard library and Python 3.9. `kb.checkpoint` calls it in a process with limits.
+A pickle is a program. This reader imports none of the names in it, so no code of the file runs: classes and functions
+become inert stand-ins that record their arguments. Runs in the reader's training interpreter: standard library and
+Python 3.9 only. `kb.checkpoint` calls it in a process with limits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LARGEST_PICKLE = 64 << 20  # bytes; 100,000 tensors make about ten
+LARGEST_PICKLE = 64 << 20  # bytes; 100,000 tensors take about ten MiB
 LONGEST_NAME = 500
 
-DTYPES = {  # class of a typed storage: dtype and bytes of an element
+DTYPES = {  # class of a typed storage: dtype, and bytes per element
     "DoubleStorage": ("float64", 8),
     "FloatStorage": ("float32", 4),
     "HalfStorage": ("float16", 2),
@@ -34,13 +34,13 @@ DTYPES = {  # class of a typed storage: dtype and bytes of an element
     "ComplexFloatStorage": ("complex64", 8),
     "ComplexDoubleStorage": ("complex128", 16),
 }
-UNTYPED = {"uint16": 2, "uint32": 4, "uint64": 8, "bits16": 2, "bits8": 1, "complex32": 4}  # without a typed storage
+UNTYPED = {"uint16": 2, "uint32": 4, "uint64": 8, "bits16": 2, "bits8": 1, "complex32": 4}  # no typed storage
 
 
 class Unreadable(Exception):
     """The file cannot be judged; the message says why.
 
-    `is_torn` when it is an incomplete checkpoint, or something else stored in its place.
+    `is_torn`: it is an incomplete checkpoint, or something else was stored in its place.
     """
 
     def __init__(self, reason: str, is_torn: bool = False) -> None:
@@ -49,7 +49,7 @@ class Unreadable(Exception):
 
 
 class Tensor(NamedTuple):
-    """A named tensor: which bytes of which storage it covers (`start`, `stop`) and how many of them it `used`."""
+    """A named tensor: the bytes of its storage that it spans (`start`, `stop`), and how many of them it `used`."""
 
     name: str
     dtype: str
@@ -61,7 +61,7 @@ class Tensor(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Tensors in the file's order, bytes per storage, and the classes and functions that the pickle names."""
+    """The tensors in the file's order, the bytes of each storage, and the names of classes and functions in the pickle."""
 
     tensors: list[Tensor]
     storages: dict[str, int]
@@ -69,7 +69,10 @@ class Contents(NamedTuple):
 
 
 def read_torch_save(path: Path) -> Contents:
-    """Raises `Unreadable`, `zipfile.BadZipFile` for a torn archive, and anything else that a hostile pickle causes."""
+    """Read a file.
+
+    Raises `Unreadable`, `zipfile.BadZipFile` for a torn archive, and anything else that a hostile pickle causes.
+    """
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: info for info in archive.infolist()}
         pickles = [name for name in records if re.fullmatch(r"(?:[^/]+/)?data\.pkl", name)]
@@ -94,7 +97,7 @@ def read_torch_save(path: Path) -> Contents:
 
 
 class _Storage(NamedTuple):
-    """Bytes in one record of the archive; `size` is their number according to the pickle."""
+    """The bytes of one record of the archive; `size` is their number according to the pickle."""
 
     key: str
     dtype: str
@@ -108,7 +111,7 @@ class _StorageClass(NamedTuple):
 
 
 class _Inert:
-    """In place of every other class and function that a pickle names, and of the objects they would have made."""
+    """Stands in for every other class and function that a pickle names, and for the objects they would create."""
 
     inside: list[Any]
 
@@ -151,7 +154,7 @@ def _tensor(storage: _Storage, offset: Any, shape: Any, stride: Any, dtype: str,
     is_shaped = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
     if not is_shaped or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (offset, *shape, *stride)):
         raise Unreadable("it describes a tensor of an impossible shape")
-    distinct = prod(size for axis, size in enumerate(shape) if stride[axis])  # stride 0 repeats what is there
+    distinct = prod(size for axis, size in enumerate(shape) if stride[axis])  # stride 0 repeats elements
     span = 1 + sum((size - 1) * stride[axis] for axis, size in enumerate(shape)) if all(shape) else 0
     if span and (offset + span) * unit > storage.size:
         raise Unreadable("it describes a tensor that reaches beyond its storage")
@@ -178,7 +181,7 @@ REBUILT: dict[str, Any] = {
 
 
 class _Reader(pickle.Unpickler):
-    """Loads tensors and containers of a checkpoint, and records every other name in it."""
+    """Loads the tensors and containers of a checkpoint, and records every other name in it."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -205,7 +208,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _named_tensors(root: Any) -> Iterator[Tensor]:
-    """Every tensor with its path through the containers, in order; visits an object that contains itself once."""
+    """Every tensor with its path through the containers, in order; an object that contains itself is visited once."""
     waiting: list[tuple[str, Any]] = [("", root)]
     seen = set()
     while waiting:

@@ -1,8 +1,8 @@
 """One process of a probe: a rank of an arm, a check, or the description of a probe file.
 
-Runs in the reader's training interpreter, on the standard library and Python 3.9 alone: forked by
-`kb.runtime.forkserver`, or, for GPU arms, started as a file so that nothing of CUDA or NCCL is inherited.
-Its result goes into `rank<N>.json` in the arm's directory, whole or not at all.
+Runs in the reader's training interpreter, on the standard library and Python 3.9 only. `kb.runtime.forkserver` forks
+it, or, for GPU arms, it is started as a file so that it inherits nothing of CUDA or NCCL. It writes its result into
+`rank<N>.json` in the arm's directory, whole or not at all.
 """
 
 import ctypes
@@ -18,19 +18,19 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn  # Python 3.9 reads these
+from typing import Any, Callable, Dict, List, NoReturn  # works on Python 3.9
 
 from kb.probe import STATES, Context, Finding, Probe, Symptom, Unavailable
 from kb.runtime import evidence
 from kb.runtime.declaration import contract_faults, describe
 
-LARGEST_FILE = 256 << 20  # bytes a rank may write into one file; beyond it a write fails with EFBIG
+LARGEST_FILE = 256 << 20  # bytes a rank may write into one file; a larger write fails with EFBIG
 LONGEST_TEXT = 4000  # characters of an error message or traceback in the result
 LINGER_S = 8.0
 
 
 def load_probe(path: str) -> Probe:
-    """Run a probe file and return its `probe`. Raises TypeError if it defines none, and what the file itself raises."""
+    """Run a probe file and return its `probe`. Raises `TypeError` if it defines none, and whatever the file raises."""
     spec = importlib.util.spec_from_file_location("kb_probe_" + Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise TypeError("%s is not a Python file" % path)
@@ -44,7 +44,7 @@ def load_probe(path: str) -> Probe:
 
 
 def main(spec: Dict[str, Any], rank: int) -> NoReturn:
-    """Perform `spec["action"]` as this rank, write the result, end the process."""
+    """Perform `spec["action"]` as this rank, write the result, and end the process."""
     _confine(spec, rank)
     actions: Dict[str, Callable[[Dict[str, Any], int], Dict[str, Any]]] = {
         "describe": _describe,
@@ -56,7 +56,7 @@ def main(spec: Dict[str, Any], rank: int) -> NoReturn:
     result.update(rank=rank, pid=os.getpid(), max_rss_mib=usage.ru_maxrss // 1024)
     _write(spec, rank, result)
     if spec["action"] == "run" and result["outcome"] != "completed":
-        evidence.write_flight_record(spec, rank)  # after the result: on a wedged GPU the recorder may not return
+        evidence.write_flight_record(spec, rank)  # after the result, since on a wedged GPU the recorder may not return
     elif spec["action"] == "run" and spec["linger"]:
         _linger(spec)
     sys.stdout.flush()
@@ -71,8 +71,8 @@ def _confine(spec: Dict[str, Any], rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.environ.update(spec["env"])
-    tempfile.tempdir = None  # imports in the fork server may have cached a directory that is not this arm's TMPDIR
-    if spec["action"] == "run":  # a check sees the caller's variables, these among them
+    tempfile.tempdir = None  # imports in the fork server may have cached a directory other than this arm's TMPDIR
+    if spec["action"] == "run":  # a check sees the caller's values of these
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["world_size"]))
     os.chdir(spec["dir"])
     stacks = open(os.path.join(spec["dir"], "rank%d.stacks" % rank), "w")  # noqa: SIM115  # open until the end
@@ -122,14 +122,14 @@ def _run(spec: Dict[str, Any], rank: int) -> Dict[str, Any]:
 
 
 def _print_as_python_does(error: BaseException) -> None:
-    """Write to the rank's log what a real job that ends like this prints; of a symptom, the measured values."""
+    """Write to the rank's log what a real job that ends like this prints; for a symptom, the measured values."""
     try:
         if isinstance(error, Symptom):
             sys.stderr.write("%s\n" % error)
         elif not isinstance(error, (Unavailable, SystemExit)):
-            error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # the job's frames alone
-            sys.excepthook(type(error), error, error.__traceback__)  # torch's where it has one: `[rank0]: ...`
-    except Exception:  # no memory or disk left to print with
+            error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # only the job's frames
+            sys.excepthook(type(error), error, error.__traceback__)  # torch's hook if it installed one: `[rank0]: ...`
+    except Exception:  # no memory or disk left for printing
         return
 
 
@@ -143,7 +143,7 @@ def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
         result = {"outcome": "symptom", "type": "Symptom", "message": str(error)[-LONGEST_TEXT:]}
     except Unavailable as error:
         result = {"outcome": "unavailable", "message": str(error)[-LONGEST_TEXT:]}
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of a probe are its outcome as well
+    except BaseException as error:  # a probe's SystemExit or KeyboardInterrupt is its outcome too
         is_exit = isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int))
         result = {
             "outcome": "exited" if is_exit else "raised",
@@ -156,14 +156,14 @@ def _guarded(act: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _typed(params: Dict[str, List[Any]]) -> Dict[str, Any]:
-    """Parameters in their declared types; JSON carries a path as text."""
+    """The parameters in their declared types; JSON has paths as text."""
     return {
         name: Path(value) if kind == "path" and value is not None else value for name, (kind, value) in params.items()
     }
 
 
 def _prepare_torch(spec: Dict[str, Any]) -> None:
-    """Re-read a setting that torch read at import in the fork server; on GPUs select the device and cap its memory."""
+    """Re-read a setting that torch read in the fork server; on GPUs select the device and cap its memory."""
     torch = sys.modules.get("torch")
     if torch is not None and "TORCH_DISTRIBUTED_DEBUG" in spec["env"]:
         torch.distributed.set_debug_level_from_env()
@@ -183,7 +183,7 @@ def _write(spec: Dict[str, Any], rank: int, result: Dict[str, Any]) -> None:
 
 
 def _linger(spec: Dict[str, Any]) -> None:
-    """Wait until every rank has a result: leaving early breaks a rank that is still connecting."""
+    """Wait until every rank has a result, since leaving early breaks a rank that is still connecting."""
     end = time.monotonic() + LINGER_S
     paths = [os.path.join(spec["dir"], "rank%d.json" % rank) for rank in range(spec["world_size"])]
     while time.monotonic() < end and not all(map(os.path.exists, paths)):
@@ -191,7 +191,7 @@ def _linger(spec: Dict[str, Any]) -> None:
 
 
 def start(arguments: List[str]) -> NoReturn:
-    """`worker SPEC RANK`: one rank in a process of its own."""
+    """`worker SPEC RANK`: run one rank in a new process."""
     with open(arguments[0]) as file:
         spec = json.load(file)
     main(spec, int(arguments[1]))
