@@ -1,7 +1,7 @@
-"""The index of the built-in entries that a wheel and a checkout bring along, so that a first search builds nothing.
+"""Builds the index of the built-in entries that a wheel or checkout contains, so that a first search builds nothing.
 
-`setup.py` makes it wherever kb is installed from its sources; `python -m kb.search.built_in_index` makes it again. It
-is one segment. Entries that have changed since are indexed in the user's cache. It is as trusted as the code beside it.
+`setup.py` runs it when kb is installed from source; `python -m kb.search.built_in_index` rebuilds the index. It is one
+segment. Entries that have changed since are indexed in the user's cache. It is as trusted as the code next to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kb.search.index_writer import write_segment
 
 
 def build(directory: Path = BUILT_IN_SEGMENT) -> int:
-    """Index the built-in entries into `directory`, in place of what is there; returns how many they are.
+    """Index the built-in entries into `directory`, replacing what is there. Returns the number of entries.
 
     Raises `ValueError` for an entry that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The facets that a question names, by the words of `cues.toml`."""
+"""Finds the facets that a question names, by the words in `cues.toml`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kb.search.query import Unit
 from kb.search.synonyms import Key, key_of
 
 FILE = Path(__file__).with_name("cues.toml")
-Cues = Mapping[Key, int]  # the terms of a word, to the values of facets that it names, as `kb.content.facets.bits`
+Cues = Mapping[Key, int]  # from the terms of a word to the facet values that it names, as `kb.content.facets.bits`
 
 
 def read(path: Path = FILE) -> dict[str, dict[str, list[str]]]:
-    """Facet to value to words, as written."""
+    """The words of each value of each facet, as written."""
     document: dict[str, dict[str, list[str]]] = tomllib.loads(path.read_text(encoding="utf-8"))
     return document
 
 
 def cues() -> dict[Key, int]:
-    """The table that the index keeps."""
+    """The table of cues that the index stores."""
     from kb.content.facets import bits  # a search reads the table from the index
 
     table: dict[Key, int] = {}
@@ -32,14 +32,14 @@ def cues() -> dict[Key, int]:
 
 
 def out_of_scope() -> int:
-    """The values that are subjects kb is not about: a search reads them from the index too."""
+    """The values that are subjects kb is not about; a search reads them from the index too."""
     from kb.content.facets import Subject, bits
 
     return bits(f"subjects:{subject}" for subject in Subject)
 
 
 def named(units: Sequence[Unit], table: Cues) -> int:
-    """The values that these units name, one by one or several as a phrase."""
+    """The facet values that these units name, one by one or several as a phrase."""
     longest = max(map(len, table), default=0)
     values = 0
     for at in range(len(units)):
@@ -49,15 +49,15 @@ def named(units: Sequence[Unit], table: Cues) -> int:
 
 
 def agreement(named: int, declared: int) -> int:
-    """How many of the values that a question names an entry declares, less those that it does not declare.
+    """How many of the facet values in a question an entry declares, minus the number that it does not declare.
 
-    0 for an entry that declares none: it may be older than facets.
+    0 for an entry that declares none, since it may be older than facets.
     """
     return (named & declared).bit_count() - (named & ~declared).bit_count() if declared else 0
 
 
 def _keys(units: Sequence[Unit]) -> Iterator[Key]:
-    """What the table may know the first of these units by, and the phrases that begin with it."""
+    """The keys by which the table may know the first of these units, and phrases that begin with it."""
     yield from ((form,) for form in units[0].forms)
     key: Key = ()
     for unit in units:

@@ -1,19 +1,20 @@
-"""Whether the best hit is an answer: how likely it is that its entry is about the question.
+"""Decides whether the best hit is an answer: the probability that its entry is about the question.
 
     probability = 1 / (1 + exp(-(BIAS + LEAD x lead + WORDING x wording + AGREEMENT x agreement)))
 
-The score of a hit says which entry is nearest, not how near: any question has a nearest entry. Three observations tell:
-- lead: how far the best is ahead of the entries that follow. A question about something else is a little like many.
-- wording: the share of the question's pairs of words that the entry has as pairs. A pasted message has a place in an
-  entry about it; the same words apart from each other prove nothing.
-- agreement: how many symptoms, phases and components the question names that the entry declares, less the others.
+The score of a hit says which entry is nearest, but not how near: every question has a nearest entry. Three observations
+say how near it is:
+- lead: how far the best hit is ahead of the next ones. A question about something else resembles many entries a little.
+- wording: the share of the question's pairs of words that the entry has as pairs. A pasted message occurs in an entry
+  about it; the same words apart from each other prove nothing.
+- agreement: how many of the symptoms, phases and components in the question the entry declares, minus the others.
 
-Whatever they tell, there is no answer where the entry has little of the question's text (`is_near`), or common words of
-it alone (`are_common`), and none to a question about a subject outside of kb.
+Whatever they say, there is no answer if the entry has little of the question's text (`is_near`) or only common words of
+it (`are_common`), nor to a question about a subject outside kb.
 
-The weights are those of a logistic regression, `make decision`, with the probability as it was measured with 179
-entries: the more entries there are, the nearer is the next one, and the smaller the lead of a right one.
-docs/benchmarks.md has the figures.
+The weights are from a logistic regression, `make decision`, and the probability was measured with 179 entries: the more
+entries there are, the nearer is the next one, and the smaller the lead of the right one. docs/benchmarks.md has the
+figures.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from kb.search.query import Unit
 from kb.search.scoring import MOST_PER_IDF, Scoring, best_numbers
 
 BIAS, LEAD, WORDING, AGREEMENT = -3.3, 6.8, 2.46, 0.21
-LIKELY = 0.55  # from here on a hit is an answer: at 0.5 a fourth of what no entry covers would have one
+LIKELY = 0.55  # least probability of an answer; at 0.5, 1 of 4 questions that no entry covers would get one
 FOLLOWING = 5  # hits after the best that count for its lead
 MOST_PAIRS = 200
-MOST_UNKNOWN = 0.1  # probability of an answer where nothing is near: one word of a question may be far ahead alone
-ALL, RARE = 0.999, 0.75  # an entry with all words of a question is related if one is as rare as this, of the rarest
-NEAR, NEAR_FOR_ALL = 1.75, 0.8  # rare words; see `is_near`
+MOST_UNKNOWN = 0.1  # highest probability if nothing is near: a single word may put an entry far ahead
+ALL, RARE = 0.999, 0.75  # an entry with all words of a question is related if one has this share of the highest idf
+NEAR, NEAR_FOR_ALL = 1.75, 0.8  # in rare words; see `is_near`
 COMMON = 2.6  # see `are_common`
-SURE = 0.9  # from here on common words suffice for an answer: "too many open files"
+SURE = 0.9  # at or above this, common words suffice for an answer: "too many open files"
 
 
 class Kind(StrEnum):
     """What a search has to say."""
 
     ANSWER = "answer"  # an entry is about the question
-    RELATED = "related"  # none is; some are near
+    RELATED = "related"  # none is, but some are near
     UNKNOWN = "unknown"  # nothing is near, or too much
 
 
 class Observations(NamedTuple):
-    """What speaks for the best hit. `lead` and `wording` are shares, `agreement` is a number of facet values."""
+    """The observations about the best hit. `lead` and `wording` are shares, `agreement` is a number of facet values."""
 
     lead: float
     wording: float
@@ -62,7 +63,7 @@ class Observations(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the best hit is, and how likely it is an answer; `is_vague` if all that was asked are common words."""
+    """What the best hit is, and how likely it is an answer. `is_vague`: the question has only common words."""
 
     kind: Kind
     probability: float
@@ -70,13 +71,13 @@ class Decision(NamedTuple):
 
 
 def decide(index: Index, units: list[Unit], scoring: Scoring, admitted: Collection[int]) -> Decision:
-    """Of the hits that are `admitted`, whose order no preference has changed."""
+    """Decide on the best of the `admitted` hits, before any preference reorders them."""
     ranked = nearest(index, scoring, admitted)
     if not ranked:
         return Decision(Kind.UNKNOWN, 0.0)
     has_signature = ranked[0] in scoring.lifts
     if scoring.named & index.out_of_scope and not has_signature:
-        return Decision(Kind.UNKNOWN, MOST_UNKNOWN)  # of 640 questions 11 do, and no entry is about any
+        return Decision(Kind.UNKNOWN, MOST_UNKNOWN)  # as 11 of 640 questions do; no entry is about any
     rarest = index.idf("")
     everything = sum(concept.idf for concept in scoring.concepts) + max(0, scoring.unknown) * rarest
     shared = [concept.idf for concept in scoring.concepts if ranked[0] in concept.scores]
@@ -91,14 +92,14 @@ def decide(index: Index, units: list[Unit], scoring: Scoring, admitted: Collecti
 
 
 def nearest(index: Index, scoring: Scoring, admitted: Collection[int]) -> list[int]:
-    """Enough of the hits for a decision."""
+    """The best hits, as many as a decision needs."""
     return best_numbers(index, scoring.totals, scoring.totals.keys() & admitted, 2 * FOLLOWING)
 
 
 def observe(
     index: Index, units: Sequence[Unit], named: int, ranked: Sequence[int], scores: Mapping[int, float]
 ) -> Observations:
-    """Of a question and the numbers of its hits, best first; `named` are the facets that it names."""
+    """The observations about the best of the `ranked` hits; `named` are the facets that the question names."""
     best = ranked[0]
     return Observations(
         lead=lead([scores[number] for number in unrelated(index, ranked)]),
@@ -108,39 +109,40 @@ def observe(
 
 
 def is_near(rare_words: float, share: float) -> bool:
-    """Whether a hit that is no answer is at least about something near, rather than having some words in common.
+    """Whether a hit that is not an answer is about something near, instead of just having some words in common.
 
-    `rare_words` is its text score, in words that no other entry has; `share` how much of the question's information
-    the entry accounts for, where a word that no entry has counts as a rare one. Either the text alone is enough, or
-    less of it that is most of a short question. Of 198 questions about anything else (other software,
+    `rare_words` is its text score, counted in words that no other entry has. `share` is how much of the question's
+    information the entry accounts for, where a word that no entry has counts as rare. Either the text score alone is
+    high enough, or a lower one covers most of a short question. Of 198 questions about anything else (other software,
     the weather, nonsense) 10 % pass, of 60 written afterwards 8 %.
     """
     return rare_words >= NEAR or rare_words * share >= NEAR_FOR_ALL
 
 
 def are_common(idfs: Iterable[float]) -> bool:
-    """Whether the words that a question and an entry share are common ones: "my job hangs", "CUDA out of memory".
+    """Whether a question and an entry share only common words: "my job hangs", "CUDA out of memory".
 
-    Of `idfs` of these words, a word that all entries have counts nothing, one that half of them have 0.7, one that no
-    other has 4.5. Which entry is nearest then depends on how often it says them, so it has to be far ahead.
+    `idfs` are the idfs of the shared words. A word that all entries have counts 0, one that half of them have 0.7, one
+    that no other has 4.5. With common words, the nearest entry is whichever repeats them most, so it has to be far
+    ahead.
     """
     return sum(idf - 1 for idf in idfs) < COMMON
 
 
 def unrelated(index: Index, ranked: Sequence[int]) -> list[int]:
-    """The hits without those that cause the best, or that it causes: both explain the same failure."""
+    """The hits without those that cause the best one or follow from it, since both explain the same failure."""
     best = index.ids[ranked[0]]
     linked = {other for edge in index.causes if best in edge for other in edge} - {best}
     return [number for number in ranked if index.ids[number] not in linked]
 
 
 def lead(scores: Sequence[float]) -> float:
-    """1 without a rival, 0 when those that follow are as good."""
+    """The lead of the best score: 1 without a rival, 0 if the next ones are as good."""
     return 1 - sum(scores[1 : 1 + FOLLOWING]) / FOLLOWING / scores[0]
 
 
 def wording(index: Index, units: Sequence[Unit], number: int) -> float:
-    """The share of pairs, weighted by how rare their words are, that the document has as pairs."""
+    """The share of pairs of words that the document has as pairs, weighted by how rare the words are."""
     pairs = dict.fromkeys(pair for neighbours in pairwise(units) if (pair := _pair(*neighbours)))
     weights = {pair: sum(map(index.idf, pair)) for pair in islice(pairs, MOST_PAIRS)}
     found = sum(weight for pair, weight in weights.items() if index.follows(*pair, number))
@@ -148,6 +150,6 @@ def wording(index: Index, units: Sequence[Unit], number: int) -> float:
 
 
 def _pair(first: Unit, second: Unit) -> tuple[str, str] | None:
-    """The last word of one and the first of the other; None for numbers, which differ from run to run."""
+    """The last word of one and the first word of the other; None for numbers, which differ from run to run."""
     words = first.words[-1:] + second.words[:1]
     return (words[0], words[1]) if len(words) == 2 and not any(map(str.isdigit, words)) else None

@@ -1,7 +1,7 @@
-"""An entry as the index keeps it: weighted texts to find it by, and what a search result shows.
+"""An entry as the index stores it: weighted texts to find it by, and what a search result shows.
 
-A headline is a line that an entry can be known by: a title, an alias, the tags. It counts more than what the
-incident shows, its logs, and that more than prose.
+A headline is a line by which an entry can be known: a title, an alias, the tags. It counts more than what the incident
+prints, and that counts more than prose.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kb.search.entry_record import MENTION
 from kb.search.tokenizer import STOP_WORDS, normal
 
 HEADLINE, SHOWN, PROSE = 3.0, 0.5, 0.25  # cross-validated by tests/bench/tuning.py: finer grades do not help
-LOOK_ALIKES = "How to tell"  # speaks of other incidents as much as of its own
+LOOK_ALIKES = "How to tell"  # is about other incidents as much as about its own
 CHINESE_LOOK_ALIKES = re.compile(r"^### 判断.*", re.MULTILINE | re.DOTALL)  # the last part of the translation
 
-PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  # no part of an identifier
+PLAIN_WORD = re.compile(r"(?<![\w.\-/:])[a-z]{4,}(?!\w|[.\-/:]+\w)", re.ASCII)  # not part of an identifier
 FENCED = re.compile(r"^ *```.*?^ *```\n?", re.MULTILINE | re.DOTALL)
-MARKUP = re.compile(r"`|\*\*|^(?:[-*]|\d{1,2}\.) +")  # of a line
+MARKUP = re.compile(r"`|\*\*|^(?:[-*]|\d{1,2}\.) +")  # in one line
 ITEM = re.compile(r"^ {0,3}(?:[-*]|\d{1,2}\.) +", re.MULTILINE)
 NUMBERED = re.compile(r"^\d{1,2}\. +", re.MULTILINE)
 
@@ -32,7 +32,7 @@ Document = tuple[dict[str, Any], list[tuple[float, str]]]
 
 
 def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
-    """(what is stored, weighted texts) of one entry. The ids of others are left out: they are not about this one."""
+    """(stored document, weighted texts) of one entry. Mentions of other `ids` are left out of the texts."""
     meta = entry.meta
     sections = {heading: _own(section.text, entry) for heading, section in entry.sections.items()}
     stored = {
@@ -62,7 +62,7 @@ def document(entry: Entry, ids: Set[str] = frozenset()) -> Document:
 
 
 def _own(text: str, entry: Entry) -> str:
-    """The text without the logs of other incidents and the grades of claims."""
+    """The text without the logs of other incidents and without grade marks."""
     for log in entry.look_alikes:
         text = text.replace(log.text, "")
     return without_marks(text)
@@ -73,25 +73,25 @@ def _without_others(text: str, own_id: str, ids: Set[str]) -> str:
 
 
 def tells(entry: Entry) -> list[str]:
-    """The list items of `How to tell`: each an observation that separates this incident from others."""
+    """The list items of `How to tell`, each an observation that separates this incident from others."""
     prose = FENCED.sub("", entry.section(LOOK_ALIKES))
     return [" ".join(item.split()) for item in ITEM.split(prose)[1:]]
 
 
 def fixes(section: str) -> list[str]:
-    """What each item of a section of fixes asks to be done: its first sentence, as plain text."""
+    """What each item in a section of fixes asks the reader to do: its first sentence, as plain text."""
     prose = FENCED.sub("", section)
     items = NUMBERED.split(prose)[1:] or ITEM.split(prose)[1:] or [prose]
     return [first_sentence(item) for item in items]
 
 
 def chinese_cause(entry: Entry) -> str:
-    """First sentence under `### 原因`."""
+    """The first sentence under `### 原因`."""
     return first_sentence(entry.translation().get("原因", ""))
 
 
 def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
-    """Lines a snippet is taken from: what people call it, what is printed, what was seen."""
+    """Lines from which a snippet is taken: what people call the incident, what is printed, what was seen."""
     texts = [CHINESE_LOOK_ALIKES.sub("", text) for heading, text in sections.items() if heading != LOOK_ALIKES]
     own = [line.strip() for text in texts for line in text.splitlines()]
     prose = [MARKUP.sub("", line) for line in own if not line.startswith(("```", "###"))]
@@ -100,7 +100,7 @@ def _lines(entry: Entry, sections: dict[str, str]) -> list[str]:
 
 
 def signatures(entry: Entry) -> list[dict[str, Any]]:
-    """What is searched for in a text; none of a withdrawn entry."""
+    """The signatures to search for in a text; none for a withdrawn entry."""
     if entry.meta.status is Status.WITHDRAWN:
         return []
     return [
@@ -116,10 +116,10 @@ def signatures(entry: Entry) -> list[dict[str, Any]]:
 
 
 def plain_words(parts: list[tuple[float, str]]) -> list[str]:
-    """The English words of a document that are no part of an identifier, in lower case."""
+    """The English words of a document that are not part of an identifier, in lower case."""
     return [word for _, text in parts for word in PLAIN_WORD.findall(text.lower())]
 
 
 def spellings(words: Counter[str]) -> list[tuple[str, int, str]]:
-    """(spelling, how often, stemmed term): what a misspelt word of a query is compared with, the commonest first."""
+    """(spelling, count, stemmed term), most common first; misspelt words of a query are compared with the spellings."""
     return [(word, count, normal(word)) for word, count in words.most_common() if word not in STOP_WORDS]

@@ -1,4 +1,4 @@
-"""What an update of the index has to know of an indexed entry without reading its file."""
+"""What an update of the index must know about an indexed entry without reading its file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WITHDRAWN = "withdrawn"
 
 @dataclass(frozen=True, slots=True)
 class EntryRecord:
-    """One entry file. `mentions` are the ids it may mention; `omitted` those of them that were ids of entries when it
-    was indexed, and are not indexed with it.
+    """One entry file. `mentions` are ids that it may mention. `omitted` are those that were ids of other entries when
+    it was indexed, so that they were left out.
     """
 
     id: str
@@ -68,11 +68,11 @@ class EntryRecord:
         return Links(self.id, self.causes, self.caused_by, self.masked_by)
 
     def among(self, ids: Set[str]) -> Self:
-        """The record of the entry as it is indexed among these ids."""
+        """The record of the entry, indexed among entries with these ids."""
         return replace(self, omitted=self._omitted_among(ids))
 
     def is_valid_among(self, ids: Set[str]) -> bool:
-        """Whether the entry would be indexed in the same way among these ids."""
+        """Whether the entry would be indexed in the same way among entries with these ids."""
         return self.omitted == self._omitted_among(ids)
 
     def _omitted_among(self, ids: Set[str]) -> list[str]:

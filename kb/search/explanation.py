@@ -1,4 +1,4 @@
-"""What a hit's score is made of, for a reader who asks why it stands where it stands.
+"""The parts of a hit's score, for a reader who asks why it has its rank.
 
 score = (sum of the factors' scores) x coverage x agreement + signature
 """
@@ -35,12 +35,12 @@ class Explanation:
 
     @property
     def score(self) -> float:
-        """The parts put together: the score of the hit."""
+        """The score of the hit, from its parts."""
         return sum(concept.score for concept in self.concepts) * self.coverage * self.agreement + self.signature
 
 
 def phrase(terms: tuple[str, ...]) -> str:
-    """Terms as one reads them: Chinese ones overlap by a character."""
+    """Terms as a person would write them: Chinese ones overlap by a character."""
     if all(len(term) == 2 and not term.isascii() for term in terms):
         return terms[0] + "".join(term[-1] for term in terms[1:])
     return " ".join(terms)

@@ -1,4 +1,4 @@
-"""What tells that an index is out of date: the state of the entry files, and the code that makes an index of them."""
+"""Shows whether an index is out of date: the state of the entry files, and of the code that indexes them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ RECIPE = (  # the modules that decide what an index holds
 
 MOST_READ = 1 << 20  # bytes; a larger file is not an entry
 
-FileState = tuple[int, int, str]  # size, time of the last change in nanoseconds, sha256; "" for what is not an entry
+FileState = tuple[int, int, str]  # size, time of the last change in nanoseconds, sha256 ("" if too large or unreadable)
 
 
 def stamp(roots: tuple[Root, ...]) -> str:
-    """Changes with the size or time of an entry file, of a glossary or of the recipe. Reads none of them."""
+    """A digest that changes with the size or time of an entry file, a glossary or the recipe. Reads none of them."""
     lines = [__version__]
     lines += [_line(str(path), path.stat()) for path in (*GLOSSARIES, *_recipe_files())]
     for root in roots:
@@ -46,7 +46,7 @@ def stamp(roots: tuple[Root, ...]) -> str:
 
 
 def recipe() -> str:
-    """Differs for indexes that one version of kb made and another cannot use."""
+    """A digest that differs between indexes of which one version of kb cannot use the other's."""
     digest = hashlib.sha256(f"{__version__} {sys.byteorder}".encode())
     for path in _recipe_files():
         digest.update(path.read_bytes())
@@ -64,18 +64,18 @@ def _file_state(path: Path, known: FileState | None) -> FileState:
         return known
     digest = ""
     if state.st_size <= MOST_READ:
-        with suppress(OSError):  # whoever parses the file says why it cannot be read
+        with suppress(OSError):  # the parser says why the file cannot be read
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return state.st_size, state.st_mtime_ns, digest
 
 
 def _recipe_files() -> Iterator[Path]:
-    """Those that are there: an installation may have compiled files only."""
+    """The recipe files that exist: an installation may have only compiled files."""
     return (path for path in (PACKAGE / name for name in RECIPE) if path.is_file())
 
 
 def _entry_lines(root: Root) -> list[str]:
-    """Of the files that `entry_files` names; their paths would take three times as long."""
+    """The lines of the files that `entry_files` returns; its paths would take three times as long."""
     with suppress(FileNotFoundError), os.scandir(root.entries) as files:
         return sorted(_line(file.path, file.stat()) for file in files if file.name.endswith(".md") and file.is_file())
     return []

@@ -1,4 +1,4 @@
-"""What kb says in place of an answer: that it does not know, what the question is about, and what to look at next."""
+"""What kb says if it has no answer: that it does not know, what the question is about, and what to look at next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kb.content.facets import Subject
 from kb.content.triage import Observation, Triage, first_observations
 from kb.search.results import Answer
 
-SUBJECTS = "subjects:"  # as `kb.content.facets.VALUES` begin
+SUBJECTS = "subjects:"  # how such values in `kb.content.facets.VALUES` begin
 
 
 def subjects(answer: Answer) -> tuple[Subject, ...]:
@@ -18,7 +18,7 @@ def subjects(answer: Answer) -> tuple[Subject, ...]:
 
 
 def observations(answer: Answer, triage: Triage) -> Sequence[Observation]:
-    """What to look at next; nothing for an answer, and for a subject that kb is not about."""
+    """What to look at next; nothing for an answer, nor for a subject that kb is not about."""
     return () if answer.answered or subjects(answer) else first_observations(triage, answer.facets)
 
 

@@ -1,6 +1,6 @@
 """A generation of the index on disk: a pointer to the directory of its tables, which name its segments.
 
-It is written into fresh directories and swapped in by renaming the pointer; a reader holds one generation.
+It is written into new directories and becomes current when the pointer is renamed. A reader holds one generation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BUILT_IN_SEGMENT = Path(__file__).with_name("built_in_index")  # made by `kb.sea
 POINTER, TABLES, FILES = "current.json", "tables.json", "files.json"
 
 Tables = dict[str, Any]
-OpenSegment = Callable[[int, frozenset[int]], Segment]  # given its first number and its dead documents
+OpenSegment = Callable[[int, frozenset[int]], Segment]  # called with the first number and the dead documents
 
 
 def open_generation(directory: Path, wanted: str) -> Index | None:
-    """The current generation; None when there is none, it has another stamp, or it cannot be read."""
+    """Open the current generation; None if there is none, it has another stamp, or it cannot be read."""
     try:
         pointer = json.loads((directory / POINTER).read_bytes())
         if pointer["stamp"] != wanted:
@@ -36,7 +36,10 @@ def open_generation(directory: Path, wanted: str) -> Index | None:
 
 
 def open_tables(directory: Path, tables: Tables, recipe: str, in_memory: OpenSegment | None = None) -> Index:
-    """The index of a generation. Raises anything when a segment is torn. `in_memory` opens the one without a path."""
+    """Open the index of a generation. `in_memory` opens the segment without a path.
+
+    Raises any exception if a segment is torn.
+    """
     with ExitStack() as opened:
         segments: list[Segment] = []
         for row in tables["segments"]:
@@ -56,13 +59,13 @@ def segment_path(directory: Path, name: str) -> Path:
 
 
 def segment_names(directory: Path) -> list[str]:
-    """All segments that may be usable."""
+    """The names of all segments that may be usable."""
     return [BUILT_IN, *sorted(path.name for path in directory.glob("segment-*"))]
 
 
 def file_states_of(directory: Path) -> dict[str, FileState]:
     """The states of the entry files when the current generation was made, by path."""
-    with suppress(Exception):  # torn, or none
+    with suppress(Exception):  # torn or missing
         generation = json.loads((directory / POINTER).read_bytes())["generation"]
         rows = json.loads((directory / Path(generation).name / FILES).read_bytes())
         return {path: (size, changed, digest) for path, (size, changed, digest) in rows.items()}
@@ -71,7 +74,7 @@ def file_states_of(directory: Path) -> dict[str, FileState]:
 
 @contextmanager
 def new_segments(directory: Path, count: int) -> Iterator[list[Path]]:
-    """Empty directories for segments, which go if anything fails."""
+    """Empty directories for segments, removed if anything fails."""
     import shutil
     import tempfile
 
@@ -86,7 +89,7 @@ def new_segments(directory: Path, count: int) -> Iterator[list[Path]]:
 
 
 def save_generation(directory: Path, wanted: str, tables: Tables, states: dict[Path, FileState]) -> None:
-    """Make it the current one, and remove what it does not use."""
+    """Write a generation, make it the current one, and remove what it does not use."""
     import shutil
     import tempfile
 
@@ -102,5 +105,5 @@ def save_generation(directory: Path, wanted: str, tables: Tables, states: dict[P
         raise
     used = {generation.name, *(row["path"] for row in tables["segments"])}
     for old in (*directory.glob("generation-*"), *directory.glob("segment-*")):
-        if old.name not in used:  # a reader that still holds it keeps its files open
+        if old.name not in used:  # a reader that still uses it has the files open
             shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The search index, open for reading: one or a few segments, searched as one.
+"""The search index, open for reading: one or more segments, searched as one.
 
 Postings are scored here; Whoosh's `Searcher` and `QueryParser` are not used (decision 0003).
 """
@@ -20,14 +20,14 @@ from kb.search.segment import Segment, Signature, Tables
 from kb.search.whoosh_codec import Postings, adjacent, joined
 
 K1, B = 8.0, 0.75  # saturation, late because one headline weighs 3; how much a long entry is discounted
-MOST_SPELLINGS = 3  # of one term
+MOST_SPELLINGS = 3  # per term
 
 
 class Index:
     """One generation, open for reading. Document numbers are only meaningful within it.
 
-    `ids` maps the number of every document to the id of its entry, in the order of the ids; `numbers` leaves withdrawn
-    entries out: they are stored, but answer nothing.
+    `ids` maps the number of every document to the id of its entry, in the order of the ids. `numbers` leaves out
+    withdrawn entries, which are stored but never found.
     """
 
     def __init__(self, segments: Sequence[Segment], tables: Tables) -> None:
@@ -53,7 +53,7 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        """Close its files. What was read stays usable."""
+        """Close the files. Data that was read stays usable."""
         for segment in self._segments:
             segment.close()
 
@@ -61,7 +61,7 @@ class Index:
         return len(self.ids)
 
     def _length_norms(self) -> dict[int, float]:
-        """Per document what its length adds to the saturation of a weight: K1 for an entry of average length."""
+        """What the length of each document adds to the saturation of a weight: K1 for an entry of average length."""
         total = sum(length for segment in self._segments for _, length in segment.lengths())
         average = float(total) / max(1, len(self))
         lengths = chain.from_iterable(segment.rounded_lengths() for segment in self._segments)
@@ -71,13 +71,14 @@ class Index:
         return self._frequency(term) > 0
 
     def idf(self, term: str) -> float:
-        """How much a term tells entries apart: 1 when all have it, growing with the log of how few do."""
+        """How well a term tells entries apart: 1 if all have it, growing with the log of how few do."""
         return 1 + log(len(self) / (self._frequency(term) + 1))
 
     def scores(self, terms: tuple[str, ...], among: frozenset[int] | None = None) -> dict[int, float]:
-        """BM25 of every document that has the term, or the terms one after the other; of those `among` them only.
+        """The BM25 of every document that has the term, or the terms one after the other; only documents `among`, if
+        given.
 
-        Okapi BM25 (Robertson and Zaragoza 2009), with weights of fields added up before they saturate (BM25F).
+        Okapi BM25 (Robertson and Zaragoza 2009); the weights of fields are added up before they saturate (BM25F).
         """
         if not all(map(self.has, terms)):
             return {}
@@ -95,7 +96,7 @@ class Index:
 
     @lru_cache(4096)  # noqa: B019
     def champions(self, terms: tuple[str, ...], count: int) -> Mapping[int, float]:
-        """The highest of `scores`."""
+        """The highest `count` of `scores`."""
         scores = self.scores(terms)
         return dict(nlargest(count, scores.items(), itemgetter(1))) if len(scores) > count else scores
 
@@ -105,7 +106,7 @@ class Index:
 
     @lru_cache(2048)  # noqa: B019
     def _postings(self, term: str) -> Postings:
-        """Cached for the next question: the common terms, whose lists are the long ones, come again."""
+        """The postings of a term, cached because common terms, which have long lists, are asked for again."""
         return joined([segment.postings(term) for segment in self._segments if segment.frequency(term)])
 
     @lru_cache(256)  # noqa: B019
@@ -113,7 +114,7 @@ class Index:
         return self._phrase_among(terms, frozenset(self._postings(terms[0]).numbers))
 
     def _phrase_among(self, terms: tuple[str, ...], among: frozenset[int]) -> list[tuple[int, float]]:
-        """Documents in which the terms follow each other, weighted as the rarest of them is there."""
+        """Documents in which the terms follow each other; the term with the lowest weight there decides."""
         postings = [self._postings(term) for term in terms]
         shared = among
         for posting in sorted(postings, key=lambda posting: len(posting.numbers)):
@@ -131,7 +132,7 @@ class Index:
         return bool(self.has(first) and self.has(second) and self._phrase_among((first, second), frozenset({number})))
 
     def document(self, number: int) -> dict[str, Any]:
-        """What was stored for a document."""
+        """The stored document."""
         document: dict[str, Any] = json.loads(self._stored(number))
         return document
 
@@ -140,18 +141,18 @@ class Index:
         return self._segments[bisect_right(self._ends, number)].document(number)
 
     def documents(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every document by number, withdrawn entries included."""
+        """Every document by number, including withdrawn entries."""
         return ((number, self.document(number)) for number in self.ids)
 
     @cached_property
     def facets(self) -> dict[int, dict[str, Any]]:
-        """What entries are filtered by, of those that answer."""
+        """The fields by which entries are filtered, without withdrawn entries."""
         rows = dict(chain.from_iterable(segment.facets() for segment in self._segments))
         return {number: rows[number] for number in self.numbers}
 
     @cached_property
     def surfaces(self) -> dict[str, list[str]]:
-        """Plain English terms, each with its usual spellings."""
+        """Plain English terms, each with its most common spellings."""
         counts: Counter[str] = Counter()
         terms: dict[str, str] = {}
         for spelling, count, term in chain.from_iterable(segment.spellings() for segment in self._segments):
@@ -167,7 +168,7 @@ class Index:
 
     @cached_property
     def signatures(self) -> list[Signature]:
-        """The signatures of all entries that answer, by id."""
+        """The signatures of all entries that are not withdrawn, by id."""
         return _by_id(segment.signatures for segment in self._segments)
 
     def signatures_in(self, text: str) -> list[Signature]:

@@ -1,9 +1,8 @@
-"""Opens the search index, and brings it up to date: a disposable cache of the content roots.
+"""Opens the search index and brings it up to date. It is a disposable cache of the content roots.
 
-Opening a Whoosh index runs pickles, so it lives in a directory of mode 0700 that kb built itself and is never
-downloaded; only the segment of the built-in entries is installed, with the code. Entries that changed are indexed as a
-further segment. What is foreign, torn or unreadable is built again, and when the cache cannot be written at all, in
-memory.
+Opening a Whoosh index runs pickles. So the index is in a directory of mode 0700 that kb created itself, and is never
+downloaded; only the segment of the built-in entries is installed, with the code. Changed entries are indexed as another
+segment. Whatever is not ours, torn or unreadable is rebuilt, in memory if the cache cannot be written.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def home(roots: tuple[Root, ...]) -> Path:
 
 
 def open_index(roots: tuple[Root, ...], notify: Notify = lambda _: None, *, force: bool = False) -> Index:
-    """The index of these roots, brought up to date first. `notify` is called with progress and warnings.
+    """Open the index of these roots, up to date. `notify` is called with progress and warnings.
 
     With `force` every entry is indexed again. Raises `IndexUnavailable`.
     """
@@ -58,7 +57,7 @@ def open_index(roots: tuple[Root, ...], notify: Notify = lambda _: None, *, forc
 
 
 def open_if_fresh(roots: tuple[Root, ...]) -> Index | None:
-    """The index when every entry is indexed as it is now; builds nothing."""
+    """The index if every entry is indexed in its present state, else None. Builds nothing."""
     from kb.search.index_update import generation_tables
 
     directory = home(roots)
@@ -70,7 +69,7 @@ def open_if_fresh(roots: tuple[Root, ...]) -> Index | None:
 
 
 def _open(directory: Path, wanted: str) -> Index | None:
-    """The current generation, or None when there is none, it is stale, it is not ours, or it cannot be read."""
+    """The current generation; None if there is none, it is stale, it is not ours, or it cannot be read."""
     return generation.open_generation(directory, wanted) if _is_ours(directory) else None
 
 
@@ -91,7 +90,7 @@ def _prepare(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One builder at a time; the lock goes with the process. Raises `IndexUnavailable` after `LOCK_S`."""
+    """Admit one builder at a time; the lock ends with the process. Raises `IndexUnavailable` after `LOCK_S`."""
     with (directory / "lock").open("w") as file:
         end = time.monotonic() + LOCK_S
         while True:
@@ -109,7 +108,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _planned(directory: Path, roots: tuple[Root, ...], *, is_new: bool = False) -> tuple[Plan, dict[Path, FileState]]:
-    """The plan for the files as they are, and their states. One that `is_new` uses no segment again."""
+    """The plan for the present files, and their states. If `is_new`, no segment is used again."""
     from kb.search.index_update import plan
 
     is_ours = not is_new and _is_ours(directory)
@@ -126,9 +125,9 @@ def _load(directory: Path, name: str) -> IndexedSegment | None:
 
 
 def _update(directory: Path, roots: tuple[Root, ...], wanted: str, notify: Notify, *, force: bool) -> Index:
-    """Write a new generation and open it: of the segments that are there, or if that fails without them.
+    """Write a new generation and open it, with the existing segments, or without them if that fails.
 
-    Raises `OSError`, also when another process deletes what was written.
+    Raises `OSError`, also if another process deletes what was written.
     """
     for is_new in (True,) if force else (False, True):
         planned, states = _planned(directory, roots, is_new=is_new)
@@ -159,7 +158,7 @@ def _write(directory: Path, planned: Plan, states: dict[Path, FileState], wanted
 
 
 def _open_in_memory(directory: Path, roots: tuple[Root, ...], notify: Notify, error: OSError) -> Index:
-    """The index, with the entries that no segment has in memory."""
+    """The index, with entries that are in no segment indexed in memory."""
     from kb.search.index_update import generation_tables
 
     planned, _ = _planned(directory, roots)

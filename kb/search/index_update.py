@@ -1,7 +1,7 @@
-"""What a new generation of the index is made of: entries that segments hold already, and entry files to index now.
+"""Plans a new generation of the index: entries that segments already hold, and entry files to index now.
 
-Reading and indexing an entry takes some hundredths of a second, so an entry is indexed again only when its text has
-changed, or when an id that it mentions has become, or is no longer, that of an entry.
+Reading and indexing an entry takes some hundredths of a second. So an entry is indexed again only if its text has
+changed, or if an id that it mentions became an id of an entry, or ceased to be one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class IndexedSegment:
 
     @classmethod
     def load(cls, directory: Path, path: str, recipe: str) -> IndexedSegment | None:
-        """None for one that is torn or of another recipe."""
+        """The segment in a directory; None if it is torn or has another recipe."""
         try:
             with Segment.open(directory, recipe) as segment:
                 rows = json.loads((directory / RECORDS).read_bytes())["records"]
@@ -49,12 +49,12 @@ class EntryFile(NamedTuple):
 
     path: Path
     origin: str
-    id: str  # of its entry, if it can be read at all: another one is an error
+    id: str  # of its entry, if it can be read: any other id is an error
     digest: str
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """As of `EntryRecord`."""
+        """The same as `EntryRecord.key`."""
         return self.origin, self.id, self.digest
 
 
@@ -80,7 +80,7 @@ class Plan:
 
 
 def plan(roots: Sequence[Root], states: Mapping[Path, FileState], segments: Sequence[IndexedSegment]) -> Plan:
-    """Which files have to be indexed. `segments` are those that can be used again."""
+    """Decide which files have to be indexed. `segments` are those that can be used again."""
     files = tuple(
         EntryFile(path, root.name, path.stem, state[2])
         for root in roots
@@ -104,8 +104,8 @@ def plan(roots: Sequence[Root], states: Mapping[Path, FileState], segments: Sequ
 def _dense(places: dict[tuple[str, str, str], Place], files: Iterable[EntryFile]) -> dict[tuple[str, str, str], Place]:
     """The places without those in segments that are better written again.
 
-    That are segments of which half or less is in use, and the smallest when there are many: each costs every search
-    some time.
+    These are segments of which half or less is in use, and the smallest if there are many, since each slows every
+    search.
     """
     used = Counter(places[file.key].segment.identity for file in files if file.key in places)
     sizes = {place.segment.identity: len(place.segment.records) for place in places.values()}
@@ -120,7 +120,7 @@ def generation_tables(
 ) -> dict[str, Any]:
     """The tables of the generation, once the pending files are indexed. `unreadable` are paths and their problems.
 
-    Entries are admitted as `load_catalog` does it. What a segment holds besides is dead.
+    Entries are admitted as in `load_catalog`. All other documents of a segment are dead.
     """
     new = {
         (record.origin, record.id): Place(segment, number)

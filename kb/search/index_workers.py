@@ -1,7 +1,7 @@
-"""Indexes many files at once: each process makes a segment of its own.
+"""Indexes many files in parallel: each process makes its own segment.
 
-Reading and tokenizing a thousand entries takes one core more than ten seconds. Below `LEAST_FILES` this process does it
-alone, as it does when others cannot be started.
+Reading and tokenizing a thousand entries takes one core more than ten seconds. For fewer files than `LEAST_FILES`, or
+if no other process can be started, this process does it alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from kb.search.index_writer import Files, Notify, building, write_segment
 
-LEAST_FILES = 128  # for a process
+LEAST_FILES = 128  # per process
 MOST_PROCESSES = 4  # each segment costs every search some milliseconds
 
 Problems = dict[str, str]
 
 
 def write_segments(directories: list[Path], files: Files, ids: Set[str], notify: Notify) -> Problems:
-    """Index the files into these empty directories, an equal share into each; returns the problems of files by path.
+    """Index the files into these empty directories, an equal share each. Returns the problems of files by path.
 
-    Raises `OSError` when a segment cannot be written.
+    Raises `OSError` if a segment cannot be written.
     """
     if len(directories) == 1:
         return write_segment(directories[0], files, ids, notify)
@@ -42,15 +42,15 @@ def write_segments(directories: list[Path], files: Files, ids: Set[str], notify:
 
 
 def segments_for(count: int) -> int:
-    """How many segments so many files are worth."""
+    """How many segments this number of files is worth."""
     return max(1, min(count // LEAST_FILES, len(os.sched_getaffinity(0)), MOST_PROCESSES))
 
 
 @contextmanager
 def _worker(directory: Path, files: Files, ids: Set[str]) -> Iterator[subprocess.Popen[str] | None]:
-    """A process at work, ended with this block; None where it cannot be started."""
+    """A running process, ended with the block; None if it cannot be started."""
     task = {"directory": str(directory), "files": [(str(path), origin) for path, origin in files], "ids": sorted(ids)}
-    command = [sys.executable, "-P", "-m", "kb.search.index_workers"]  # -P: not a folder called kb where the user is
+    command = [sys.executable, "-P", "-m", "kb.search.index_workers"]  # -P: not a kb in the working directory
     pipe = subprocess.PIPE
     try:
         worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
@@ -60,7 +60,7 @@ def _worker(directory: Path, files: Files, ids: Set[str]) -> Iterator[subprocess
     with worker:
         try:
             assert worker.stdin
-            with suppress(OSError):  # it ended: its answer shows that
+            with suppress(OSError):  # it has ended, which its answer shows
                 json.dump(task, worker.stdin)
                 worker.stdin.close()
             yield worker
@@ -69,7 +69,9 @@ def _worker(directory: Path, files: Files, ids: Set[str]) -> Iterator[subprocess
 
 
 def _answer(worker: subprocess.Popen[str] | None) -> Problems | None:
-    """The problems of its files; None when it failed: for want of memory, of another kb on its path ..."""
+    """The problems of the worker's files; None if it failed, for lack of memory or because of another kb on its path
+    ...
+    """
     if worker is None or worker.stdout is None:
         return None
     answer = worker.stdout.read()
@@ -86,7 +88,7 @@ def _write_again(directory: Path, files: Files, ids: Set[str]) -> Problems:
 
 
 def main() -> None:
-    """A worker: a task on standard input, the problems of its files on standard output."""
+    """A worker: reads a task from standard input, writes the problems of its files to standard output."""
     task = json.load(sys.stdin)
     files = [(Path(path), origin) for path, origin in task["files"]]
     json.dump(write_segment(Path(task["directory"]), files, frozenset(task["ids"])), sys.stdout)

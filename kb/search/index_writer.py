@@ -1,6 +1,6 @@
-"""Writes a segment of the index: the entries' texts as postings, and the tables beside them.
+"""Writes a segment of the index: the texts of entries as postings, and the tables next to them.
 
-Only a build loads this: a search starts without Whoosh's writer and without the parsers of entries.
+Only a build loads this module, so a search starts without Whoosh's writer and the parsers of entries.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from kb.search.whoosh_codec import BODY, Codec, schema
 
 GRAM = 5  # characters
 FACETS = ("area", "tags", "frameworks", "status", "applies_to", "fixed_in")
-PATIENCE_S = 1.0  # a build that takes longer says so
+PATIENCE_S = 1.0  # a build that takes longer reports it
 
-Files = Sequence[tuple[Path, str]]  # each with the origin of its entry; in the order of the ids
+Files = Sequence[tuple[Path, str]]  # each with the origin of its entry, in the order of the ids
 Notify = Callable[[str], None]
 
 
 def write_segment(directory: Path, files: Files, ids: Set[str], notify: Notify = lambda _: None) -> dict[str, str]:
-    """Index entry files into an empty directory. `ids` are those of all entries.
+    """Index entry files into an empty directory. `ids` are the ids of all entries.
 
-    Returns the problems of files that cannot be read, by path. Of ten thousand entries one is in memory at a time.
+    Returns the problems of unreadable files, by path. Only one entry is in memory at a time.
     """
     tables, problems = _write(FileStorage(str(directory)), files, ids, notify)
     for name, content in tables.items():
@@ -55,8 +55,9 @@ def write_segment(directory: Path, files: Files, ids: Set[str], notify: Notify =
 def write_in_memory(
     files: Files, ids: Set[str], notify: Notify
 ) -> tuple[Callable[[int, frozenset[int]], Segment], IndexedSegment, dict[str, str]]:
-    """The same without files; returns what opens the segment, given its first number and dead documents, its records,
-    and the problems.
+    """The same without files.
+
+    Returns a function that opens the segment, given its first number and dead documents; its records; and the problems.
     """
     storage = RamStorage()
     tables, problems = _write(storage, files, ids, notify)
@@ -66,7 +67,7 @@ def write_in_memory(
 
 
 def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tuple[dict[str, Tables], dict[str, str]]:
-    """Returns the tables of the segment by the names of their files, and the problems of files."""
+    """Returns the tables of the segment by their file names, and the problems of files."""
     facets: list[dict[str, Any]] = []
     declared: list[int] = []
     lengths: list[int] = []
@@ -103,7 +104,7 @@ def _write(storage: Storage, files: Files, ids: Set[str], notify: Notify) -> tup
 
 
 def _entries(files: Files, problems: dict[str, str], notify: Notify) -> Iterator[Entry]:
-    """The entries that can be read. The problems of others are added to `problems`."""
+    """Yield the entries that can be read, and add the problems of the others to `problems`."""
     started = time.monotonic()
     for path, origin in files:
         if time.monotonic() - started > PATIENCE_S:
@@ -121,20 +122,20 @@ def building(count: int) -> str:
 
 @contextmanager
 def _writing(storage: Storage) -> Iterator[writing.SegmentWriter]:
-    """A writer of one segment, committed at the end, or on any error given up."""
+    """A writer of one segment, committed at the end, cancelled on any error."""
     writer = storage.create_index(schema()).writer(codec=Codec())
     writer.pool = PostingsPool()
     try:
         yield writer
         writer.commit(optimize=True)
     except BaseException:
-        with suppress(Exception):  # after a failed write Whoosh fails again, on files that it closed
+        with suppress(Exception):  # after a failed write Whoosh fails again, on files that it has closed
             writer.cancel()
         raise
 
 
 def _add(writer: writing.SegmentWriter, number: int, stored: str, parts: list[tuple[float, str]]) -> int:
-    """Add a document as `writer.add_document` does, without its call for each posting; returns its length."""
+    """Add a document as `writer.add_document` does, but without a call for each posting. Returns its length."""
     documents, fields = writer.perdocwriter, writer.schema
     documents.start_doc(number)
     length: int = writer.pool.add(number, parts)
@@ -148,7 +149,9 @@ def _add(writer: writing.SegmentWriter, number: int, stored: str, parts: list[tu
 
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """A build makes millions of objects and few circles; looking for those takes a quarter of its time."""
+    """Collect garbage rarely: a build makes millions of objects but few cycles, and searching for them takes a quarter
+    of its time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(200_000, 10, 10)
     try:
@@ -158,7 +161,7 @@ def _rare_garbage_collection() -> Iterator[None]:
 
 
 def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
-    """Some characters of each literal, those that the fewest literals have, to the numbers of their signatures."""
+    """The gram of each literal that the fewest literals have, to the numbers of its signatures."""
     counts = Counter(gram for texts in literals for text in texts for gram in set(_grams_of(text)))
     table: dict[str, list[int]] = {}
     for number, texts in enumerate(literals):
@@ -168,5 +171,5 @@ def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
 
 
 def _grams_of(text: str) -> list[str]:
-    """Its pieces of `GRAM` characters; the whole of a shorter text."""
+    """The pieces of `GRAM` characters of a text; the whole text if it is shorter."""
     return [text[at : at + GRAM] for at in range(max(1, len(text) - GRAM + 1))]

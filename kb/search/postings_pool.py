@@ -1,6 +1,6 @@
-"""Postings on their way into the index, by term. Whoosh's own pool pickles and compares each of them twice.
+"""Postings on their way into the index, by term. Whoosh's own pool pickles each of them and compares it twice.
 
-A posting is kept as one piece of bytes: an array for each term and column would be slower, and larger, as most terms
+A posting is stored as one bytes object. An array for each term and column would be slower and larger, since most terms
 are rare.
 """
 
@@ -21,11 +21,11 @@ from kb.search.tokenizer import runs
 from kb.search.whoosh_codec import Pieces
 
 MOST_HELD = 1 << 20  # postings in memory during a build: about 100 MB
-BETWEEN_PARTS = 10  # places that are left out, so that no phrase reaches over the border of two parts
+BETWEEN_PARTS = 10  # places left out, so that no phrase spans two parts
 
 
 class PostingsPool:
-    """Takes documents in order. Every `MOST_HELD` postings go to a temporary file, sorted by term."""
+    """Takes documents in order, and writes every `MOST_HELD` postings to a temporary file, sorted by term."""
 
     def __init__(self) -> None:
         self._terms: dict[str, Pieces] = {}
@@ -33,7 +33,7 @@ class PostingsPool:
         self._files: list[IO[bytes]] = []
 
     def add(self, number: int, parts: list[tuple[float, str]]) -> int:
-        """Add a document, a list of (weight, text); returns its length in terms."""
+        """Add a document, a list of (weight, text). Returns its length in terms."""
         terms = self._terms
         document = _weights_and_places(parts)
         for term, row in document.items():
@@ -49,7 +49,7 @@ class PostingsPool:
         return sum(map(len, document.values())) - len(document)
 
     def iter_postings(self) -> Iterator[tuple[bytes, Pieces]]:
-        """Terms in order, each with all of its postings, in the order of the documents."""
+        """The terms in order, each with all of its postings in the order of the documents."""
         rest = ((term, self._terms.pop(term)) for term in sorted(self._terms))
         if not self._files:
             return ((term.encode(), pieces) for term, pieces in rest)
@@ -57,7 +57,7 @@ class PostingsPool:
         return ((term.encode(), [piece for _, pieces in parts for piece in pieces]) for term, parts in merged)
 
     def cleanup(self) -> None:
-        """Called by Whoosh's writer."""
+        """Close the temporary files; Whoosh's writer calls this."""
         for file in self._files:
             file.close()
 
@@ -72,12 +72,12 @@ class PostingsPool:
 
 @cache
 def _packing(length: int) -> Callable[..., bytes]:
-    """What packs a document's number and a row of this length."""
+    """The function that packs a document's number and a row of this length."""
     return Struct(f"=If{length - 1}I").pack
 
 
 def _weights_and_places(parts: list[tuple[float, str]]) -> dict[str, list[Any]]:
-    """For each term of a document a list: its weights in the parts, added up, and then its places.
+    """For each term of a document a list: the sum of its weights in the parts, then its places.
 
     One dictionary takes four fifths of the time of two.
     """

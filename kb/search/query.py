@@ -1,7 +1,7 @@
-"""What a user typed or pasted, as a bounded list of concepts. No operators: nothing a text can abuse.
+"""Turns what a user typed or pasted into a bounded list of concepts. There are no operators that a text could abuse.
 
-A concept is a word, an identifier or a phrase together with its alternatives (other forms, synonyms); a
-document is scored by the best alternative of each concept, so synonyms never add up.
+A concept is a word, an identifier or a phrase together with its alternatives (other forms, synonyms). A document is
+scored by the best alternative of each concept, so synonyms never add up.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from kb.search.tokenizer import Term, normal, normalized, terms, words
 
-LONGEST_TEXT = 8000  # characters of a query that are looked at
-MOST_UNITS = 2000  # words or Chinese bigrams that are looked up: more than a page has
+LONGEST_TEXT = 8000  # characters of a query that are used
+MOST_UNITS = 2000  # words or Chinese bigrams that are looked up; more than a page has
 MOST_CONCEPTS = 24
-SYNONYM_WEIGHT = 0.5  # both are cross-validated by tests/bench/tuning.py
-WHOLE_WEIGHT = 2.0  # of an identifier as it was written
+SYNONYM_WEIGHT = 0.5  # this and the next are cross-validated by tests/bench/tuning.py
+WHOLE_WEIGHT = 2.0  # for an identifier as it was written
 
-# What changes from run to run in a pasted log: times, addresses, hashes, process ids, long counters, paths.
+# Parts of a pasted log that change from run to run: times, addresses, hashes, process ids, long counters, paths.
 VOLATILE = r"""(?x)
       \d{4}-\d\d-\d\d[T\ ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?
       | \b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?\b
@@ -28,7 +28,7 @@ VOLATILE = r"""(?x)
       | \bE\d{3,4}\b | \b\d{5,}\b
       | File\ "[^"]*/(?=[^/"]+") | (?<![\w/])/(?:[\w.\-]+/)+
 """
-A_QUESTION = 120  # characters; what is longer was pasted
+A_QUESTION = 120  # characters; a longer text was pasted
 
 
 class Alternative(NamedTuple):
@@ -51,8 +51,8 @@ class Unit(NamedTuple):
     surface: str
     forms: tuple[str, ...]
     is_cjk: bool
-    words: tuple[str, ...]  # what the glossary may know it by
-    run: int  # which stretch of the text it is from
+    words: tuple[str, ...]  # the terms by which the glossary may know it
+    run: int  # the stretch of the text that it is from
 
     @property
     def is_plain(self) -> bool:
@@ -83,9 +83,9 @@ def concepts(units: list[Unit], has: Callable[[str], bool], synonyms: Synonyms) 
 
 
 def joined_bigrams(surfaces: Sequence[str], text: str, stands: Callable[[str], bool]) -> list[str]:
-    """Surfaces of a text; Chinese ones that overlap in it are one, if that one `stands` in what is shown with it.
+    """Surfaces of a text, with overlapping Chinese ones joined if the longer one `stands` in what is shown.
 
-    A reader knows 利用率, and neither 利用 nor 用率 of it. Its rank is the better of theirs.
+    A reader knows 利用率, but not its parts 利用 and 用率. The joined surface gets the better rank of its parts.
     """
     ranks: dict[str, int] = {}
     last = ""
@@ -99,7 +99,7 @@ def joined_bigrams(surfaces: Sequence[str], text: str, stands: Callable[[str], b
 
 
 def _is_bridge(units: list[Unit], at: int, longest: int, synonyms: Synonyms) -> bool:
-    """Whether a Chinese bigram is but the last character of one word and the first of another, which is known."""
+    """Whether a Chinese bigram only joins the end of one word to the beginning of the next, which is known."""
     following = units[at + 1 : at + 1 + longest]
     is_inside = units[at].is_cjk and bool(following) and following[0].is_cjk and following[0].run == units[at].run
     return is_inside and _synonym(following, synonyms) is not None
@@ -123,7 +123,7 @@ def _word(surface: str, forms: tuple[str, ...], run: int) -> Unit:
 
 
 def _synonym(units: list[Unit], table: Synonyms) -> tuple[int, Concept] | None:
-    """The longest glossary word that these units begin with, with its synonyms at a lower weight."""
+    """The longest glossary word that begins these units, with its synonyms at a lower weight."""
     for length in range(len(units), 0, -1):
         some = units[:length]
         key = tuple(word for unit in some for word in unit.words)
@@ -135,7 +135,7 @@ def _synonym(units: list[Unit], table: Synonyms) -> tuple[int, Concept] | None:
 
 
 def _joined(units: list[Unit], at: int, has: Callable[[str], bool]) -> tuple[int, Concept] | None:
-    """Two words that the index knows as one: `all gather`, `world size`."""
+    """Two words that the index has as one: `all gather`, `world size`."""
     some = units[at : at + 2]
     if len(some) < 2 or any(unit.is_cjk or not unit.is_plain or not unit.surface.isalpha() for unit in some):
         return None
@@ -147,7 +147,7 @@ def _joined(units: list[Unit], at: int, has: Callable[[str], bool]) -> tuple[int
 
 
 def _single(unit: Unit) -> Concept:
-    """A word as it is; an identifier whole at double weight, and its parts as words."""
+    """A word as it is; an identifier as a whole at double weight, and its parts as words."""
     if unit.is_plain:
         return Concept(unit.surface, (Alternative(unit.forms, 1.0),))
     whole, *rest = unit.forms

@@ -1,4 +1,4 @@
-"""Query and index to ranked hits, each with the reason it matched. Pure but for reading the index.
+"""Ranks the hits of a query, each with the reason it matched. Pure except for reading the index.
 
 text -> units -> concepts -> scores (`kb.search.scoring`) -> hits, and what they are (`kb.search.decision`)
 """
@@ -30,13 +30,13 @@ from kb.search.scoring import (
 )
 from kb.search.spelling import corrected
 
-if TYPE_CHECKING:  # only a search with a filter pays for it
+if TYPE_CHECKING:  # only a search with a filter needs it
     from kb.content.filters import Filter
 
 MOST_HITS = 50
-MOST_RIVALS = 20  # hits that a preference may reorder; hardly a question has as many that score half of the best
-RELEVANT = 0.5  # of the best score: an entry with less is not preferred for applying
-MOST_LACKING = 4  # words that are shown
+MOST_RIVALS = 20  # hits that a preference may reorder; few questions have this many with half of the best score
+RELEVANT = 0.5  # of the best score: an entry below it does not move up because it applies
+MOST_LACKING = 4  # words to show
 NUMBER = re.compile(r"[\d.:,-]+")
 
 Preference = Callable[[Sequence[Hit]], Sequence[Hit]]  # the same hits in another order
@@ -52,10 +52,10 @@ def search(
     preference: Preference | None = None,
     explain: bool = False,
 ) -> Answer:
-    """The entries that answer a question or a pasted log. No hit is an answer, not an error.
+    """The entries that answer a question or a pasted log. An answer without hits is not an error.
 
-    A filter takes hits away and changes no score. With the versions that are `installed`, of the hits that score at
-    least half as much as the best, those that apply come first and those that do not come last. A `preference` may
+    A filter removes hits but changes no score. If versions are `installed`, then among the hits that score at least
+    half as much as the best, those that apply come first and those that do not apply come last. A `preference` may
     bring up hits from beyond `limit`. Raises `UsageError` for a filter that no entry can pass.
     """
     units = units_of(text)
@@ -100,7 +100,7 @@ def likeness(index: Index, text: str) -> dict[str, float]:
 
 
 def observations(index: Index, text: str) -> tuple[str, Observations] | None:
-    """The entry that comes nearest, and what speaks for it; None when nothing matches. `make decision` fits these."""
+    """The nearest entry and the observations about it; None if nothing matches. `make decision` fits them."""
     units = units_of(text)
     query, _ = corrected(index, text, concepts(units, index.has, index.synonyms))
     scoring = score_query(index, query, named(units, index.cues), text, None)
@@ -109,14 +109,18 @@ def observations(index: Index, text: str) -> tuple[str, Observations] | None:
 
 
 def _facets(scoring: Scoring) -> tuple[str, ...]:
-    from kb.content.facets import values_of  # an answer needs no enumerations
+    from kb.content.facets import values_of  # not needed for an answer
 
     return tuple(values_of(scoring.named))
 
 
 def _difference(index: Index, query: list[Concept], scoring: Scoring, number: int, text: str) -> Difference:
-    """The rarest words first: one that no entry has is the rarest, if it is a name and not a word of any language."""
-    from kb.content.facets import values_of  # an answer needs no enumerations
+    """How an entry differs from the question, rarest words first.
+
+    A word that no entry has is the rarest, but counts only if it looks like a name and not like a word of some
+    language.
+    """
+    from kb.content.facets import values_of  # not needed for an answer
 
     idf = {scored.concept.surface: scored.idf for scored in scoring.concepts}
     has = {scored.concept.surface for scored in scoring.concepts if number in scored.scores}
@@ -140,7 +144,7 @@ def _explanation(scoring: Scoring, number: int) -> Explanation:
 
 
 def _factor(scored: ScoredConcept, number: int) -> Factor:
-    """The alternative that won."""
+    """The alternative that scored highest."""
     rivals = [(alternative, scores[number]) for alternative, scores in scored.parts if number in scores]
     (terms, weight), bm25 = max(rivals, key=lambda pair: pair[1] * pair[0].weight)
     return Factor(scored.concept.surface, phrase(terms), scored.idf, weight, bm25, scored.scores[number])
@@ -152,7 +156,7 @@ def _judgements(index: Index, numbers: Set[int], installed: Versions) -> dict[in
 
 
 def _order(judgements: Mapping[int, Applicability], number: int) -> int:
-    """First what applies, last what does not."""
+    """The place in the order: entries that apply first, entries that do not apply last."""
     return tuple(State).index(judgements[number].state) if judgements else 0
 
 

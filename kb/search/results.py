@@ -1,4 +1,4 @@
-"""What a search answers: hits as they are stored, printed and sent."""
+"""The results of a search, as they are stored, printed and sent."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ class Hit:
     difference: Difference | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The hit as `kb search --json` gives it."""
+        """The hit as `kb search --json` prints it."""
         document = {field.name: getattr(self, field.name) for field in fields(self)}  # asdict would copy every tuple
         added = {name: asdict(value) for name in OPTIONAL if (value := document[name]) is not None}
         return asked({**document, **added})
 
 
 def asked(hit: dict[str, Any]) -> dict[str, Any]:
-    """A hit's document without the members that nobody asked for."""
+    """A hit's document without the optional members that nobody asked for."""
     return {name: value for name, value in hit.items() if value is not None or name not in OPTIONAL}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hits, best first, and a corrected spelling when words of the question are unknown.
+    """Hits, best first, and a corrected spelling if words of the question are unknown.
 
-    `kind` says what the hits are: an answer, or entries about something near, or nothing that is near. `probability` is
-    that of the best being an answer, and a question that `is_vague` has common words alone: see `kb.search.decision`.
-    `facets` are those that the question names.
+    `kind` says what the hits are: an answer, entries about something near, or nothing near. `probability` is the
+    probability that the best hit is an answer. A question that `is_vague` has only common words: see
+    `kb.search.decision`. `facets` are the facets that the question names.
     """
 
     query: str
@@ -101,31 +101,31 @@ class Answer:
 
     @property
     def answered(self) -> bool:
-        """Whether the best hit is an answer; if not, a gap in what the entries know."""
+        """Whether the best hit is an answer; if not, the question is a gap in what the entries know."""
         return self.kind is Kind.ANSWER
 
     @property
     def in_chinese(self) -> bool:
-        """Whether the question is."""
+        """Whether the question is in Chinese."""
         return CHINESE.search(self.query) is not None
 
     @property
     def best(self) -> str:
-        """The id of the entry that comes nearest; "" when none does."""
+        """The id of the nearest entry; "" if there is none."""
         return self.hits[0].id if self.hits else ""
 
 
 def snippet(lines: list[str], matched: Sequence[str], *, in_chinese: bool) -> str:
-    """The stored line with most of the matched words; of a long one the part around the first, in whole words.
+    """The stored line with most of the matched words; for a long line, the part around the first match, in whole words.
 
-    An English question gets a line without Chinese, where the entry has one.
+    An English question gets a line without Chinese, if the entry has one.
     """
     readable = lines if in_chinese else [line for line in lines if not CHINESE.search(line)] or lines
     words = [word.lower() for word in matched]
 
     def matches_in(line: str) -> int:
         low = line.lower()
-        return len([word for word in words if word in low])  # quicker than a sum over a generator
+        return len([word for word in words if word in low])  # faster than a sum over a generator
 
     line = max(readable, key=matches_in, default="")
     if len(line) <= SNIPPET_LENGTH:
@@ -133,5 +133,5 @@ def snippet(lines: list[str], matched: Sequence[str], *, in_chinese: bool) -> st
     at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
     start = min(max(0, at - SNIPPET_LENGTH // 3), len(line) - SNIPPET_LENGTH)
     cut = line[start : start + SNIPPET_LENGTH]
-    before = re.sub(r"^\S{0,20} ", "…", cut) if start else cut  # half a word
+    before = re.sub(r"^\S{0,20} ", "…", cut) if start else cut  # without the word that was cut
     return re.sub(r" \S{0,20}$", "…", before) if start + SNIPPET_LENGTH < len(line) else before

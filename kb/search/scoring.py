@@ -1,12 +1,12 @@
-"""Scores of entries for a query. Pure but for reading the index.
+"""Scores entries for a query. Pure except for reading the index.
 
     score = (sum over concepts of the best alternative's BM25F x weight) x coverage x agreement + signature
 
 A concept scores an entry by the BM25F of its best alternative. `coverage` grows with the share of the query's
-information that an entry accounts for, so that an entry with every word of a question beats one that has a single
-word often. `agreement` takes a little off an entry that declares other symptoms, phases and components than the
-question names. A pasted log line that matches an entry's signature lifts that entry by a fixed share of the best text
-score: `root` more than `cascade`.
+information that an entry accounts for, so that an entry with every word of a question beats one that repeats a single
+word. `agreement` lowers the score a little if the entry declares other symptoms, phases and components than the
+question names. If a pasted log line matches an entry's signature, the entry gains a fixed share of the best text score,
+more for `root` than for `cascade`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kb.search.index import Index
 from kb.search.query import LONGEST_TEXT, MOST_CONCEPTS, Alternative, Concept
 
 SIGNATURE = {"root": 1.0, "cascade": 0.5}
-PER_FACET = 0.05  # what a facet that both name adds to the score, and one that the entry does not declare takes off
-LEAST_COVERAGE = 0.7  # what is left of the score of an entry that covers nothing but one common word
+PER_FACET = 0.05  # added for each facet value that both have, subtracted for each that the entry does not declare
+LEAST_COVERAGE = 0.7  # the factor for an entry that covers nothing but one common word
 MOST_PER_IDF = 3.8  # the text score per idf that counts as likeness 1: nine of ten right entries stay below it
 MOST_TRIED = 4 * MOST_CONCEPTS  # a phrase may be in no entry although its words are
-MOST_CANDIDATES = 500  # entries; so many are always scored
+MOST_CANDIDATES = 500  # entries; this many are always scored
 MOST_CHAMPIONS = 300
 
-Scores = dict[int, float]  # by the number of the document
+Scores = dict[int, float]  # by document number
 
 
 class ScoredConcept(NamedTuple):
-    """A concept's score per document, and the scores of each of its alternatives before they are weighted."""
+    """A concept's score per document, and the unweighted scores of each of its alternatives."""
 
     concept: Concept
     idf: float
@@ -40,8 +40,10 @@ class ScoredConcept(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """A query's scores per document, in parts and in total. `signatures` are (role, pattern) per entry id; `unknown` is
-    how many of its concepts no document has; `named` are the facets that it names.
+    """A query's scores per document, in parts and in total.
+
+    `signatures` has (role, pattern) by entry id, `unknown` is the number of concepts that no document has, and `named`
+    are the facets that the query names.
     """
 
     concepts: list[ScoredConcept]
@@ -55,7 +57,7 @@ class Scoring(NamedTuple):
 
 
 def score_query(index: Index, query: list[Concept], facets: int, text: str, passing: frozenset[int] | None) -> Scoring:
-    """Of every document, or in a large index of those `passing` a filter; `facets` are those that the text names."""
+    """Score every document, or in a large index those `passing` a filter; `facets` are those that the text names."""
     scored = score_concepts(index, query, passing)
     covered = coverage(scored)
     agreed = {number: 1 + PER_FACET * agreement(facets, index.declared[number]) for number in covered}
@@ -71,9 +73,10 @@ def score_query(index: Index, query: list[Concept], facets: int, text: str, pass
 def score_concepts(
     index: Index, concepts: Iterable[Concept], passing: frozenset[int] | None = None
 ) -> list[ScoredConcept]:
-    """The concepts that tell entries apart, rarest first: of a long log, the rarest ones the index knows.
+    """Score the concepts that tell entries apart, rarest first; of a long log only the rarest ones.
 
-    An index of more than `MOST_CANDIDATES` entries is scored for its candidates, or for the entries `passing` a filter.
+    In an index of more than `MOST_CANDIDATES` entries only the candidates, or the entries `passing` a filter, are
+    scored.
     """
     rarest_first = sorted(concepts, key=lambda concept: -_idf(index, concept))[:MOST_TRIED]
     among = None
@@ -90,7 +93,7 @@ def score_concepts(
 
 
 def coverage(scored: Iterable[ScoredConcept]) -> Scores:
-    """The factor for the share of the query's information that a document accounts for: up to 1."""
+    """The factor for the share of the query's information that a document accounts for, up to 1."""
     scored = list(scored)
     everything = sum(concept.idf for concept in scored) or 1.0
     covered: Scores = {}
@@ -101,7 +104,7 @@ def coverage(scored: Iterable[ScoredConcept]) -> Scores:
 
 
 def total_scores(scored: Iterable[ScoredConcept], factors: Mapping[int, float]) -> Scores:
-    """The scores of all concepts added up, times the factor of the document."""
+    """The sum of the scores of all concepts, times the factor of the document."""
     totals: Scores = {}
     for concept in scored:
         _add(totals, concept.scores)
@@ -109,21 +112,21 @@ def total_scores(scored: Iterable[ScoredConcept], factors: Mapping[int, float]) 
 
 
 def best_numbers(index: Index, scores: Mapping[int, float], numbers: Collection[int], count: int) -> list[int]:
-    """The numbers with the highest scores, best first; of equal ones the one with the lower id first."""
+    """The numbers with the highest scores, best first; equal ones in the order of their ids."""
     least = min(nlargest(count, map(scores.__getitem__, numbers)), default=0.0)
     among = (number for number in numbers if scores[number] >= least)
     return sorted(among, key=lambda number: (-scores[number], index.ids[number]))[:count]
 
 
 def _score(index: Index, concept: Concept, among: frozenset[int] | None) -> ScoredConcept:
-    """The concept in every document, or in those `among` them."""
+    """Score a concept in every document, or only in those `among`."""
     parts = tuple((alternative, index.scores(alternative.terms, among)) for alternative in concept.alternatives)
     best = _best_alternatives(parts)
     return ScoredConcept(concept, _idf(index, concept) if best else 0.0, best, parts)
 
 
 def _idf(index: Index, concept: Concept) -> float:
-    """Of the form that the user wrote; of the other forms when no entry has that one."""
+    """The idf of the form that the user wrote; of the other forms if no entry has that one."""
     for alternatives in (concept.alternatives[:1], concept.alternatives[1:]):
         known = [index.idf(term) for alternative in alternatives for term in alternative.terms if index.has(term)]
         if known:
@@ -142,11 +145,11 @@ def _best_alternatives(parts: Iterable[tuple[Alternative, Mapping[int, float]]])
 
 
 def _candidates(index: Index, rarest_first: list[Concept]) -> frozenset[int]:
-    """The entries that are worth scoring in a large index: the best when each word counts for its champions alone.
+    """The entries worth scoring in a large index: the best ones if each word counts only for its champions.
 
-    Champions are the `MOST_CHAMPIONS` entries that score highest for one alternative. The candidates get what they
-    would get in a full scoring; an entry that is not a champion of any word is passed over, and the ranking can differ.
-    With 10,000 entries and 300 questions the first answer differed for one, one of the first three for ten.
+    Champions are the `MOST_CHAMPIONS` entries that score highest for one alternative. A candidate gets the same score
+    as in a full scoring, but an entry that is not a champion of any word is passed over, so the ranking can differ.
+    With 10,000 entries and 300 questions, the first hit differed for one question, one of the first three hits for ten.
     """
     sums: Scores = {}
     for concept in rarest_first[:MOST_CONCEPTS]:
@@ -172,11 +175,11 @@ def _lifts(index: Index, signatures: dict[str, tuple[str, str]], best: float) ->
 
 
 def _matching_signatures(index: Index, text: str) -> dict[str, tuple[str, str]]:
-    """Per entry the strongest signature that matches: (role, pattern)."""
+    """The strongest matching signature of each entry: (role, pattern)."""
     signatures = index.signatures_in(text)
     if not signatures:
         return {}
-    from kb.patterns.literals import find  # most questions hold no literal of any signature
+    from kb.patterns.literals import find  # most questions contain no literal of any signature
 
     strongest: dict[str, tuple[str, str]] = {}
     for signature in signatures:

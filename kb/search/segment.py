@@ -1,7 +1,7 @@
 """One segment of the index: entries that were indexed together, in files that never change.
 
-An index has one or a few of them. Entries that were changed or removed since are `dead`: their postings are there and
-passed over. Opening a Whoosh index runs pickles: a segment is opened only where nobody else can write.
+An index has one or more of them. Entries that were changed or removed since are `dead`: their postings are still there,
+but are skipped. Opening a Whoosh index runs pickles, so a segment is opened only where nobody else can write.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from whoosh.index import FileIndex
 from kb.search.segment_file import SegmentStorage
 from kb.search.whoosh_codec import BODY, Postings, read_postings
 
-TABLES = "tables.json"  # what every search reads
-SIGNATURES, LOOKUPS = "signatures.json", "lookups.json"  # what only some read
-RECORDS = "records.json"  # what updates read
+TABLES = "tables.json"  # read by every search
+SIGNATURES, LOOKUPS = "signatures.json", "lookups.json"  # read by some searches
+RECORDS = "records.json"  # read by updates
 
 Tables = dict[str, Any]
 Signature = dict[str, Any]
 
 
 class LazyTables:
-    """Tables by name whose files are opened at once and read when needed: by then another process may have removed
+    """Tables by name. Their files are opened at once but read when needed, by when another process may have removed
     them.
     """
 
@@ -49,7 +49,7 @@ class LazyTables:
 
 
 class Segment:
-    """Open for reading. The numbers of its documents begin at `first`."""
+    """A segment that is open for reading. The numbers of its documents begin at `first`."""
 
     def __init__(self, storage: Storage, tables: Tables, lazy: LazyTables, first: int, dead: frozenset[int]) -> None:
         self._first = first
@@ -67,7 +67,7 @@ class Segment:
             raise
 
     def _read_first_document(self) -> None:
-        """A torn segment shows only then."""
+        """Read a document, since only that shows whether the segment is torn."""
         if int(self._reader.doc_count_all()) != self.end - self._first:
             raise EOFError("the segment has another number of documents")
         if self.end > self._first:
@@ -77,7 +77,7 @@ class Segment:
     def open(
         cls, directory: Path, recipe: str, identity: str = "", first: int = 0, dead: frozenset[int] = frozenset()
     ) -> Self:
-        """The segment in a directory. Raises anything when it is torn, of another recipe, or another than asked for."""
+        """Open a segment. Raises any exception if it is torn, has another recipe, or is not the one asked for."""
         tables = json.loads((directory / TABLES).read_bytes())
         if tables["recipe"] != recipe or identity not in ("", tables["identity"]):
             raise ValueError("another segment")
@@ -92,7 +92,7 @@ class Segment:
 
     @classmethod
     def in_memory(cls, storage: RamStorage, tables: dict[str, Tables], first: int, dead: frozenset[int]) -> Self:
-        """The segment of a storage, and of what the files are called and hold otherwise."""
+        """Open a segment in memory. `tables` are the contents of its files by name."""
         lazy = LazyTables()
         for name in (SIGNATURES, LOOKUPS):
             lazy.add(name, io.BytesIO(json.dumps(tables[name]).encode()))
@@ -114,7 +114,7 @@ class Segment:
         return bool(self._dead)
 
     def ids(self) -> Iterator[tuple[int, str]]:
-        """Number and id of every entry that is not dead."""
+        """The number and id of every entry that is not dead."""
         return self._live(self._tables["ids"])
 
     def withdrawn(self) -> frozenset[int]:
@@ -125,11 +125,11 @@ class Segment:
         return self._live(self._tables["declared"])
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """How many terms each document has."""
+        """The number of terms in each document."""
         return self._live(self._tables["lengths"])
 
     def rounded_lengths(self) -> Iterator[tuple[int, int]]:
-        """The same as Whoosh stores them, in a byte."""
+        """The same as Whoosh stores them, in one byte."""
         return self._live(self._tables["rounded_lengths"])
 
     @property
@@ -137,28 +137,28 @@ class Segment:
         return [signature for signature in self._lazy[SIGNATURES]["signatures"] if self._is_live(signature)]
 
     def frequency(self, term: str) -> int:
-        """How many documents have a term."""
+        """The number of documents that have a term."""
         count = int(self._reader.doc_frequency(BODY, term))
         return len(self.postings(term).numbers) if count and self._dead else count
 
     def postings(self, term: str) -> Postings:
-        """Raises what Whoosh raises for a term that no document has."""
+        """The postings of a term. Raises whatever Whoosh raises if no document has the term."""
         postings = read_postings(self._reader, term).shifted(self._first)
         return postings.without(self._dead) if self._dead else postings
 
     def document(self, number: int) -> str:
-        """What was stored for a document, as JSON."""
+        """The stored document, as JSON."""
         return str(self._reader.stored_fields(number - self._first)["document"])
 
     def facets(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return self._live(self._lazy[LOOKUPS]["facets"])
 
     def spellings(self) -> list[tuple[str, int, str]]:
-        """(spelling, how often, term) of plain English words, dead entries included; the commonest first."""
+        """(spelling, count, term) for plain English words, dead entries included, most common first."""
         return [(spelling, count, term) for spelling, count, term in self._lazy[LOOKUPS]["spellings"]]
 
     def signatures_in(self, text: str) -> list[Signature]:
-        """The signatures that may match a text: it has one of their literals, or they have none."""
+        """The signatures that may match a text, because it has one of their literals or they have none."""
         grams: dict[str, list[int]] = self._tables["grams"]
         pieces = {text[at : at + length] for length in set(map(len, grams)) for at in range(len(text))}
         numbers = sorted({number for piece in pieces & grams.keys() for number in grams[piece]})

@@ -11,7 +11,7 @@ from whoosh.filedb.structfile import StructFile
 
 
 class SegmentStorage(FileStorage):  # type: ignore[misc]
-    """A directory with one segment. Its files are closed with it."""
+    """A directory with one segment. Closing it closes its files."""
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory, supports_mmap=False)
@@ -28,14 +28,14 @@ class SegmentStorage(FileStorage):  # type: ignore[misc]
 
 
 class _SegmentFile(StructFile):  # type: ignore[misc]
-    """The whole file, of which Whoosh opens parts."""
+    """The whole file; Whoosh opens parts of it."""
 
     def subset(self, offset: int, length: int, name: str | None = None) -> _Part:
         return _Part(self.raw_file(), offset, length, name)
 
 
 class _Part(StructFile):  # type: ignore[misc]
-    """A file within the file."""
+    """A part of the file."""
 
     def __init__(self, whole: Any, offset: int, length: int, name: str | None) -> None:
         super().__init__(SubFile(whole, offset, length), name)
@@ -43,5 +43,5 @@ class _Part(StructFile):  # type: ignore[misc]
         self._offset = offset
 
     def get(self, position: int, length: int) -> bytes:
-        """What most reads are: without moving a cursor, and therefore in any thread."""
+        """Read bytes without moving a cursor, so that any thread can. Most reads are like this."""
         return os.pread(self._whole.fileno(), length, self._offset + position)

@@ -1,4 +1,4 @@
-"""Words of a question that no entry has, and the spelling they were probably meant in."""
+"""Finds words of a question that no entry has, and the spelling that was probably meant."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kb.search.index import Index
 from kb.search.query import Alternative, Concept
 from kb.search.tokenizer import SEPARATORS, normal
 
-A_QUESTION = 200  # characters; what is longer was pasted, and its unknown words are names and not slips
+A_QUESTION = 200  # characters; a longer text was pasted, and its unknown words are names rather than slips
 CORRECTION_WEIGHT = 0.8
 MOST_SPELLINGS = 2
-MOST_SLIPS = 10  # with more unknown words a question is in a language that no entry speaks
-WORD = re.compile(r"[A-Za-z0-9]+")  # ends where Chinese begins, which `\b` would not see
+MOST_SLIPS = 10  # a question with more unknown words is in a language that no entry uses
+WORD = re.compile(r"[A-Za-z0-9]+")  # ends where Chinese begins, which `\b` would not do
 
-Corrections = dict[str, tuple[str, ...]]  # an unknown word in lower case: the nearest terms, best first
+Corrections = dict[str, tuple[str, ...]]  # an unknown word in lower case, to the nearest terms, best first
 
 
 def corrected(index: Index, text: str, asked: Iterable[Concept]) -> tuple[list[Concept], str]:
-    """The concepts of a question with the nearest spelling of each unknown word as an alternative, and the question
-    respelled, or "" when there is nothing to respell.
+    """The concepts of a question, with the nearest spelling of each unknown word as an alternative, and the question
+    with corrected spelling, or "" if nothing changes.
     """
     concepts = list(asked)
     if len(text) > A_QUESTION:
@@ -46,7 +46,7 @@ def _words(surface: str) -> list[str]:
 
 
 def _spellings(index: Index, letters: set[str]) -> dict[str, list[tuple[str, list[str]]]]:
-    """Terms with their spellings, by first letter. That one is seldom mistaken, and leaves little to compare with."""
+    """Terms with their spellings, by first letter, which is rarely wrong and leaves few spellings to compare."""
     by_letter: dict[str, list[tuple[str, list[str]]]] = {letter: [] for letter in letters}
     for term, spellings in index.surfaces.items():
         if term[0] in letters:
@@ -55,7 +55,7 @@ def _spellings(index: Index, letters: set[str]) -> dict[str, list[tuple[str, lis
 
 
 def _nearest(index: Index, word: str, spellings: list[tuple[str, list[str]]]) -> tuple[str, ...]:
-    """Terms of which a spelling is as near to the word as any, if it is near at all; the commonest first."""
+    """The terms with the spelling nearest to the word, if it is near enough; most common first."""
     most = 1 if len(word) < 6 else 2
     distances = {term: min(distance(word, spelling, most) for spelling in some) for term, some in spellings}
     least = min(distances.values(), default=most + 1)
@@ -64,7 +64,7 @@ def _nearest(index: Index, word: str, spellings: list[tuple[str, list[str]]]) ->
 
 
 def distance(word: str, other: str, most: int) -> int:
-    """Edits between two words, where letters that changed places are one edit; `most + 1` for all beyond `most`."""
+    """The edits between two words, where a transposition is one edit; `most + 1` for anything beyond `most`."""
     if abs(len(word) - len(other)) > most or len(set(word) ^ set(other)) > 2 * most:
         return most + 1
     before: list[int] = []
@@ -87,7 +87,7 @@ def _with_spellings(concept: Concept, nearest: Corrections) -> Concept:
 
 
 def _respelled(index: Index, text: str, nearest: Corrections) -> str:
-    """The text with its unknown words respelled, and nothing else changed; "" when there are none."""
+    """The text with its unknown words respelled and nothing else changed; "" if there are none."""
     spelt = {
         word: min(index.surfaces[near[0]], key=lambda spelling: distance(word, spelling, len(word)))
         for word, near in nearest.items()

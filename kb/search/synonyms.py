@@ -1,6 +1,6 @@
 """Synonyms of the field, English and Chinese, from `synonyms.toml`.
 
-They are applied to queries; the index keeps the table beside it only so that a search need not read it again.
+They are applied to queries. The index stores the table only so that a search need not read the file again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def read(path: Path = FILE) -> list[list[str]]:
 
 
 def synonyms() -> dict[Key, tuple[Key, ...]]:
-    """For each word or phrase of the glossary, as the terms it is indexed under, the others of its group."""
+    """For each word or phrase of the glossary, as terms, the others of its group."""
     return table(read())
 
 
 def table(groups: list[list[str]]) -> dict[Key, tuple[Key, ...]]:
-    """`synonyms` of groups other than the shipped ones."""
+    """The same as `synonyms`, for any groups."""
     related: dict[Key, dict[Key, None]] = {}
     for group in groups:
         keys = list(dict.fromkeys(key_of(word) for word in group))
@@ -36,7 +36,7 @@ def table(groups: list[list[str]]) -> dict[Key, tuple[Key, ...]]:
 
 
 def key_of(word: str) -> Key:
-    """The words as terms, those of an identifier one by one; every bigram of a Chinese word."""
+    """The terms of the words, one by one for an identifier; every bigram of a Chinese word."""
     key: list[str] = []
     seen = set()
     for term in terms(word):

@@ -1,8 +1,8 @@
 """Text to terms: English prose, code identifiers, versions and Chinese in one stream.
 
-Every form of a word is stemmed by the same function, so that `ALLGATHER`, `all_gather` and `all-gather`
-meet; an identifier yields itself whole, solid and in parts; Chinese yields overlapping bigrams (no
-dictionary, no missing words). Offsets let a phrase of parts match a phrase of words.
+Every form of a word is stemmed by the same function, so that `ALLGATHER`, `all_gather` and `all-gather` match. An
+identifier gives itself as a whole, without separators, and in parts. Chinese gives overlapping bigrams (no dictionary,
+no missing words). Offsets let a phrase of parts match a phrase of words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONGEST = 64
 MOST_CACHED = 1 << 16
 
 Forms = tuple[tuple[str, int], ...]  # of one run of text: each form with its offset in words
-Run = tuple[Forms, int]  # with the number of words that it takes
+Run = tuple[Forms, int]  # with its width in words
 
 
 class Term(NamedTuple):
@@ -57,7 +57,7 @@ More = TypeVarTuple("More")
 
 
 def _remembered(make: Callable[[str, *More], Made]) -> Callable[[str, *More], Made]:
-    """`lru_cache` for words of ordinary length: longer ones hardly come again, and would be kept for good."""
+    """`lru_cache` for words of ordinary length; longer ones rarely come again, and would stay in memory for good."""
     kept = lru_cache(MOST_CACHED)(make)
 
     def cached(word: str, /, *more: *More) -> Made:
@@ -68,7 +68,7 @@ def _remembered(make: Callable[[str, *More], Made]) -> Callable[[str, *More], Ma
 
 @_remembered
 def normal(word: str) -> str:
-    """Lower case and stemmed; what is not a plain English word stays as it is."""
+    """The word in lower case and stemmed; anything but a plain English word is only lower-cased."""
     word = word.lower()
     return str(stem(word)) if word.isascii() and word.isalpha() and 3 < len(word) < 25 else word
 
@@ -84,7 +84,7 @@ def terms(text: str) -> Iterator[Term]:
 
 
 def runs(text: str) -> Iterator[Run]:
-    """The same without what only queries need."""
+    """The forms and width of each run of a text, without what only queries need."""
     return map(_RUNS.__getitem__, _surfaces(text))
 
 
@@ -95,7 +95,7 @@ def _surfaces(text: str) -> list[str]:
 
 
 def normalized(text: str) -> str:
-    """Full-width letters as ASCII, and the like (NFKC)."""
+    """The text in Unicode's NFKC form, for instance with full-width letters as ASCII."""
     if text.isascii():
         return text
     import unicodedata  # not needed for most searches
@@ -105,7 +105,7 @@ def normalized(text: str) -> str:
 
 @cache
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """Compiled when needed: 28,000 ideographs take longer than all the rest."""
+    """A compiled pattern. It is compiled when needed, since 28,000 ideographs take longer than everything else."""
     return re.compile(pattern, re.VERBOSE)
 
 
@@ -116,7 +116,7 @@ def _is_cjk(surface: str) -> bool:
 
 
 class _Runs(dict[str, Run]):
-    """Runs by surface, a cache: a lookup of `lru_cache` takes twice as long. What is long hardly comes again."""
+    """A cache of runs by surface; a lookup takes half as long as with `lru_cache`. Long surfaces are not cached."""
 
     def __missing__(self, surface: str) -> Run:
         forms = _forms_of(surface)
@@ -132,7 +132,7 @@ _RUNS = _Runs()
 
 
 def words(identifier: str) -> tuple[str, ...]:
-    """The words that an identifier is written with, stemmed: `fine-tuning` is `fine tuning`."""
+    """The words of an identifier, stemmed: `fine-tuning` gives `fine tuning`."""
     return tuple(normal(word) for word in SEPARATORS.split(identifier) if word and word.lower() not in STOP_WORDS)
 
 
@@ -143,7 +143,7 @@ def _forms_of(surface: str) -> Forms:
         return tuple((surface[i : i + 2], i) for i in range(len(surface) - 1))
     if HEXADECIMAL.fullmatch(surface):
         return ((surface.lower(), 0),)
-    if surface[0] == "-":  # an exit code: -9 as it stands, and as 9
+    if surface[0] == "-":  # an exit code: -9 as written, and 9
         return ((surface, 0), *_identifier_forms(surface.lstrip("-")))
     if MANGLED.match(surface):
         names = (form for name in _mangled_names(surface) for form, _ in _identifier_forms(name))
@@ -152,7 +152,7 @@ def _forms_of(surface: str) -> Forms:
 
 
 def _mangled_names(symbol: str) -> Iterator[str]:
-    """The names in a C++ symbol as linkers print it: `_ZN3c105Error` has c10 and Error, each after its length."""
+    """The names in a mangled C++ symbol: `_ZN3c105Error` has c10 and Error, each after its length."""
     at = 0
     while length := NUMBER.search(symbol, at):
         at = length.end() + int(length.group()[:3])
@@ -161,7 +161,7 @@ def _mangled_names(symbol: str) -> Iterator[str]:
 
 @_remembered
 def _identifier_forms(raw: str) -> Forms:
-    """(form, offset) of one run of word characters: whole, solid, and in parts."""
+    """(form, offset) for a run of word characters: whole, without separators, and in parts."""
     raw = raw.strip("_-./:")
     if raw.isascii() and raw.isalpha() and (raw.islower() or raw.isupper() or raw.istitle()):
         return () if raw.lower() in STOP_WORDS else ((normal(raw), 0),)
@@ -185,12 +185,12 @@ def _identifier_forms(raw: str) -> Forms:
 
 
 def _version_forms(number: str) -> list[str]:
-    """2.18.5 is also found as 2.18."""
+    """A version and its first two numbers: 2.18.5 is also found as 2.18."""
     return [number, ".".join(number.split(".")[:2])] if number.count(".") > 1 else [number]
 
 
 def _segment_forms(segment: str, position: int, add: Callable[[str, int], None]) -> int:
-    """Add the parts of one segment, adjacent parts joined, and the segment itself; the next free position."""
+    """Add the parts of a segment, adjacent parts joined, and the segment itself. Returns the next free position."""
     start, before = position, ""
     add(normal(COUNT.sub("", segment)), position)  # 8xA100 has A100
     for part in PARTS.findall(segment):

@@ -1,7 +1,7 @@
-"""Postings as kb stores them in a Whoosh index: columns of bytes, quick to write and to read.
+"""Postings as kb stores them in a Whoosh index: columns of bytes that are fast to write and read.
 
-A call for each posting, as Whoosh's matchers offer it, is what made ten thousand entries slow. Some attributes used
-here and in `kb.search.index_writer` have no public names; Whoosh 2.7.4 is pinned exactly (decision 0003).
+Whoosh's matchers need a call for each posting, which was slow with ten thousand entries. Some attributes used here and
+in `kb.search.index_writer` have no public names; Whoosh 2.7.4 is pinned exactly (decision 0003).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from whoosh.system import pack_int, pack_ushort
 from whoosh.util.numlists import GrowableArray
 
 BODY = "body"
-POSTINGS = Struct("=I?")  # before the columns of a term: how many postings, and whether they are compressed
-MOST_UNCOMPRESSED = 8  # postings; most terms are rare, and not worth its time
-TERM_INFO = Struct(whoosh3.W3TermInfo._struct.format + "qi")  # with where the postings are
+POSTINGS = Struct("=I?")  # before the columns of a term: number of postings, whether they are compressed
+MOST_UNCOMPRESSED = 8  # postings; most terms are rare, and not worth compressing
+TERM_INFO = Struct(whoosh3.W3TermInfo._struct.format + "qi")  # with the place of the postings
 
-Pieces = list[bytes]  # the postings of a term by document: its number, the weight, the places
-NUMBER, HEAD = 4, 8  # the bytes of a piece up to the end of the number, and up to the places
+Pieces = list[bytes]  # the postings of a term by document: number, weight, places
+NUMBER, HEAD = 4, 8  # bytes of a piece up to the end of the number, and up to the places
 
 
 class Postings(NamedTuple):
-    """Documents of a term or phrase in ascending order, its weight in each, and its places there.
+    """The documents of a term or phrase in ascending order, with its weight and its places in each.
 
-    The places of document `at` are the 32-bit numbers from byte `starts[at]` to byte `starts[at + 1]`.
+    The places in document `at` are the 32-bit numbers from byte `starts[at]` to byte `starts[at + 1]`.
     """
 
     numbers: array[int]
@@ -58,12 +58,12 @@ class Postings(NamedTuple):
         )
 
     def shifted(self, by: int) -> Postings:
-        """The same with document numbers that are higher by a number."""
+        """The same postings with `by` added to the document numbers."""
         return self._replace(numbers=array("I", (number + by for number in self.numbers))) if by else self
 
 
 def joined(parts: Sequence[Postings]) -> Postings:
-    """Postings of ascending ranges of documents as one."""
+    """Concatenate postings of ascending ranges of documents."""
     if len(parts) == 1:
         return parts[0]
     numbers, weights, starts, places = array("I"), array("f"), array("I", [0]), bytearray()
@@ -76,8 +76,8 @@ def joined(parts: Sequence[Postings]) -> Postings:
 
 
 def read_postings(reader: Any, term: str) -> Postings:
-    """All postings of a term, of a Whoosh reader."""
-    start, (length,) = reader.term_info(BODY, term).extent()  # Whoosh leaves the length as it was unpacked
+    """All postings of a term in a Whoosh reader."""
+    start, (length,) = reader.term_info(BODY, term).extent()  # Whoosh leaves the length as a tuple
     stored = reader._terms._postfile.get(start, length)
     count, is_compressed = POSTINGS.unpack_from(stored)
     data = stored[POSTINGS.size :]
@@ -103,7 +103,7 @@ def schema() -> fields.Schema:
 
 
 class _TermIndex(OrderedHashWriter):  # type: ignore[misc]
-    """Whoosh's table of terms, with one write for each and hashed by CRC-32: MD5 takes ten times as long."""
+    """Whoosh's table of terms, with one write per term, hashed by CRC-32 because MD5 takes ten times as long."""
 
     def __init__(self, file: Any) -> None:
         HashWriter.__init__(self, file, hashtype=1)
@@ -111,7 +111,7 @@ class _TermIndex(OrderedHashWriter):  # type: ignore[misc]
         self._end: int = file.tell()
 
     def add(self, key: bytes, value: bytes) -> None:
-        """Keys come in ascending order."""
+        """Add a term. Keys must come in ascending order."""
         row = b"".join((pack_int(len(key)), pack_int(len(value)), key, value))
         self.dbfile.write(row)
         hashed = crc32(key)
@@ -121,13 +121,13 @@ class _TermIndex(OrderedHashWriter):  # type: ignore[misc]
 
 
 class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
-    """Writes the postings of a term at once, in our own format and without Whoosh's posting by posting."""
+    """Writes all postings of a term at once, in our own format, instead of one by one as Whoosh does."""
 
     _tindex: Any
 
     def __init__(self, codec: whoosh3.W3Codec, storage: Storage, segment: object) -> None:
         super().__init__(codec, storage, segment)
-        self._tindex.close()  # Whoosh's, empty
+        self._tindex.close()  # Whoosh's table, still empty
         self._tindex = _TermIndex(self._create_file(codec.TERMS_EXT))
         self._tindex.extras["fieldmap"] = self._fieldmap
 
@@ -141,7 +141,7 @@ class _FieldWriter(whoosh3.W3FieldWriter):  # type: ignore[misc]
             columns = _columns(pieces)
             stored = POSTINGS.pack(count, is_compressed) + (compress(columns, 1) if is_compressed else columns)
             self._postfile.write(stored)
-            info = TERM_INFO.pack(False, count, count, 0, 0, 0, 0, 0, start, len(stored))  # for no scorer of Whoosh's
+            info = TERM_INFO.pack(False, count, count, 0, 0, 0, 0, 0, start, len(stored))  # Whoosh's scorers are unused
             self._tindex.add(field + term, info)
             start += len(stored)
         self.finish_field()
