@@ -1,4 +1,4 @@
-"""What a check advises, as something to run."""
+"""Turns the advice of a check into a command to run."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ SETTINGS = re.compile(rf"{SETTING}(?: {SETTING})*")
 
 
 def with_command(advice: str, entry_id: str) -> str:
-    """The same advice, with the command that takes the settings it names."""
+    """The advice, with its settings as a command that takes them."""
     return advice if "`" in advice else SETTINGS.sub(rf"`kb verify {entry_id} \g<0>`", advice)

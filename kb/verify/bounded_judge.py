@@ -1,4 +1,4 @@
-"""`judge` with a limit of time: what two arms printed may be an endless line on which a search takes minutes."""
+"""`judge` with a time limit: the output of an arm may have an endless line, on which a search takes minutes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from kb.patterns import redos_timing
 from kb.probe import Experiment
 from kb.verify.verdict import Judgement, Verdict, judge
 
-LONG_LINE = 2000  # characters; a pattern that was proved safe needs milliseconds for a shorter line
+LONG_LINE = 2000  # characters; on a shorter line, a pattern that was proved safe needs milliseconds
 PATTERN_S = 1.0  # CPU time for one pattern on the output of both arms
 
 
 def judge_in_time(
     experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, patterns: Sequence[str]
 ) -> Judgement:
-    """`judge`, without the patterns that would take minutes on what these arms printed, as on an endless progress bar.
+    """Call `judge` without the patterns that would take minutes on this output, such as an endless progress bar.
 
-    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries it first.
+    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries the patterns
+    first.
     """
     texts = [text for arm in (control, treatment) for rank in arm.ranks for text in (rank.text, rank.stacks)]
     long_texts = [text for text in texts if max(map(len, text.split("\n"))) > LONG_LINE]

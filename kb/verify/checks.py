@@ -1,7 +1,7 @@
-"""The checks of probes on this machine: what it, its environment or a configuration is exposed to.
+"""Runs the checks of probes: what this machine, its environment or a configuration is exposed to.
 
-No arm runs and no GPU is used. Every check gets a process and a deadline of its own, so that a broken check only
-makes its own result `unknown`, with the failure as evidence.
+No arm runs and no GPU is used. Every check has its own process and deadline, so a broken check only makes its own
+result `unknown`, with the failure as evidence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kb.harness.launcher import Launcher, Task
 from kb.harness.outcome import ArmOutcome
 from kb.probe import STATES, Finding
 
-CHECK_S = 10.0  # a check takes below a second, except on a slow file system
+CHECK_S = 10.0  # a check takes less than a second, except on a slow file system
 AT_ONCE = 4  # checks mostly wait for files and for nvidia-smi
 SEVEREST = (Severity.CRITICAL, Severity.HIGH, Severity.MEDIUM, Severity.LOW)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The finding of one entry's check. `takes_given_file` when it takes a file that the caller named."""
+    """The finding of one entry's check. `takes_given_file`: it takes a file that the caller named."""
 
     entry: Entry
     finding: Finding
@@ -50,9 +50,9 @@ class CheckResult:
 def check_entries(
     catalog: Catalog, entries: Iterable[Entry], launcher: Launcher, files: Mapping[str, Path]
 ) -> tuple[CheckResult, ...]:
-    """Run their checks, as far as they have one; exposed first, the severest first.
+    """Run the checks of those entries that have one. Returns exposed results first, most severe first.
 
-    `files` are passed to the params of these names.
+    `files` are passed to the params with these names.
     """
     params = {name: ("path", path) for name, path in files.items()}
 
@@ -71,7 +71,7 @@ def check_entries(
 def run_check(
     probe: Path, launcher: Launcher, params: Mapping[str, tuple[str, Any]]
 ) -> tuple[Finding | None, tuple[str, ...]]:
-    """Run one check. Returns its finding, None when the probe has no check, and which of these params it takes."""
+    """Run one check. Returns its finding (None if the probe has no check), and which of these params it takes."""
     task = Task("check", probe, CHECK_S, params=params, env=launcher.of_caller)
     result, outcome = launcher.rank_results(task)
     if result is None or result.get("outcome") != "completed":
@@ -98,7 +98,7 @@ def failure_reason(result: Mapping[str, Any] | None, outcome: ArmOutcome) -> str
 
 
 def exit_code(results: Iterable[CheckResult]) -> int:
-    """1 when something is exposed; else 3 when a check of a given file, or every check, could not tell; else 0."""
+    """1 if something is exposed; else 3 if a check of a given file, or every check, could not tell; else 0."""
     results = tuple(results)
     if any(result.is_exposed for result in results):
         return 1

@@ -21,7 +21,7 @@ DESCRIBE_S = 10.0
 
 
 def _existing_path(text: str) -> Path:
-    """An absolute path, because workers have another working directory. Raises `ValueError` if nothing is there."""
+    """An absolute path, since workers have another working directory. Raises `ValueError` if nothing is there."""
     path = Path(text).expanduser().absolute()
     if not path.exists():
         raise ValueError
@@ -40,9 +40,9 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 class Plan:
     """One entry's verification, decided before any arm starts. `fault` says why nothing can run at all.
 
-    `runnable` are the experiments whose needs are met, strongest first: the first that this machine lets run
-    counts. `variants` are those whose needs are met, and all of them run. `has_named_file` when the caller passed
-    a file of their own.
+    `runnable` are the experiments whose needs are met, strongest first; the first one that this machine can run counts.
+    `variants` are the variants whose needs are met; all of them run. `has_named_file`: the caller passed a file of
+    their own.
     """
 
     entry: Entry
@@ -60,12 +60,12 @@ class Plan:
 
     @property
     def experiments(self) -> tuple[Experiment, ...]:
-        """What will run, as far as known beforehand; variants alone where no experiment can run."""
+        """What will run, as far as is known beforehand; only variants if no experiment can run."""
         return (*self.runnable[:1], *self.variants)
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the arms take by their author's measure, one after the other."""
+        """The seconds that the arms take one after the other, as their author measured."""
         return sum(sum(experiment.expected_s) for experiment in self.experiments)
 
     @property
@@ -74,7 +74,7 @@ class Plan:
         return any(_is_preloaded(experiment) for experiment in self.experiments)
 
     def task(self, experiment: Experiment, arm_name: str) -> Task:
-        """One arm of an experiment for the launcher."""
+        """The launcher's task for one arm of an experiment."""
         assert self.probe_file is not None
         on_gpus = experiment.needs.gpus > 0
         return Task(
@@ -96,11 +96,11 @@ class Plan:
         )
 
     def what_runs(self, experiment: Experiment, arm_name: str) -> tuple[object, Task]:
-        """Equal for arms of this plan that run the same and differ in words, or in what is expected of them."""
+        """A value that is equal for arms that run the same and differ only in words or in what is expected of them."""
         return getattr(experiment, arm_name).job, replace(self.task(experiment, arm_name), experiment=0, arm="")
 
     def first_like(self, experiment: Experiment, arm_name: str) -> tuple[Experiment, str]:
-        """The first arm of the plan that runs the same: the logs of what they share have its name."""
+        """The first arm of the plan that runs the same; its name is in the logs that the arms share."""
         wanted = self.what_runs(experiment, arm_name)
         arms = ((other, name) for other in self.experiments if not other.stochastic for name in ARMS)
         return next((arm for arm in arms if self.what_runs(*arm) == wanted), (experiment, arm_name))
@@ -127,7 +127,7 @@ def make_plan(
     *,
     force: bool = False,
 ) -> Plan:
-    """Read the probe's declaration in a child process and decide which needs are met here."""
+    """Read the probe's declaration in a child process, and decide which needs are met here."""
     if probe_file is None:
         return Plan(entry, None, waiver=entry.meta.probe_waiver or "the entry has no probe")
     try:
@@ -152,7 +152,7 @@ def make_plan(
 
 
 def _is_preloaded(experiment: Experiment) -> bool:
-    """Whether its ranks are forked from a process that has imported torch."""
+    """Whether the ranks are forked from a process that has imported torch."""
     return "torch" in experiment.needs.packages and not experiment.needs.gpus
 
 
@@ -178,7 +178,7 @@ def _experiment_json(experiment: Experiment) -> dict[str, Any]:
 
 
 def describe(probe_file: Path, launcher: Launcher) -> Probe:
-    """The declaration in a probe file. Raises `ProbeError` when the file breaks the contract."""
+    """The declaration in a probe file. Raises `ProbeError` if the file breaks the contract."""
     if not probe_file.is_file():
         raise ProbeError(f"the probe file {probe_file} does not exist", "`kb lint` lists such entries")
     result, outcome = launcher.rank_results(Task("describe", probe_file, DESCRIBE_S))
@@ -195,13 +195,13 @@ def describe(probe_file: Path, launcher: Launcher) -> Probe:
 
 
 def _slow_patterns(probe: Probe) -> list[str]:
-    """Patterns that could hang judging: this process searches them in the output of the ranks."""
+    """Patterns that could make judging hang, since this process searches the output of the ranks for them."""
     expected = {arm.expect.pattern for experiment in probe.every for arm in (experiment.control, experiment.treatment)}
     return [f"{risk} ({pattern})" for pattern in sorted(expected) if (risk := backtracking_risk(pattern))]
 
 
 def typed_params(params: Mapping[str, Param], settings: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """Declared parameters with `--set` applied. Raises `BadParameter` for a value of the wrong type."""
+    """The declared parameters with `--set` applied. Raises `BadParameter` for a value of the wrong type."""
     values = {name: (param.type, param.default) for name, param in params.items()}
     for name, text in settings.items():
         if name not in params:
@@ -215,7 +215,7 @@ def typed_params(params: Mapping[str, Param], settings: Mapping[str, str]) -> di
 
 
 def reject_unknown(settings: Mapping[str, str], plans: list[Plan]) -> list[Plan]:
-    """The plans. Raises `BadParameter` for a setting that none of the chosen probes takes."""
+    """Return the plans. Raises `BadParameter` for a setting that none of the chosen probes takes."""
     known = {name: param.help for plan in plans for name, param in plan.probe.params.items()}
     for name in settings:
         if name not in known and not all(plan.fault for plan in plans):

@@ -1,4 +1,4 @@
-"""One plan to its report: the check, then pairs of arms until the verdict is decided."""
+"""Runs one plan and returns its report: the check, then pairs of arms until the verdict is decided."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedArms:
-    """The arms that experiments of one plan have in common: who asks first runs it, the others wait for the outcome."""
+    """The arms that experiments of one plan share: the first caller runs an arm, the others wait for its outcome."""
 
     lock: Lock = field(default_factory=Lock)
     outcomes: list[tuple[object, Future[ArmOutcome]]] = field(default_factory=list)
@@ -49,14 +49,14 @@ class SharedArms:
         if not known:
             try:
                 outcome.set_result(run())
-            except BaseException as error:  # those who wait for it get the same
+            except BaseException as error:  # callers that wait get the same error
                 outcome.set_exception(error)
         return outcome.result()
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRunner:
-    """Turns one plan into a report, in any thread. `slots` bounds the arms of all plans that run at a time."""
+    """Turns one plan into a report, in any thread. `slots` limits how many arms of all plans run at a time."""
 
     launcher: Launcher
     slots: Semaphore
@@ -69,7 +69,7 @@ class PlanRunner:
     shared: SharedArms = field(default_factory=SharedArms)
 
     def report(self, plan: Plan) -> Report:
-        """Never raises: an error becomes the report's reason."""
+        """Run a plan. Never raises: an error becomes the report's reason."""
         started, clock = datetime.datetime.now(datetime.UTC), time.monotonic()
         blank = Report(
             entry_id=plan.entry.id,
@@ -91,7 +91,7 @@ class PlanRunner:
         except KbError as error:
             reason = "the overall deadline passed first" if self.stop.is_set() else error.message
             report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
-        except Exception as error:  # what one probe made of its files must not cost the others their reports
+        except Exception as error:  # what one probe did to its files must not cost the others their reports
             reason = f"internal error: {type(error).__name__}: {error}"[:500]
             report = replace(blank, judgement=Judgement(Verdict.INCONCLUSIVE, reason))
         return replace(report, duration_s=time.monotonic() - clock)
@@ -116,14 +116,14 @@ class PlanRunner:
         )
 
     def _run_experiments(self, plan: Plan) -> list[ExperimentResult]:
-        """In the order of the plan: the first that is applicable, then the variants. They run side by side."""
+        """Run the first applicable experiment and all variants, side by side. Returns them in the order of the plan."""
         tried = [plan.runnable, *((variant,) for variant in plan.variants)]
-        with ThreadPoolExecutor(len(tried), "kb-experiment") as pool:  # when one of them fails, none runs on
+        with ThreadPoolExecutor(len(tried), "kb-experiment") as pool:  # waits for all, even if one fails
             results = pool.map(partial(self._until_applicable, plan), tried)
             return [result for each in results for result in each]
 
     def _until_applicable(self, plan: Plan, experiments: Sequence[Experiment]) -> list[ExperimentResult]:
-        """From the strongest on, until one runs that does not raise `Unavailable`."""
+        """Run experiments from the strongest on, until one does not raise `Unavailable`."""
         results: list[ExperimentResult] = []
         for experiment in experiments:
             results.append(self._run_experiment(plan, experiment))
@@ -135,7 +135,9 @@ class PlanRunner:
         return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
 
     def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
-        """As `_experiment`, one at a time, and none after one that left something on a GPU: it would prove nothing."""
+        """The same as `_experiment`, one at a time. Raises after one that left something on a GPU: it would prove
+        nothing.
+        """
         with self.gpu_lock:
             if self.gpu_failure.is_set():
                 raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")
@@ -171,7 +173,7 @@ class PlanRunner:
         return ExperimentResult(experiment, judgement, control, treatment, counts)
 
     def _arm(self, plan: Plan, experiment: Experiment, name: str, pair: int) -> ArmOutcome:
-        """In a first pair that is not stochastic, the outcome of whatever arm of the plan runs the same."""
+        """Run an arm; in the first pair, unless stochastic, share the outcome of arms of the plan that run the same."""
         if pair or experiment.stochastic:
             return self._run_arm(plan, experiment, name, pair)
         first = partial(self._run_arm, plan, *plan.first_like(experiment, name), pair)

@@ -42,13 +42,13 @@ class ExperimentResult:
 
     @property
     def fidelity(self) -> str:
-        """The weaker of the two arms."""
+        """The weaker fidelity of the two arms."""
         arms = (self.experiment.control, self.experiment.treatment)
         return max((arm.fidelity for arm in arms), key=FIDELITIES.index)
 
     @property
     def is_refused(self) -> bool:
-        """Whether the job, once it ran, found that this machine lacks what it needs."""
+        """Whether the job found, once it ran, that this machine lacks what it needs."""
         return self.judgement.verdict is Verdict.NOT_APPLICABLE
 
     @property
@@ -75,8 +75,8 @@ class ExperimentResult:
 class Report:
     """One verification. Durations are seconds; `started_at` is UTC; digests are sha256 of entry and probe.
 
-    `results` are those of the experiment that ran, then of the variants; `judgement` is the verdict over all of them.
-    `has_named_file` when the caller named a file: then what the check says about it comes first.
+    `results` are the results of the experiment that ran, then of the variants; `judgement` is the verdict over all of
+    them. `has_named_file`: the caller named a file, so what the check says about it comes first.
     """
 
     entry_id: str
@@ -99,12 +99,14 @@ class Report:
 
     @property
     def fidelity(self) -> str:
-        """That of the experiment; `check` when none ran."""
+        """The fidelity of the experiment; `check` if none ran."""
         return self.results[0].fidelity if self.results else "check"
 
     @property
     def exit_code(self) -> int:
-        """An exposed machine is never a success, whatever the arms showed; nor is a named file that was not judged."""
+        """The exit code: never 0 if the machine is exposed, whatever the arms showed, or if a named file was not
+        judged.
+        """
         if self.check is None or self.check.state == "clear":
             return EXIT_CODES[self.verdict]
         if self.check.state == "exposed":
@@ -158,7 +160,7 @@ class Report:
 
 
 def overall(results: Sequence[ExperimentResult]) -> Judgement:
-    """The experiment's verdict, or that of a variant that contradicts it."""
+    """The experiment's verdict, or the verdict of a variant that contradicts it."""
     for result in results[1:]:
         if results[0].judgement.verdict is Verdict.VERIFIED is not result.judgement.verdict:
             return replace(result.judgement, reason=f"variant {result.experiment.name}: {result.judgement.reason}")
@@ -195,15 +197,15 @@ def _counts_json(counts: Counts | None) -> dict[str, Any] | None:
 
 
 def summary(reports: Sequence[Report]) -> dict[str, int]:
-    """How many reports have each verdict."""
+    """The number of reports with each verdict."""
     return dict(sorted(Counter(report.verdict.value for report in reports).items()))
 
 
 def exit_code(reports: Sequence[Report]) -> int:
-    """One code for several reports: a negative finding (1) first, then doubt (3), then not applicable (4).
+    """The exit code for several reports: a negative finding (1) first, then doubt (3), then not applicable (4).
 
-    Not applicable counts only when there is no other code: on a machine without GPUs `--all` is a success
-    when everything that could run was verified.
+    Not applicable counts only if there is no other code: on a machine without GPUs, `--all` succeeds if everything that
+    could run was verified.
     """
     codes = [report.exit_code for report in reports]
     for code in (1, 3):

@@ -1,4 +1,4 @@
-"""Whether a machine has what an experiment needs, decided from the snapshot before any process starts."""
+"""Decides from the machine snapshot, before any process starts, whether a machine has what an experiment needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread")
 
 
 def unmet(needs: Needs, machine: MachineSnapshot, *, force: bool = False) -> str:
-    """What is missing, or "" when nothing is. With `force`, busy GPUs count as well.
+    """What is missing, or "" if nothing is. With `force`, busy GPUs count as well.
 
     What the snapshot could not determine counts as missing, with the snapshot's own reason.
     """
@@ -52,7 +52,7 @@ def _packages(needs: Needs, machine: MachineSnapshot) -> Iterator[str]:
 
 
 def _is_within(version: str | None, specifier: str) -> bool:
-    """PEP 440, where a pre-release or a local version such as `2.13.0+cpu` is as good as any other."""
+    """Whether a version is within a PEP 440 specifier; pre-releases and local versions (`2.13.0+cpu`) count too."""
     try:
         return not specifier or SpecifierSet(specifier).contains(Version(version or ""), prereleases=True)
     except InvalidSpecifier:
@@ -106,7 +106,7 @@ def _why_not(machine: MachineSnapshot, force: bool, memory_mib: int) -> list[str
 
 
 def _refusal(gpu: Gpu, machine: MachineSnapshot, force: bool, memory_mib: int) -> tuple[str, str]:
-    """Why an arm may not use this GPU: the kind of obstacle and its detail, both empty when it may."""
+    """Why an arm may not use this GPU: the kind of obstacle and its detail, both "" if it may."""
     use = _use(gpu)
     if gpu.uuid is None:
         return "lost", "the driver gives no UUID"
@@ -124,7 +124,7 @@ def _refusal(gpu: Gpu, machine: MachineSnapshot, force: bool, memory_mib: int) -
 
 
 def _use(gpu: Gpu) -> str:
-    """How other processes use it. By memory and utilization, since containers hide foreign processes."""
+    """How other processes use it, judged by memory and utilization, since containers hide foreign processes."""
     if gpu.memory_used_mib is None:
         return "memory use unknown"
     if gpu.memory_used_mib > BUSY_MIB:
@@ -135,7 +135,7 @@ def _use(gpu: Gpu) -> str:
 
 
 def _is_visible(gpu: Gpu, machine: MachineSnapshot) -> bool:
-    """Whether the caller may use it: on a shared machine only this variable may assign GPUs to users."""
+    """Whether the caller may use it: on a shared machine, this variable may be all that assigns GPUs to users."""
     given = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return True

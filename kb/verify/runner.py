@@ -1,6 +1,6 @@
-"""Plans to reports: several at a time, the longest and the shortest by turns, and an orderly end when interrupted.
+"""Runs several plans at a time and returns their reports; ends in order when interrupted.
 
-The only module that knows both the launcher and the verdict. It stores nothing and prints nothing: its callers do.
+The only module that knows both the launcher and the verdict. It stores and prints nothing; its callers do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kb.verify.plan_runner import PlanRunner, Progress, SharedArms
 from kb.verify.report import Report
 
 TURN_S = 0.2  # so that signals are handled
-JOBS = 8  # half of the arms mostly wait; with more, those that measure a rate disturb each other
+JOBS = 8  # half of the arms mostly wait; with more jobs, arms that measure a rate disturb each other
 
 
 def _never() -> bool:
@@ -37,7 +37,7 @@ def _ignore(_: Report) -> None:
 class RunOptions:
     """`repeat` pairs of arms per experiment, 0 to let the experiment decide; `timeout_s` limits the whole run.
 
-    `is_interrupted` is asked several times a second; `on_report` is called with each report as soon as it is there.
+    `is_interrupted` is called several times a second; `on_report` is called with each report as soon as it is ready.
     Both are called in the thread that calls `verify`.
     """
 
@@ -55,8 +55,9 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Reports in the order of the plans. After the overall deadline the unfinished ones say so; after an interruption
-    they are missing."""
+    """Reports in the order of the plans. After the overall deadline, unfinished ones say so; after an interruption,
+    they are missing.
+    """
 
     reports: tuple[Report, ...]
     ending: Ending = Ending.COMPLETE
@@ -65,11 +66,11 @@ class RunResult:
 def verify(
     plans: Iterable[Plan], launcher: Launcher, environment: Mapping[str, Any], options: RunOptions, progress: Progress
 ) -> RunResult:
-    """Run all plans, CPU experiments eight at a time, GPU experiments one at a time. Nothing runs when it returns.
+    """Run all plans, CPU experiments eight at a time, GPU experiments one at a time. Nothing runs after it returns.
 
-    Making a plan may take a while, so a thread of its own does it while the first plans run. Of those that wait the
-    longest and the shortest begin by turns: the long ones wait for a timeout while the short ones compute, and a long
-    one at the end would leave the processors idle.
+    Making a plan may take a while, so another thread does it while the first plans run. The longest and the shortest of
+    the waiting plans start in turn: long ones mostly wait for a timeout while short ones compute, and a long one at the
+    end would leave the processors idle.
     """
     end = time.monotonic() + options.timeout_s if options.timeout_s else inf
     worker = PlanRunner(launcher, Semaphore(JOBS), environment, options.repeat, progress, Lock(), Event(), Event())
@@ -77,7 +78,7 @@ def verify(
     planner = ThreadPoolExecutor(1, thread_name_prefix="kb-plan")
     unread = iter(plans)
     following: Future[Plan | None] | None = planner.submit(next, unread, None)
-    waiting: list[tuple[float, int, Plan]] = []  # the longest first
+    waiting: list[tuple[float, int, Plan]] = []  # longest first
     futures: dict[int, Future[Report]] = {}  # by the number of the plan
     numbers = count()
     pending: set[Future[Report]] = set()
@@ -119,14 +120,14 @@ def verify(
 
 
 def _begin(plan: Plan, worker: PlanRunner, pool: ThreadPoolExecutor) -> Future[Report]:
-    """Call it in the thread that lives as long as the launcher: it may start the process that imports torch."""
+    """Start a plan, in a thread that lives as long as the launcher: this may start the process that imports torch."""
     if plan.has_torch:
         worker.launcher.preload()
     return pool.submit(replace(worker, shared=SharedArms()).report, plan)
 
 
 def _cut_by(end: float, options: RunOptions) -> Ending:
-    """What ends the run now, `COMPLETE` when nothing does."""
+    """What ends the run now; `COMPLETE` if nothing does."""
     if options.is_interrupted():
         return Ending.INTERRUPTED
     return Ending.DEADLINE if time.monotonic() > end else Ending.COMPLETE

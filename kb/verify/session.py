@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Session:
     """What runs while the launcher is open. `environment` is the machine, as in reports.
 
-    `plans` are read once. Several are made one by one as they are read: the first verdict does not wait for the last.
+    `plans` is read once. Several plans are made one by one as it is read, so the first verdict does not wait for the
+    last plan.
     """
 
     plans: Iterable[Plan]
@@ -38,7 +39,7 @@ class Session:
     notify: Callable[[str], None]
 
     def run(self, options: RunOptions) -> RunResult:
-        """Run every plan and save each report at once. Without a writable store they are lost, not the verdicts."""
+        """Run every plan and save each report at once. Without a writable store only the saved reports are lost."""
         with _Store(self.notify) as store:
             options = replace(options, on_report=partial(_pass_on_and_save, store, options.on_report))
             return verify(self.plans, self.launcher, self.environment, options, self.progress)
@@ -55,7 +56,9 @@ def prepare(
     *,
     force: bool = False,
 ) -> Session:
-    """Look at this machine for these entries. Raises `BadParameter` for a setting that no probe declares."""
+    """Take a snapshot of this machine and plan these entries. Raises `BadParameter` for a setting that no probe
+    declares.
+    """
     progress.begin("machine", "looking at this machine")
     machine = snapshot.capture(interpreter)
     progress.end("machine")
@@ -68,7 +71,7 @@ def prepare(
         except LaunchError as error:
             if entry is entries[0]:
                 raise
-            return Plan(entry, probe_file, fault=error.message)  # the others have begun: their reports are not lost
+            return Plan(entry, probe_file, fault=error.message)  # the others have begun, and their reports are not lost
         finally:
             progress.end("plan")
 
@@ -80,7 +83,7 @@ def prepare(
 
 
 class _Store:
-    """The store of reports, opened by the first one: its library takes a second to import, and a plan needs none."""
+    """The store of reports, opened by the first report: its library takes a second to import, and a plan needs none."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -95,7 +98,7 @@ class _Store:
         self._open.close()
 
     def save(self, report: Report) -> None:
-        """Notifies once when the store cannot be written."""
+        """Save a report; notify once if the store cannot be written."""
         from kb.store.database import Database
         from kb.store.reports import save
 
@@ -110,7 +113,7 @@ class _Store:
 
 
 def _pass_on_and_save(store: _Store, pass_on: Callable[[Report], None], report: Report) -> None:
-    """In this order: the first verdict does not wait until the store is open."""
+    """Pass on first, so that the first verdict does not wait until the store is open."""
     try:
         pass_on(report)
     finally:

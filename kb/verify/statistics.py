@@ -16,7 +16,7 @@ SIGNIFICANT = 0.05  # one-sided p below which the arms differ; 4 of 4 against 0 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Failures as declared in each arm over `pairs` judged pairs."""
+    """The number of declared failures in each arm over `pairs` judged pairs."""
 
     pairs: int
     control: int
@@ -32,7 +32,7 @@ class Counts:
 
 
 def interval(failures: int, runs: int, level: float = 0.95) -> tuple[float, float]:
-    """Clopper-Pearson interval of a failure rate (Clopper and Pearson 1934), by bisection on the binomial."""
+    """The Clopper-Pearson interval of a failure rate (Clopper and Pearson 1934), by bisection on the binomial."""
     tail = (1 - level) / 2
     low = 0.0 if failures == 0 else _solve(lambda rate: 1 - _at_most(failures - 1, runs, rate) < tail)
     high = 1.0 if failures == runs else _solve(lambda rate: _at_most(failures, runs, rate) > tail)
@@ -66,10 +66,10 @@ def judge_repeats(judgements: Sequence[Judgement]) -> tuple[Judgement, Counts]:
 
 
 def is_decided(judgements: Sequence[Judgement], experiment: Experiment, repeat: int) -> bool:
-    """Whether another pair of arms is needed.
+    """Whether no other pair of arms is needed.
 
-    With `repeat`: after that many. A deterministic experiment: when it is verified, or two runs agree, or after
-    three. A stochastic one: when `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
+    With `repeat`, after that many pairs. For a deterministic experiment, if it is verified, if two runs agree, or after
+    three. For a stochastic one, if `ENOUGH` pairs split clearly, or after `MOST_PAIRS`.
     """
     pairs = len(judgements)
     if judgements[-1].verdict is Verdict.NOT_APPLICABLE:
