@@ -27,8 +27,9 @@ CHINESE_VERB = (
     rf"看(?! ?{ID}|不)|查|找(?!不|到)|数(?![字据])|算|问(?!题)|比较|打印|运行|执行|检查|核对|对比|确认|读|试|测"
     rf"|设(?![置备])|搜|列出|关掉|打开|用 ?\S+ ?跑"
 )
+CONDITION = r"(?i:after|before|for|if|in|on|under|when|without) (?:`[^`]*`|[^.?!:`]){1,90}?, "
 ENGLISH_ACTION = (
-    rf"(?:[^.?!:]{{0,90}}[?:] )?(?:[^`.?!:]{{0,60}}{COMMAND}|(?:(?:first|then|now) )?(?:{VERB})\b)"
+    rf"(?:[^.?!:]{{0,90}}[?:] |{CONDITION})?(?:[^`.?!:]{{0,60}}{COMMAND}|(?:(?:first|then|now) )?(?:{VERB})\b)"
     rf"|`[A-Z]+_[A-Z_]+="  # a variable to set
 )
 CHINESE_ACTION = (
