@@ -1,7 +1,7 @@
-"""The content of a checkpoint file, for the checks of probes: read without torch, without running anything in it.
+"""Reads the structure of a checkpoint file for the checks of probes, without torch and without running any of it.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. Reads files of `torch.save` and
-safetensors, in a forked process with limits on memory and CPU time: a hostile file can waste those and nothing else.
+Runs in the reader's training interpreter: standard library and Python 3.9 only. Reads `torch.save` and safetensors
+files in a forked process with limits on memory and CPU time, so a hostile file can waste only those.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kb.runtime.torch_save import LONGEST_NAME, Contents, read_torch_save
 from kb.runtime.torch_save import Tensor as Tensor
 from kb.runtime.torch_save import Unreadable as Unreadable
 
-SECONDS = 3  # CPU time for the structure of a file; a normal one takes milliseconds
-MEMORY = 1 << 30  # bytes of address space on top of what the process has
-LARGEST_HEADER = 100_000_000  # bytes: safetensors itself refuses more
+SECONDS = 3  # CPU time to read the structure of a file; a normal file takes milliseconds
+MEMORY = 1 << 30  # bytes of address space in addition to what the process has
+LARGEST_HEADER = 100_000_000  # bytes; safetensors itself refuses larger ones
 WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C64": 8}
 WIDTHS.update({"F64": 8, "I64": 8, "U64": 8, "F8_E5M2": 1, "F8_E4M3": 1})
 NAMES = {"BOOL": "bool", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The structure of one file. Raises `Unreadable`, also for a folder and for other kinds of files."""
+    """Read the structure of one file. Raises `Unreadable`, also for a folder and for other kinds of files."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -67,7 +67,7 @@ def _tensor(fields: List[Any]) -> Tensor:
 
 
 def _format(head: bytes) -> str:
-    """The format of a file that begins with these bytes. Raises `Unreadable` for an unsupported one."""
+    """The format of a file that begins with these bytes. Raises `Unreadable` if it is not supported."""
     if head.startswith(b"PK\x03\x04"):
         return "torch.save"
     if head[8:9] == b"{":
@@ -115,7 +115,7 @@ def _read_in_child(path: Path, form: str) -> Tuple[List[List[Any]], Dict[str, in
 
 
 def _read_and_answer(path: Path, form: str, writable: int) -> None:
-    """In the child: read within limits, and write the contents, or the reason of a failure, as one JSON document."""
+    """In the child: read within limits, and write the contents, or why they cannot be read, as one JSON document."""
     answer: Dict[str, Any]
     try:
         with open("/proc/self/statm") as file:
@@ -127,14 +127,14 @@ def _read_and_answer(path: Path, form: str, writable: int) -> None:
         answer = {"reason": str(error), "is_torn": error.is_torn}
     except zipfile.BadZipFile as error:
         answer = {"reason": "a zip archive that is truncated or torn: %s" % error, "is_torn": True}
-    except Exception as error:  # a hostile file can cause any
+    except Exception as error:  # a hostile file can cause any exception
         answer = {"reason": "unreadable: %s: %s" % (type(error).__name__, str(error)[:200]), "is_torn": False}
     with os.fdopen(writable, "wb") as pipe:
         pipe.write(json.dumps(answer).encode())
 
 
 def _read_safetensors(path: Path) -> Contents:
-    """The format: eight bytes with the length of a JSON header, the header, then the bytes of every tensor.
+    """Read eight bytes with the length of a JSON header and the header; the bytes of the tensors follow.
 
     Source: https://huggingface.co/docs/safetensors/index#format
     """

@@ -1,6 +1,6 @@
-"""What a job has while it runs: its rank, its directory, its parameters, a process group.
+"""What a job uses while it runs: its rank, directory, parameters and process group.
 
-Runs in the reader's training interpreter: standard library and Python 3.9, torch once a job uses it.
+Runs in the reader's training interpreter: standard library and Python 3.9, and torch once a job uses it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Dict, Mapping  # Python 3.9 reads these
+from typing import Any, Dict, Mapping  # works on Python 3.9
 
 
 class Context:
-    """What a job has: its rank, its directory, its parameters, and a process group.
+    """What a job uses: its rank, directory, parameters and process group.
 
     The directory belongs to the arm, is the working directory and TMPDIR, and is deleted afterwards.
     """
@@ -32,7 +32,7 @@ class Context:
 
     @property
     def device(self) -> Any:
-        """`torch.device` of this rank: its GPU if the arm has any, else the CPU."""
+        """The `torch.device` of this rank: its GPU if the arm has any, else the CPU."""
         import torch
 
         if not os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -42,9 +42,9 @@ class Context:
     def init_process_group(self, timeout_s: float, **options: Any) -> Any:
         """Join the default process group through a FileStore and return `torch.distributed`.
 
-        `timeout_s` is torch's collective timeout. A FileStore, because TCPStore stalled in some starts
-        for reasons unrelated to the incident; only probes about the store use TCPStore. MASTER_ADDR and MASTER_PORT
-        are set, as accelerate, DeepSpeed and Lightning ask for them before they see that the group exists.
+        `timeout_s` is torch's collective timeout. A FileStore is used because TCPStore stalled in some starts for
+        reasons unrelated to the incident; only probes about the store use TCPStore. MASTER_ADDR and MASTER_PORT are
+        set, because accelerate, DeepSpeed and Lightning ask for them before they check whether the group exists.
         """
         import torch.distributed as dist
 
@@ -65,17 +65,17 @@ class Context:
         return dist
 
     def reached(self) -> None:
-        """The mechanism mark: every rank has completed its set-up, and the incident or its fix follows.
+        """Set the mechanism mark: every rank has completed its set-up, and the incident or its fix follows.
 
-        Waits for all ranks, so that no slow start is mistaken for the symptom. An arm that fails before this
-        mark is a failure of the harness, never evidence.
+        Waits for all ranks, so that no slow start is mistaken for the symptom. An arm that fails before this mark is a
+        failure of the harness, never evidence.
         """
         if not self.meet("reached"):
             raise TimeoutError("not every rank reached the mechanism mark within 20 s")
         Path(self.path("reached-%d" % self.rank)).touch()
 
     def meet(self, name: str, timeout_s: float = 20.0) -> bool:
-        """Barrier through files: works when the process group is broken. False when a rank did not arrive in time."""
+        """A barrier through files, which needs no process group. False if a rank did not arrive in time."""
         Path(self.path("meet-%s-%d" % (name, self.rank))).touch()
         end = time.monotonic() + timeout_s
         while not all(os.path.exists(self.path("meet-%s-%d" % (name, r))) for r in range(self.world_size)):

@@ -1,6 +1,6 @@
-"""Helpers for the jobs of arms on CPU: a limit that stands in for GPU memory, shared tensors, DeepSpeed, pip.
+"""Helpers for jobs of CPU arms: a limit that stands in for GPU memory, shared tensors, DeepSpeed, pip.
 
-Runs in the reader's training interpreter: standard library and Python 3.9, DeepSpeed when a job asks for it.
+Runs in the reader's training interpreter: standard library and Python 3.9, and DeepSpeed if a job asks for it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import importlib.util
 import os
 import resource
 from pathlib import Path
-from typing import Any, List  # Python 3.9 reads these
+from typing import Any, List  # works on Python 3.9
 
 from kb.probe import Unavailable, raised
 
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
-LONGEST_TMPDIR = 70  # bytes: 107 less the 34 of the name below, and some to spare
-OWN_MAPPING = 1 << 20  # bytes: larger blocks are mapped one by one
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # from malloc.h
+LONGEST_TMPDIR = 70  # bytes: 107 minus the 34 of the name below, and some to spare
+OWN_MAPPING = 1 << 20  # bytes; larger blocks are mapped one by one
 
 LIMITED_ADDRESS_SPACE = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 HOST_OOM = raised(r"DefaultCPUAllocator: can't allocate memory")
@@ -25,8 +25,11 @@ GPU_OOM = raised(r"out of memory\. Tried to allocate")
 
 
 def limit_address_space(room: int) -> None:
-    """Let this process allocate `room` more bytes, then fail. Neither the fragments of glibc's heap nor the address
-    space that a new thread's heap reserves count: large blocks are mapped one by one, and all threads share a heap."""
+    """Let this process allocate `room` more bytes, then fail.
+
+    Large blocks are mapped one by one and all threads share a heap, so that neither fragments of glibc's heap nor the
+    address space that a new thread's heap reserves count.
+    """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING)
     libc.mallopt(M_ARENA_MAX, 1)
@@ -36,9 +39,9 @@ def limit_address_space(room: int) -> None:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed for CPU and gloo, without its compiled operators: building one takes a minute.
+    """DeepSpeed for CPU and gloo, without its compiled operators, since building one takes a minute.
 
-    Raises `Unavailable`: while it is imported, it looks for compilers and CUDA.
+    Raises `Unavailable` if it cannot be imported: on import it looks for compilers and CUDA.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -51,8 +54,11 @@ def import_deepspeed() -> Any:
 
 
 def share_by_file_system() -> None:
-    """Let workers share tensors by name. torch's manager then listens in `TMPDIR/torch-shm-dir-XXXXXX/manager.sock`,
-    and the path of a socket has at most 107 bytes: raises `Unavailable` where the folder's is too long for that."""
+    """Let workers share tensors by name.
+
+    torch's manager then listens in `TMPDIR/torch-shm-dir-XXXXXX/manager.sock`. A socket's path has at most 107 bytes,
+    so this raises `Unavailable` if TMPDIR is too long.
+    """
     import torch
 
     folder = os.environ.get("TMPDIR", "/tmp")
@@ -62,10 +68,10 @@ def share_by_file_system() -> None:
 
 
 def pip_in(python: str) -> List[str]:
-    """The command of this interpreter's pip, to be run in the environment of another.
+    """The command that runs this interpreter's pip in the environment of another interpreter.
 
-    `pip --python` starts this file as well, from a process of its own that has imported pip before.
-    Raises `Unavailable` where there is no pip, or one before 22.2.
+    `pip --python` starts the same file, but from a process that has imported pip first. Raises `Unavailable` if there
+    is no pip, or one older than 22.2.
     """
     pip = importlib.util.find_spec("pip")
     runner = Path(pip.origin).with_name("__pip-runner__.py") if pip and pip.origin else None

@@ -22,7 +22,7 @@ TORCH_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class HealthCheck:
-    """The result of one check. `hint` says what to do when it failed, or what more is possible."""
+    """The result of one check. `hint` says what to do if it failed, or what else is possible."""
 
     subject: str
     is_fine: bool
@@ -57,7 +57,7 @@ def check_content(roots: tuple[Root, ...]) -> HealthCheck:
 
 
 def check_index(roots: tuple[Root, ...]) -> HealthCheck:
-    """Whether the index exists, is fresh and readable. If not, the next search builds it, if it can be written."""
+    """Check that the index exists, is fresh and readable. If not, the next search builds it, if it can be written."""
     home = index_cache.home(roots)
     opened = index_cache.open_if_fresh(roots)
     if opened:
@@ -94,7 +94,7 @@ def check_store() -> HealthCheck:
 
 
 def check_database(url: str) -> HealthCheck:
-    """The database of a service. Does not create it: the service could not write to a file of another user."""
+    """Check the database of a service. Does not create it, since the service could not write another user's file."""
     from kb.store import reports
     from kb.store.database import Database
 
@@ -112,7 +112,7 @@ def check_database(url: str) -> HealthCheck:
 
 
 def check_command_name() -> HealthCheck:
-    """No other `kb` comes first on PATH, such as that of the package kb-manager."""
+    """Check that no other `kb` comes first on PATH, such as the command of the package kb-manager."""
     ours = Path(sys.argv[0]).resolve()
     commands = [Path(part) / "kb" for part in os.get_exec_path() if (Path(part) / "kb").is_file()]
     others = [path for path in commands if path.resolve() != ours] if ours.name == "kb" else []
@@ -136,7 +136,7 @@ def check_command_name() -> HealthCheck:
 
 
 def check_import_name() -> HealthCheck:
-    """No package `kb` on PYTHONPATH: everything except the console script would import it instead of this one."""
+    """Check that PYTHONPATH has no package `kb`, which everything except the console script would import instead."""
     ours = Path(__file__).resolve().parent
     for part in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         for candidate in (Path(part) / "kb", Path(part) / "kb.py"):
@@ -151,7 +151,7 @@ def check_import_name() -> HealthCheck:
 
 
 def check_leftovers() -> HealthCheck:
-    """Temporary directories that no process owns any more, as after a power cut."""
+    """Check for temporary directories that no process owns any more, as after a power cut."""
     left = scratch.abandoned()
     if not left:
         return HealthCheck("leftovers", True, "none")
@@ -164,7 +164,7 @@ def check_leftovers() -> HealthCheck:
 
 
 def check_torch(python: Path, *, is_named: bool) -> HealthCheck:
-    """Whether the interpreter for probes can import torch. Only probes need it: a service or a laptop may have none."""
+    """Check that the interpreter for probes can import torch. Only probes need it; a service or laptop may lack it."""
     if not shutil.which(str(python)):
         return HealthCheck(
             "torch", False, f"{python} is not an interpreter", "--python takes the path of a Python interpreter"

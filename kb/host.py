@@ -1,7 +1,8 @@
-"""What the checks of several probes read of a host: its files, ranks, CPU quota and mounts, the capability of its GPUs.
+"""What the checks of several probes read from a host: files, ranks, CPU quota, mounts, compute capabilities of its
+GPUs.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. Nothing here raises; what cannot be read is
-left out, and the check says `unknown`.
+Runs in the reader's training interpreter: standard library and Python 3.9 only. Nothing here raises; what cannot be
+read is left out, and the check says `unknown`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Tuple, Union  # Python 3.9 reads these
+from typing import List, NamedTuple, Optional, Tuple, Union  # works on Python 3.9
 
-NVIDIA_SMI_S = 0.8  # a check has a second
-CONTROLLERS = ("", "cpu", "cpu,cpuacct")  # below /sys/fs/cgroup: of version 2, and of version 1 under its usual names
+NVIDIA_SMI_S = 0.8  # a check has one second
+CONTROLLERS = ("", "cpu", "cpu,cpuacct")  # below /sys/fs/cgroup: version 2, then version 1 under its usual names
 
 
 class CpuQuota(NamedTuple):
-    """The tightest quota of this process's cgroups.
+    """The tightest CPU quota of this process's cgroups.
 
-    `cores` is None where no quota is visible, `group` the folder that sets it, `stopped` in how many percent of its
-    periods a group has been stopped so far.
+    `cores` is None if no quota is visible. `group` is the folder that sets the quota. `stopped` is the percentage of
+    periods in which a group has been throttled so far.
     """
 
     cores: Optional[float]
@@ -29,14 +30,14 @@ class CpuQuota(NamedTuple):
 
 
 class Mount(NamedTuple):
-    """The type of a file system, "nfs4", and its source, "server:/home". Both are empty where they are not known."""
+    """The type of a file system ("nfs4") and its source ("server:/home"), both "" if unknown."""
 
     kind: str
     source: str
 
 
 def file_text(path: Union[str, Path]) -> str:
-    """What a file says, such as one of /proc, without white space at its ends; empty where it cannot be read."""
+    """The text of a file, such as one in /proc, without surrounding white space; "" if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
     except (OSError, ValueError):
@@ -44,7 +45,7 @@ def file_text(path: Union[str, Path]) -> str:
 
 
 def ranks_here(given: Optional[int]) -> Tuple[int, str]:
-    """How many ranks this host runs, and who says so; 0 where nobody does."""
+    """The number of ranks that this host runs, and where it is from; 0 if unknown."""
     if given is not None:
         return given, "as given"
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
@@ -54,7 +55,7 @@ def ranks_here(given: Optional[int]) -> Tuple[int, str]:
 
 
 def cpu_quota(root: Path = Path("/")) -> CpuQuota:
-    """Of this process's cgroup and those above it that are visible here. `root` is where proc and sys are."""
+    """The quota of this process's cgroup and of those above it, as far as visible. `root` contains proc and sys."""
     groups = _cpu_groups(root)
     quotas = [(cores, str(group)) for group in groups for cores in _cores(group)]
     cores, group = min(quotas) if quotas else (None, "")
@@ -97,7 +98,7 @@ def _stopped(group: Path) -> List[int]:
 
 
 def mount_of(path: str, root: Path = Path("/")) -> Mount:
-    """Where a path lies, as the kernel lists mounts: the longest point above it, the last of several there."""
+    """The mount that contains a path: the last one at the longest mount point above the path."""
     longest, found = "", Mount("", "")
     try:
         real = os.path.realpath(path).rstrip("/") + "/"
@@ -113,9 +114,10 @@ def mount_of(path: str, root: Path = Path("/")) -> Mount:
 
 
 def compute_capabilities(given: str = "") -> List[Tuple[int, int]]:
-    """Of the GPUs that nvidia-smi lists, or of a text such as "8.0, 7.5": each once, lowest first.
+    """The compute capabilities of the GPUs that nvidia-smi lists, or in a text such as "8.0, 7.5": unique, lowest
+    first.
 
-    Empty where a single one cannot be read: half of a list would be taken for all of it.
+    Empty if any of them cannot be read, since half of a list would be taken for all of it.
     """
     if not given:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

@@ -21,14 +21,14 @@ UNKNOWN = "CHECKOUT_OR_WHEEL"
 
 
 def install_command(extra: str) -> str:
-    """The command that installs this kb again, from where it came, with an extra."""
+    """The command that installs this kb again, from the same place, with an extra."""
     recorded = [dist.read_text("direct_url.json") for dist in distributions(name=NAME)]  # a checkout has one more
     origin: dict[str, Any] = next((json.loads(text) for text in recorded if text), {})
     return f"{installer(Path(sys.prefix))} {source(origin, extra)}"
 
 
 def installer(environment: Path) -> str:
-    """The tool that manages an environment, as uv and pipx mark theirs."""
+    """The command of the tool that manages an environment; uv and pipx leave a file in theirs."""
     if (environment / "uv-receipt.toml").is_file():
         return "uv tool install"
     if (environment / "pipx_metadata.json").is_file():
@@ -38,7 +38,7 @@ def installer(environment: Path) -> str:
 
 
 def source(origin: Mapping[str, Any], extra: str) -> str:
-    """What to install, quoted for a shell. `origin`: direct_url.json (PEP 610), empty where no installer wrote one."""
+    """What to install, quoted for a shell. `origin` is direct_url.json (PEP 610), empty if no installer wrote one."""
     url = origin.get("url", "")
     if not url:
         return shlex.quote(f"{UNKNOWN}[{extra}]")

@@ -1,8 +1,8 @@
 """Linux namespaces for the jobs of probes: another /dev/shm, or several nodes on one host, joined by a virtual cable.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. A change affects this process and the
-children that it forks afterwards. After `own_user` an ordinary user may do all of it, where the machine lets users
-create namespaces; anything that is refused raises `Unavailable` with the reason.
+Runs in the reader's training interpreter: standard library and Python 3.9 only. A change affects this process and the
+children that it forks afterwards. After `own_user`, an ordinary user may do all of it if the machine lets users create
+namespaces. Anything that is refused raises `Unavailable` with the reason.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import struct
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional  # Python 3.9 reads these
+from typing import Any, Callable, Iterator, List, Optional  # works on Python 3.9
 
 from kb.probe import Context, Symptom, Unavailable
 
-NEW_MOUNTS, NEW_UTS, NEW_USER, NEW_NET = 0x00020000, 0x04000000, 0x10000000, 0x40000000  # of unshare(2)
-BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # of mount(2)
-SET_FLAGS, SET_ADDRESS, SET_NETMASK = 0x8914, 0x8916, 0x891C  # of netdevice(7)
+NEW_MOUNTS, NEW_UTS, NEW_USER, NEW_NET = 0x00020000, 0x04000000, 0x10000000, 0x40000000  # from unshare(2)
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # from mount(2)
+SET_FLAGS, SET_ADDRESS, SET_NETMASK = 0x8914, 0x8916, 0x891C  # from netdevice(7)
 UP_AND_RUNNING = 0x41
-NEW_LINK, CREATE_AND_ACKNOWLEDGE = 16, 0x605  # of rtnetlink(7): RTM_NEWLINK, and fail if there is one
+NEW_LINK, CREATE_AND_ACKNOWLEDGE = 16, 0x605  # from rtnetlink(7): RTM_NEWLINK, and fail if the link exists
 LINK_NAME, LINK_INFO, LINK_NET_OF_PID = 3, 18, 19  # attributes of a link
 INFO_KIND, INFO_DATA, VETH_PEER = 1, 2, 1  # attributes within LINK_INFO
 EXPECTED_FAILURES = {"Symptom": Symptom, "Unavailable": Unavailable}
@@ -33,9 +33,9 @@ LINK = b"\0" * 16  # struct ifinfomsg: the attributes alone describe the request
 
 
 def own_user() -> None:
-    """Root inside, this user outside. Where user namespaces are forbidden, real root goes on without one.
+    """Become root inside a user namespace. If user namespaces are forbidden, real root continues without one.
 
-    The process must have one thread only: call it before anything starts another.
+    The process must have only one thread: call this before anything starts another.
     """
     uid, gid = os.getuid(), os.getgid()
     with _unavailable("no user namespace of its own on this machine"):
@@ -50,21 +50,21 @@ def own_user() -> None:
 
 
 def tmpfs_over(path: str, mib: int) -> None:
-    """An empty tmpfs of this size in place of a folder."""
+    """Mount an empty tmpfs of this size over a folder."""
     _own_mounts()
     with _unavailable("cannot mount a tmpfs"):
         _call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"size=%dm" % mib)
 
 
 def bind_over(source: str, path: str) -> None:
-    """One file or folder in place of another."""
+    """Mount one file or folder over another."""
     _own_mounts()
     with _unavailable("cannot mount %s over %s" % (source, path)):
         _call("mount", os.fsencode(source), os.fsencode(path), None, BIND, None)
 
 
 def own_network(host_name: str = "") -> None:
-    """A network with nothing but a loopback interface that is down, and a host name of its own if one is given."""
+    """Enter a network with only a loopback interface, which is down, and set a host name if one is given."""
     with _unavailable("no network of its own on this machine"):
         _call("unshare", NEW_NET | (NEW_UTS if host_name else 0))
         if host_name:
@@ -72,9 +72,9 @@ def own_network(host_name: str = "") -> None:
 
 
 def lay_cable(end: str, other_end: str, pid: int) -> None:
-    """A pair of interfaces, one here and one in the network of process `pid`, which may be this one.
+    """Create a pair of interfaces, one here and one in the network of process `pid`, which may be this one.
 
-    `ip link add <end> type veth peer name <other_end> netns <pid>`, in the kernel's words.
+    The same as `ip link add <end> type veth peer name <other_end> netns <pid>`.
     """
     peer = LINK + _attribute(LINK_NAME, other_end.encode() + b"\0")
     peer += _attribute(LINK_NET_OF_PID, struct.pack("=I", pid))
@@ -90,7 +90,7 @@ def lay_cable(end: str, other_end: str, pid: int) -> None:
 
 
 def bring_up(interface: str, address: str = "") -> None:
-    """Switch an interface on, first giving it an IPv4 address in a network of 256, if one is given."""
+    """Bring an interface up. If an IPv4 address is given, assign it first, in a network of 256 addresses."""
     name = interface.encode().ljust(16, b"\0")
     settings = ((SET_ADDRESS, address), (SET_NETMASK, "255.255.255.0")) if address else ()
     with _unavailable("cannot bring up %s" % interface), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -101,10 +101,10 @@ def bring_up(interface: str, address: str = "") -> None:
 
 
 def run_two_nodes(ctx: Context, live: Callable[[Context], None], nodes_s: float = 15.0) -> None:
-    """Run `live` as two nodes of one host, in processes that may take networks of their own, and kill both when one
-    fails or both return. `live` gets the context of a job with two ranks and calls its `reached()`.
+    """Run `live` as two nodes of one host, in processes that may enter networks of their own.
 
-    Raises what a node raised: `Unavailable`, `Symptom`, or `RuntimeError` for anything else.
+    `live` gets the context of a job with two ranks and calls its `reached()`. Both processes are killed when one fails
+    or both return. Raises what a node raised: `Unavailable`, `Symptom`, or `RuntimeError` for anything else.
     """
     own_user()
     nodes = [Context(rank, 2, ctx.backend, ctx.dir, ctx.params) for rank in range(2)]
@@ -129,7 +129,7 @@ def run_two_nodes(ctx: Context, live: Callable[[Context], None], nodes_s: float 
 
 
 def join_nodes(node: Context, interface: str) -> None:
-    """Lay the cable between the networks of both nodes, and bring its end up under this name on either."""
+    """Lay a cable between the networks of both nodes, and bring up this node's end under this name."""
     (node.dir / ("pid%d" % node.rank)).write_text(str(os.getpid()))
     if not node.meet("networks made"):
         raise TimeoutError("the other node made no network")
@@ -159,7 +159,7 @@ def _start_node(node: Context, live: Callable[[Context], None]) -> int:
 
 
 def _own_mounts() -> None:
-    """Called before every mount, so that no mount affects another process."""
+    """Enter a private mount namespace; called before every mount, so that no mount affects another process."""
     with _unavailable("no mount namespace of its own on this machine"):
         _call("unshare", NEW_MOUNTS)
     with _unavailable("cannot make the mounts private"):

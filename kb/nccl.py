@@ -1,6 +1,6 @@
-"""What several probes read of NCCL: its release, its library, and a setting with where it comes from.
+"""What several probes read about NCCL: its release, its library, and settings with their source.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. What cannot be read is empty.
+Runs in the reader's training interpreter: standard library and Python 3.9 only. What cannot be read is empty.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ctypes
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, Iterator, Tuple  # Python 3.9 reads these
+from typing import Any, Iterator, Tuple  # works on Python 3.9
 
 from kb.packages import release
 
@@ -17,12 +17,12 @@ NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 def nccl_release() -> Tuple[int, ...]:
-    """Of the NCCL that pip installed for torch; empty where there is none, and torch may hold one itself."""
+    """The release of the NCCL that pip installed for torch; empty if there is none, as torch may contain its own."""
     return next(filter(None, map(release, NCCL_PACKAGES)), ())
 
 
 def nccl_libraries() -> Iterator[Tuple[Any, int]]:
-    """Each libnccl that can be loaded, pip's before the linker's, with its version as a number: 22703."""
+    """Yield each libnccl that can be loaded (pip's before the linker's) and its version as a number: 22703."""
     spec = importlib.util.find_spec("nvidia")
     places = [Path(place) / "nccl/lib/libnccl.so.2" for place in (spec and spec.submodule_search_locations) or []]
     for place in [str(place) for place in places if place.exists()] + ["libnccl.so.2"]:
@@ -36,9 +36,9 @@ def nccl_libraries() -> Iterator[Tuple[Any, int]]:
 
 
 def nccl_setting(name: str) -> Tuple[str, str]:
-    """Its value, and the file or "environment" that has it; the value is empty where nothing sets it.
+    """The value of a setting, and the file or "environment" that has it; the value is "" if nothing sets it.
 
-    The environment wins, an empty variable too; then $NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf
+    The environment wins, even with an empty variable; then $NCCL_CONF_FILE, else ~/.nccl.conf; then /etc/nccl.conf
     (src/misc/param.cc of NCCL).
     """
     if name in os.environ:

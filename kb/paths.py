@@ -1,4 +1,4 @@
-"""The directories of a user by the XDG Base Directory Specification, on every system (docs/decisions/0023)."""
+"""A user's directories, by the XDG Base Directory Specification on every system (docs/decisions/0023)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def data_home() -> Path:
 
 
 def _base(variable: str, default: str) -> Path:
-    """A relative value is ignored, as the specification demands: it would name another directory in each folder."""
+    """The base directory. A relative value is ignored, as the specification demands: it would depend on the current
+    folder.
+    """
     value = Path(os.environ.get(variable, ""))
     return value if value.is_absolute() else Path.home() / default

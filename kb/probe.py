@@ -1,13 +1,13 @@
 """The declaration in a probe file, and what its jobs may raise and use.
 
-A probe file defines `probe = Probe(...)`; at module level it imports the standard library and this module
-only, torch inside the jobs. This module runs in the reader's training interpreter: standard library and
-Python 3.9 only.
+A probe file defines `probe = Probe(...)`. At module level it imports only the standard library and this module; torch
+is imported inside the jobs. This module runs in the reader's training interpreter: standard library and Python 3.9
+only.
 
-    Probe ── check            is this machine, environment or config exposed? read-only, below a second
+    Probe ── check            is this machine, environment or config exposed? read-only, takes less than a second
           ── params           what `--set key=value` may change
-          ── experiments      strongest first; the first that this machine lets run
-          ── variants         the incident in other forms and in libraries: each also runs, where it can
+          ── experiments      strongest first; only the first that can run here runs
+          ── variants         the incident in other forms and in libraries; each runs too, if it can
                 Experiment ── control      the job as the incident has it: must fail as declared
                            ── treatment    the same job with exactly one change, the entry's fix
 """
@@ -15,18 +15,18 @@ Python 3.9 only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, List, Mapping, Optional, Tuple  # Python 3.9 reads these
+from typing import Any, Callable, List, Mapping, Optional, Tuple  # works on Python 3.9
 
-from kb.context import Context as Context  # a probe file needs this module only
+from kb.context import Context as Context  # so that a probe file needs only this module
 
 FIDELITIES = ("hardware", "cpu", "stand-in", "model")
 ARMS = ("control", "treatment")
 STATES = ("exposed", "clear", "unknown")
-# What gloo raises where a call waits too long. The first of several calls under way to run out of time closes the
-# connections, and each other one then says so: gloo/transport/tcp/unbound_buffer.cc, UnboundBuffer::waitRecv.
+# What gloo raises if a call waits too long. If several calls are under way, the first to time out closes the
+# connections, and the others then say so: gloo/transport/tcp/unbound_buffer.cc, UnboundBuffer::waitRecv.
 GLOO_TIMEOUT = r"(Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure)"
-# What nccl2, which is nccl from torch 2.15 on, says of a timeout; it names no operation. The last words of its watchdog
-# are in nccl2/ProcessGroupNCCL.cpp, abortProcess, the exception is in nccl2/WorkNCCL.cpp, setTerminalStatus.
+# What nccl2 (called nccl from torch 2.15 on) says about a timeout; it names no operation. The watchdog's last words are
+# in nccl2/ProcessGroupNCCL.cpp, abortProcess; the exception is in nccl2/WorkNCCL.cpp, setTerminalStatus.
 NCCL2_TIMEOUT = r"(Aborting process on rank \d+ due to timeout\b|NCCL operation timed out)"
 
 
@@ -35,16 +35,17 @@ class Symptom(Exception):
 
 
 class Unavailable(Exception):
-    """This machine lacks a capability, which is known only once the job runs; the message names it."""
+    """This machine lacks a capability, which is known only when the job runs; the message names it."""
 
 
 @dataclass(frozen=True)
 class Expect:
-    """How an arm must end: the failure of the rank that failed first.
+    """How an arm must end: how the rank that failed first must fail.
 
-    `pattern` is searched in what ended that rank, not in all that it printed: in its exception, in the last words of
-    an abort, or, for `hung`, in its stacks. Where the failure follows from that of another rank, `after` is searched in
-    what ended the first rank, and `pattern` in what ended any other: a text, or `SIGKILL`, or `exit code 1`.
+    `pattern` is searched for in what ended that rank, not in all its output: in its exception, the last words of an
+    abort, or, for `hung`, its stacks. If the failure follows from the failure of another rank, `after` is searched for
+    in what ended the first rank, and `pattern` in what ended any other. What ended a rank is a text, or `SIGKILL`, or
+    `exit code 1`.
     """
 
     kind: str
@@ -58,12 +59,12 @@ def completed() -> Expect:
 
 
 def raised(pattern: str, *, after: str = "") -> Expect:
-    """A rank raises, or aborts, with this text: the first that fails, or one that fails `after` that."""
+    """A rank raises, or aborts, with this text: the first rank that fails, or one that fails `after` it."""
     return Expect("raised", pattern, after)
 
 
 def hung(pattern: str, *, after: str = "") -> Expect:
-    """A rank is still running at the deadline, and its stack shows this; `after` if another failed before."""
+    """A rank is still running at the deadline, and its stack shows this; with `after`, another rank failed before."""
     return Expect("hung", pattern, after)
 
 
@@ -81,10 +82,9 @@ def symptom(pattern: str) -> Expect:
 class Arm:
     """One run of the job.
 
-    `fidelity` is `hardware` (nccl, the GPUs), `cpu` (the real mechanism on CPU/gloo), `stand-in` (another
-    component shows the mechanism; `stands_for` names what it replaces) or `model` (arithmetic). `because`
-    says in one clause what this arm does, which is why it ends as expected. `env` is added to the scrubbed
-    environment.
+    `fidelity` is `hardware` (nccl, the GPUs), `cpu` (the real mechanism on CPU/gloo), `stand-in` (another component
+    shows the mechanism; `stands_for` names what it replaces) or `model` (arithmetic). `because` says in one clause what
+    this arm does and why it therefore ends as expected. `env` is added to the scrubbed environment.
     """
 
     job: Callable[[Context], None]
@@ -97,10 +97,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Needs:
-    """What any arm needs; where it is missing, the verdict is `not-applicable` with that reason.
+    """What any arm needs; if something is missing, the verdict is `not-applicable`, with that reason.
 
-    `gpu_memory_mib` is free memory per GPU and also the cap that the arm gets. `packages` maps a
-    distribution to a PEP 440 specifier ("" for any version); `programs` are found on PATH.
+    `gpu_memory_mib` is free memory per GPU and also the cap that the arm gets. `packages` maps a distribution to a PEP
+    440 specifier ("" for any version); `programs` are found on PATH.
     """
 
     gpus: int = 0
@@ -112,12 +112,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Two arms over one job.
+    """Two arms of one job.
 
-    `deadline_s` limits one arm; `settle_s` is how long the other ranks may still report after the first
-    failure; `expected_s` is what control and treatment took on the author's machine. With `linger` a rank
-    that has completed waits for the others, because its early exit would break a rank that is still starting.
-    `stochastic` experiments fail only sometimes: they are run repeatedly and judged by counts.
+    `deadline_s` limits one arm. `settle_s` is how long the other ranks may still report after the first failure.
+    `expected_s` is what control and treatment took on the author's machine. With `linger`, a rank that has completed
+    waits for the others, because its early exit would break a rank that is still starting. `stochastic` experiments
+    fail only sometimes: they run repeatedly and are judged by counts.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Experiment:
     ) -> Experiment:
         """The same two arms on nccl and the GPUs, as the experiment called `nccl`.
 
-        `expect` is how the control arm ends there, if different. `changes` are applied to the experiment.
+        `expect` is how the control arm ends there, if it differs. `changes` are applied to the experiment.
         """
         arms = {name: replace(getattr(self, name), fidelity="hardware", stands_for="") for name in ARMS}
         if expect is not None:
@@ -190,8 +190,8 @@ Check = Callable[[Mapping[str, Any]], Finding]
 class Probe:
     """The executable half of an entry: at least a check or one experiment.
 
-    A variant shows the incident in another form, or inside a library that `needs.packages` names; it runs
-    in addition to the experiment wherever its needs are met and has a verdict of its own.
+    A variant shows the incident in another form, or inside a library that `needs.packages` names. It runs in addition
+    to the experiment wherever its needs are met, and has its own verdict.
     """
 
     experiments: Tuple[Experiment, ...] = ()
@@ -201,5 +201,5 @@ class Probe:
 
     @property
     def every(self) -> Tuple[Experiment, ...]:
-        """Experiments, then variants: a number in this order names one of either."""
+        """Experiments, then variants; a number identifies any of them in this order."""
         return self.experiments + self.variants

@@ -1,7 +1,7 @@
-"""A training configuration as plain values, for the checks of probes: DeepSpeed JSON, accelerate YAML, arguments, and
-the launcher's variables.
+"""Reads a training configuration as plain values, for the checks of probes: DeepSpeed JSON, accelerate YAML, arguments,
+and the launcher's variables.
 
-Runs in the reader's training interpreter: standard library and Python 3.9. Reading YAML needs PyYAML, which
+Runs in the reader's training interpreter: standard library and Python 3.9 only. Reading YAML needs PyYAML, which
 accelerate and transformers install.
 """
 
@@ -41,7 +41,7 @@ class Config(NamedTuple):
 
 
 def read_config(path: Path) -> Config:
-    """Raises `UnreadableConfig`. Nothing in the file is run: JSON, or YAML with its safe loader."""
+    """Read JSON, or YAML with its safe loader, so that nothing in the file runs. Raises `UnreadableConfig`."""
     try:
         if not path.is_file():
             raise UnreadableConfig("%s is not a file" % path)
@@ -57,7 +57,7 @@ def read_config(path: Path) -> Config:
 
 
 def micro_batch_tokens(values: Mapping[str, Any]) -> Optional[int]:
-    """Tokens of a micro batch, by the first keys of length and batch size; None when one of them is missing."""
+    """Tokens in a micro batch, by the first keys of length and batch size; None if one of them is missing."""
     lengths = [values[name] for name in LENGTHS if isinstance(values.get(name), int)]
     batches = [values[name] for name in BATCHES if isinstance(values.get(name), int)]
     return lengths[0] * batches[0] if lengths and batches else None

@@ -1,4 +1,4 @@
-"""`judge`: two arms to one verdict. Pure: no process, no clock, no file.
+"""`judge`: from two arms to one verdict. Pure: no process, no clock, no file.
 
 | control            | treatment            | verdict         |
 |--------------------|----------------------|-----------------|
@@ -9,9 +9,9 @@
 | completes          | fails                | inverted        |
 | fails some other way | anything           | other-failure   |
 
-Before that: an arm that could not run makes it not-applicable; a harness failure, a mechanism mark that was not
-reached, or a hang that no expectation declares makes it inconclusive. Without an experiment the finding of the
-check is the verdict: exposed, clear, or not-applicable when it is unknown.
+Before that, an arm that could not run makes it not-applicable; a harness failure, a mechanism mark that was not
+reached, or a hang that no expectation declares makes it inconclusive. Without an experiment, the finding of the check
+is the verdict: exposed, clear, or, if it is unknown, not-applicable.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, the sentence that explains it, the line of evidence for it, and what to do, if that depends on it."""
+    """A verdict, the sentence that explains it, the line of evidence, and what to do next if it depends on the
+    evidence.
+    """
 
     verdict: Verdict
     reason: str
@@ -84,10 +86,10 @@ def judge(experiment: Experiment, control: ArmOutcome, treatment: ArmOutcome, pa
 
 
 def judge_check(finding: Finding | None, skipped: tuple[tuple[str, str], ...], *, is_asked: bool) -> Judgement:
-    """The verdict when no experiment ran. `is_asked`: the caller gave the check values or files to judge.
+    """The verdict if no experiment ran. `is_asked`: the caller gave the check values or files to judge.
 
-    A check sees the machine as it is now. Beside experiments that could not run, `clear` would pass for an answer about
-    the incident: a skip is never a pass.
+    A check sees the machine as it is now. If experiments could not run, `clear` would look like an answer about the
+    incident, and a skip is never a pass.
     """
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
     if finding is None:
@@ -146,7 +148,7 @@ def _undeclared(name: str, arm: ArmOutcome) -> Judgement:
 
 
 def _short(line: str) -> str:
-    """A line as part of a sentence."""
+    """A line, cut so that it fits into a sentence."""
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
 
