@@ -1,4 +1,4 @@
-"""The command `kb`: registers the commands and turns every ending into the right exit code.
+"""The command `kb`: registers the subcommands and maps every outcome to an exit code.
 
 | code | meaning |
 |------|---------|
@@ -29,9 +29,9 @@ from .terminal.output import PatientStdout, claim_streams, complain, emit_error
 
 HELP = "Distributed-training incidents, each with a probe that verifies its fix on your own machine."
 
-COMPLETION = "_KB_COMPLETE"  # set by the script that a shell runs at Tab
+COMPLETION = "_KB_COMPLETE"  # set by the completion script of the shell
 
-# Command: its module here, whose function is called like it, and its line in `kb --help`.
+# Command: its module here, which has a function of the same name, and its line in `kb --help`.
 COMMANDS = {
     "search": ("search", "Find the entry for a failure."),
     "show": ("show", "Read an entry."),
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
-    """The Typer app with these commands. A search registers itself alone: building the others would double its time."""
+    """The Typer app with these commands. A search registers only its own: building the others would double its time."""
     built = typer.Typer(
         name="kb",
         help=HELP,
@@ -78,7 +78,7 @@ def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
 
 
 def _with_separator(argv: list[str]) -> list[str]:
-    """The arguments with `--` before a question that begins with a dash: no option has a space in it."""
+    """The arguments with `--` before a question that begins with a dash. Only a question contains spaces."""
     questions = [argument for argument in argv if argument[:1] == "-" and len(argument.split()) > 1]
     if argv[:1] != ["search"] or "--" in argv or not questions:
         return argv
@@ -100,14 +100,14 @@ def kb(
 
 
 def main(mask: Set[signal.Signals | int] | None = None) -> None:
-    """Run this process's command line and end with its exit code. `mask` are the signals to block from here on."""
+    """Run this process's command line and exit with its code. `mask` is the signal mask to set from here on."""
     claim_streams()
     argv = sys.argv[1:]
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and argv[:1] not in (["serve"], ["mcp"]):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a job ends kb as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # schedulers send it; kb then ends as on Ctrl-C
     try:
         if mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # raises here what came while kb started
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # signals that arrived during the start are raised here
         code = run(argv)
     except KeyboardInterrupt:
         code = _interrupted(argv)
@@ -115,19 +115,19 @@ def main(mask: Set[signal.Signals | int] | None = None) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run one command line and return its exit code. Nothing but this maps errors to codes."""
+    """Run one command line and return its exit code. This is the only place that maps errors to codes."""
     try:
         first = _completed_command() if COMPLETION in os.environ else argv[0] if argv else ""
         built = app((first,)) if first in COMMANDS else app()
         code = int(built(_with_separator(argv), standalone_mode=False, prog_name="kb") or 0)
-        if code == Interrupted.exit_code:  # what Typer makes of Ctrl-C; no command ends with it
+        if code == Interrupted.exit_code:  # how Typer reports Ctrl-C; no command returns it
             return _interrupted(argv)
         sys.stdout.flush()
         return code
     except KbError as error:
         return _fail(argv, error)
     except typer.TyperException as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # which Typer does not export; its message is the help
+        if type(error).__name__ == "NoArgsIsHelpError":  # not exported by Typer; its message is the help
             print(error.format_message(), file=sys.stderr)
             return UsageError.exit_code
         return _fail(
@@ -144,19 +144,19 @@ def run(argv: list[str]) -> int:
 
 
 def _completed_command() -> str:
-    """The command whose arguments a shell completes; "" while its name is typed."""
+    """The command whose arguments the shell completes; "" while the command itself is being typed."""
     words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split(maxsplit=2)
     return words[1] if len(words) > 2 else ""
 
 
 def _interrupted(argv: list[str]) -> int:
-    """Whoever pressed Ctrl-C knows; a program that reads the document does not."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one, which would tear the document
+    """Report an interruption only under `--json`: a program must be told, the person who pressed Ctrl-C knows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one, which would cut off the document
     return _fail(argv, Interrupted()) if "--json" in argv else Interrupted.exit_code
 
 
 def _fail(argv: list[str], error: KbError) -> int:
-    """Under `--json` the one document, unless another has begun or none can be written; otherwise for a person."""
+    """Report an error, as a document under `--json` or as text if a document has begun or cannot be written."""
     if "--json" in argv and not _has_begun():
         try:
             emit_error(_command(argv) or "error", error)
@@ -164,7 +164,7 @@ def _fail(argv: list[str], error: KbError) -> int:
             return error.exit_code
         except OutputLost as lost:
             error = lost
-    with suppress(OutputLost):  # left to the interpreter, it would change the exit code
+    with suppress(OutputLost):  # if the interpreter did it, the exit code could change
         sys.stdout.flush()
     complain(error)
     return error.exit_code

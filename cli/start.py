@@ -1,4 +1,4 @@
-"""The entry point of the console script: nothing but the standard library, until signals can be answered."""
+"""The entry point of the console script. Imports only the standard library until signals can be handled."""
 
 import signal
 
@@ -6,9 +6,9 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> None:
-    """Hold back Ctrl-C and SIGTERM while the modules are imported, which takes some tenths of a second.
+    """Block Ctrl-C and SIGTERM while modules are imported, which takes some tenths of a second, then run `kb`.
 
-    Without it they end kb there with a traceback, or with no document under `--json`.
+    Otherwise a signal during the imports ends kb with a traceback, or without a document under `--json`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     from .main import main

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NO_JOB = "no training job is running on this node"
 NO_JOB_THERE = "no training job is running on these nodes"
-MOST_NODES = 8  # that are named one by one
+MOST_NODES = 8  # nodes listed by name
 
 
 def capture(
@@ -78,7 +78,7 @@ def capture(
     try:
         bundle: Path | None = archive.write(folder, taken.name, taken.data)
         failure = None
-    except CaptureFailed as error:  # what was found is shown all the same: the job may be gone in a minute
+    except CaptureFailed as error:  # the results are still shown: the job may be gone in a minute
         bundle, failure = None, error
     diagnosis = None if no_diagnose else _diagnose(taken.data, str(bundle or taken.name), roots)
     if not as_json:
@@ -95,7 +95,7 @@ def capture(
 
 
 def _here(pid: int | None, settings: Settings, *, is_asked: bool) -> tuple[Capture | None, list[str]]:
-    """The capture of a job of this node, None without one, and what the list of jobs could not see."""
+    """The capture of a job on this node, or None without a job, and the problems met while listing jobs."""
     from kb.capture import gather, plan, session
 
     listed = gather.list_jobs(pid)
@@ -112,7 +112,7 @@ def _here(pid: int | None, settings: Settings, *, is_asked: bool) -> tuple[Captu
 def _over_nodes(
     where: str, name: str | None, settings: Settings, *, is_asked: bool
 ) -> tuple[Capture | None, list[str]]:
-    """The capture of a job on all its nodes. `CaptureFailed` if no node answers."""
+    """The capture of a job on all its nodes. Raises `CaptureFailed` if no node answers."""
     from kb.capture import gather, jobs, session
     from kb.capture.transport import nodes
 
@@ -136,7 +136,7 @@ def _over_nodes(
 
 
 def _answer(jobs: Sequence[str], is_asked: bool) -> int | None:
-    """Of several jobs, the index of the one that a person at a terminal names; None where there is nothing to ask."""
+    """Ask a person at a terminal which job to capture. Returns its index, or None when there is nothing to ask."""
     if len(jobs) < 2 or not (is_asked and sys.stdin is not None and sys.stdin.isatty()):
         return None
     for number, text in enumerate(jobs, 1):
@@ -195,7 +195,7 @@ def _print(
 
 
 def _nodes(taken: Capture) -> str:
-    """`node-0 gpu-17 (ranks 0-7); node-1 gpu-18 (no answer)`."""
+    """The nodes of a capture, for instance `node-0 gpu-17 (ranks 0-7); node-1 gpu-18 (no answer)`."""
     from kb.harness.collective import name_ranks
 
     texts = []

@@ -1,4 +1,4 @@
-"""`kb check`: the preflight. What this machine, environment or configuration is exposed to, before a job runs."""
+"""`kb check`: a preflight that shows what this machine, environment or configuration is exposed to."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def check(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Run every check, or those named: what are this machine and environment exposed to? Read-only: no arm, no GPU.
+    """Run all checks, or the given ones: what are this machine and environment exposed to? Read-only: no arm, no GPU.
 
-    Exit codes: 0 nothing is exposed; 1 something is; 3 the checks could not tell. With --format nagios those of
+    Exit codes: 0 nothing is exposed; 1 something is; 3 the checks could not tell. With --format nagios, the codes of
     a Nagios plugin: 2 for an incident that kills jobs or loses checkpoints, 1 for a lesser one, 3 unknown.
     """
     from kb.content.catalog import load_catalog
@@ -76,7 +76,7 @@ def check(
 
 
 def _refuse_without_check(named: list[Entry], results: tuple[CheckResult, ...]) -> None:
-    """Somebody who asks for a check by name must not take silence for an answer."""
+    """Raise `UsageError` for a named entry without a check: silence would look like a pass."""
     checked = {result.entry.id for result in results}
     if without := [entry.id for entry in named if entry.id not in checked]:
         raise UsageError(f"{without[0]} has no check", f"run its probe instead: kb verify {without[0]}")
@@ -88,7 +88,7 @@ def _counts(results: tuple[CheckResult, ...]) -> dict[str, int]:
 
 
 def _print(results: tuple[CheckResult, ...], roots: list[Path] | None, *, everything: bool) -> None:
-    """What is exposed, and every result about a given file; most other checks have nothing to examine."""
+    """Print what is exposed and each result about a given file; most other checks have nothing to examine."""
     for result in results:
         if everything or result.is_exposed or result.takes_given_file:
             _print_result(result, roots)

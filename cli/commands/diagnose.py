@@ -51,9 +51,9 @@ def diagnose(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Find what made a job fail, from its logs and dumps: the cause before what followed from it.
+    """Find what made a job fail, from its logs and dumps: the cause first, then its consequences.
 
-    Exit code 0 when an entry explains it, 1 when none does; with --verify that of `kb verify`.
+    Exit code 0 when an entry explains it, 1 when none does; with --verify, the exit code of `kb verify`.
     """
     from kb.diagnose.diagnosis import diagnose as conclude
     from kb.diagnose.inputs.sources import find_sources
@@ -68,7 +68,7 @@ def diagnose(
     if python and not verify:
         raise UsageError("--python requires --verify", "--python is the interpreter that runs the probes")
     if "-" in paths:
-        stdin()  # raises if there is none, which reading never does
+        stdin()  # raises without standard input; reading it would not
     chosen = configured_roots(tuple(roots or ()))
     sources = find_sources(paths)
     with open_index(chosen, notice) as index, ReadingLine() as reading:
@@ -97,7 +97,7 @@ def diagnose(
 
 
 def _triage(diagnosis: Diagnosis, chosen: tuple[Root, ...]) -> Sequence[Observation]:
-    """What to look at where no entry explains the logs."""
+    """What to look at when no entry explains the logs."""
     if not diagnosis.unexplained:
         return ()
     from kb.content.triage import first_observations, load_triage
@@ -120,14 +120,14 @@ def _print(
     from ..terminal.diagnosis import MOST_FINDINGS, Printer
 
     if lang is Language.CHINESE:
-        from kb.content.catalog import load_catalog  # an index has the English text alone
+        from kb.content.catalog import load_catalog  # an index has only the English text
 
         diagnosis = replace(diagnosis, next_step=chinese_step(diagnosis, load_catalog(chosen).get))
     Printer(diagnosis, lang, limit or MOST_FINDINGS, roots).print()
 
 
 def _print_timeline(diagnosis: Diagnosis, lang: Language) -> None:
-    """A picture of each attempt, below the answer."""
+    """Draw each attempt below the answer."""
     from kb.diagnose.story.picture import text_picture
 
     attempts = diagnosis.story.attempts
@@ -150,7 +150,7 @@ def _write_html(diagnosis: Diagnosis, path: Path) -> None:
 def _print_excerpt(
     diagnosis: Diagnosis, saved: str | None, paths: list[str], lang: Language, roots: list[Path] | None
 ) -> None:
-    """Where the excerpt of an unexplained log is, or how to save one."""
+    """Print where the excerpt of an unexplained log was saved, or how to save one."""
     if saved:
         print(field("saved", saved, lang))
         print(field("then", label("kb new ID --from {} makes an entry of it", lang).format(Path(saved).stem), lang))
@@ -178,7 +178,7 @@ def _verify(
     document: dict[str, Any] | None,
     lang: Language,
 ) -> int:
-    """Run the probes of the best candidates; `document` (of `--json`) is printed with their reports.
+    """Run the probes of the best candidates. `document`, the output of `--json`, is printed with their reports.
 
     An unexplained log has no candidates.
     """

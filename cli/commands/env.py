@@ -37,7 +37,7 @@ def env(
 
 
 def _print(label: str, value: Any, path: str, reasons: Mapping[str, str], indent: str = "") -> None:
-    """One value with everything below it; an unknown value with its reason (`path` is its dotted name)."""
+    """Print a value and everything below it; `path` is its dotted name. An unknown value is printed with its reason."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = dict(enumerate(value))
     if isinstance(value, dict) and value:

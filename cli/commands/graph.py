@@ -16,7 +16,7 @@ from ..terminal.tree import Branch, tree_lines
 if TYPE_CHECKING:
     from kb.content.causes import Graph
 
-DEPTH = 3  # farther entries help nobody to act
+DEPTH = 3  # entries further away do not help anybody to act
 
 
 def graph(

@@ -15,7 +15,7 @@ from ..terminal.completion import complete_ids
 from ..terminal.fields import wrapped_on_terminal
 from ..terminal.output import JsonFlag, RootOption, clock, emit, style
 
-BESIDE_ID = 54  # columns of a line without its mark
+BESIDE_ID = 54  # columns that a line needs in addition to the id, without its mark
 
 
 def history(
@@ -26,9 +26,9 @@ def history(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Show the reports of `kb verify`, newest first. Exit code 0 when there is any, 1 when there is none.
+    """Show the reports of `kb verify`, newest first. Exit code 0 if there are any, 1 if there are none.
 
-    "earlier wording": the entry has been edited since, so the report is about an older text.
+    "earlier wording" means that the entry has been edited since, so the report is about an older text.
     """
     from kb.content.catalog import load_catalog
     from kb.store import reports as store_reports

@@ -1,4 +1,4 @@
-"""`kb index`: build the search index now; searches do it by themselves when it is stale."""
+"""`kb index`: build the search index now; a search also does it when the index is stale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def index(
     as_json: JsonFlag = False,
     roots: RootOption = None,
 ) -> int:
-    """Build the search index. Normally automatic: `kb search` does it when an entry has changed."""
+    """Build the search index. Normally not needed: `kb search` does it when an entry has changed."""
     chosen = configured_roots(tuple(roots or ()))
     with ExitStack() as stack:
         with StatusLine() as status:

@@ -25,7 +25,7 @@ DatabaseOption = Annotated[
     ),
 ]
 ScopeOption = Annotated[
-    Literal["read", "report", "admin"],  # of kb.store.keys, which every command would pay for
+    Literal["read", "report", "admin"],  # repeated from kb.store.keys, whose import would slow down every command
     typer.Option("--scope", help="read; report: also send reports; admin: everything."),
 ]
 
@@ -60,7 +60,7 @@ def new(
 
 @key.command("list")
 def list_(as_json: JsonFlag = False, database: DatabaseOption = None) -> int:
-    """List the keys, revoked ones too. Exit code 0 when there is any, 1 when there is none."""
+    """List the keys, including revoked ones. Exit code 0 if there are any, 1 if there are none."""
     from kb.store import keys
     from kb.store.database import Database
 
@@ -86,7 +86,7 @@ def revoke(
     as_json: JsonFlag = False,
     database: DatabaseOption = None,
 ) -> int:
-    """Revoke a key for good. A running service refuses it within seconds."""
+    """Revoke a key permanently. A running service refuses it within seconds."""
     from kb.store import keys
     from kb.store.database import Database
 

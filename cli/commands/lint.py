@@ -1,4 +1,4 @@
-"""`kb lint`: checks entries and probes against the rules and prints one violation per line."""
+"""`kb lint`: check entries and probes against the rules and print one violation per line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kb list`: the entries by area, or those with a tag, a framework, a status or an area."""
+"""`kb list`: the entries by area, optionally filtered by tag, framework, status or area."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..terminal.pager import NoPagerFlag, print_paged
 from ..terminal.wrapping import columns
 
 FACTS = "{:<9} {:<8}"  # status and severity
-NARROWEST_TITLE = 40  # columns beside id and facts; with less the title has lines of its own
+NARROWEST_TITLE = 40  # columns left by id and facts; with fewer, the title gets separate lines
 KEYS = (
     "id",
     "title",
@@ -63,7 +63,7 @@ def list_(
 
 
 def _lines(documents: list[dict[str, Any]]) -> Iterator[str]:
-    """A pipe gets a line for each entry; on a terminal titles are wrapped."""
+    """The lines of a list: one per entry in a pipe, with wrapped titles on a terminal."""
     width = max((len(document["id"]) for document in documents), default=0)
     indent = width + len(f"    {FACTS.format('', '')}  ")
     is_narrow = sys.stdout.isatty() and columns() - indent < NARROWEST_TITLE
@@ -86,7 +86,7 @@ def _lines(documents: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _by_area(documents: Iterable[dict[str, Any]]) -> Iterable[tuple[str, Iterable[dict[str, Any]]]]:
-    """The documents under `area: its meaning`, in the order of the areas; those without an area come last."""
+    """Group the documents under `area: meaning`, in the order of the areas; those without an area come last."""
     areas = [area.value for area in Area]
     headings = [f"{area}: {area.meaning}" for area in Area] + ["no area"]
 

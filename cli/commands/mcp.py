@@ -31,7 +31,7 @@ def mcp(
 ) -> int:
     """Serve search, diagnosis and entries to a language model over stdio (Model Context Protocol).
 
-    A client starts it: claude mcp add kb -- kb mcp. Needs kb's extra `server`. Over HTTP it is /mcp of `kb serve`.
+    A client starts it: claude mcp add kb -- kb mcp. Needs kb's extra `server`. For HTTP, use /mcp of `kb serve`.
     """
     from ..service.this_machine import ThisMachine
 
@@ -40,7 +40,7 @@ def mcp(
     chosen = configured_roots(tuple(roots or ()))
     serve = _server()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="kb: %(message)s")
-    sys.stdout = sys.__stdout__  # for the protocol alone
+    sys.stdout = sys.__stdout__  # reserved for the protocol
     for number in (signal.SIGINT, signal.SIGTERM):  # arms end with this process, and there is nothing else to save
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -51,7 +51,7 @@ def mcp(
 
 
 def _server() -> Callable[..., None]:
-    """By its name, since cli does not import api. Raises `UsageError` without the extra."""
+    """The server, resolved by name because cli does not import api. Raises `UsageError` without the extra."""
     try:
         server: Callable[..., None] = resolve_name(SERVER)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`kb new`: writes the two files of a new incident."""
+"""`kb new`: write the two files of a new incident."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def new(
-    entry_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the problem: lower-case words joined by hyphens.")],
+    entry_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Name of the problem: lower-case words joined by hyphens.")
+    ],
     home: Annotated[
         Path | None, typer.Option("--root", metavar="DIR", help="The content root to write to; created if missing.")
     ] = None,
@@ -31,7 +33,7 @@ def new(
 ) -> int:
     """Write an entry and a probe to fill in; `kb lint` lists what is left to do.
 
-    With --from the entry starts with the redacted log and signatures to choose from.
+    With --from, the entry starts with the redacted log and candidate signatures.
     """
     from kb.authoring.log_excerpt import NO_DRAFT
     from kb.authoring.scaffold import scaffold
@@ -51,7 +53,7 @@ def new(
 
 
 def _draft(source: str) -> Draft:
-    """A draft from the queue for one of its ids, else from a file. Raises `UsageError`."""
+    """A draft from the queue if `source` is one of its ids, otherwise from a file. Raises `UsageError`."""
     from kb.authoring import unexplained_queue
     from kb.authoring.log_excerpt import draft
 
@@ -66,7 +68,7 @@ def _draft(source: str) -> Draft:
 
 
 def _home(given: Path | None) -> Path:
-    """The named root, or the only private root. Raises `UsageError` when that is ambiguous."""
+    """The given root, or the only private root. Raises `UsageError` when the choice is ambiguous."""
     if given is not None:
         return given.expanduser().absolute()
     roots = [configured_root for configured_root in configured_roots() if configured_root.name != BUILT_IN]

@@ -1,4 +1,4 @@
-"""`kb redact`: a filter that replaces secrets, people and machines in a log by placeholders."""
+"""`kb redact`: a filter that replaces secrets, people and machines in a log with placeholders."""
 
 from __future__ import annotations
 

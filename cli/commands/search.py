@@ -1,6 +1,6 @@
 """`kb search`: the entries that answer a question or a pasted log line.
 
-Annotations are no strings here: Typer would evaluate each of them five times.
+Annotations are not strings here, because Typer would evaluate each of them five times.
 """
 
 from functools import partial
@@ -43,7 +43,8 @@ def search(
     status: StatusOption = None,
     area: AreaOption = None,
     applies_here: Annotated[
-        bool, typer.Option("--applies-here", help="List entries that apply to your installed versions first, and say why.")
+        bool,
+        typer.Option("--applies-here", help="List entries that apply to your installed versions first, and say why."),
     ] = False,
     python: Annotated[
         Path | None, typer.Option(help="Interpreter of your training environment, for --applies-here.")
@@ -54,8 +55,8 @@ def search(
 ) -> int:
     """Find the entry for a failure: paste an error or describe it, in English or Chinese.
 
-    Exit code 0 for an answer, or for entries that are near when none is about it; 1 when nothing is near,
-    or when common words fit many entries alike.
+    Exit code 0 for an answer, or for the nearest entries when none is about it; 1 when nothing is near,
+    or when common words fit many entries equally well.
     """
     text = _text(query)
     if not text.strip():
@@ -89,7 +90,7 @@ def search(
 
 
 def _text(query: list[str]) -> str:
-    """What is asked. Bytes that are no UTF-8 are replaced; Python carries those of a command line as surrogates."""
+    """The text of the query. Invalid UTF-8 is replaced; on a command line Python passes it as surrogates."""
     given = stdin().read(MOST_INPUT) if query == ["-"] else " ".join(query).encode(errors="surrogateescape")
     return given.decode(errors="replace")
 
@@ -105,13 +106,13 @@ def _filter(
 
 
 def _installed(python: Path) -> dict[str, str | None]:
-    from kb.machine import installed  # only --applies-here pays for it
+    from kb.machine import installed  # slow to import, and only --applies-here needs it
 
     return installed.versions(python)
 
 
 def _print(answer: Answer, roots: list[Path] | None, chosen: tuple[Root, ...]) -> None:
-    """In the language of the question."""
+    """Print an answer in the language of the question."""
     lang = Language.CHINESE if answer.in_chinese else Language.ENGLISH
     if answer.did_you_mean:
         print(label("did you mean: {}", lang).format(style(answer.did_you_mean, bold=True)) + "\n")
@@ -120,7 +121,7 @@ def _print(answer: Answer, roots: list[Path] | None, chosen: tuple[Root, ...]) -
         for number, hit in enumerate(answer.hits, 1):
             print_hit(number, hit)
         return
-    from ..terminal.gap import print_gap  # an answer does without
+    from ..terminal.gap import print_gap  # not needed for an answer
 
     print_gap(answer, load_triage(chosen), print_hit, lang)
 
@@ -158,7 +159,7 @@ def _print_applicability(applicability: Applicability, lang: Language) -> None:
 
 
 def _print_why(why: Explanation, lang: Language) -> None:
-    """The sum, then a line for each summand, aligned as a table."""
+    """Print the score, then a line for each of its summands, aligned as a table."""
     words = sum(concept.score for concept in why.concepts)
     product = label("{:.3f} words x {:.3f} coverage x {:.3f} agreement", lang)
     lift = f" + {label('{:.3f} signature', lang).format(why.signature)}" if why.signature else ""

@@ -1,4 +1,4 @@
-"""`kb serve`: runs the service on this machine."""
+"""`kb serve`: run the service on this machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def serve(
 
 
 def _settings(address: str, extra: tuple[Any, ...], *, insecure: bool) -> Any:
-    """The address decides who may read without a key. Raises `UsageError` beyond loopback when no key exists."""
+    """The settings, where the address decides who may read without a key.
+
+    Raises `UsageError` for an address beyond loopback when no key exists.
+    """
     nobody, everybody = map(resolve_name(ANONYMOUS), ("nobody", "everybody"))
     made = resolve_name(SETTINGS).from_environment(roots=configured_roots(extra))
     if insecure or made.anonymous is everybody:
@@ -87,7 +90,10 @@ def _demand_key(where: Any, address: str) -> None:
 
 
 def _config(settings: Any) -> uvicorn.Config:
-    """The app by its name, since cli does not import api. Configures the logging of this process."""
+    """The configuration of uvicorn, which also sets up the logging of this process.
+
+    It contains the app by name because cli does not import api.
+    """
     import uvicorn
 
     from ..service.server_log import configuration
@@ -119,7 +125,7 @@ def _run(make_config: Callable[[], uvicorn.Config], count: int, listener: socket
 
 def _allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS reports no limit, and has one
+    with suppress(OSError, ValueError):  # macOS reports no limit but has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
@@ -130,8 +136,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         message = f"cannot listen on {host}, port {port}: {error.strerror or error}"
         raise UsageError(message, "choose another with --port, or --port 0") from None
-    # Connections inherit these options. asyncio sets the first only on sockets created with a protocol number, which
-    # this one is not; without it every response waits 40 ms for an acknowledgement.
+    # Connections inherit these options. asyncio sets the first one only on sockets created with a protocol number,
+    # unlike this one; without it every response waits 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)

@@ -27,7 +27,8 @@ def show(
         typer.Argument(metavar="ID", help="The id of an entry, as `kb search` prints it.", autocompletion=complete_ids),
     ],
     is_whole: Annotated[
-        bool, typer.Option("--all", help="Show logs, look-alikes, environment, reasons, known cases and references as well.")
+        bool,
+        typer.Option("--all", help="Show logs, look-alikes, environment, reasons, known cases and references as well."),
     ] = False,
     section: Annotated[
         str,

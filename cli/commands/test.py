@@ -1,4 +1,4 @@
-"""`kb test`: runs the signatures of all entries on the logs that they must match and must not match."""
+"""`kb test`: run the signatures of all entries on logs that they must match and logs that they must not match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..terminal.output import JsonFlag, RootOption, emit, notice, shown, style
 
 
 def test(as_json: JsonFlag = False, roots: RootOption = None) -> int:
-    """Test signatures: they must match all logs of their entry, no look-alike and no log of a healthy job.
+    """Test that signatures match all logs of their entry, and no look-alike or log of a healthy job.
 
     Exit code 0 when all tests pass, 1 with findings.
     """

@@ -89,7 +89,7 @@ def verify(
 def verify_quietly(
     ids: list[str], python: Path | None, roots: tuple[Path, ...], *, as_json: bool
 ) -> tuple[int, RunResult]:
-    """Exit code and reports of these entries; prints each report when it is there, with `as_json` nothing."""
+    """Return the exit code and reports of these entries. Prints each report when it is ready, unless `as_json`."""
     from kb.content.catalog import load_catalog
 
     _refuse_under_a_launcher()
@@ -109,7 +109,7 @@ def _run(
     repeat: int = 0,
     end: float | None = None,
 ) -> RunResult:
-    """Print each report when it is there, unless `lines` is None."""
+    """Verify the entries of the session, printing each report when it is ready unless `lines` is None."""
     from kb.verify.runner import RunOptions
 
     def on_report(report: Report) -> None:
@@ -122,7 +122,7 @@ def _run(
 
 
 def _refuse_under_a_launcher() -> None:
-    """torchrun and srun start a command once per rank, but a probe starts its own ranks."""
+    """Raise `UsageError` under torchrun or srun, which start a command once per rank: a probe starts its own ranks."""
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         if os.environ.get(name, "0") not in ("", "0"):
             raise UsageError(
@@ -155,7 +155,7 @@ def _settings(pairs: list[str]) -> dict[str, str]:
 
 
 def _make_folder(keep_logs: Path | None) -> None:
-    """Before anything runs: a folder that cannot be written is the caller's mistake, not a failure of an arm."""
+    """Create the folder before anything runs, so that an unwritable folder does not look like a failed arm."""
     try:
         if keep_logs:
             keep_logs.mkdir(parents=True, exist_ok=True)

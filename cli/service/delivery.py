@@ -1,4 +1,4 @@
-"""`kb verify --report URL`: delivers reports to a team's service through the outbox, and says how that ended."""
+"""`kb verify --report URL`: deliver reports to a team's service through the outbox, and tell the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kb.sharing.outbox import Outbox
     from kb.verify.report import Report
 
-KEY_VARIABLE = "KB_API_KEY"  # not an option: every user of a machine can read the command lines of all
+KEY_VARIABLE = "KB_API_KEY"  # not an option: command lines are visible to every user of a machine
 CONTENT = "verdict, evidence, digests, versions, names of GPUs; no hosts, users, files, variables or logs"
 ReportOption = Annotated[
     str | None,
@@ -34,14 +34,14 @@ ReportOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Recipient:
-    """The service that the reports of this command go to, and the outbox in which they wait for it."""
+    """The service that receives the reports of this command, and the outbox where they wait for it."""
 
     service: Service
     outbox: Outbox
 
     @classmethod
     def at(cls, url: str | None) -> Self | None:
-        """None without a URL. Raises `UsageError` for an invalid one, before anything runs."""
+        """The recipient at a URL, or None without one. Raises `UsageError` for an invalid URL, before anything runs."""
         if not url:
             return None
         from kb.sharing.client import Service
@@ -53,7 +53,7 @@ class Recipient:
         return cls(service, Outbox(default_directory()))
 
     def report(self, reports: Sequence[Report] = ()) -> dict[str, Any]:
-        """Queue these reports, send all that wait, summarize on stderr. Returns `reported`, with any problem."""
+        """Queue these reports, send all that wait, and summarize on stderr. Returns `reported`, with any problem."""
         from kb.sharing.sender import send
 
         queueing = self.queue(reports)
@@ -70,7 +70,7 @@ class Recipient:
         return reported
 
     def waiting(self) -> int:
-        """How many reports wait for it, as far as that can be read."""
+        """The number of reports that wait for this service, as far as the outbox can be read."""
         try:
             return len(self.outbox.waiting(self.service.url))
         except StoreUnavailable as error:
@@ -78,7 +78,7 @@ class Recipient:
             return 0
 
     def queue(self, reports: Sequence[Report]) -> list[str]:
-        """Let these reports wait. Returns the problems: one that cannot be queued is lost, the others are not."""
+        """Add these reports to the outbox. Returns the problems: only reports that cannot be queued are lost."""
         if not reports:
             return []
         from kb.sharing.shared_report import to_shared_report
@@ -92,7 +92,7 @@ class Recipient:
 
 
 def send_waiting(recipient: Recipient, *, as_json: bool) -> int:
-    """`kb verify --report URL` without an ID. Exit code 1 when a report could not be sent."""
+    """Send the waiting reports, for `kb verify --report URL` without an ID. Returns 1 if a report could not be sent."""
     reported = recipient.report()
     if as_json:
         emit("verify", reports=[], summary={}, reported=reported)
@@ -102,7 +102,7 @@ def send_waiting(recipient: Recipient, *, as_json: bool) -> int:
 
 
 def print_destination(recipient: Recipient) -> None:
-    """A line of `--plan`."""
+    """Print the line of `--plan` about reports."""
     print(f"report       to {recipient.service.url}: {CONTENT}; {_reports(recipient.waiting())} waiting already")
 
 

@@ -8,7 +8,7 @@ FIELDS = {"levelname": "level", "name": "logger"}
 
 
 def configuration(*, is_terminal: bool) -> dict[str, Any]:
-    """For `logging.config.dictConfig`. One line on stderr for each request and each error."""
+    """A configuration for `logging.config.dictConfig`: one line on stderr for each request and each error."""
     plain = {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}
     structured = {
         "()": "pythonjsonlogger.json.JsonFormatter",

@@ -1,4 +1,4 @@
-"""The machine that `kb mcp` runs on, for tools that read it or verify on it: nothing under api/ starts a process."""
+"""The machine that `kb mcp` runs on, for tools that read it or verify on it. Nothing under api/ starts a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..terminal.output import notice
 from ..terminal.progress import StatusLine
 
 CHECKS_S = 120.0  # for all checks together; each may take 10 s
-VERIFY_S = 900.0  # the longest probe takes a third of it
+VERIFY_S = 900.0  # the longest probe takes a third of that
 
 
 class ThisMachine:
@@ -47,7 +47,7 @@ class ThisMachine:
                 watch.cancel()
 
     def verify(self, catalog: Catalog, entry_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
-        """The report, saved like those of `kb verify`."""
+        """Verify an entry and return the report, which is saved like those of `kb verify`."""
         entry = catalog.get(entry_id)
         with self._launching() as launcher:
             session = prepare(catalog, [entry], settings, self._python, launcher, StatusLine(), notice)

@@ -1,4 +1,4 @@
-"""Several worker processes behind one address: one that dies is replaced. It needs only the public API of uvicorn."""
+"""Several worker processes behind one address; a dead worker is replaced. Uses only the public API of uvicorn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDINGS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-NOT_STARTED = 3  # the exit code of a worker that cannot serve, which uvicorn uses as well
+NOT_STARTED = 3  # exit code of a worker that cannot serve, as in uvicorn
 CHECK_EVERY_S = 0.5
 
 log = logging.getLogger("kb.workers")
@@ -38,7 +38,7 @@ MakeConfig = Callable[[], uvicorn.Config]
 
 
 class Workers:
-    """Processes that serve one listening socket until a signal arrives, or until one of them cannot start."""
+    """Processes that serve one listening socket until a signal arrives or one of them cannot start."""
 
     def __init__(self, make_config: MakeConfig, listener: socket) -> None:
         self._make_config, self._listener = make_config, listener
@@ -80,7 +80,7 @@ class Workers:
 
 
 def run(make_config: MakeConfig, count: int, listener: socket) -> None:
-    """Serve until a signal arrives, and end the way it requires. `make_config` pickles: each worker calls it."""
+    """Serve until a signal arrives, then end as it requires. Each worker calls `make_config`, which is pickled."""
     with tempfile.TemporaryDirectory(prefix="kb-metrics-") as folder:
         os.environ[SHARED_METRICS] = folder
         workers = Workers(make_config, listener)
@@ -92,7 +92,7 @@ def run(make_config: MakeConfig, count: int, listener: socket) -> None:
 
 
 def _serve(make_config: MakeConfig, listener: socket) -> None:
-    """A worker, until SIGINT or SIGTERM ends it."""
+    """Run a worker until SIGINT or SIGTERM ends it."""
     _end_with_supervisor()
     server = uvicorn.Server(make_config())
     with suppress(KeyboardInterrupt):  # Ctrl-C reaches every process of the terminal
@@ -105,7 +105,7 @@ def _serve(make_config: MakeConfig, listener: socket) -> None:
 
 
 def _end_with_supervisor() -> None:
-    """No worker holds the port for a dead supervisor."""
+    """Make this worker end when its supervisor dies, so that it does not keep the port."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     supervisor = multiprocessing.parent_process()

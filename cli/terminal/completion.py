@@ -1,7 +1,7 @@
-"""What the shell offers at Tab: ids, tags, packages and words of closed lists, from the files of entries as they are.
+"""Shell completion of ids, tags, packages and words of closed lists, read directly from the files of entries.
 
-No index is built and no YAML parsed: a key press must not wait. A file that cannot be read offers nothing.
-Annotations are no strings here, and patterns are compiled when used: every search imports this module.
+No index is built and no YAML parsed, because a key press must not wait. A file that cannot be read is ignored.
+Annotations are not strings here, and patterns are compiled when used, because every search imports this module.
 """
 
 import re
@@ -16,7 +16,7 @@ from kb.content.area import Area
 from kb.content.roots import configured_roots
 from kb.errors import KbError
 
-Offers = list[tuple[str, str]]  # a word, and what it means
+Offers = list[tuple[str, str]]  # words with their meanings
 
 LONGEST_MEANING = 70
 TITLE = r"(?m)^title: *(.+)"
@@ -44,7 +44,7 @@ def complete_tags(context: typer.Context, incomplete: str) -> Offers:
 
 
 def complete_frameworks(context: typer.Context, incomplete: str) -> Offers:
-    """What the filter takes: packages of which an entry names a version, and tags."""
+    """Values for the framework filter: tags, and packages with a version range in some entry."""
     blocks = (block for _, text in _front_matters(context) for block in re.findall(PACKAGES, text))
     return _beginning(incomplete, {*_tags(context), *(name for block in blocks for name in re.findall(PACKAGE, block))})
 
@@ -79,7 +79,7 @@ def _explained(incomplete: str, meanings: Mapping[str, str]) -> Offers:
 
 
 def _front_matters(context: typer.Context, beginning: str = "") -> Iterator[tuple[Path, str]]:
-    """The entries of all roots whose file name begins so, `--root` of the same line included."""
+    """Path and front matter of entries whose file name has this beginning, in all roots including `--root`."""
     with suppress(KbError, OSError):
         for root in configured_roots(tuple(map(Path, context.params.get("roots") or ()))):
             for path in root.entry_files():
@@ -93,5 +93,5 @@ def _title(front_matter: str) -> str:
 
 
 def _meaning_in_short(text: str) -> str:
-    """In a line, as zsh and fish show it: typer reads it as Rich's markup, where a bracket would begin a style."""
+    """A meaning on one line, for zsh and fish. Typer reads it as Rich markup, where a bracket would begin a style."""
     return shorten(text, LONGEST_MEANING, placeholder="...").replace("[", "\\[")

@@ -1,4 +1,4 @@
-"""A diagnosis on a terminal, in English or Chinese; lines of logs are quoted as they are."""
+"""A diagnosis on a terminal, in English or Chinese; log lines are quoted unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEALTHY = "no line reports a failure in English or Chinese: {} of {} read"
 
 @dataclass(frozen=True, slots=True)
 class Printer:
-    """`limit` is the most findings that are printed; `roots` are the content roots that the command named."""
+    """Prints a diagnosis with at most `limit` findings. `roots` are the content roots given to the command."""
 
     diagnosis: Diagnosis
     lang: Language = Language.ENGLISH
@@ -52,7 +52,7 @@ class Printer:
             print(self._say("there is nothing to read: {} of 0 bytes").format(self._files()))
 
     def _print_brief(self) -> None:
-        """At most twelve lines of 80 columns: cause, decisive line, fix, next step. Details follow."""
+        """Print cause, decisive line, fix and next step, in at most twelve lines of 80 columns. Details follow."""
         brief, step, in_chinese = self.diagnosis.brief, self.diagnosis.next_step, self.lang is Language.CHINESE
         if brief.entry:
             title = (in_chinese and brief.title_zh) or brief.title
@@ -163,14 +163,14 @@ class Printer:
                 self._print_line("seen", line)
 
     def _print_line(self, name: str, line: Line) -> None:
-        """A sentence that kb derived from several lines is not cited at one of them."""
+        """Print a line of evidence with its place, or, without one, a sentence that kb derived from several lines."""
         if line.text.startswith(DERIVED_PREFIX):
             print(labelled("inferred", line.text.removeprefix(DERIVED_PREFIX), self.lang))
         else:
             print(field(name, _cited(line), self.lang))
 
     def _print_long_step(self) -> None:
-        """The whole step, where the first lines had no room for it."""
+        """Print the whole step if the first lines had no room for it."""
         step = self.diagnosis.next_step
         text = with_roots(step.text.replace("**", ""), self.roots) if step else ""
         if shortened(text, BRIEF_LINES * BRIEF_WIDTH) != text:
@@ -194,7 +194,7 @@ class Printer:
 
 
 def _time(line: Line) -> str:
-    """When a line was printed, which is not in its text: as the log has it, in UTC where it names a zone."""
+    """The time of a line, which is not in its text: as in the log, or in UTC if the log names a zone."""
     if line.time is None:
         return ""
     if line.time < SINCE_EPOCH:

@@ -1,4 +1,4 @@
-"""An entry as Markdown to read: what one needs beside a dead job, or everything."""
+"""An entry as Markdown to read: what somebody with a dead job needs, or everything."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .records import record
 from .wrapping import cells
 
 CODE = re.compile(r"`([^`\n]+)`")
-REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # where somebody checked it
+REFERENCE = re.compile(r" ?\[(?:probe(?: [^\]]+)?|(?:source|thread) \d+)\]")  # marks of checked claims
 HOW_TO_TELL = "How to tell"
 REST = "`--all` adds logs, look-alikes, environment, reasons, known cases, references."
 CLAIM = re.compile(r"\[claimed \d+\]")
-SENTENCE = (  # it ends neither in code nor in bold type
+SENTENCE = (  # does not end inside code or bold type
     r"(?>`[^`]*`|\*\*.+?\*\*|.)+?"
     r"(?:(?<=[.!?])(?=\s+[^a-z\s])|(?<=[.!?。！？]\*\*)|(?<=[。！？])|(?=\n\n)|\Z)"
 )
 FIX = re.compile(rf"(\d+)\. {SENTENCE}", re.DOTALL)  # the number and the name of a fix
-CAUSE = re.compile(rf"\d+\. (?:\*\*[^*]+\*\* )?{SENTENCE}", re.DOTALL)  # a title says less than the sentence behind it
-MOST_OF_FIXES = 2400  # columns: a page of a terminal; the fixes that help most often come first
+CAUSE = re.compile(rf"\d+\. (?:\*\*[^*]+\*\* )?{SENTENCE}", re.DOTALL)  # a title says less than the sentence after it
+MOST_OF_FIXES = 2400  # columns, about a page of a terminal; the fixes that help most often come first
 
 
 def sections(entry: Entry, lang: Language) -> dict[str, str]:
-    """The text in this language, by heading. What has no Chinese text is there as it was written."""
+    """The sections of an entry by heading, in this language, or in English if it has no translation."""
     translation = entry.translation() if lang is Language.CHINESE else {}
     if translation:
         return translation
@@ -36,7 +36,7 @@ def sections(entry: Entry, lang: Language) -> dict[str, str]:
 
 
 def whole_page(entry: Entry, lang: Language, records: Sequence[str]) -> str:
-    """Every section of one language, and the references that its marks point to. `records`: verdicts on record."""
+    """Every section in one language, followed by the references. `records` are the verdicts on record."""
     meta = entry.meta
     severity = value(meta.severity, lang)
     facts = [*_facts(entry, severity, lang), ", ".join(meta.tags), entry.origin]
@@ -49,10 +49,10 @@ def whole_page(entry: Entry, lang: Language, records: Sequence[str]) -> str:
 
 
 def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collection[str]) -> str:
-    """Cause, how to tell, fix and how to verify it. `ids` are those of all entries.
+    """Cause, how to tell, fix and how to verify it. `ids` are the ids of all entries.
 
-    Where the fixes fill more than a page, the rarer ones have their first sentence only. Marks that point to
-    references are left out with them; what nobody checked is still marked.
+    If the fixes fill more than a page, only the first sentence of the rarer ones is shown. References are omitted
+    together with the marks that point to them; claims that nobody checked stay marked.
     """
     severity = label("{} severity", lang).format(value(entry.meta.severity, lang))
     facts = _facts(entry, severity, lang)
@@ -75,7 +75,7 @@ def short_page(entry: Entry, lang: Language, records: Sequence[str], ids: Collec
 
 
 def _named_causes(cause: str, text: str) -> str:
-    """The root cause in one sentence, and the name of each numbered one: How to tell and Fix refer to their numbers."""
+    """The root cause in one sentence, and the name of each numbered cause: other sections refer to the numbers."""
     lines = text.splitlines()
     names = [match[0] for start, end, _ in text_blocks(text) if (match := CAUSE.match("\n".join(lines[start:end])))]
     return "\n".join([cause, "", *names])
@@ -97,7 +97,7 @@ def _page(entry: Entry, lang: Language, facts: list[str], texts: dict[str, str],
 
 
 def _without_look_alikes(text: str, ids: Collection[str], not_this: str) -> str:
-    """How to tell this incident: without what is about others, whose ids end the text."""
+    """The text of How to tell without the parts about other entries, whose ids are listed at the end."""
     lines, kept, others = text.splitlines(), [], []
     blocks = list(text_blocks(text))
     for (start, end, info), (_, _, next_info) in zip(blocks, [*blocks[1:], (0, 0, None)], strict=True):
@@ -112,7 +112,7 @@ def _without_look_alikes(text: str, ids: Collection[str], not_this: str) -> str:
 
 
 def _first_fixes(text: str, entry: Entry, lang: Language) -> str:
-    """The first fixes whole, as many as fill a page; of those behind them the name, and how to read the rest."""
+    """The first fixes in full, up to a page; then the names of the others, and the command that shows them."""
     lines, length, rare = text.splitlines(), 0, []
     for start, end, _ in text_blocks(text):
         if fix := FIX.match("\n".join(lines[start:end])):

@@ -24,7 +24,8 @@ StatusOption = Annotated[
     list[str] | None,
     typer.Option(
         "--status",
-        help="Only entries of this status: confirmed, reported, disputed; withdrawn in lists. Repeat to match any of several.",
+        help="Only entries of this status: confirmed, reported, disputed; withdrawn in lists. "
+        "Repeat to match any of several.",
         autocompletion=complete_statuses,
     ),
 ]

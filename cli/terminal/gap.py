@@ -1,4 +1,4 @@
-"""What the terminal shows for a question that no entry answers: the nearest entries, and what to look at next."""
+"""The output for a question that no entry answers: the nearest entries, and what to look at next."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HEADINGS = {
     Kind.RELATED: "No entry is clearly about this. The nearest ones, and how they differ:",
     Kind.UNKNOWN: "kb does not know this.",
 }
-MOST_ENTRIES = 4  # that an outcome of an observation points to
+MOST_ENTRIES = 4  # entries shown for one outcome of an observation
 SHARED = "These entries share a few words with it:"
 VAGUE = "Many entries fit these words, and none stands out. Paste the error line itself to tell them apart."
 NOTHING = "Try fewer words, fewer filters, or the error line itself; `kb list` shows every entry."
 
 
 def print_gap(answer: Answer, triage: Triage, print_hit: Callable[[int, Hit], None], lang: Language) -> None:
-    """`print_hit` prints a numbered hit in full."""
+    """Print an answer of kind related or unknown. `print_hit` prints a numbered hit in full."""
     outside = subjects(answer)
     for subject in outside:
         print(label("kb is not about this. See: {}", lang).format(value(subject.meaning, lang)))
@@ -41,7 +41,7 @@ def print_gap(answer: Answer, triage: Triage, print_hit: Callable[[int, Hit], No
 
 
 def _print_shared(hits: Sequence[Hit], lang: Language) -> None:
-    """A line each: too little to read them for."""
+    """Print one line per hit, since hits that only share a few words are hardly worth reading."""
     print(label(SHARED if hits else NOTHING, lang))
     for hit in hits:
         title = hit.title_zh if lang is Language.CHINESE else hit.title
@@ -50,7 +50,7 @@ def _print_shared(hits: Sequence[Hit], lang: Language) -> None:
 
 
 def difference_in_words(difference: Difference, lang: Language) -> str:
-    """What the entry lacks and is not about; "" for nothing."""
+    """What the entry lacks and what it is not about, in words; "" if there is no difference."""
     lacks = listed([repr(word) for word in difference.lacks], lang)
     facets = listed([value(facet.partition(":")[2], lang) for facet in difference.facets], lang)
     return joined(
@@ -63,7 +63,7 @@ def difference_in_words(difference: Difference, lang: Language) -> str:
 
 
 def print_triage(asked: Sequence[Observation], lang: Language) -> None:
-    """What to look at, numbered, each with its command and what each outcome points to."""
+    """Print the numbered observations to make, each with its command and what each outcome points to."""
     if asked:
         print(f"{label('What to check next:', lang)}\n")
     for number, observation in enumerate(asked, 1):
@@ -78,6 +78,6 @@ def print_triage(asked: Sequence[Observation], lang: Language) -> None:
 
 
 def _shown(entries: Sequence[str], lang: Language) -> list[str]:
-    """As many as one line holds, the commonest first; `--json` has all."""
+    """The first few entries, as many as fit on a line; `--json` has all."""
     more = len(entries) - MOST_ENTRIES
     return [*entries[:MOST_ENTRIES], *([label("and {} more", lang).format(more)] if more > 0 else [])]

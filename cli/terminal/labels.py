@@ -1,7 +1,7 @@
-"""What the terminal says in Chinese, by its English: labels, headings and sentences of its own.
+"""The Chinese labels, headings and sentences of the terminal, by their English text.
 
-The values of closed lists and the sentences of the core have theirs in `kb.content.chinese`, which the pages use too.
-English needs neither table.
+Values of closed lists and sentences of the core are translated in `kb.content.chinese`, which the pages use too.
+English output needs neither table.
 """
 
 from __future__ import annotations
@@ -120,21 +120,21 @@ def language(value: str) -> Language:
 
 
 def label(text: str, lang: Language) -> str:
-    """A text of the table in this language; "" is the same in both."""
+    """A text of the table in this language."""
     return CHINESE[text] if lang is Language.CHINESE and text else text
 
 
 def value(text: str, lang: Language) -> str:
-    """A value of a closed list of the core, for instance a status, or a list of ranks."""
+    """A value of a closed list of the core, such as a status, or a list of ranks, in this language."""
     if lang is Language.ENGLISH:
         return text
-    from kb.content.chinese import dictionary  # only Chinese pays for the table
+    from kb.content.chinese import dictionary  # only Chinese output needs the table
 
     return dictionary().label(text)
 
 
 def sentence(text: str, lang: Language) -> str:
-    """A sentence that the core composed; as it is where the table has none."""
+    """A sentence of the core in this language; unchanged if the table has no translation."""
     if lang is Language.ENGLISH:
         return text
     from kb.content.chinese import dictionary

@@ -1,6 +1,6 @@
-"""Markdown for a terminal. Prose is wrapped; code is printed as it is, from the first column, so that it can be copied.
+"""Markdown for a terminal. Prose is wrapped; code is printed unchanged from the first column so that it can be copied.
 
-With colour, marks such as `**` are replaced by styles. Without it they stay: what is piped is Markdown still.
+With colour, marks such as `**` are replaced by styles. Without colour they stay, so piped output is still Markdown.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .output import style
 from .wrapping import breaks, cells
 
 GAP = "  "  # between the columns of a table
-COPIED = 42  # characters of code that nobody wants in two pieces, its marks included
+COPIED = 42  # up to so many characters, marks included, code is not broken across lines
 
 
 class Run(NamedTuple):
-    """Characters of one kind: `code`, `strong`, or "" for plain text."""
+    """A piece of text of one kind: `code`, `strong`, or "" for plain text."""
 
     text: str
     kind: str = ""
@@ -38,7 +38,7 @@ class Renderer:
     has_color: bool
 
     def render(self, markdown: str) -> str:
-        """The text; a heading is followed by its section without an empty line."""
+        """The rendered text. A heading is followed by its section without an empty line."""
         lines: list[str] = []
         before = "heading"
         for node in Node(_parser().parse(markdown)).children:
@@ -49,7 +49,7 @@ class Renderer:
         return "\n".join(lines)
 
     def _block(self, node: Node, indent: int) -> Iterator[str]:
-        """The lines of a block; its prose begins at the column `indent`, its code at the first one."""
+        """The lines of a block. Prose begins at column `indent`, code at the first column."""
         match node.type:
             case "paragraph" | "heading":
                 yield from self._prose(self._inline(node), indent)
@@ -78,7 +78,7 @@ class Renderer:
         yield from lines
 
     def _table(self, table: Node, indent: int) -> Iterator[str]:
-        """A table with aligned columns; where they do not fit, each row as an item that repeats the headings."""
+        """A table with aligned columns, or, if it is too wide, each row as an item that repeats the headings."""
         head, *rows = [
             [self._inline(cell) for cell in row.children] for part in table.children for row in part.children
         ]
@@ -102,7 +102,7 @@ class Renderer:
             yield from more
 
     def _prose(self, runs: list[Run], indent: int) -> Iterator[str]:
-        """Wrapped lines. A short piece of code, which somebody may copy, and a mark of a claim stay on one line."""
+        """Wrapped lines. The mark of a claim and a short piece of code, which somebody may copy, stay on one line."""
         width = self.width - indent
         unbroken = "".join(_unbroken(run.text, width) if run.kind == "code" else run.text for run in runs)
         for start, end in breaks(MARK.sub(lambda mark: mark[0].replace(" ", "_"), unbroken), width):
@@ -112,7 +112,7 @@ class Renderer:
         return "".join(self._styled(run.text, run.kind) for run in runs)
 
     def _inline(self, node: Node) -> list[Run]:
-        """The text of a paragraph, a heading or a cell in one line."""
+        """The text of a paragraph, a heading or a cell, as runs."""
         if node.type == "heading":
             text = _plain(list(self._runs(node, "")))
             return [Run(text, "strong")] if self.has_color else [Run(f"{node.markup} {text}")]
@@ -155,7 +155,7 @@ def _parser() -> MarkdownIt:
 
 
 def _unbroken(code: str, width: int) -> str:
-    """As many characters; no spaces where the code stays on one line, no marks, which pair with later ones."""
+    """Code as a stand-in of equal length for wrapping: no backticks, and no spaces where it must not be broken."""
     code = code.replace("`", "_")
     is_command = code.strip("_").startswith(("kb ", "--"))
     return code.replace(" ", "_") if is_command or len(code) <= max(width // 2, COPIED) else code
@@ -166,7 +166,7 @@ def _plain(runs: list[Run]) -> str:
 
 
 def _part(runs: list[Run], start: int, end: int) -> list[Run]:
-    """The characters from `start` to `end` of all runs together."""
+    """The runs for the characters from `start` to `end` of the whole text."""
     part, at = [], 0
     for run in runs:
         text = run.text[max(0, start - at) : max(0, end - at)]

@@ -1,4 +1,4 @@
-"""What commands share in speaking: one JSON document on stdout under `--json`, diagnostics on stderr.
+"""Output that commands share: one JSON document on stdout under `--json`, diagnostics on stderr.
 
 Envelope: `{"schema": "kb.<command>.v1", "ok": bool, ...}`; an error adds `{"error": {"type", "message", "hint"}}`.
 """
@@ -21,7 +21,7 @@ from kb.printable import HAZARDS, printable
 
 from .wrapping import hanging
 
-OWN_STYLE = re.compile(r"(\x1b\[(?:[0-4]|7|9|3[0-7]|9[0-7]|;)*m)")  # what `style` and Rich write: no hidden text
+OWN_STYLE = re.compile(r"(\x1b\[(?:[0-4]|7|9|3[0-7]|9[0-7]|;)*m)")  # what `style` and Rich write; excludes hidden text
 UNSAFE_JSON = re.compile(f"[{HAZARDS}]")
 ERASE_LINE = "\r\x1b[K"
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -34,27 +34,27 @@ RootOption = Annotated[
 
 
 def interpreter_of(python: Path | None) -> Path:
-    """The given interpreter, or ours. Not resolved: a virtual environment's python is a link that matters."""
+    """The given interpreter, or the one that runs kb. Not resolved: the python of a virtual environment is a link."""
     if python is None:
         return Path(sys.executable)
     return python.expanduser().absolute()
 
 
 def shown(path: Path) -> Path:
-    """Relative to the working directory when it lies below it."""
+    """The path, relative to the working directory if it is below it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def clock(moment: datetime.datetime) -> str:
-    """A moment, which knows its time zone, on the clock of this machine."""
+    """A moment with a time zone, in the local time of this machine."""
     return moment.astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 class SafeStream(io.TextIOBase):
-    """Everything that a command prints passes here, and nothing reaches the terminal but text and our colours.
+    """A stream that lets only printable text and our colours reach the terminal. All output of a command passes here.
 
-    An error is ignored: where stderr cannot be written, as beside a full stdout, the exit code must still be true.
+    Write errors are ignored: even if stderr cannot be written, as on a full disk, the exit code must be right.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -86,15 +86,15 @@ class SafeStream(io.TextIOBase):
         return self._stream.fileno()
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # read-only here, as it is in TextIOWrapper
+    def encoding(self) -> str:  # type: ignore[override]  # read-only here, as in TextIOWrapper
         return self._stream.encoding
 
 
 class PatientStdout(SafeStream):
-    """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code stays true.
+    """Standard output for `kb ... | head`: when the reader leaves, the rest is dropped and the exit code is kept.
 
-    Left to itself, Typer ends with 1 and the interpreter with 120, whatever the verdict was. Any other reason why it
-    cannot be written is an `OutputLost`. What it has once `has_begun` cannot be taken back.
+    By default Typer would exit with 1 and the interpreter with 120, whatever the verdict was. Any other write error
+    raises `OutputLost`. `has_begun` tells whether something was already written, which cannot be undone.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -112,7 +112,7 @@ class PatientStdout(SafeStream):
 
 
 def safe(text: str, *, has_color: bool) -> str:
-    """Printable, except for our colours where they are wanted."""
+    """The text with unprintable characters escaped, except for our colours if `has_color`."""
     if not has_color:
         return printable(text)
     parts = OWN_STYLE.split(text)
@@ -122,8 +122,8 @@ def safe(text: str, *, has_color: bool) -> str:
 def claim_streams() -> None:
     """Give every command streams that it can write to.
 
-    What the terminal has no characters for is replaced. A stream that whoever started kb has closed swallows
-    everything: without one, `print` writes diagnostics to stdout, and the next file to be opened becomes stdout.
+    Characters that the terminal cannot show are replaced. A stream that was closed when kb started is replaced by one
+    that discards everything: otherwise `print` writes diagnostics to stdout, and the next opened file becomes stdout.
     """
     stdout, stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     if isinstance(stdout, io.TextIOWrapper):
@@ -142,13 +142,13 @@ def emit(command: str, *, ok: bool = True, **fields: Any) -> None:
 
 
 def print_json(document: Any, indent: int | None) -> None:
-    """JSON is UTF-8 (RFC 8259): where stdout is anything else, or the text is not Unicode, all but ASCII is escaped."""
+    """Print JSON as UTF-8 (RFC 8259). If stdout is not UTF-8 or the text not valid Unicode, escape all but ASCII."""
     text = UNSAFE_JSON.sub(_json_escape, json.dumps(document, ensure_ascii=False, indent=indent, default=str))
     print(text if _is_utf8(text) else json.dumps(document, indent=indent, default=str))
 
 
 def _json_escape(match: re.Match[str]) -> str:
-    """The same character to a program, and nothing that a terminal would obey."""
+    """A character as a JSON escape, which is equal for a program and which a terminal does not interpret."""
     return json.dumps(match.group())[1:-1]
 
 
@@ -165,12 +165,12 @@ def emit_error(command: str, error: KbError, **fields: Any) -> None:
 
 
 def notice(text: str) -> None:
-    """A diagnostic for a person: stderr, never stdout."""
+    """Print a diagnostic for a person, on stderr."""
     _say(f"kb: {text}")
 
 
 def complain(error: KbError) -> None:
-    """An error for a person: what happened, and what to do next."""
+    """Print an error for a person: what happened, and what to do next."""
     _say(f"{style('error:', 'red', on=sys.stderr)} {error.message}")
     if error.hint:
         label = style("hint:", "cyan", on=sys.stderr)
@@ -178,7 +178,7 @@ def complain(error: KbError) -> None:
 
 
 def draw(text: str) -> None:
-    """Replace the line of stderr that the cursor is in, on a terminal."""
+    """Replace the current line of stderr, if it is a terminal."""
     write = getattr(sys.stderr, "write_unchanged", sys.stderr.write)
     write(f"{ERASE_LINE}{printable(text)}")
     sys.stderr.flush()
@@ -189,10 +189,10 @@ def _say(line: str) -> None:
 
 
 def style(text: str, color: str = "", *, bold: bool = False, dim: bool = False, on: Any = None) -> str:
-    """Colour on a terminal, plain text elsewhere; NO_COLOR and FORCE_COLOR are honoured (no-color.org)."""
+    """Coloured text on a terminal, plain text elsewhere. Honours NO_COLOR and FORCE_COLOR (no-color.org)."""
     return typer.style(text, fg=color or None, bold=bold or None, dim=dim or None) if has_color(on) else text
 
 
 def has_color(stream: Any = None) -> bool:
-    """Whether colours are wanted there, by default on stdout."""
+    """Whether a stream, by default stdout, gets colours."""
     return bool(os.environ.get("FORCE_COLOR")) or ((stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR"))

@@ -1,4 +1,4 @@
-"""Long text at a terminal, through a pager, as git does it: `KB_PAGER`, then `PAGER`, then `less`; `cat` means none."""
+"""A pager for long text on a terminal, chosen as in git: `KB_PAGER`, `PAGER`, then `less`; `cat` means none."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import typer
 from .output import has_color, safe
 from .wrapping import cells
 
-LESS = "FRX"  # end at once when it fits, show colours, leave the text on the screen
+LESS = "FRX"  # exit if the text fits, show colours, leave the text on the screen
 
 NoPagerFlag = Annotated[bool, typer.Option("--no-pager", help="Print without a pager; so does PAGER=cat.")]
 
 
 def print_paged(text: str, *, no_pager: bool) -> None:
-    """Print a text; through a pager if it is longer than the screen."""
+    """Print a text, through a pager if it is longer than the screen."""
     command = [] if no_pager else _pager()
     if not command or _height(text) < get_terminal_size().lines:
         print(text)
@@ -42,7 +42,7 @@ def print_paged(text: str, *, no_pager: bool) -> None:
 
 
 def _pager() -> list[str]:
-    """The command; empty where nobody can turn pages or none is installed."""
+    """The command of the pager; empty if the output is not interactive or no pager is installed."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
         return []
     setting = os.environ.get("KB_PAGER", os.environ.get("PAGER", "less"))
@@ -54,6 +54,6 @@ def _pager() -> list[str]:
 
 
 def _height(text: str) -> int:
-    """Lines on the screen, which breaks what is wider than it."""
+    """The number of lines on the screen, which breaks wider lines."""
     width = get_terminal_size().columns
     return sum(1 + max(0, cells(line) - 1) // width for line in text.splitlines())

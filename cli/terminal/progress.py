@@ -1,6 +1,6 @@
 """A status line on a terminal: what is running, or how much was read. Prints nothing anywhere else.
 
-It hides no cursor and changes no terminal mode, so that even a SIGKILL leaves the terminal usable.
+It does not hide the cursor or change the terminal mode, so that even a SIGKILL leaves the terminal usable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 from .output import draw, notice
 
 TURN_S = 0.2
-PATIENCE_S = 1.0  # before the first turn of reading
+PATIENCE_S = 1.0  # before the first line about reading
 
 
 class StatusLine:
@@ -45,14 +45,14 @@ class StatusLine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Print in the block: the line is gone, and comes back below."""
+        """Remove the line during the block, which may print, and draw it again below."""
         with self._drawing:
             if self._is_terminal:
                 self._write("")
             yield
 
     def notify(self, text: str) -> None:
-        """A notice above the line."""
+        """Print a notice above the line."""
         with self.paused():
             notice(text)
 
@@ -78,7 +78,7 @@ class StatusLine:
 
 
 class ReadingLine:
-    """How much was read, on a terminal, once that takes a while; prints nothing anywhere else."""
+    """Shows on a terminal how much was read, once that takes a while. Prints nothing anywhere else."""
 
     def __init__(self, *, is_shown: bool = True) -> None:
         self._bytes = 0

@@ -1,4 +1,4 @@
-"""The verdicts on record of an entry, a line each, in the language of its page."""
+"""The verdicts on record of an entry, one per line, in the language of its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTES = (", in an earlier wording", ", with an earlier probe", "GPU arms: ", "; 
 
 
 def record(line: str, lang: Language) -> str:
-    """A line of a summary in `kb.records`."""
+    """A line of a summary from `kb.records`, in this language."""
     if lang is Language.ENGLISH or sentence(line, lang) != line:
         return sentence(line, lang)
     for note in NOTES:

@@ -1,4 +1,4 @@
-"""Plans and reports for a person at a terminal: the verdict in one line, the evidence in a few, the next step."""
+"""Plans and reports on a terminal: the verdict in one line, the evidence in a few, and the next step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .fields import wrapped_on_terminal
 from .hints import with_roots
 from .output import style
 
-BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # of the machine that torch was built on
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # output of a rank must not control the reader's terminal
+BUILD_PATH = re.compile(r"\[/\S*/(\w+\.\w+:\d+)\]")  # a path on the machine that torch was built on
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # a rank's output must not control the reader's terminal
 COLORS = {0: "green", 1: "red", 3: "yellow", 4: "cyan"}
 MEANING = {
     "hardware": "on your GPUs",
@@ -29,9 +29,9 @@ MEANING = {
 
 
 def print_report(report: Report, roots: Sequence[Path] | None, *, is_short: bool, counter: str = "") -> None:
-    """One report; in a list, a success takes one line, which begins with `counter`.
+    """Print one report. In a list, a success takes one line, which begins with `counter`.
 
-    `roots` are the content roots that the command named.
+    `roots` are the content roots given to the command.
     """
     print(_first_line(report, counter))
     _print_check(report, is_short=is_short)
@@ -46,7 +46,7 @@ def print_report(report: Report, roots: Sequence[Path] | None, *, is_short: bool
     _print_skipped(report, is_short=is_short)
     for leftover in report.leftovers:
         print(f"  {style('left behind:', 'red')} {leftover}")
-    if not (is_short and WITH_PYTHON in report.next_step):  # the same of many: the summary says it once
+    if not (is_short and WITH_PYTHON in report.next_step):  # the same for many reports; the summary says it once
         _print_wrapped(f"next: {with_roots(report.next_step, roots)}")
 
 
@@ -59,7 +59,7 @@ def _first_line(report: Report, counter: str) -> str:
 
 
 def _reason(report: Report, *, is_short: bool) -> str:
-    """Why, without what the lines of the check and of the experiments that did not run say."""
+    """The reason for the verdict, without what the lines about the check and skipped experiments already say."""
     skipped = "; ".join(f"{name}: {reason}" for name, reason in report.skipped)
     reason = report.judgement.reason.removesuffix(skipped).removesuffix("; ")
     is_shown = not is_short and report.check is not None and reason == "; ".join(report.check.evidence)
@@ -67,7 +67,7 @@ def _reason(report: Report, *, is_short: bool) -> str:
 
 
 def _print_skipped(report: Report, *, is_short: bool) -> None:
-    """In a list without the path of the interpreter, which the summary names once."""
+    """Print why experiments did not run; in a list without the interpreter's path, which is in the summary."""
     interpreter = f" in {report.environment.get('interpreter')}" if is_short else ""
     names: dict[str, list[str]] = {}
     for name, reason in report.skipped:
@@ -78,12 +78,12 @@ def _print_skipped(report: Report, *, is_short: bool) -> None:
 
 
 def _print_wrapped(text: str, label: str = "", indent: int = 2) -> None:
-    """A text whose lines begin at one column; its first words, the label, are dim."""
+    """Print a text whose lines begin at the same column, after a dim label."""
     print(" " * indent + wrapped_on_terminal(text, indent).replace(label, style(label, dim=True) if label else "", 1))
 
 
 def _print_check(report: Report, *, is_short: bool) -> None:
-    """The check's finding about this machine or the named file, before the results of the arms."""
+    """Print the check's finding about this machine or the given file, before the results of the arms."""
     check = report.check
     if check is None or (is_short and check.state != "exposed" and not report.has_named_file):
         return
@@ -127,7 +127,7 @@ def print_summary(reports: Sequence[Report]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """What would run for one entry."""
+    """Print what would run for one entry."""
     print(style(plan.entry.id, bold=True))
     if plan.fault or plan.waiver:
         print(f"  nothing: {plan.fault or plan.waiver}")

@@ -25,7 +25,7 @@ def session(
     *,
     force: bool = False,
 ) -> Iterator[tuple[Session, StatusLine]]:
-    """These entries, planned for this machine, while their launcher is open; and the line that shows what runs."""
+    """A session with these entries planned for this machine, and its status line; closes the launcher at the end."""
     from kb.harness.launcher import Launcher
     from kb.verify.session import prepare
 

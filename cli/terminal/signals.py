@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a command cleanly: it prints what it has, one document, and exits with 130."""
+"""Let Ctrl-C, SIGTERM and SIGHUP end a command cleanly: it prints what it has, as one document, and exits with 130."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from kb.errors import KbError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 2.0  # a second signal before this belongs to the first: `timeout` sends two
+PATIENCE_S = 2.0  # an earlier second signal counts as part of the first: `timeout` sends two
 
 
 class Interruption:
-    """Raises KeyboardInterrupt as Ctrl-C does; within `deferred` the first signal only sets `is_requested`."""
+    """A signal handler that raises KeyboardInterrupt; within `deferred` the first signal only sets `is_requested`."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -26,7 +26,7 @@ class Interruption:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Let the block end by itself; what follows it, once requested, may end too."""
+        """Let the block finish despite a signal; after a signal, the code that follows may finish too."""
         self._is_deferred = True
         try:
             yield
@@ -42,7 +42,7 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Handles the signals in the block, except those that the parent made kb ignore, as nohup does."""
+    """Handle the signals in the block, except those that the parent process ignores, as nohup does."""
     current = Interruption()
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number, handler in before.items():
@@ -56,12 +56,12 @@ def interruption() -> Iterator[Interruption]:
 
 
 class _Expired(BaseException):
-    """Passes every `except Exception` on its way."""
+    """Raised at the limit; not an `Exception`, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def limited(seconds: float | None, error: KbError) -> Iterator[None]:
-    """Raises `error` in the block when it takes longer, whatever the block waits for."""
+    """Raise `error` when the block takes longer than `seconds`, whatever it waits for."""
 
     def expire(*_: object) -> None:
         raise _Expired

@@ -1,4 +1,4 @@
-"""A tree on a terminal: each branch wrapped beside its stem, in a pipe on one line."""
+"""A tree on a terminal. Each branch is wrapped next to its stem; in a pipe it takes one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .output import style
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """`name` stands out from the `text` behind it."""
+    """A branch with a highlighted `name`, followed by `text`."""
 
     name: str
     text: str = ""
@@ -20,7 +20,7 @@ class Branch:
 
 
 def tree_lines(tree: Branch, margin: str = "") -> Iterator[str]:
-    """Two columns a level, so that an id fits into a narrow terminal."""
+    """The lines of a tree, with two columns per level so that an id fits in a narrow terminal."""
     for number, line in enumerate(wrapped_on_terminal(f"{tree.name}  {tree.text}".rstrip(), len(margin)).splitlines()):
         yield line.strip() if number else style(tree.name, tree.color, dim=not tree.color) + line[len(tree.name) :]
     for number, branch in enumerate(tree.branches, 1):

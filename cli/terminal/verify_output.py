@@ -1,4 +1,4 @@
-"""Output of `kb verify`: the reports, or with --plan the plans, as one JSON document or as text."""
+"""Output of `kb verify`: the reports, or the plans with --plan, as one JSON document or as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATE = DeadlineExceeded("the overall deadline passed before every entry was done
 
 
 class ReportLines:
-    """Prints each report of a run above the status line when it is there; `total` is how many there will be."""
+    """Prints each report of a run above the status line when it is ready. `total` is the expected number of reports."""
 
     def __init__(self, total: int, status: StatusLine, roots: Sequence[Path] | None, *, as_list: bool) -> None:
         self._total = total
@@ -40,11 +40,11 @@ class ReportLines:
         counter = f"{self._count:>{width}}/{self._total}  " if self._as_list else ""
         with self._status.paused():
             print_report(report, self._roots, is_short=self._as_list, counter=counter)
-            sys.stdout.flush()  # also into a pipe or a file, which somebody watches
+            sys.stdout.flush()  # somebody may be watching a pipe or file
 
 
 def exit_code_of(run: RunResult) -> int:
-    """That of the verdicts, unless the run was cut short."""
+    """The exit code of the verdicts, or of the interruption if the run was cut short."""
     from kb.verify.report import exit_code
 
     error = _cut_by(run)
@@ -52,7 +52,7 @@ def exit_code_of(run: RunResult) -> int:
 
 
 def show_run(run: RunResult, recipient: Recipient | None, *, as_json: bool, as_list: bool) -> int:
-    """Show what follows the reports, or with `as_json` the document, and send the reports to the recipient."""
+    """Show the summary, or the document if `as_json`, and send the reports to the recipient. Returns the exit code."""
     error = _cut_by(run)
     if as_json:
         _emit_reports(run, recipient, error, as_list=as_list)
@@ -85,7 +85,7 @@ def _emit_reports(run: RunResult, recipient: Recipient | None, error: KbError | 
 
 
 def _report(run: RunResult, recipient: Recipient) -> dict[str, Any] | None:
-    """After an interruption the reports only wait: nobody who presses Ctrl-C waits for a service."""
+    """Send the reports; after an interruption only queue them, since nobody who presses Ctrl-C waits for a service."""
     from kb.verify.runner import Ending
 
     if run.ending is not Ending.INTERRUPTED:
@@ -105,7 +105,7 @@ def _cut_by(run: RunResult) -> KbError | None:
 
 
 def show_plans(session: Session, status: StatusLine, recipient: Recipient | None, *, as_json: bool) -> int:
-    """Show what would run and what would be sent. Runs and sends nothing."""
+    """Show what would run and what would be sent, without doing either."""
     if as_json:
         emit(
             "verify-plan",

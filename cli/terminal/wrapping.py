@@ -1,6 +1,6 @@
-"""Lines for a terminal: broken between words and between Chinese characters, never within a word, an id or an address.
+"""Line breaking for a terminal: between words and Chinese characters, never within a word, an id or an address.
 
-A word that is wider than the line overflows it: the terminal still shows all of it, and it can be copied.
+A word that is wider than the line overflows: the terminal still shows all of it, and it can be copied.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from unicodedata import east_asian_width
 
 WIDEST = 110  # columns of prose; longer lines are hard to read
 OPENING = "([“‘（《「『【"  # never ends a line
-WORD = re.compile(r"[^\s`]*`(?:(?:kb |--)[^`\n]*|[^`\n]{1,40})`\S*|\S+")  # a command is copied as a whole
-CLOSING = "”’)],.;:!?、，。；：！？）》」』】"  # never begins one
+WORD = re.compile(r"[^\s`]*`(?:(?:kb |--)[^`\n]*|[^`\n]{1,40})`\S*|\S+")  # a command stays whole, to be copied
+CLOSING = "”’)],.;:!?、，。；：！？）》」』】"  # never begins a line
 
 
 def columns() -> int:
-    """The width of prose: that of the terminal, which `COLUMNS` overrides, or 80 where there is none."""
+    """The width of prose: from `COLUMNS`, or else from the terminal, or 80 without a terminal."""
     return min(get_terminal_size().columns, WIDEST)
 
 
 def cells(text: str) -> int:
-    """The columns that a text takes: two for a Chinese character."""
+    """The number of columns of a text: two for a Chinese character."""
     return len(text) if text.isascii() else sum(1 + _is_wide(character) for character in text)
 
 
 def shortened(text: str, width: int) -> str:
-    """At most `width` columns of a text, cut between words where it has some."""
+    """A text cut to at most `width` columns, between words if possible."""
     if cells(text) <= width:
         return text
     kept = text[:width]
@@ -37,12 +37,12 @@ def shortened(text: str, width: int) -> str:
 
 
 def padded(text: str, width: int) -> str:
-    """A text that ends at this column, or later if it is wider."""
+    """A text padded to this width; a wider text is unchanged."""
     return text + " " * (width - cells(text))
 
 
 def breaks(text: str, width: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each line; the space between two lines belongs to neither. A line end in the text stays one."""
+    """Start and end of each line, without the space between lines. A line end in the text is kept."""
     start = end = used = 0
     for begin, stop in _chunks(text):
         size, gap = cells(text[begin:stop]), begin - end
@@ -54,9 +54,9 @@ def breaks(text: str, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _chunks(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of what stays on one line: a word, a short command, or a Chinese character with its punctuation.
+    """Start and end of each unbreakable piece: a word, a short command, or a Chinese character with its punctuation.
 
-    In code and not as one regular expression, which takes a fifth of a search to compile.
+    Not one regular expression, because compiling it takes a fifth of the time of a search.
     """
     for word in WORD.finditer(text):
         start, end = word.span()
@@ -75,7 +75,7 @@ def _is_wide(character: str) -> bool:
 
 
 def hanging(text: str, indent: int) -> str:
-    """A text whose first line begins at the column `indent` of what is there already, and the others below it."""
+    """A text whose later lines are indented to the column `indent`, where its first line begins."""
     text = re.sub(r"\s", " ", text)
     lines = [text[start:end].rstrip() for start, end in breaks(text, columns() - indent)]
     return f"\n{' ' * indent}".join(lines)

@@ -14,8 +14,8 @@ from typer.main import get_command
 PAGE = Path(__file__).resolve().parents[1] / "kb.1"
 ROW = re.compile(r"^\| (\d+) \| (.+) \|$", re.MULTILINE)  # of the table of exit codes
 ENVIRONMENT = {
-    "KB_ROOTS": "Content roots beside the built-in one, joined by colons.",
-    "KB_PAGER, PAGER": "The pager of kb show and kb list, less without them; cat means none.",
+    "KB_ROOTS": "Content roots in addition to the built-in one, joined by colons.",
+    "KB_PAGER, PAGER": "The pager of kb show and kb list, by default less; cat means none.",
     "NO_COLOR, FORCE_COLOR": "No colour, or colour also in a pipe.",
     "KB_DEBUG": "With any value an internal error shows its traceback.",
 }
