@@ -134,7 +134,7 @@ def _read_and_answer(path: Path, form: str, writable: int) -> None:
 
 
 def _read_safetensors(path: Path) -> Contents:
-    """Read eight bytes with the length of a JSON header and the header; the bytes of the tensors follow.
+    """Read the header of a file: eight bytes with its length, then JSON. The bytes of the tensors follow.
 
     Source: https://huggingface.co/docs/safetensors/index#format
     """

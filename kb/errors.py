@@ -1,6 +1,6 @@
 """Every error kb raises on purpose, and the exit code that each one ends a command with.
 
-    KbError                     5   a message, and a hint what to do next
+    KbError                     5   a message, and a hint on what to do next
     ├── UsageError              2   the command line, a query or a request is wrong
     │   ├── UnknownEntry        2   no entry has this id; the nearest ids are in the hint
     │   ├── BadParameter        2   a `--set` that the probe does not take, or of the wrong type
@@ -30,7 +30,7 @@ from pathlib import Path
 
 
 class KbError(Exception):
-    """Base of the tree. `message` says what happened, `hint` what to do next (may be empty)."""
+    """The base of all these errors. `message` says what happened, `hint` what to do next (may be empty)."""
 
     exit_code = 5
 
@@ -96,7 +96,7 @@ class InterpreterError(KbError):
 
 
 class LaunchError(KbError):
-    """The harness could not start, watch or clean up an arm. No statement about the incident."""
+    """The harness could not start, watch or clean up an arm. This says nothing about the incident."""
 
 
 class DeadlineExceeded(KbError):

@@ -1,5 +1,4 @@
-"""What the checks of several probes read from a host: files, ranks, CPU quota, mounts, compute capabilities of its
-GPUs.
+"""What the checks of several probes read from a host: files, ranks, CPU quota, mounts, GPU compute capabilities.
 
 Runs in the reader's training interpreter: standard library and Python 3.9 only. Nothing here raises; what cannot be
 read is left out, and the check says `unknown`.
@@ -114,8 +113,7 @@ def mount_of(path: str, root: Path = Path("/")) -> Mount:
 
 
 def compute_capabilities(given: str = "") -> List[Tuple[int, int]]:
-    """The compute capabilities of the GPUs that nvidia-smi lists, or in a text such as "8.0, 7.5": unique, lowest
-    first.
+    """The compute capabilities of the GPUs that nvidia-smi lists, or of a text ("8.0, 7.5"): unique, lowest first.
 
     Empty if any of them cannot be read, since half of a list would be taken for all of it.
     """

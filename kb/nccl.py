@@ -17,7 +17,7 @@ NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 def nccl_release() -> Tuple[int, ...]:
-    """The release of the NCCL that pip installed for torch; empty if there is none, as torch may contain its own."""
+    """The release of the NCCL that pip installed for torch; empty if there is none; torch may contain its own."""
     return next(filter(None, map(release, NCCL_PACKAGES)), ())
 
 

@@ -17,8 +17,6 @@ def data_home() -> Path:
 
 
 def _base(variable: str, default: str) -> Path:
-    """The base directory. A relative value is ignored, as the specification demands: it would depend on the current
-    folder.
-    """
+    """The base directory. A relative value is ignored, as the specification demands: it would differ by folder."""
     value = Path(os.environ.get(variable, ""))
     return value if value.is_absolute() else Path.home() / default

@@ -1,8 +1,7 @@
 """The declaration in a probe file, and what its jobs may raise and use.
 
-A probe file defines `probe = Probe(...)`. At module level it imports only the standard library and this module; torch
-is imported inside the jobs. This module runs in the reader's training interpreter: standard library and Python 3.9
-only.
+A probe file defines `probe = Probe(...)`. At module level it imports only the standard library and this module; its
+jobs import torch. This module runs in the reader's training interpreter: standard library and Python 3.9 only.
 
     Probe ── check            is this machine, environment or config exposed? read-only, takes less than a second
           ── params           what `--set key=value` may change

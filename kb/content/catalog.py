@@ -50,7 +50,7 @@ class Catalog:
 
 
 def load_catalog(roots: Iterable[Root]) -> Catalog:
-    """Read every root in order. If two entries have the same id, the later one is a problem."""
+    """Read every root in order. If an id occurs again, the earlier entry stays and the later one is a problem."""
     entries: dict[str, Entry] = {}
     probes: dict[str, Path] = {}
     problems: list[ContentError] = []
@@ -80,9 +80,7 @@ def _admit(entry: Entry, entries: dict[str, Entry]) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> tuple[str, ...]:
-    """The words that an incomplete or mistyped word may mean: those that begin with it or contain it, else similar
-    ones.
-    """
+    """Words that an incomplete or mistyped word may mean: those that begin with it or contain it, else similar ones."""
     words, word = list(words), word.lower().replace("_", "-")
     beginning = [known for known in words if known.startswith(word)]
     containing = [known for known in words if word in known and len(word) > 2]

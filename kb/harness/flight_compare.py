@@ -103,7 +103,7 @@ def _late(seq: int, group: Group, by_rank: dict[int, Record]) -> Mismatch | None
 
 
 def _is_behind(rank: int, group: Group, by_rank: dict[int, Record]) -> bool:
-    """Whether all other ranks made this call before the rank made its last one, since they do not wait for each call.
+    """Whether the others, which do not wait for each call to end, made this call before the rank made its last one.
 
     If so, the rank stopped in that last call, which the others have not finished either. NCCL records states that show
     this; gloo does not.

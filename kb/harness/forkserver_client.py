@@ -80,9 +80,7 @@ class ForkClient:
         return "nothing could be written into its directory; is the disk full?" if code == NO_RECORD else ""
 
     def close(self) -> None:
-        """Close the pipe, so that fork server and guards end what they run. Waits up to `OUTSIDE_S`, then kills the
-        guards.
-        """
+        """Close the pipe, so that fork server and guards end. Waits up to `OUTSIDE_S`, then kills the guards."""
         if self._closing.is_set():
             return
         self._closing.set()

@@ -125,8 +125,7 @@ class ArmOutcome:
     def failure_as(self, expect: Expect) -> tuple[RankOutcome, str] | None:
         """The rank that failed as `expect` says, and the line that shows it; None if the arm ended otherwise.
 
-        A rank that failed after another one counts only if `expect` allows it, since it usually reports the
-        consequences.
+        A rank that failed after another one counts only if `expect` allows it, since it usually reports consequences.
         """
         ranks = self.first_failures
         if expect.after and any(re.search(expect.after, rank.failure_text) for rank in ranks):

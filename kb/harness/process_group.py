@@ -42,7 +42,7 @@ def group_records(
         for entry in entries:
             if (
                 not entry.get("p2p") and operation(entry) != "coalesced"
-            ):  # the first of several calls with a number counts
+            ):  # of calls with one number, the first counts
                 by_group[str(entry["group"])][int(entry["seq"])].setdefault(rank, entry)
     groups = []
     for name, calls in by_group.items():

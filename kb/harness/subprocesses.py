@@ -107,9 +107,7 @@ class Command:
         return ""
 
     def _stop(self, process: subprocess.Popen[bytes]) -> str:
-        """Send TERM, then KILL after a grace period, to the session. Returns a clause if the command
-        survives, else "".
-        """
+        """Send the session TERM, then KILL. Returns a clause if the command survives even that, or ""."""
         _signal_session(process.pid, signal.SIGTERM)
         _has_ended_within(process, GRACE_S)
         _signal_session(process.pid, signal.SIGKILL)

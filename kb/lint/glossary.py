@@ -66,9 +66,7 @@ def _are_words(groups: Any) -> bool:
 
 
 def glossary_word_twice(file: GlossaryFile) -> Iterator[Remark]:
-    """No word of the glossary is listed twice, and no two words have the same terms in the index, such as save and
-    saved.
-    """
+    """No word of the glossary is listed twice, nor two with the same terms in the index, such as save and saved."""
     seen: dict[Key, Word] = {}
     for word in file.words():
         first = seen.setdefault(word.key, word)

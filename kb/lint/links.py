@@ -53,7 +53,7 @@ def misspelt_id(file: EntryFile) -> Iterator[Remark]:
 
 
 def missing_item(file: EntryFile) -> Iterator[Remark]:
-    """The fix or cause that a text or signature names by its number is there; 修复 has as many numbers as Fix."""
+    """Every fix or cause that a text or signature names by number exists; 修复 has as many numbers as Fix."""
     entry = file.entry
     counts = {kind: _items(entry.section(section)) for kind, section in (("fix", "Fix"), ("cause", "Root cause"))}
     for position, signature in enumerate(file.meta.signatures):

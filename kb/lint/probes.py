@@ -58,9 +58,7 @@ def unseen_gpu_arms(file: ProbeFile) -> Iterator[Remark]:
 
 
 def own_words(file: ProbeFile) -> Iterator[Remark]:
-    """No control arm expects a text that the probe itself raises: a library raises it, or a Symptom states a
-    measurement.
-    """
+    """No control arm expects a text that the probe itself raises: a library raises it, or a Symptom states numbers."""
     if file.declaration is None:
         return
     patterns = [

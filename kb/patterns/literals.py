@@ -12,8 +12,7 @@ from kb.patterns.syntax import BRANCH, IN, LITERAL, REPEATS, SUBPATTERN, ZERO_WI
 LONG_LITERAL = 8  # characters; a literal this long is not a common word
 MAX_TEXTS = 32  # a larger set is dropped in favour of a shorter text that more matches share
 
-# Lines that healthy jobs print over and over, as transformers, torchtitan, Megatron, DeepSpeed, tqdm and NCCL write
-# them.
+# Lines that healthy jobs print repeatedly, from transformers, torchtitan, Megatron, DeepSpeed, tqdm and NCCL.
 HEALTHY_LINES = """\
 {'loss': 2.31, 'grad_norm': 1.25, 'learning_rate': 2e-05, 'epoch': 0.5}
 {'loss': '1.905', 'grad_norm': '0.8125', 'learning_rate': '1.9e-05', 'epoch': '0.52'}

@@ -1,5 +1,4 @@
-"""Finds character sets whose meaning may change in a later Python; `re` warns about them
-(docs.python.org/3/library/re).
+"""Finds character sets whose meaning may change in a later Python, as `re` warns (docs.python.org/3/library/re).
 
 They are found here, because turning that warning into an error would affect all threads of the process.
 """

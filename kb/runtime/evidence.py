@@ -62,7 +62,7 @@ def write_flight_record(spec: Dict[str, Any], rank: int) -> None:
     try:
         dumps = _flight_recorder()
         record = json.loads(dumps[0]()) if dumps else None
-    except Exception:  # evidence is optional: lacking it must not change an outcome
+    except Exception:  # evidence is optional: its absence must not change an outcome
         return
     if record is None or dumps is None:
         return

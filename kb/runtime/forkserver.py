@@ -61,8 +61,7 @@ def start(arguments: List[str]) -> None:
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
-    """Collapse what the imports allocated into huge pages: for 200 MiB, a fork then copies 100 page entries, not
-    50,000.
+    """Collapse what the imports allocated into huge pages: for 200 MiB, a fork then copies 100 entries, not 50,000.
 
     Needs Linux 6.1, see madvise(2). An older kernel refuses, and memory that cannot be collapsed stays as it is.
     """

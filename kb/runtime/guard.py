@@ -133,8 +133,7 @@ def _poll(watch: _Watch) -> None:
 def _tree(watch: _Watch) -> List[processes.Process]:
     """Every live process below the guard.
 
-    Orphans come back to a subreaper, so without children there are none, and /proc, which may be long, need not be
-    read.
+    Orphans come back to a subreaper: if it has no child, there are none, and /proc, which may be long, is not read.
     """
     return processes.descendants(os.getpid()) if _reap(watch) else []
 

@@ -63,8 +63,7 @@ def descendants(root: int) -> List[Process]:
 def listed_descendants(root: int) -> List[Process]:
     """The same from the kernel's lists of children, in a time that does not grow with the machine.
 
-    A process may be missing while another exits (proc_pid_task_children(5)): good enough to watch a tree, not to end
-    it.
+    A process may be missing while another exits (proc_pid_task_children(5)): enough to watch, not to end a tree.
     """
     if not os.path.exists("/proc/self/task/%d/children" % os.getpid()):  # a kernel without CONFIG_PROC_CHILDREN
         return descendants(root)

@@ -61,7 +61,7 @@ class Tensor(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """The tensors in the file's order, the bytes of each storage, and the names of classes and functions in the pickle."""
+    """The tensors in file order, the bytes of each storage, and the names of classes and functions in the pickle."""
 
     tensors: list[Tensor]
     storages: dict[str, int]

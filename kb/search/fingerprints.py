@@ -46,7 +46,7 @@ def stamp(roots: tuple[Root, ...]) -> str:
 
 
 def recipe() -> str:
-    """A digest that differs between indexes of which one version of kb cannot use the other's."""
+    """A digest of the code that builds indexes; kb does not use an index with another recipe."""
     digest = hashlib.sha256(f"{__version__} {sys.byteorder}".encode())
     for path in _recipe_files():
         digest.update(path.read_bytes())

@@ -75,8 +75,7 @@ class Index:
         return 1 + log(len(self) / (self._frequency(term) + 1))
 
     def scores(self, terms: tuple[str, ...], among: frozenset[int] | None = None) -> dict[int, float]:
-        """The BM25 of every document that has the term, or the terms one after the other; only documents `among`, if
-        given.
+        """The BM25 of all documents (or those `among`) that have the term, or the terms one after the other.
 
         Okapi BM25 (Robertson and Zaragoza 2009); the weights of fields are added up before they saturate (BM25F).
         """

@@ -158,7 +158,7 @@ def _write(directory: Path, planned: Plan, states: dict[Path, FileState], wanted
 
 
 def _open_in_memory(directory: Path, roots: tuple[Root, ...], notify: Notify, error: OSError) -> Index:
-    """The index, with entries that are in no segment indexed in memory."""
+    """Open the index, and index in memory the entries that no segment holds."""
     from kb.search.index_update import generation_tables
 
     planned, _ = _planned(directory, roots)

@@ -69,9 +69,7 @@ def _worker(directory: Path, files: Files, ids: Set[str]) -> Iterator[subprocess
 
 
 def _answer(worker: subprocess.Popen[str] | None) -> Problems | None:
-    """The problems of the worker's files; None if it failed, for lack of memory or because of another kb on its path
-    ...
-    """
+    """The problems of the worker's files; None if it failed: no memory, another kb on its path, ..."""
     if worker is None or worker.stdout is None:
         return None
     answer = worker.stdout.read()

@@ -161,7 +161,7 @@ def _rare_garbage_collection() -> Iterator[None]:
 
 
 def _grams(literals: list[list[str]]) -> dict[str, list[int]]:
-    """The gram of each literal that the fewest literals have, to the numbers of its signatures."""
+    """Map a gram of each literal, the one that the fewest literals have, to the numbers of its signatures."""
     counts = Counter(gram for texts in literals for text in texts for gram in set(_grams_of(text)))
     table: dict[str, list[int]] = {}
     for number, texts in enumerate(literals):

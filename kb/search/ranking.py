@@ -117,8 +117,7 @@ def _facets(scoring: Scoring) -> tuple[str, ...]:
 def _difference(index: Index, query: list[Concept], scoring: Scoring, number: int, text: str) -> Difference:
     """How an entry differs from the question, rarest words first.
 
-    A word that no entry has is the rarest, but counts only if it looks like a name and not like a word of some
-    language.
+    A word that no entry has is the rarest, but counts only if it looks like a name.
     """
     from kb.content.facets import values_of  # not needed for an answer
 

@@ -27,9 +27,7 @@ Signature = dict[str, Any]
 
 
 class LazyTables:
-    """Tables by name. Their files are opened at once but read when needed, by when another process may have removed
-    them.
-    """
+    """Tables by name. Files are opened at once, since another process may have removed them when they are read."""
 
     def __init__(self) -> None:
         self._files: dict[str, IO[bytes]] = {}

@@ -21,7 +21,7 @@ def read(path: Path = FILE) -> list[list[str]]:
 
 
 def synonyms() -> dict[Key, tuple[Key, ...]]:
-    """For each word or phrase of the glossary, as terms, the others of its group."""
+    """For each word or phrase of the glossary, the other words of its group, all as terms."""
     return table(read())
 
 

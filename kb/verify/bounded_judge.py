@@ -18,8 +18,7 @@ def judge_in_time(
 ) -> Judgement:
     """Call `judge` without the patterns that would take minutes on this output, such as an endless progress bar.
 
-    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries the patterns
-    first.
+    Nothing can stop `re.search` in this process, neither a deadline nor Ctrl-C, so another process tries first.
     """
     texts = [text for arm in (control, treatment) for rank in arm.ranks for text in (rank.text, rank.stacks)]
     long_texts = [text for text in texts if max(map(len, text.split("\n"))) > LONG_LINE]

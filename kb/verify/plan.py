@@ -100,7 +100,7 @@ class Plan:
         return getattr(experiment, arm_name).job, replace(self.task(experiment, arm_name), experiment=0, arm="")
 
     def first_like(self, experiment: Experiment, arm_name: str) -> tuple[Experiment, str]:
-        """The first arm of the plan that runs the same; its name is in the logs that the arms share."""
+        """The first arm of the plan that runs the same. The logs that these arms share have its name."""
         wanted = self.what_runs(experiment, arm_name)
         arms = ((other, name) for other in self.experiments if not other.stochastic for name in ARMS)
         return next((arm for arm in arms if self.what_runs(*arm) == wanted), (experiment, arm_name))

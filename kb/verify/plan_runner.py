@@ -135,9 +135,7 @@ class PlanRunner:
         return (self._gpu_experiment if experiment.needs.gpus else self._experiment)(plan, experiment)
 
     def _gpu_experiment(self, plan: Plan, experiment: Experiment) -> ExperimentResult:
-        """The same as `_experiment`, one at a time. Raises after one that left something on a GPU: it would prove
-        nothing.
-        """
+        """Run experiments one at a time, but none after one that left something on a GPU: it would prove nothing."""
         with self.gpu_lock:
             if self.gpu_failure.is_set():
                 raise KbError("an earlier probe left something on a GPU: see the leftovers of its report")

@@ -104,9 +104,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The exit code: never 0 if the machine is exposed, whatever the arms showed, or if a named file was not
-        judged.
-        """
+        """Never 0 if the machine is exposed, whatever the arms showed, or if a named file was not judged."""
         if self.check is None or self.check.state == "clear":
             return EXIT_CODES[self.verdict]
         if self.check.state == "exposed":

@@ -1,4 +1,4 @@
-"""Runs several plans at a time and returns their reports; ends in order when interrupted.
+"""Runs several plans at a time and returns their reports; ends cleanly when interrupted.
 
 The only module that knows both the launcher and the verdict. It stores and prints nothing; its callers do.
 """

@@ -39,7 +39,7 @@ class Session:
     notify: Callable[[str], None]
 
     def run(self, options: RunOptions) -> RunResult:
-        """Run every plan and save each report at once. Without a writable store only the saved reports are lost."""
+        """Run every plan and save each report at once. Without a writable store, only verdicts are returned."""
         with _Store(self.notify) as store:
             options = replace(options, on_report=partial(_pass_on_and_save, store, options.on_report))
             return verify(self.plans, self.launcher, self.environment, options, self.progress)
@@ -56,9 +56,7 @@ def prepare(
     *,
     force: bool = False,
 ) -> Session:
-    """Take a snapshot of this machine and plan these entries. Raises `BadParameter` for a setting that no probe
-    declares.
-    """
+    """Look at this machine and plan these entries. Raises `BadParameter` for a setting that no probe declares."""
     progress.begin("machine", "looking at this machine")
     machine = snapshot.capture(interpreter)
     progress.end("machine")

@@ -59,9 +59,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, the sentence that explains it, the line of evidence, and what to do next if it depends on the
-    evidence.
-    """
+    """A verdict, the sentence that explains it, the line of evidence, and a next step if it depends on the evidence."""
 
     verdict: Verdict
     reason: str
