@@ -40,9 +40,7 @@ def group_records(
     by_group: dict[str, Calls] = defaultdict(lambda: defaultdict(dict))
     for rank, entries in records.items():
         for entry in entries:
-            if (
-                not entry.get("p2p") and operation(entry) != "coalesced"
-            ):  # of calls with one number, the first counts
+            if not entry.get("p2p") and operation(entry) != "coalesced":  # of calls with one number, the first counts
                 by_group[str(entry["group"])][int(entry["seq"])].setdefault(rank, entry)
     groups = []
     for name, calls in by_group.items():
