@@ -1,12 +1,12 @@
-"""The HTTP shell: REST, MCP and pages over one search index and one database. No request runs a probe or names a file.
+"""The HTTP shell: REST, MCP and pages over one search index and database. No request can run a probe or name a file.
 
-`kb serve` starts it. Under another ASGI server: `uvicorn --factory kb.api.app:create_app`, with `KB_ROOTS` for private
-content roots.
+`kb serve` starts it. For another ASGI server: `uvicorn --factory kb.api.app:create_app`, with private content roots in
+`KB_ROOTS`.
 
     app, settings   put the parts together
-    requests/       what every request passes: middleware (request id, limits, log), access, upload, problems; and what
-                    routes share: questions, accept, representation, paging
-    state/          what requests share: application (all of it, typed), content, scanning, rollout, snapshot,
+    requests/       for every request: middleware (request id, limits, log), access, upload, problems; and shared by
+    routes: questions, accept, representation, paging
+    state/          shared by requests: application (all of it, typed), content, scanning, rollout, snapshot,
                     response_cache, gap_queue, metrics
     routes/         REST, one module for each address; /mcp
     schemas/        documents and /openapi.json

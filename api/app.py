@@ -29,15 +29,15 @@ from .state.rollout import Rollout
 from .state.snapshot import Snapshot
 
 PARTS = (search, diagnose, context, entries, reports, feedback, gaps, admin, health, metrics, mcp, pages)
-SWITCH_S = 0.0005  # after which a thread that scans a log lets the event loop run; with Python's 5 ms, searches wait
+SWITCH_S = 0.0005  # a thread that scans a log yields to the event loop after this; with Python's 5 ms, searches wait
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service; without settings, as the environment configures it.
+    """The service. Without settings, the environment configures it.
 
-    It answers /healthz at once and questions when the index is open. A later change in the roots, even a rebuilt index,
-    is served after a restart or a reindex. /docs is a page of ours: FastAPI's loads scripts from other hosts. Raises
-    `UsageError` for an invalid root.
+    It answers /healthz at once, and questions once the index is open. Later changes in the roots, even a rebuilt index,
+    are served only after a restart or a reindex. /docs is our own page, because FastAPI's loads scripts from elsewhere.
+    Raises `UsageError` for an invalid root.
     """
     settings = settings or Settings.from_environment()
     app = FastAPI(
@@ -90,4 +90,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             finally:
                 await state.mcp.close()
     finally:
-        rollout.close()  # after the last refresh, which would begin to read again
+        rollout.close()  # after the last refresh, which would start to read again

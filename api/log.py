@@ -1,4 +1,4 @@
-"""The log of the service. Requests have one of their own, `kb.requests`."""
+"""The log of the service. Requests have a separate log, `kb.requests`."""
 
 from __future__ import annotations
 

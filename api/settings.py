@@ -25,10 +25,11 @@ class Anonymous(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One service. `database` is a URL or the path of a SQLite file; None is the user's own.
+    """The settings of one service. `database` is a URL or the path of a SQLite file; None is the user's own.
 
-    `rate` limits the requests of one key, `600/minute` for instance; "" is no limit. `listens_early`: answer 503 while
-    the content is read, instead of not at all. One of several workers waits: the others can answer.
+    `rate` limits the requests of one key, for instance `600/minute`; "" means no limit. With `listens_early`, requests
+    get 503 while the content is read. Without it, the service does not answer until then: one of several workers can
+    afford that, since the others answer.
     """
 
     roots: tuple[Root, ...]
@@ -41,7 +42,7 @@ class Settings:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ, *, roots: tuple[Root, ...] | None = None
     ) -> Self:
-        """`KB_ROOTS`, `KB_DATABASE_URL`, `KB_ANONYMOUS`, `KB_RATE`. Raises `UsageError` for an invalid value."""
+        """Settings from `KB_ROOTS`, `KB_DATABASE_URL`, `KB_ANONYMOUS` and `KB_RATE`. Raises `UsageError`."""
         try:
             anonymous = Anonymous(environment.get("KB_ANONYMOUS", Anonymous.LOOPBACK))
         except ValueError:

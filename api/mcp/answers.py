@@ -1,6 +1,6 @@
 """Answers for a language model: what it needs to decide and to cite, in few tokens. Pure.
 
-A model gets the rest when it asks for more: a larger limit, other sections, or the file of an entry as a resource.
+A model can ask for the rest with a larger limit, other sections, or the file of an entry as a resource.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .exposure import EnvironmentDocument
 Document = dict[str, Any]
 
 BUDGET = 1500  # tokens of an answer, unless the model asks for more
-# Pieces that tokenizers make one token of: up to 7 letters, 3 digits or 3 marks; a character of any other script.
+# What tokenizers usually make into one token: up to 7 letters, 3 digits or 3 marks; a character of any other script.
 PIECE = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|[^\x00-\x7f]|[^\w\s]{1,3}|_|\n+")
-LONGEST_LINE, SHORT_LINE = 200, 120  # characters of a line of evidence, where there is room and where not
-QUOTED = 80  # characters of a failure line by which an observation is known to quote it
-MOST_LINES = 2  # of each list of a diagnosis
-MOST_OBSERVATIONS = 1  # of a triage
-MOST_POINTED = (6, 4, 2)  # entries that one outcome of it points to: the most that fit the budget
+LONGEST_LINE, SHORT_LINE = 200, 120  # characters of a line of evidence, with and without room
+QUOTED = 80  # an observation quotes a failure line if it contains so many of its characters
+MOST_LINES = 2  # in each list of a diagnosis
+MOST_OBSERVATIONS = 1  # in a triage
+MOST_POINTED = (6, 4, 2)  # entries shown for one outcome of an observation: the most that fit the budget
 HEALTHY = "no line reports a failure; of a job that hangs, send the stacks: `py-spy dump --pid` on each rank"
 SHORTER = ((3, 2), (3, 1), (2, 1), (1, 1))  # findings and lines of a diagnosis, from long to short
 SECTIONS = ("Root cause", "Fix", "How to tell")  # of an incident, unless the model asks for others
@@ -48,7 +48,7 @@ def encode(document: Document) -> str:
 
 
 def tokens(text: str) -> int:
-    """An estimate that needs no tokenizer. A count of characters is 20 % too low for text full of names and numbers."""
+    """Estimate the tokens of a text without a tokenizer. For names and numbers, counting characters is 20 % too low."""
     return sum(1 for _ in PIECE.finditer(text))
 
 
@@ -66,7 +66,7 @@ def search_answer(answer: Answer, ask: Iterable[Question], triage: Triage) -> Do
 
 
 def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str], language: str) -> Document:
-    """The sections with these headings; without any, as much of the most useful ones as fits the budget.
+    """An entry with the sections under these headings, or as much of the most useful ones as fits the budget.
 
     Raises `UsageError` for a section that the entry does not have.
     """
@@ -75,7 +75,7 @@ def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str]
         return _incident(entry, on_record, {name: entry.section(name) for name in names})
     names = [TRANSLATION] if language == "zh" else list(SECTIONS)
     parts = {name: list(_blocks(entry.section(name))) for name in names if name in entry.sections}
-    first = [(name, parts[name].pop(0)) for name in list(parts)[:1]]  # what happened in a sentence; then the fix
+    first = [(name, parts[name].pop(0)) for name in list(parts)[:1]]  # a sentence about what happened; then the fix
     fix_first = sorted(parts, key=lambda name: name != "Fix")
     blocks = [*first, *((name, block) for name in fix_first for block in parts[name])]
 
@@ -90,7 +90,7 @@ def incident(entry: Entry, on_record: Mapping[str, Any], headings: Sequence[str]
 
 
 def _blocks(markdown: str) -> Iterator[str]:
-    """Its paragraphs and list items, each with its code: no answer has a part of one."""
+    """The paragraphs and list items of a text, each with its code. An answer contains them only as a whole."""
     lines = markdown.splitlines(keepends=True)
     starts = [start for start, _, code in text_blocks(markdown) if code is None]
     for start, end in pairwise([0, *starts[1:], len(lines)]):
@@ -98,7 +98,7 @@ def _blocks(markdown: str) -> Iterator[str]:
 
 
 def diagnosis_answer(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: int | None) -> Document:
-    """With `limit` findings, or with as much as fits the budget."""
+    """A diagnosis with `limit` findings, or with as much as fits the budget."""
     if limit is not None:
         return _diagnosis(diagnosis, catalog, triage, limit, MOST_LINES)
     documents = [_diagnosis(diagnosis, catalog, triage, findings, lines) for findings, lines in SHORTER]
@@ -106,7 +106,7 @@ def diagnosis_answer(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, lim
 
 
 def environment_answer(document: EnvironmentDocument, limit: int | None) -> Document:
-    """With `limit` incidents, or with as many as fit the budget."""
+    """The exposure of an environment with `limit` incidents, or with as many as fit the budget."""
     head = present(packages=document.packages, gpu=document.gpu)
     checks = None if document.checks is None else [check.model_dump(exclude_none=True) for check in document.checks]
     incidents = [present(**item.model_dump(exclude={"title", "status"})) for item in document.incidents]
@@ -156,7 +156,7 @@ def _diagnosis(diagnosis: Diagnosis, catalog: Catalog, triage: Triage, limit: in
 
 
 def _unobserved(diagnosis: Diagnosis) -> Iterator[Failure]:
-    """The failures that no observation quotes."""
+    """The failure lines that no observation quotes."""
     observed = [line.text for line in diagnosis.observations]
     return (
         failure for failure in diagnosis.failures if not any(failure.line.text[:QUOTED] in text for text in observed)
@@ -164,7 +164,7 @@ def _unobserved(diagnosis: Diagnosis) -> Iterator[Failure]:
 
 
 def _incident(entry: Entry, on_record: Mapping[str, Any], texts: Mapping[str, str]) -> Document:
-    """With these sections; what a text leaves out of one is among the other sections, which a model can ask for."""
+    """An entry with these texts of sections. Sections that are incomplete or absent are listed in `more_sections`."""
     meta = entry.meta
     document = {"id": entry.id, "title": meta.title, "status": meta.status.value, "severity": meta.severity.value}
     facts = present(
@@ -184,7 +184,7 @@ def _incident(entry: Entry, on_record: Mapping[str, Any], texts: Mapping[str, st
 
 
 def _references(entry: Entry, texts: Iterable[str]) -> dict[str, str]:
-    """The addresses to which the marks in some texts refer, by number."""
+    """The URLs that the marks in these texts refer to, by number."""
     numbers = sorted({int(match["number"]) for text in texts for match in MARK.finditer(text) if match["number"]})
     references = entry.meta.references
     return {str(number): references[number - 1].url for number in numbers if number <= len(references)}
@@ -214,7 +214,7 @@ def cut(text: str, most: int = LONGEST_LINE) -> str:
 
 
 def _triage(observations: Sequence[Document], pointed: int) -> list[Document]:
-    """The first observations; an outcome that points to more entries than these says how many more."""
+    """The first observations, each outcome with at most `pointed` entries and the number of omitted ones."""
     return [
         observation | {"outcomes": [_outcome(outcome, pointed) for outcome in observation["outcomes"]]}
         for observation in observations[:MOST_OBSERVATIONS]
@@ -234,7 +234,7 @@ def _questions(ask: Iterable[Question]) -> list[Document]:
 
 
 def present(**members: Any) -> Document:
-    """Without what is empty, which would cost tokens and say nothing. A rank may be 0."""
+    """A document without empty members, which would only cost tokens. Numbers are kept: a rank may be 0."""
     return {name: value for name, value in members.items() if not _is_empty(value)}
 
 

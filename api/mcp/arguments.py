@@ -55,7 +55,5 @@ ReaderGpu = Annotated[
     Value,
     Field(description="The model of their GPUs, such as H100: good hits with a fix verified on that model come first."),
 ]
-ReaderTorch = Annotated[
-    Value, Field(description="Their version of torch: among those, the same release comes first.")
-]
+ReaderTorch = Annotated[Value, Field(description="Their version of torch: among those, the same release comes first.")]
 GpuName = Annotated[str, Field(max_length=200, description="The model of the GPUs, such as H100; default: not known.")]

@@ -27,7 +27,7 @@ class Consent(BaseModel):
 
 
 async def _consent(ctx: Context[Tools, Any], id: str, settings: dict[str, str] | None) -> Elicit[Consent]:  # noqa: A002
-    """The question. Raises `ToolError` for a client that cannot ask, and for an unknown entry."""
+    """The question to the person. Raises `ToolError` for a client that cannot ask, and for an unknown entry."""
     elicitation = ctx.client_capabilities and ctx.client_capabilities.elicitation
     if not elicitation or (elicitation.form is None and elicitation.url is not None):
         raise ToolError(f"this client cannot ask for consent; hint: run `kb verify {id}` in a terminal")

@@ -1,4 +1,4 @@
-"""Exposure of an environment: its versions against the version ranges of every entry. Pure."""
+"""Exposure of an environment: its versions compared with the version ranges of every entry. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.content.entry import Entry, Severity
 from ..schemas.content import ID, TITLE
 
 ORDER = (State.APPLIES, State.UNKNOWN, State.DOES_NOT_APPLY)
-SEVERITIES = tuple(Severity)  # the costliest first
+SEVERITIES = tuple(Severity)  # the most costly first
 EXAMPLE: dict[str, Any] = {
     "packages": {"torch": "2.4.0", "python": "3.11.9"},
     "gpu": "H100",

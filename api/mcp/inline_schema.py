@@ -6,9 +6,9 @@ from typing import Any
 
 
 def inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without references, which many clients do not follow, and without what says nothing.
+    """The schema without references, which many clients do not follow, and without redundant members.
 
-    A title repeats the name of its argument, and a default of null says that the argument may be left out.
+    Redundant are a title, which repeats the name of its argument, and a default of null for an optional argument.
     """
 
     def flat(node: Any) -> Any:
@@ -25,5 +25,5 @@ def inline(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_empty(key: str, value: Any) -> bool:
-    """An argument that is called `title` has a schema, not a text."""
+    """Whether a member is redundant. An argument called `title` is not: its value is a schema, not a text."""
     return (key == "title" and isinstance(value, str)) or (key == "default" and value is None)

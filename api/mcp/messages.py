@@ -1,4 +1,4 @@
-"""Messages of JSON-RPC that are none, and the error that each of them gets."""
+"""The errors for texts that are not valid JSON-RPC messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 
 def refusal(text: str) -> JSONRPCError | None:
-    """The answer to a text that is no message; None for a message and for an empty text."""
+    """The error for a text that is not a message; None for a message and for an empty text."""
     if not text.strip():
         return None
     try:
@@ -35,7 +35,7 @@ def _error(code: int, message: str, request_id: str | int | None) -> JSONRPCErro
 
 
 def _id_of(text: str) -> str | int | None:
-    """The id in a text that only a more lenient parser reads, for instance one with half of a surrogate pair."""
+    """The id in a text that only a lenient parser can read, for instance a text with half of a surrogate pair."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):

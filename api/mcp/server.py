@@ -1,6 +1,6 @@
 """The MCP server, over stdio and over HTTP. Only this module, `consent`, `messages` and `stdio` import the SDK.
 
-Over HTTP it is stateless: any replica can answer any request. Verification exists on stdio only, if it was allowed,
+Over HTTP it is stateless, so any replica can answer any request. Verification is available only on stdio, if allowed,
 and needs the consent of the person at the client each time.
 """
 
@@ -40,15 +40,15 @@ from .stdio import stdio
 from .tools import Tools
 
 MARKDOWN = "text/markdown"
-MOST_NAME = 100  # characters of an unknown name that an error repeats
+MOST_NAME = 100  # characters of an unknown name that are repeated in an error
 READS = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
 RUNS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
-# The middleware has checked the key and the host name: see `access`.
+# The middleware has already checked the key and the host name: see `access`.
 CHECKED_BEFORE = TransportSecuritySettings(enable_dns_rebinding_protection=False)
 
 
 class Server(MCPServer[Tools]):
-    """The tools, the entries as resources, and the prompt; with `allows_verify` also the tool that runs probes."""
+    """The tools, the entries as resources, and the prompt; with `allows_verify`, also the tool that runs probes."""
 
     def __init__(self, tools: Tools, *, allows_verify: bool = False) -> None:
         @asynccontextmanager
@@ -64,7 +64,7 @@ class Server(MCPServer[Tools]):
                 version=__version__,
                 tools=offered,
                 lifespan=lifespan,
-                subscriptions=False,  # the content never changes under a connection
+                subscriptions=False,  # the content does not change during a connection
             )
         self._tools = tools
         self._arguments = {tool.name: list(tool.parameters["properties"]) for tool in offered}
@@ -90,11 +90,11 @@ class Server(MCPServer[Tools]):
     async def get_prompt(self, name: str, arguments: dict[str, Any] | None = None, context: Any = None) -> Any:
         try:
             return await super().get_prompt(name, arguments, context)
-        except ValueError as error:  # an error of the caller, which the SDK reports as its own
+        except ValueError as error:  # a mistake of the caller, which the SDK would report as an internal error
             raise MCPError(INVALID_PARAMS, self._prompt_error(error)) from None
 
     def _prompt_error(self, error: BaseException) -> str:
-        """What the prompt raised itself, below the wrappers of the SDK."""
+        """The message of the error that the prompt itself raised, which the SDK has wrapped."""
         cause = error
         while cause.__cause__:
             cause = cause.__cause__
@@ -133,9 +133,9 @@ def _tools(tools: Tools, allows_verify: bool) -> list[Tool]:
 
 
 def _tool(tools: Tools, function: Callable[..., Awaitable[Any]], title: str, annotations: ToolAnnotations) -> Tool:
-    """A tool with errors for the reader, and a schema of its arguments that a simple client understands.
+    """A tool with readable errors and an argument schema for simple clients.
 
-    It answers in JSON, once: every client passes the text to its model, and structured content would repeat it.
+    It answers only with JSON text: every client passes that to its model, and structured content would repeat it.
     """
 
     @functools.wraps(function)
@@ -154,7 +154,7 @@ def _tool(tools: Tools, function: Callable[..., Awaitable[Any]], title: str, ann
 
 
 def _invalid_arguments(error: ValidationError) -> str:
-    """Without the values: one may be a log."""
+    """The message for invalid arguments, without their values, which may be whole logs."""
     problems = (
         f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
         for problem in error.errors()
@@ -164,7 +164,7 @@ def _invalid_arguments(error: ValidationError) -> str:
 
 @contextmanager
 def _unchanged_logging() -> Iterator[None]:
-    """The SDK sets a handler and a level on the root logger of the process."""
+    """Restore the root logger after the block, since the SDK sets a handler and a level on it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -186,8 +186,8 @@ async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
     )
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
-        """A body that is no message gets the error that it gets over stdio; the SDK would print its models."""
-        body = await receive()  # all of it: see the route
+        """Answer an invalid message with the same error as over stdio; the SDK would print its models."""
+        body = await receive()  # the whole body: see the route
         error = refusal(body.get("body", b"").decode(errors="replace"))
         if error:
             await JSONResponse(error.model_dump(mode="json", exclude_none=False), 400)(scope, receive, send)
@@ -200,7 +200,7 @@ async def over_http(tools: Tools) -> AsyncIterator[ASGIApp]:
 
 
 async def _next(messages: Iterator[Message], receive: Receive) -> Message:
-    """A message that was read before; then what still comes."""
+    """The next message that was read already, or else the next one to be received."""
     return next(messages, None) or await receive()
 
 

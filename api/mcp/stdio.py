@@ -1,6 +1,6 @@
-"""The transport over stdio. Every line that is no message gets an error: the SDK drops it, and a client would wait.
+"""The transport over stdio. It answers every invalid line with an error, where the SDK would let the client wait.
 
-It leaves out invalid JSON, and takes a request whose id is 1.5 for a notification.
+The SDK ignores invalid JSON and treats a request whose id is 1.5 as a notification.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .messages import refusal
 
 @asynccontextmanager
 async def stdio() -> AsyncIterator[tuple[Any, Any]]:
-    """The streams of messages that the SDK reads and writes."""
+    """The message streams that the SDK reads from and writes to."""
     outgoing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def messages() -> AsyncIterator[str]:
@@ -37,11 +37,11 @@ async def stdio() -> AsyncIterator[tuple[Any, Any]]:
 
 
 def _take_input() -> TextIO:
-    """Standard input, for the protocol alone: what is started meanwhile reads nothing."""
+    """Reserve standard input for the protocol, so that child processes cannot read from it."""
     assert sys.__stdin__ is not None
     number = sys.__stdin__.fileno()
     private, nothing = os.dup(number), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, number)
     os.close(nothing)
-    # Not closed: at the end a thread may still wait for a line.
+    # Not closed: at the end a thread may still be waiting for a line.
     return open(private, encoding="utf-8", errors="replace", closefd=False)

@@ -1,6 +1,6 @@
-"""The functions behind the MCP tools. They change nothing.
+"""The functions behind the MCP tools. They do not change anything.
 
-Their docstrings and the descriptions of their arguments are all that a model knows about them.
+A model knows about them only what their docstrings and the descriptions of their arguments say.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .arguments import (
 from .exposure import CheckAnswer, judge
 from .machine import Machine
 
-MOST_TEXT = 2 << 20  # bytes of a log: what a model can hold is far less
+MOST_TEXT = 2 << 20  # bytes of a log, far more than a model can hold
 STOP_EVERY_S = 0.1
 PACKAGES_HINT = 'send packages, for instance {"torch": "2.4.0", "nccl": "2.20.5", "transformers": "4.44.0"}'
 
@@ -53,19 +53,20 @@ Result = TypeVar("Result")
 
 
 class Recorder(Protocol):
-    """Counts questions and their gaps for a service."""
+    """Counts questions and gaps for a service."""
 
     def record_search(self, text: str, answer: Answer) -> None:
-        """`text` is "" for a question with filters: they may be why it has no answer."""
+        """Count a question. `text` is "" for a question with filters, which may be the reason for a missing answer."""
 
     def record_diagnosis(self, diagnosis: Diagnosis) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools over one content, which may still be loading. `machine`: only if it is the caller's own.
+    """The tools over one content, which may still be loading.
 
-    `verdict_counts`: what shared reports say about entries. `turn`: one call at a time on that machine.
+    `machine` is set only if it is the caller's own, and `turn` allows one call at a time on it. `verdict_counts` are
+    what shared reports say about entries.
     """
 
     content: Callable[[], Awaitable[Content]]
@@ -89,9 +90,9 @@ class Tools:
 
         Use it for an error line or a symptom in words; for a whole log use diagnose_log. Hits come best first.
         `kind`: `answer`; `related`, none is about the question, `difference` says how; `unknown`, nothing is near.
-        Unless it is an answer advise none of their fixes: say that kb does not know it, and put `triage` or `ask` to
-        the person. Read an incident
-        with get_incident before you advise a fix, and cite its id and the section you rely on.
+        Unless it is an answer, advise none of their fixes: say that kb does not know it, and put `triage` or `ask` to
+        the person. Read an incident with get_incident before you advise a fix, and cite its id and the section you rely
+        on.
         """
         question = SearchQuestion(
             q=query,
@@ -118,7 +119,7 @@ class Tools:
     ) -> Document:
         """Read one incident: cause, fix with its cost, how to tell it from look-alikes.
 
-        What is left out, marked with …, is in `more_sections`: ask for them. Every claim ends with its grade:
+        Omitted parts, marked with …, are listed in `more_sections`: ask for them. Every claim ends with its grade:
         [probe NAME] an experiment shows it, [source N] and [thread N] it was read in reference N, [claimed N] nobody
         checked it, [inferred] a conclusion. Keep the grade when you pass a claim on, and cite the id and the section.
         """
@@ -127,7 +128,7 @@ class Tools:
         return incident(entry, content.on_record(entry), sections or (), language or "en")
 
     async def diagnose_log(self, text: Log, limit: FindingLimit = None) -> Document:
-        """Find what made a job fail, from its log: the cause before what followed from it, with the lines that say so.
+        """Find what made a job fail, from its log: the cause first, then its consequences, with the lines that show it.
 
         Send the log unchanged: times, ranks and order matter. Findings come best first with a confidence and their
         fix; `next_step` and `ask` are what to look at and what to ask when they cannot be told apart;
@@ -152,8 +153,8 @@ class Tools:
         """Say which known incidents can happen with these versions, which cannot, and why.
 
         Use it before a job runs, before an upgrade, or to see whether a candidate applies at all. Packages may be left
-        out where the server runs on the person's own machine: then it looks at that machine. What only a version
-        excludes has state does-not-apply; unknown means that a version is missing.
+        out if the server runs on the person's own machine: then it looks at that machine. An incident that a version
+        rules out has state does-not-apply; unknown means that a version is missing.
         """
         content = await self.content()
         if packages is not None:
@@ -169,14 +170,14 @@ class Tools:
         return environment_answer(document.model_copy(update={"checks": checks}), limit)
 
     def error_text(self, error: KbError) -> str:
-        """An error for a model. Over HTTP, only errors of the caller: others may name files of this machine."""
+        """An error for a model. Over HTTP, only errors caused by the caller: others may name files of this machine."""
         if self.machine is None and not isinstance(error, UsageError | IndexUnavailable):
             log.error("%s", error.message)
             return UNAVAILABLE
         return f"{error.message}; hint: {error.hint}" if error.hint else error.message
 
     async def on_machine(self, work: Callable[[], Result]) -> Result:
-        """Run it in a thread, after earlier calls. A caller that is cancelled, as by a client that leaves, stops it."""
+        """Run `work` in a thread, after earlier calls. Cancelling, for instance when the client leaves, stops it."""
         async with self.turn:
             running = asyncio.ensure_future(asyncio.to_thread(work))
             try:
@@ -187,7 +188,7 @@ class Tools:
                 raise
 
     async def _stop(self, running: asyncio.Future[Any]) -> None:
-        """Stop it until it ends: once may be too early, while it is about to start a process."""
+        """Stop the running call repeatedly until it ends: a stop may come just before it starts a process."""
         assert self.machine is not None
         while not running.done():
             self.machine.stop()

@@ -22,7 +22,7 @@ RANK = ("rank", "kind", "type", "message", "exit_code", "signal", "waiting_in")
 
 
 def verification_answer(report: Report) -> Document:
-    """With as much of its lists and texts as fits the budget."""
+    """A report with as much of its lists and texts as fits the budget."""
     documents = [_report(report, size) for size in SHORTER]
     return next((document for document in documents if tokens(encode(document)) <= BUDGET), documents[-1])
 
@@ -52,7 +52,7 @@ def _result(result: Report, size: Size) -> Document:
 
 
 def _arm(arm: Report, size: Size) -> Document:
-    """Of its ranks those that did not complete."""
+    """An arm with only those ranks that did not complete."""
     failed = [
         {name: rank[name] for name in RANK if rank[name] not in ("", None)}
         for rank in arm["ranks"]
@@ -62,7 +62,7 @@ def _arm(arm: Report, size: Size) -> Document:
 
 
 def _short(value: Any, size: Size) -> Any:
-    """Texts cut, lists limited; names and structure as in the report."""
+    """A value with texts cut and lists limited, and with the names and structure of the report."""
     if isinstance(value, str):
         return cut(value, size[1])
     if isinstance(value, Mapping):

@@ -27,7 +27,7 @@ from .log_form import UploadedLog, parse_log_form
 from .page import LANGUAGES, chosen_language, language, page
 
 MOST_FINDINGS = 5
-MOST_LINES = 4  # of a finding
+MOST_LINES = 4  # per finding
 MOST_FAILURES = 8
 ROLES = {
     "root": ("cause", "a line that names this cause was printed"),
@@ -69,14 +69,14 @@ async def _diagnose(content: Content, logs: list[UploadedLog]) -> tuple[Diagnosi
 
 
 def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, chosen: str) -> dict[str, Any]:
-    """What the template shows. Only an entry that is likely to explain the log is shown with what to do about it."""
+    """The values for the template. Only an entry that is likely to explain the log is shown with its fix."""
     findings = list(diagnosis.findings[:MOST_FINDINGS])
     likely = [] if diagnosis.is_cause_unknown else [finding for finding in findings if finding.confidence >= LIKELY]
     failures = [failure.line for failure in diagnosis.failures[:MOST_FAILURES]]
     first = diagnosis.ranks.first_failure or next(iter(failures), None)
     is_explained = bool(likely) and not diagnosis.unexplained
     others = failures if is_explained else [line for line in failures if line != first]
-    step = None  # the page says it beside the first failure, if the cause is unknown
+    step = None  # if the cause is unknown, the page shows it next to the first failure
     if not diagnosis.is_cause_unknown:
         step = chinese_step(diagnosis, content.catalog.get) if lang == "zh" else diagnosis.next_step
     return {
@@ -94,7 +94,7 @@ def _view(content: Content, diagnosis: Diagnosis, neighbours: Texts, lang: str, 
 
 
 def _attempts(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """The pictures of a job that ran on several ranks, or that failed."""
+    """The timelines of a job that ran on several ranks or that failed."""
     attempts = [attempt for attempt in diagnosis.story.attempts if len(attempt.rows) > 1 or diagnosis.story.facts]
     return [
         {"svg": svg_picture(attempt), "extent": extent(attempt), "rows": [(row, row_text(row)) for row in attempt.rows]}
@@ -103,7 +103,7 @@ def _attempts(diagnosis: Diagnosis) -> list[dict[str, Any]]:
 
 
 def _items(findings: list[Finding], neighbours: Texts) -> list[dict[str, Any]]:
-    """Findings with their lines; several often cite the same, which are shown once."""
+    """Findings with their lines. Lines that several findings cite are shown once."""
     items: list[dict[str, Any]] = []
     shown: list[list[Excerpt]] = []
     for finding in findings:
@@ -123,13 +123,13 @@ def _items(findings: list[Finding], neighbours: Texts) -> list[dict[str, Any]]:
 
 
 def citation(line: Line) -> str:
-    """A line as a ticket cites it."""
+    """A line in the form in which a ticket cites it."""
     rank = "" if line.rank is None else f" (rank {line.rank})"
     return f"{line.place}{rank}: {line.text.removeprefix(DERIVED_PREFIX)}"
 
 
 def _step(text: str, known: frozenset[str], chosen: str) -> dict[str, str]:
-    """A step with its language: that of the page, or English where the entry has no Chinese text."""
+    """A step with its language: the page's, or English if the entry has no Chinese text."""
     lang = "zh" if CHINESE.search(text) else "en"
     return {"html": linked_html(text, known, chosen), "lang": LANGUAGES[lang]}
 

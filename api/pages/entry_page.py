@@ -68,7 +68,7 @@ def render_entry(request: Request, content: Content, entry: Entry, lang: str) ->
 def sections(
     entry: Entry, lang: str, known: frozenset[str], chosen: str = ""
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The parts above the verdicts and those below: `id`, `heading`, `lang` and `html` of each.
+    """The parts above the verdicts and the parts below, each with `id`, `heading`, `lang` and `html`.
 
     An entry without Chinese text is shown in English. A part has the same `id` in both languages, for links.
     """
@@ -91,7 +91,7 @@ def _part(anchor: str, heading: str, lang: str, text: str, known: frozenset[str]
 
 @lru_cache(maxsize=1024)
 def linked_html(text: str, known: frozenset[str], lang: str = "") -> str:
-    """Markdown as clean HTML, with links to the entries that are known, in this language unless the browser decides."""
+    """Markdown as clean HTML, with links to known entries, in this language unless the browser decides."""
     return section_html(text, lambda entry: address(f"/entries/{entry}", lang=lang) if entry in known else "")
 
 
@@ -100,7 +100,7 @@ def _picture(links: Graph, entry_id: str, lang: str) -> str:
 
 
 def _around(content: Content, entry_id: str) -> list[tuple[str, list[dict[str, str]]]]:
-    """The picture in words, for readers who cannot see it."""
+    """The content of the picture in words, for readers who cannot see it."""
     links = content.links
     headings = {
         "Caused by": links.causes_of(entry_id),

@@ -1,4 +1,4 @@
-"""Errors as pages: what happened, what to do next, and links to entries that may have been meant."""
+"""Error pages: what happened, what to do next, and links to entries that may have been meant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELOAD_S = 2
 
 
 def error_page(request: Request, status: int, title: str, detail: str, hint: str) -> Response:
-    """A page with this status. While the index is being opened, it reloads itself."""
+    """An error page with this status. It reloads itself while the index is being opened."""
     is_loading = status == 503 and _entry_ids(request) is None
     response = page(
         request,
@@ -33,7 +33,7 @@ def error_page(request: Request, status: int, title: str, detail: str, hint: str
         reload_s=RELOAD_S if is_loading else 0,
         to=_return_address(request),
     )
-    if status == 401 and request.state.is_signed_in:  # or the browser would send the rejected key again and again
+    if status == 401 and request.state.is_signed_in:  # otherwise the browser keeps sending the rejected key
         sign_out(response)
     return response
 
@@ -46,14 +46,14 @@ def _hint(request: Request, hint: str) -> Markup:
 
 
 def _return_address(request: Request) -> str:
-    """Where a reader goes after signing in."""
+    """The address that a reader goes to after signing in."""
     if request.method != "GET":
         return "/"
     return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
 
 
 def linked(hint: str, known: frozenset[str], lang: str = "") -> Markup:
-    """A hint with its commands as code and the ids of entries as links."""
+    """A hint as HTML, with commands as code and ids of entries as links."""
     return Markup("").join(_link(word, known, lang) for word in WORD.split(hint))
 
 
@@ -66,7 +66,7 @@ def _link(word: str, known: frozenset[str], lang: str) -> Markup:
 
 
 def _entry_ids(request: Request) -> frozenset[str] | None:
-    """None while the content is being read."""
+    """The ids of all entries, or None while the content is being read."""
     try:
         return frozenset(served_content(request).catalog.entries)
     except IndexUnavailable:

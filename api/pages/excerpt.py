@@ -37,7 +37,7 @@ class Excerpt:
 
 
 def texts(logs: Iterable[UploadedLog], lines: Iterable[Line]) -> Texts:
-    """The cited lines and their neighbours by log and number, read again from the logs as far as needed."""
+    """The cited lines and their neighbours by log and number. The logs are read again as far as needed."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for line in lines:
         if line.number:
@@ -51,7 +51,7 @@ def texts(logs: Iterable[UploadedLog], lines: Iterable[Line]) -> Texts:
 
 
 def _read_lines(log: UploadedLog, numbers: set[int]) -> Iterator[tuple[int, str]]:
-    """Piece by piece: a hostile log has millions of lines before the cited one."""
+    """The lines with these numbers, read piece by piece: a hostile log has millions of lines before a cited one."""
     pending, number, start = sorted((line for line in numbers if line > 0), reverse=True), 1, b""
     with log.stream().open() as stream:
         while pending and (piece := stream.read(PIECE)):
@@ -71,7 +71,7 @@ def _text(line: bytes) -> str:
 
 
 def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
-    """Lines near each other make one excerpt."""
+    """The excerpts with these lines, where lines that are close together share one excerpt."""
     merged: list[Excerpt] = []
     for line in sorted(map(_without_number, lines), key=lambda line: (line.source, line.number)):
         rows = tuple(_rows(line, texts))
@@ -85,7 +85,7 @@ def excerpts(lines: Iterable[Line], texts: Texts) -> list[Excerpt]:
 
 
 def _without_number(line: Line) -> Line:
-    """An observation that kb derived from several lines has no line number."""
+    """The line, without a number if it is an observation that kb derived from several lines."""
     is_derived = line.text.startswith(DERIVED_PREFIX)
     return replace(line, number=0, text=line.text.removeprefix(DERIVED_PREFIX)) if is_derived else line
 
@@ -105,7 +105,7 @@ def _rows(line: Line, texts: Texts) -> Iterator[Row]:
 
 
 def _joined(first: tuple[Row, ...], second: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Both, each line once, cited if either cites it."""
+    """The lines of both excerpts without duplicates; a line is cited if either excerpt cites it."""
     by_number = {row.number: row for row in (*first, *second)}
     by_number.update((row.number, row) for row in first if row.is_cited)
     return tuple(by_number[number] for number in sorted(by_number))

@@ -31,7 +31,7 @@ def feedback_page(
     comment: Annotated[str, Form()] = "",
     lang: Annotated[str, Form()] = "",
 ) -> RedirectResponse:
-    """Stores feedback as POST /v1/feedback does, and returns to the entry."""
+    """Store feedback as POST /v1/feedback does, and return to the entry."""
     try:
         feedback = FeedbackDocument(entry=entry_id, helped=helped == "yes", gpu=gpu, comment=comment)
     except ValidationError as error:

@@ -62,7 +62,7 @@ def _contains(meta: FrontMatter, words: Iterable[str]) -> bool:
 
 
 def _by_area(ids: Iterable[str], metas: dict[str, FrontMatter]) -> list[tuple[str, list[str]]]:
-    """Areas in their order, each with its entries; without empty ones."""
+    """The areas that have entries, in their order, each with its entries."""
     by_area: dict[str, list[str]] = {}
     for id_ in sorted(ids):
         by_area.setdefault(_area(metas[id_]), []).append(id_)

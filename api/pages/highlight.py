@@ -1,4 +1,4 @@
-"""Words of a text in `<mark>`."""
+"""Highlights words of a text with `<mark>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logs in a form, in memory: they are not written to disk, logged or sent on."""
+"""The logs in a form. They stay in memory and are not written to disk, logged or sent on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..requests.upload import MOST_LOG_BYTES, MOST_UNPACKED
 
 MOST_FILES = 64  # one for each rank
 LONGEST_NAME = 200
-PIECE = 64 << 10  # bytes; a scan can be ended after each of them
+PIECE = 64 << 10  # bytes; a scan can be stopped after each piece
 PASTED = "pasted text"
 HINT = "choose a log, or paste a part of one"
 
 
 class InMemoryParser(MultiPartParser):
-    """Starlette's parser writes larger files to disk. The middleware refuses bodies of that size."""
+    """A parser that never writes files to disk, unlike Starlette's. The middleware limits the size of a body."""
 
     spool_max_size = 2 * MOST_LOG_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedLog:
-    """One file as it was sent, perhaps compressed. `name` is the sender's, and never opened here.
+    """One file as it was sent, possibly compressed, of which at most `most` bytes are unpacked.
 
-    At most `most` bytes of it are unpacked.
+    `name` is the sender's name for it, which is never opened here.
     """
 
     name: str
@@ -45,7 +45,7 @@ class UploadedLog:
 
 
 async def parse_log_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> list[UploadedLog]:
-    """Raises `UsageError` for a form without a log, `HTTPException` (400) for a malformed one."""
+    """The logs in a form. Raises `UsageError` for a form without a log, `HTTPException` (400) for a malformed form."""
     if not headers.get("content-type", "").startswith("multipart/form-data"):
         raise UsageError("this is not a form with a log", HINT)
     parser = InMemoryParser(headers, body, max_files=MOST_FILES, max_fields=8, max_part_size=MOST_LOG_BYTES)
@@ -72,7 +72,7 @@ async def _logs(form: FormData) -> AsyncIterator[UploadedLog]:
 
 
 def _with_unique_names(logs: list[UploadedLog]) -> Iterator[UploadedLog]:
-    """Evidence names its log."""
+    """The logs with unique names, since evidence cites a log by name."""
     taken: set[str] = set()
     for log in logs:
         name = next(name for name in _names(log.name) if name not in taken)
@@ -86,7 +86,7 @@ def _names(name: str) -> Iterator[str]:
 
 
 def _with_shares(logs: list[UploadedLog]) -> Iterator[UploadedLog]:
-    """All together are unpacked to as much as a single log: each to a share by its size."""
+    """The logs with limits in proportion to their sizes, so that all together unpack to no more than a single log."""
     size = sum(len(log.data) for log in logs)
     for log in logs:
         yield replace(log, most=MOST_UNPACKED * len(log.data) // size)

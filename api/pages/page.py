@@ -1,4 +1,4 @@
-"""Templates as responses, in the requested language, private to the reader."""
+"""Pages from templates, in the requested language and private to the reader."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..requests.accept import preferred
 from . import translation
 from .static_files import URLS
 
-LANGUAGES = {"en": "en", "zh": "zh-CN"}  # our name, and that of HTML
-REGION = re.compile(r"-[A-Za-z0-9-]+")  # and script: any Chinese will do
+LANGUAGES = {"en": "en", "zh": "zh-CN"}  # our name, and the name in HTML
+REGION = re.compile(r"-[A-Za-z0-9-]+")  # also a script: any kind of Chinese will do
 HEADERS = {"Cache-Control": "private, no-cache", "Vary": "Accept-Language, Cookie"}
 
 
@@ -44,13 +44,13 @@ def page(request: Request, template: str, status_code: int = 200, /, **values: A
 
 
 def language(request: Request) -> str:
-    """`en` or `zh`: from the address, else what the browser prefers, else English."""
+    """`en` or `zh`, from the address, the preferences of the browser, or English by default."""
     accepted = REGION.sub("", request.headers.get("accept-language", "en"))
     return chosen_language(request) or preferred(accepted, ("en", "zh")) or "en"
 
 
 def chosen_language(request: Request) -> str:
-    """The language in the address, which links of the page repeat; "" when the browser decides."""
+    """The language in the address, which the links of the page repeat; "" if the browser decides."""
     name = request.query_params.get("lang", "")
     return name if name in LANGUAGES else ""
 

@@ -1,4 +1,4 @@
-"""`/docs`: the reference of the API, from the description that /openapi.json serves, without scripts or other hosts."""
+"""`/docs`: the reference of the API, generated from /openapi.json, without scripts or other hosts."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ async def reference_page(request: Request) -> HTMLResponse:
 
 
 def prose(text: str) -> Markup:
-    """The paragraphs of a description; what stands between backticks is code."""
+    """The paragraphs of a description as HTML, with text in backticks as code."""
     paragraphs = re.split(r"\n\s*\n", text.strip())
     return Markup("").join(Markup("<p>{}</p>").format(_with_code(paragraph)) for paragraph in paragraphs)
 
 
 def type_name(schema: Mapping[str, Any]) -> Markup:
-    """`list of Hit or null`, with links to models."""
+    """The name of a type with links to models, for instance `list of Hit or null`."""
     if reference := schema.get("$ref"):
         name = reference.rpartition("/")[2]
         return Markup('<a href="#{0}">{0}</a>').format(name)
@@ -125,7 +125,7 @@ def _model(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curl(url: str, method: str, operation: Mapping[str, Any], schemas: Schemas) -> str:
-    """A command with the examples of what the operation requires."""
+    """A curl command for an operation, with example values for everything that it requires."""
     query, words = {}, ["curl", "-s"]
     for parameter in operation.get("parameters", []):
         if not parameter.get("required"):

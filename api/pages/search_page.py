@@ -26,7 +26,7 @@ from .highlight import highlighted
 from .page import page
 
 SHOWN = 10
-LEAST_SHARED = 3  # entries that must have a tag for the page to offer it
+LEAST_SHARED = 3  # the page offers a tag if at least this many entries have it
 NO_AREA = "other"
 EXAMPLES = (
     "ALLGATHER timeout save",
@@ -55,7 +55,7 @@ class SearchForm(BaseModel):
 
     @property
     def question(self) -> SearchQuestion:
-        """Raises `ValidationError` for what is too long."""
+        """The question in the form. Raises `ValidationError` for a member that is too long."""
         return SearchQuestion(
             q=self.q[:LONGEST_TEXT],
             limit=SHOWN,
@@ -95,7 +95,7 @@ def _refused(request: Request, values: dict[str, Any], problem: UsageError) -> H
 
 async def _answered(request: Request, content: Content, question: SearchQuestion) -> dict[str, Any]:
     answer = await content.answer(question, application(request).snapshot.verdict_counts)
-    if request.headers.get("sec-fetch-dest", "document") == "document":  # not for each key press
+    if request.headers.get("sec-fetch-dest", "document") == "document":  # a page load, not a search on a key press
         count(request, "" if question.only else question.q, answer)
     return {
         "answer": answer,
@@ -125,13 +125,13 @@ def _everything(listing: Listing, only: Filter) -> dict[str, Any]:
 
 
 def popular(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Tags by number of entries, most first, without the rare ones."""
+    """Tags by number of entries, the most frequent first, without rare ones."""
     counts = Counter(tag for summary in summaries for tag in summary["tags"])
     return [(tag, count) for tag, count in counts.most_common() if count >= LEAST_SHARED]
 
 
 def groups(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """(area, its meaning, its entries) for each area that has entries; those without an area come last."""
+    """(area, meaning, entries) for each area that has entries; entries without an area come last."""
     by_area: dict[str | None, list[dict[str, Any]]] = {}
     for summary in summaries:
         by_area.setdefault(summary["area"], []).append(summary)

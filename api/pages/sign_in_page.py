@@ -40,6 +40,6 @@ async def sign_out_page(request: Request) -> Response:
 
 
 def _local(to: str) -> str:
-    """A path of this service: no redirect to another site."""
+    """`to` if it is a path of this service, otherwise `/`, so that it cannot redirect to another site."""
     is_local = to.startswith("/") and not to.startswith(("//", "/\\")) and to.isprintable()
     return to if is_local else "/"

@@ -1,4 +1,4 @@
-"""The stylesheet, the script and the icon, each at an address that changes with its content."""
+"""The stylesheet, the script and the icon, each at a URL that changes with its content."""
 
 from __future__ import annotations
 

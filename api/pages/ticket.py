@@ -27,7 +27,7 @@ async def ticket_page(request: Request, content: ServedContent, entry_id: str) -
 
 
 def ticket(entry: Entry, url: str, lang: str) -> str:
-    """Id, title, cause, fix and address. A part that is not translated is in English."""
+    """Id, title, cause, fix and URL of an entry. A part without a translation is in English."""
     meta, chinese = entry.meta, lang == "zh"
     fix = (entry.translation().get("修复", "") if chinese else "") or entry.section("Fix")
     cause = (chinese_cause(entry) if chinese else "") or entry.cause

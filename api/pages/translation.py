@@ -1,7 +1,7 @@
-"""The words of the pages in Chinese: `chinese.toml`, by their English, beside those of the core.
+"""The Chinese texts of the pages, in `chinese.toml` by their English text, in addition to those of the core.
 
 `texts` are the messages of the templates, `labels` the values of closed lists, and `sentences` what the service
-prints, with `{}` for what varies. What has no translation stays English, marked as such.
+prints, with `{}` for variable parts. A text without a translation stays in English and is marked as such.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHINESE = Dictionary(LABELS, SENTENCES)
 
 
 def install(environment: Environment, lang: str) -> None:
-    """Gives templates `_`, `trans`, and the filters `label`, `sentence` and `day` of a language."""
+    """Add `_`, `trans`, and the filters `label`, `sentence` and `day` of a language to the templates."""
     environment.add_extension("jinja2.ext.i18n")
     environment.policies["ext.i18n.trimmed"] = True
     environment.install_gettext_callables(  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def install(environment: Environment, lang: str) -> None:
 
 
 def message(text: str, lang: str) -> str:
-    """A message of a template or a page."""
+    """A message of a template or a page, in this language."""
     return TEXTS.get(text, text) if lang == "zh" else text
 
 
@@ -51,12 +51,12 @@ def _plural(singular: str, plural: str, count: int, lang: str) -> str:
 
 
 def label(value: str, lang: str) -> str:
-    """A value of a closed list, for instance a status or an area."""
+    """A value of a closed list, such as a status or an area, in this language."""
     return CHINESE.label(value) if lang == "zh" else value
 
 
 def sentence(text: str, lang: str) -> str | Markup:
-    """A sentence of the core or of the service; what has no translation is marked as English."""
+    """A sentence of the core or of the service, in this language, or marked as English if it has no translation."""
     if lang != "zh":
         return text
     return translated(text) or Markup('<span lang="en">{}</span>').format(text)
@@ -64,7 +64,7 @@ def sentence(text: str, lang: str) -> str | Markup:
 
 @lru_cache(maxsize=256)
 def translated(text: str) -> str:
-    """A sentence in Chinese, "" where the table has none."""
+    """A sentence in Chinese; "" if it has no translation."""
     return CHINESE.sentence(text)
 
 
@@ -75,7 +75,7 @@ def captioned(html: str, lang: str) -> str:
 
 
 def day(time: datetime.datetime | str, lang: str) -> str:
-    """The day of a time that is an ISO 8601 text or a `datetime`: `2026-11-03`, or `2026年11月3日`."""
+    """The day of an ISO 8601 text or a `datetime`, for instance `2026-11-03` or `2026年11月3日`."""
     text = str(time)[:10]
     parts = text.split("-")
     if lang != "zh" or not (len(parts) == 3 and all(part.isdigit() for part in parts)):

@@ -13,7 +13,7 @@ MARKS = {"verified": "good", "fix-ineffective": "bad", "inverted": "bad", "other
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Equal verdicts of one kind of machine: their `count`, and the `day` of the last."""
+    """Equal verdicts of one kind of machine, with their `count` and the `day` of the last one."""
 
     gpu: str
     driver: str
@@ -31,7 +31,7 @@ class Row:
 
 
 def rows(entry_id: str, digest: str, verdict_counts: Iterable[VerdictCount], proofs: Iterable[Proof]) -> list[Row]:
-    """Rows of one entry: the current wording first, then by GPU, driver and torch, newest first."""
+    """The rows of one entry, the current wording first, then by GPU, driver and torch, newest first."""
     table = [
         Row(
             count.gpu,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def preferred(accept: str, offers: tuple[str, ...]) -> str | None:
-    """The offer of the highest quality; among equals the earliest; None when none is acceptable."""
+    """The offer with the highest quality, the first of equal ones; None if none is acceptable."""
     ranges = [_parse_range(part) for part in accept.split(",") if part.strip()]
     best = max(offers, key=lambda offer: _quality(offer, ranges))
     return best if _quality(best, ranges) > 0 else None
@@ -13,7 +13,7 @@ def preferred(accept: str, offers: tuple[str, ...]) -> str | None:
 def _quality(offer: str, ranges: list[tuple[str, float]]) -> float:
     """The quality of the most specific range that includes the offer; 1 for an empty header."""
     kind = offer.partition("/")[0]
-    qualities = dict(sorted(ranges, key=lambda range_: range_[1]))  # the best of a repeated range counts
+    qualities = dict(sorted(ranges, key=lambda range_: range_[1]))  # a repeated range has its best quality
     for candidate in (offer, f"{kind}/*", "*/*"):
         if candidate in qualities:
             return qualities[candidate]
@@ -21,7 +21,7 @@ def _quality(offer: str, ranges: list[tuple[str, float]]) -> float:
 
 
 def _parse_range(part: str) -> tuple[str, float]:
-    """`text/markdown;q=0.5` -> ("text/markdown", 0.5). An invalid quality counts as 1."""
+    """Parse `text/markdown;q=0.5` into ("text/markdown", 0.5). An invalid quality counts as 1."""
     name, *parameters = (piece.strip().lower() for piece in part.split(";"))
     for parameter in parameters:
         if parameter.startswith("q="):

@@ -1,7 +1,7 @@
 """Authentication and authorization: a key in a header or in the cookie of the pages, or an anonymous reader.
 
-Everything outside `OPEN` needs the scope READ. The middleware checks that before routing, so that a route without a
-dependency of its own is closed as well. A route that needs more takes a `Reporter` or `Admin`.
+Everything outside `OPEN` needs the scope READ. The middleware checks that before routing, which protects routes that
+declare no dependency. A route that needs more takes a `Reporter` or `Admin`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_HASH = keys.fingerprint("")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request: the id of a key, or `anonymous`."""
+    """The sender of a request: the id of a key, or `anonymous`."""
 
     id: str
     scope: Scope
@@ -47,7 +47,7 @@ ANONYMOUS = Caller("anonymous", Scope.READ)
 
 
 class AccessControl:
-    """Admits the requests of one application by their headers alone, and counts them against the rate limits."""
+    """Admits requests by their headers, and counts them against the rate limits."""
 
     def __init__(self, settings: Settings, snapshot: Snapshot) -> None:
         self._anonymous = settings.anonymous
@@ -56,9 +56,9 @@ class AccessControl:
         self._wrong_keys = RateLimit.parse(WRONG_KEYS)
 
     async def admit(self, scope: Mapping[str, Any], headers: Headers) -> Caller | None:
-        """The caller; None under an open path.
+        """The caller, or None for an open path.
 
-        Raises `KeyNeeded`, `NotAllowed`, `TooManyRequests`, and `StoreUnavailable` when keys cannot be checked.
+        Raises `KeyNeeded`, `NotAllowed`, `TooManyRequests`, and `StoreUnavailable` if keys cannot be checked.
         """
         text, is_cookie = find_key(headers)
         if scope["method"] not in SAFE and (is_cookie or not text):
@@ -74,9 +74,9 @@ class AccessControl:
         return self._admit_anonymous(scope, client, headers)
 
     async def authenticate(self, text: str, client: str) -> Caller:
-        """The holder of a key. Raises `KeyNeeded` for a wrong key, `TooManyRequests` after too many of them.
+        """The holder of a key. Raises `KeyNeeded` for a wrong key, `TooManyRequests` after too many wrong keys.
 
-        A valid key passes however many wrong ones came from its address: nobody can lock out others.
+        A valid key is accepted after any number of wrong keys from its address, so that nobody can lock out others.
         """
         holder = self._find(text)
         if holder is None:
@@ -90,7 +90,7 @@ class AccessControl:
         return holder
 
     def _find(self, text: str) -> Caller | None:
-        """In constant time: it must not tell how much of a wrong key is right."""
+        """The caller with this key. Compares in constant time, so as not to reveal how much of a wrong key is right."""
         stored = self._snapshot.key(keys.parse(text) or "")
         is_right = hmac.compare_digest(stored.secret_hash if stored else NO_HASH, keys.fingerprint(text))
         if stored is None or not is_right or stored.key.revoked_at:
@@ -98,7 +98,7 @@ class AccessControl:
         return Caller(stored.key.id, stored.key.scope)
 
     def _count(self, scope: Mapping[str, Any], name: str) -> None:
-        """Against the rate limit; the response says what is left of it."""
+        """Count a request against the rate limit; the response says what is left."""
         if self._rate:
             try:
                 self._rate.take(name)
@@ -115,9 +115,9 @@ class AccessControl:
 
 
 def _refuse_other_sites(headers: Headers, *, is_cookie: bool) -> None:
-    """A page of another site may not send forms here in the name of its reader.
+    """Refuse forms that a page of another site sends on behalf of its reader.
 
-    Every browser names the origin of a form; a program may not, but has no cookie.
+    Every browser sends the origin of a form. A program may not, but it has no cookie.
     """
     if is_same_site(headers, default=not is_cookie):
         return
@@ -140,7 +140,7 @@ def sign_out(response: Response) -> None:
 async def reader(request: Request) -> Caller:
     """The caller that the middleware admitted."""
     caller: Caller | None = request.state.caller
-    if caller is None:  # a route under an open path that needs a caller
+    if caller is None:  # an open path whose route needs a caller
         raise KeyNeeded("this service requires a key", HINT)
     return caller
 

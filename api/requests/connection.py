@@ -1,6 +1,6 @@
-"""Connections that are slow to send a request: each has a deadline, and when the server is full the oldest is dropped.
+"""Limits for connections that are slow to send a request: a deadline, and the oldest one is dropped in a full server.
 
-uvicorn waits for the rest of a head for ever, and accepts connections until no file descriptor is left (decision 0020).
+uvicorn waits forever for the rest of a head, and accepts connections until no file descriptor is left (decision 0020).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from uvicorn.server import ServerState
 HEAD_S = 10.0  # to send a head, from the start of the connection or from the last response
 CHECK_EVERY_S = 1.0
 RESERVED = 256  # file descriptors for everything but connections
-MOST_CONNECTIONS = 8192  # each takes some 20 kB
-MOST_FIELDS = 200  # of a head: parsing many small ones takes longer than their bytes suggest
+MOST_CONNECTIONS = 8192  # each takes about 20 kB
+MOST_FIELDS = 200  # in a head: many small fields take longer to parse than their size suggests
 TOO_MANY_FIELDS = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class ConnectionLimit:
-    """The connections of one server that have not sent a whole request, the oldest first."""
+    """The connections of one server that have not yet sent a whole request, the oldest first."""
 
     def __init__(self) -> None:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_unlimited = most == resource.RLIM_INFINITY
         self.most = MOST_CONNECTIONS if is_unlimited else max(1, min(MOST_CONNECTIONS, most - RESERVED))
-        self._unfinished: dict[Connection, float] = {}  # since when, on the clock of the loop
+        self._unfinished: dict[Connection, float] = {}  # start time, on the clock of the loop
         self._is_scheduled = False
 
     def update(self, connection: Connection, loop: asyncio.AbstractEventLoop, *, is_unfinished: bool) -> None:
@@ -41,7 +41,7 @@ class ConnectionLimit:
             self._schedule(loop)
 
     def make_room(self) -> bool:
-        """Drop the connection that has been unfinished for longest; False if there is none."""
+        """Drop the connection that has been unfinished for the longest time. Returns False if there is none."""
         for connection in self._unfinished:
             del self._unfinished[connection]
             connection.drop()
@@ -49,13 +49,13 @@ class ConnectionLimit:
         return False
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One timer for all connections: timers of their own would be set and cancelled with every request."""
+        """Schedule one timer for all connections: one per connection would be set and cancelled with every request."""
         if not self._is_scheduled:
             self._is_scheduled = True
             loop.call_later(CHECK_EVERY_S, self._drop_late, loop)
 
     def _drop_late(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Only for heads: while a body is read, `Upload` limits its time."""
+        """Drop connections whose head is late. `Upload` limits the time of a body that is being read."""
         self._is_scheduled = False
         latest = loop.time() - HEAD_S
         late = [item for item, since in self._unfinished.items() if since < latest and item.is_unhandled]
@@ -70,7 +70,7 @@ LIMITS: WeakKeyDictionary[ServerState, ConnectionLimit] = WeakKeyDictionary()
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol with the limit above; 503 when the server is full and no connection can be dropped."""
+    """uvicorn's protocol with the limits above. Answers 503 if the server is full and no connection can be dropped."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
 
     @property
     def is_unhandled(self) -> bool:
-        """No request is being handled: a head is missing, or the rest of a body that is answered already."""
+        """Whether it waits for a head, or for the rest of a body that is already answered."""
         is_answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
         return self.conn.their_state is h11.IDLE or (self.conn.their_state is h11.SEND_BODY and is_answered)
 
@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         self._update()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Not logged: any client can ask for a WebSocket, and gets its answer over HTTP/1.1."""
+        """Log nothing: any client can ask for a WebSocket, and gets an answer over HTTP/1.1."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.update(self, self.loop, is_unfinished=False)

@@ -7,13 +7,13 @@ from functools import lru_cache
 from ipaddress import ip_address
 
 COOKIE = "kb_key"
-PROXIES = (b"forwarded", b"x-forwarded", b"x-real-ip", b"via")  # how the headers begin that a proxy adds
+PROXIES = (b"forwarded", b"x-forwarded", b"x-real-ip", b"via")  # prefixes of headers that a proxy adds
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as in ASGI
 
 
 def find_key(headers: Headers) -> tuple[str, bool]:
-    """(the text of the key or "", whether it is in the cookie)."""
+    """The text of the key or "", and whether it is in the cookie."""
     kind, _, text = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if kind.lower() == "bearer":
         return text.strip() or "-", False
@@ -25,7 +25,7 @@ def find_key(headers: Headers) -> tuple[str, bool]:
 
 
 def is_same_site(headers: Headers, *, default: bool) -> bool:
-    """Whether a page of this service sends the request, by Sec-Fetch-Site or Origin; `default` without either."""
+    """Whether a page of this service sent the request, by Sec-Fetch-Site or Origin; `default` without either."""
     site, origin = headers.get(b"sec-fetch-site", b""), headers.get(b"origin", b"")
     if site:
         return site in (b"same-origin", b"none")
@@ -36,10 +36,10 @@ def is_same_site(headers: Headers, *, default: bool) -> bool:
 
 
 def is_local(client: str, headers: Headers, version: str) -> bool:
-    """Whether the client is a program on this machine, acting for itself.
+    """Whether the client is a program on this machine that acts for itself.
 
-    It is not when it is a proxy, or a page that has rebound the name of its own host to this machine. nginx, unless
-    configured, adds no header as a proxy, but speaks HTTP/1.0.
+    A proxy does not, nor does a page that has rebound its host name to this machine. nginx by default adds no proxy
+    header, but speaks HTTP/1.0.
     """
     if version == "1.0":
         return False

@@ -1,6 +1,6 @@
-"""Every request's path: request id, authentication, body limits, security headers, errors, logging and metrics.
+"""What every request goes through: request id, authentication, body limits, security headers, errors, log and metrics.
 
-One ASGI middleware does it all: each layer costs as much as a small search.
+A single ASGI middleware does all of it, because each layer costs as much as a small search.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .problems import respond
 from .rate_limits import client_network
 from .upload import Upload, wait_until_gone
 
-LEAST_COMPRESSED = 1000  # bytes. A response with a secret would stay as it is (BREACH); there is none.
-CLIENT_LEFT = 499  # in the log, as in nginx
-MONITORED = frozenset({"/healthz", "/readyz", "/metrics"})  # machines ask for them every few seconds
+LEAST_COMPRESSED = 1000  # bytes. No response contains a secret, which compression could reveal (BREACH).
+CLIENT_LEFT = 499  # as logged by nginx
+MONITORED = frozenset({"/healthz", "/readyz", "/metrics"})  # requested by machines every few seconds
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
 POLICY = "; ".join(
@@ -74,7 +74,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         started, method = time.perf_counter(), scope["method"]
-        if method == "HEAD":  # the server leaves the body out
+        if method == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
@@ -86,10 +86,10 @@ class RequestMiddleware:
         try:
             await self._respond(scope, headers, receive, response)
         except Exception as error:
-            if response.status:  # a part is sent: the connection breaks, so that nobody takes the part for the whole
+            if response.status:  # already partly sent: break the connection, so that it does not look complete
                 raise
             await respond(Request(scope, receive), error)(scope, receive, response.send)
-        except asyncio.CancelledError:  # the server ends, and its time for requests in flight is over
+        except asyncio.CancelledError:  # the server is ending, and the grace period for requests is over
             if not response.status:
                 await respond(Request(scope, receive), ENDING)(scope, receive, response.send)
         finally:
@@ -110,7 +110,7 @@ class RequestMiddleware:
         await (self._compressing if takes_gzip else self._app)(scope, receive, response.send)
 
     def _record(self, method: str, scope: Scope, response: _Response, seconds: float) -> None:
-        """One log line and one count, without the query, the body, the key and the path that the client sent."""
+        """Log and count a request, without the query, body, key and path that the client sent."""
         method = method if method in METHODS else "other"
         route, caller, status = _template(scope), scope["state"]["caller"], response.status or CLIENT_LEFT
         self._metrics.count_request(route, method, status, seconds)
@@ -129,7 +129,7 @@ class RequestMiddleware:
 
 
 class _Response:
-    """Passes a response on with the headers that every response has; knows its status and size."""
+    """Passes a response on with the headers that every response has, and records its status and size."""
 
     __slots__ = ("_send", "_state", "bytes", "status")
 
@@ -154,32 +154,32 @@ class _Response:
 
 
 def _request_id(headers: Headers) -> str:
-    """The id that the client or proxy sent, if it is well-formed: then its log and ours can be joined."""
+    """The id that the client or proxy sent, if it is well-formed, so that its log and ours can be joined."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if REQUEST_ID.fullmatch(given) else uuid4().hex
 
 
 def _queue_name(caller: Caller | None, scope: Scope) -> str:
-    """Who shares a place in the queues: a key, or an anonymous client."""
+    """The name under which a caller waits in queues: a key, or an anonymous client."""
     if caller and caller is not ANONYMOUS:
         return caller.id
     return client_network(scope["client"][0]) if scope.get("client") else ""
 
 
 def _without_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The application needs no cookies and would parse them: http.cookies takes half a minute for a crafted 120 kB."""
+    """The headers without cookies, which only the middleware needs: http.cookies parses a crafted 120 kB for 30 s."""
     return [header for header in headers if header[0] != b"cookie"]
 
 
 def _refuse_form_charset(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """A form is UTF-8 (RFC 7578, 5.1.2). Starlette decodes it as its header says: punycode takes hours for 1 MB."""
+    """Refuse forms not in UTF-8 (RFC 7578, 5.1.2). Starlette would decode any charset: 1 MB of punycode takes hours."""
     for name, value in headers:
         if name == b"content-type" and b"charset" in value.lower() and value.lower().lstrip().startswith(b"multipart/"):
             raise HTTPException(415, "a form is UTF-8 and must name no charset", {"Connection": "close"})
 
 
 def _template(scope: Scope) -> str:
-    """The route, /v1/entries/{id}; for a mounted application its folder; `-` where nothing is."""
+    """The route, such as /v1/entries/{id}, or the folder of a mounted application; `-` if no route matches."""
     route = scope.get("route")
     path = getattr(route, "path_format", "") or getattr(route, "path", "")
     return path or "-"

@@ -1,7 +1,7 @@
-"""Cursors, which a client sends back as it got them to read the next page of a list.
+"""Cursors, which a client sends back unchanged to read the next page of a list.
 
-A cursor contains a position in one list: any replica can continue from it, and the server stores nothing. Its checksum
-is not a secret. An invalid cursor is refused; a forged one would only name another position in the list.
+A cursor contains a position in one list, so any replica can continue from it and the server stores nothing. Its
+checksum is not a secret. An invalid cursor is refused; a forged one would only name another position in the list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import Query
 from kb.errors import UsageError
 
 CHECKSUM_BYTES = 6
-LONGEST = 600  # an id and the name of a GPU, in four bytes a character
+LONGEST = 600  # an id and the name of a GPU, at four bytes per character
 INVALID = "this cursor does not belong to this list", "leave it out to start, or send `next` back unchanged"
 
 Item = TypeVar("Item")
@@ -28,13 +28,13 @@ Cursor = Annotated[
 
 
 def cursor(listing: str, position: str) -> str:
-    """The cursor after an item. `listing` names the list: its cursors are refused by all others."""
+    """The cursor after an item. `listing` names the list; other lists refuse the cursor."""
     text = position.encode()
     return urlsafe_b64encode(_checksum(listing, text) + text).decode().rstrip("=")
 
 
 def position(listing: str, cursor_text: str | None) -> str | None:
-    """The position in a cursor; None without one. Raises `UsageError` for an invalid cursor."""
+    """The position in a cursor, or None without a cursor. Raises `UsageError` for an invalid cursor."""
     if cursor_text is None:
         return None
     try:
@@ -47,11 +47,11 @@ def position(listing: str, cursor_text: str | None) -> str | None:
 
 
 def number(listing: str, cursor_text: str | None) -> int | None:
-    """The position in a list by number. Raises like `position`."""
+    """The position in a list that is ordered by number. Raises like `position`."""
     text = position(listing, cursor_text)
     if text is None:
         return None
-    if not text.isdecimal():  # anybody can compute the checksum
+    if not text.isdecimal():  # a cursor can be forged
         raise UsageError(*INVALID)
     return int(text)
 
@@ -59,7 +59,7 @@ def number(listing: str, cursor_text: str | None) -> int | None:
 def page(
     listing: str, items: Sequence[Item], limit: int, key: Callable[[Item], object]
 ) -> tuple[list[Item], str | None]:
-    """At most `limit` items, and the cursor to the rest. Pass one item more than `limit` if there are more."""
+    """At most `limit` items, and the cursor to the rest. If there are more, pass `limit` + 1 items."""
     first = list(items[:limit])
     return first, cursor(listing, str(key(first[-1]))) if len(items) > limit else None
 

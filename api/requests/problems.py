@@ -1,4 +1,4 @@
-"""Every error as an RFC 9457 problem document: what happened, what to do next, nothing about internals."""
+"""Errors as RFC 9457 problem documents: what happened and what to do next, without internals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATUS = {
     StoreUnavailable: 503,
     KbError: 500,
 }
-PUBLIC = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # whose messages are for the client
+PUBLIC = (UsageError, KeyNeeded, NotAllowed, TooManyRequests, IndexUnavailable)  # errors with messages for the client
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 RETRY_S = "1"
 ROUTING = {404: "there is nothing at {path}", 405: "{method} is not supported at {path}"}
@@ -64,7 +64,7 @@ class Problem(BaseModel):
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of an operation that may end in these problems."""
+    """The OpenAPI `responses` of an operation that may end in these problems."""
     schema = Problem.model_json_schema()
     return {
         status: {"description": HTTPStatus(status).phrase, "content": {MEDIA_TYPE: {"schema": schema}}}
@@ -73,9 +73,9 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Answer errors of routes with problems. The middleware passes all others to `respond`."""
+    """Answer errors of routes with problems. The middleware passes all other errors to `respond`."""
 
-    async def handle(request: Request, error: Exception) -> Response:  # async, or it would run in another thread
+    async def handle(request: Request, error: Exception) -> Response:  # async, to run in the same thread
         return respond(request, error)
 
     for kind in (KbError, HTTPException, RequestValidationError):
@@ -121,13 +121,13 @@ def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """All methods of an address: a route knows only its own."""
+    """All methods of a path, collected from its routes, each of which knows only its own."""
     scopes = {method: {**request.scope, "method": method} for method in METHODS}
     routes = request.app.router.routes
     allowed = [
         method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
     ]
-    return ", ".join(allowed).replace("GET", "GET, HEAD")  # the middleware makes a GET of a HEAD
+    return ", ".join(allowed).replace("GET", "GET, HEAD")  # the middleware turns HEAD into GET
 
 
 def _invalid_request(request: Request, error: RequestValidationError) -> Response:

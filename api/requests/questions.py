@@ -1,4 +1,4 @@
-"""Questions of clients, validated: the query of a GET and the body of a POST have the same members."""
+"""Validated questions of clients. The query of a GET and the body of a POST have the same members."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kb.search.query import LONGEST_TEXT
 from kb.search.ranking import MOST_HITS
 from kb.sharing.hardware_boost import Hardware
 
-MOST_VALUES = 20  # of one filter
+MOST_VALUES = 20  # per filter
 LEAST_CHARS, MOST_CHARS = 500, 20_000
-LONGEST_ECHO = 1000  # characters of a question that its response repeats
+LONGEST_ECHO = 1000  # characters of a question that are repeated in its response
 
 Value = Annotated[str, Field(max_length=100)]
 Values = Annotated[list[Value] | None, Field(max_length=MOST_VALUES)]
@@ -30,7 +30,7 @@ def _not_blank(text: str) -> str:
 
 
 def _choices(values: type[StrEnum]) -> Callable[[dict[str, Any]], None]:
-    """Describe a closed list. An unknown value is refused later, with the nearest one."""
+    """Describe a closed list in a schema. An unknown value is refused later, with the nearest one as a hint."""
 
     def describe(schema: dict[str, Any]) -> None:
         for option in schema["anyOf"]:
@@ -58,17 +58,23 @@ class SearchQuestion(BaseModel):
         None, description="Only entries about this package or framework; repeat it to match any of several."
     )
     status: Values = Field(
-        None, description="Only entries with this status; repeat it to match any of several.", json_schema_extra=_choices(Status)
+        None,
+        description="Only entries with this status; repeat it to match any of several.",
+        json_schema_extra=_choices(Status),
     )
     area: Values = Field(
-        None, description="Only entries of this area; repeat it to match any of several.", json_schema_extra=_choices(Area)
+        None,
+        description="Only entries of this area; repeat it to match any of several.",
+        json_schema_extra=_choices(Area),
     )
     why: bool = Field(False, description="Explain the score of each hit.")
     gpu: Value = Field(
         "", description="Your GPU: good answers with a fix verified on that model come first.", examples=["H100"]
     )
     torch: Value = Field(
-        "", description="Your torch: among those answers, fixes verified on the same release come first.", examples=["2.7.1"]
+        "",
+        description="Your torch: among those answers, fixes verified on the same release come first.",
+        examples=["2.7.1"],
     )
 
     @property

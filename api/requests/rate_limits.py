@@ -12,13 +12,13 @@ from typing import Self
 from kb.errors import TooManyRequests, UsageError
 
 PERIODS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
-MOST_NAMES = 10_000  # that are remembered
-LONGEST_ADDRESS = 45  # characters; a longer text that a proxy sends is cut, or it would fill the memory
+MOST_NAMES = 10_000  # kept in memory
+LONGEST_ADDRESS = 45  # characters; a longer text from a proxy is cut to save memory
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a name has left: `remaining` requests at once, and all of `amount` after `reset_s` seconds."""
+    """What a name has left: `remaining` requests now, and all of `amount` after `reset_s` seconds."""
 
     amount: int
     period_s: float
@@ -26,7 +26,7 @@ class Quota:
     reset_s: int
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """RateLimit and RateLimit-Policy, as draft-ietf-httpapi-ratelimit-headers-10 has them."""
+        """The headers RateLimit and RateLimit-Policy (draft-ietf-httpapi-ratelimit-headers-10)."""
         policy, state = f"q={self.amount};w={self.period_s:.0f}", f"r={self.remaining};t={self.reset_s}"
         return [(b"ratelimit-policy", f'"default";{policy}'.encode()), (b"ratelimit", f'"default";{state}'.encode())]
 
@@ -34,8 +34,8 @@ class Quota:
 class RateLimit:
     """At most `amount` requests at once, and as many again evenly over each period (GCRA, the leaky bucket as a meter).
 
-    Each process counts on its own: n replicas with w workers admit up to n * w times as much. The clock is monotonic,
-    so that setting back the time of the machine locks out nobody.
+    Each process counts separately, so n replicas with w workers admit up to n * w times as much. The clock is
+    monotonic, so that setting back the time of the machine does not lock anybody out.
     """
 
     def __init__(self, amount: int, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,11 +43,11 @@ class RateLimit:
         self._interval_s = period_s / amount
         self._period_s = period_s
         self._clock = clock
-        self._full_at: dict[str, float] = {}  # by name: when it may send `amount` requests at once again
+        self._full_at: dict[str, float] = {}  # by name: the time when all of `amount` is available again
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """`600/minute`; None for "", no limit. Raises `UsageError`."""
+        """The limit in a text such as `600/minute`; None for "", which means no limit. Raises `UsageError`."""
         if not text:
             return None
         amount, _, period = text.partition("/")
@@ -79,10 +79,10 @@ class RateLimit:
 
 
 def client_network(host: str) -> str:
-    """What counts as one client: an IPv4 address, or an IPv6 /64, since a single host can use all of it."""
+    """The network that counts as one client: an IPv4 address, or an IPv6 /64, all of which a single host can use."""
     try:
         address = ip_address(host.partition("%")[0])
-    except ValueError:  # name of a test client, path of a socket
+    except ValueError:  # the name of a test client or the path of a socket
         return host[:LONGEST_ADDRESS]
     if isinstance(address, IPv6Address):
         return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))

@@ -10,7 +10,7 @@ from kb.sharing.shared_report import SharedReport
 
 
 async def parse_report(request: Request) -> SharedReport:
-    """Raises `RequestValidationError` for an invalid report, `HTTPException` (415) for a body that is not JSON."""
+    """The report in a body. Raises `RequestValidationError` if it is invalid, `HTTPException` (415) if not JSON."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "a report must be application/json")
     try:

@@ -20,8 +20,8 @@ CACHING: dict[int | str, dict[str, Any]] = {
 def represent(body: bytes, media_type: str, if_none_match: str, headers: Mapping[str, str] | None = None) -> Response:
     """The body, or 304 when `if_none_match` names it.
 
-    The tag is a hash of the body: it differs by format and language, and is the same on every replica. The comparison
-    is weak: a proxy that compresses makes a tag weak.
+    The tag is a hash of the body, so it differs by format and language and is the same on every replica. The comparison
+    is weak because a proxy that compresses makes tags weak.
     """
     tag = hashlib.sha256(body).hexdigest()[:32]
     headers = {"Cache-Control": "private, max-age=0, must-revalidate", **(headers or {}), "ETag": f'"{tag}"'}
@@ -31,5 +31,5 @@ def represent(body: bytes, media_type: str, if_none_match: str, headers: Mapping
 
 
 def has(if_none_match: str, tag: str) -> bool:
-    """Whether the header names the tag, or anything at all."""
+    """Whether the header contains the tag or `*`."""
     return if_none_match.strip() == "*" or tag in TAG.findall(if_none_match)

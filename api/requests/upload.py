@@ -1,4 +1,4 @@
-"""The body of a request: limited in size and in time, and read while it arrives."""
+"""The body of a request, limited in size and time, and read while it arrives."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..state.requester import never
 from .headers import Headers
 
 MOST_LOG_BYTES = 32 << 20
-MOST_UNPACKED = 512 << 20  # bytes: unpacked, a log is ten times as large, a hostile one ten thousand times
+MOST_UNPACKED = 512 << 20  # bytes; a log unpacks to ten times its size, a hostile one to ten thousand times
 MOST_BYTES = {"/v1/diagnose": MOST_LOG_BYTES, "/diagnose": MOST_LOG_BYTES, "/mcp": 4 << 20, "/v1/reports": 64 << 10}
 MOST_BYTES_ELSEWHERE = 256 << 10
-BODY_S = 120.0  # in which a body has to arrive
-STALL_S, LEAST_RATE = 10.0, 32 << 10  # seconds that it may pause, and bytes in a second by which it earns more
-MOST_DRAINED, DRAIN_S = 8 << 20, 5.0  # of a body that is refused
-PIECE = 64 << 10  # bytes that a reader gets at once, fewer at the end
+BODY_S = 120.0  # time limit for a body to arrive
+STALL_S, LEAST_RATE = 10.0, 32 << 10  # seconds that it may pause, and bytes per second that earn it more
+MOST_DRAINED, DRAIN_S = 8 << 20, 5.0  # how much of a refused body is read, and for how long
+PIECE = 64 << 10  # bytes per piece; the last piece is shorter
 
 
 class Upload:
-    """One body. The application takes `receive`; a route that reads while it arrives takes `pieces` or `stream`.
+    """One body. The application uses `receive`; a route that reads a body while it arrives uses `pieces` or `stream`.
 
-    At most one piece is read ahead: the server stops reading from a client whose body nobody wants yet. All of them
-    raise `HTTPException` for a body that is too slow (408) or too large (413), and `ClientDisconnect`.
+    At most one piece is read ahead, so a client whose body is not needed yet has to wait. All methods raise
+    `HTTPException` for a body that is too slow (408) or too large (413), and `ClientDisconnect`.
     """
 
     def __init__(self, receive: Receive, path: str, headers: Headers) -> None:
         self._receive = receive
         self._most = MOST_BYTES.get(path, MOST_BYTES_ELSEWHERE)
-        self._waited_s = 0.0  # for the client alone: other bodies may be read first
+        self._waited_s = 0.0  # only for the client; time in which other bodies are read does not count
         self._left = self._most
         self._has_ended = False
         self._start = b""
@@ -44,7 +44,7 @@ class Upload:
         self._waits_for_us = b"expect" in headers
 
     async def check_length(self) -> None:
-        """Raises `HTTPException` for a body that is announced as too large."""
+        """Raise `HTTPException` if the announced length is too large."""
         if self._length > self._most:
             self._has_ended = True
             if self._length <= MOST_DRAINED and not self._waits_for_us:
@@ -52,7 +52,7 @@ class Upload:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """The next message of ASGI. Behind the end it comes when the client leaves."""
+        """The next ASGI message. After the end of the body, this waits until the client leaves."""
         if self._has_ended:
             return await self._receive()
         began, allowed_s = time.monotonic(), min(BODY_S, STALL_S + (self._most - self._left) / LEAST_RATE)
@@ -71,13 +71,13 @@ class Upload:
         return message
 
     async def leave(self) -> None:
-        """Wait until the client has left. Not while its body arrives: who reads that is told."""
+        """Wait until the client has left. Waits forever while the body arrives, since its reader is told."""
         if not self._has_ended:
             await never()
         await wait_until_gone(self._receive)
 
     async def start(self) -> None:
-        """Wait for the first piece: until it is here, a slow client must not take a thread from others."""
+        """Wait for the first piece, so that a slow client does not occupy a thread before it."""
         self._start = await self._read()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -86,18 +86,18 @@ class Upload:
             yield piece
 
     def pieces(self) -> Iterator[bytes]:
-        """The body after `start`, for a thread: it blocks until a piece is here. Call it in the event loop."""
+        """The body after `start`, for a thread, which blocks until a piece arrives. Call it in the event loop."""
         return self._pieces(asyncio.get_running_loop())
 
     async def drop(self) -> None:
-        """Receive what nobody read: a client that is still sending would not see its answer."""
+        """Receive the unread rest: a client that is still sending would not see its answer."""
         if self._ahead:
             await asyncio.wrap_future(self._ahead)
         while await self._next():
             pass
 
     def _pieces(self, loop: asyncio.AbstractEventLoop) -> Iterator[bytes]:
-        """The next piece is received while the caller works on this one."""
+        """The pieces of the body. The next one is received while the caller works on the current one."""
         piece, self._start = self._start, b""
         while piece:
             self._ahead = None if self._has_ended else asyncio.run_coroutine_threadsafe(self._read(), loop)
@@ -109,7 +109,7 @@ class Upload:
         return piece or await self._read()
 
     async def _read(self) -> bytes:
-        """A piece; b"" at the end."""
+        """Read a piece; b"" at the end."""
         piece = bytearray()
         while len(piece) < PIECE and not self._has_ended:
             message = await self.receive()
@@ -119,7 +119,7 @@ class Upload:
         return bytes(piece)
 
     async def _drain(self) -> None:
-        """Receive some of the rest: a connection that is closed with unread bytes takes the answer along."""
+        """Receive some of the rest: closing a connection with unread bytes would lose the answer."""
         left = MOST_DRAINED
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
@@ -130,14 +130,14 @@ class Upload:
                     left -= len(message.get("body", b""))
 
     def _too_large(self) -> HTTPException:
-        """The rest of the body is not read: the connection ends."""
+        """The error for a body that is too large. It closes the connection, since the rest is not read."""
         size = f"{self._most >> 20} MB" if self._most >> 20 else f"{self._most >> 10} kB"
         more = "; `kb diagnose` reads files of any size" if self._most == MOST_LOG_BYTES else ""
         return HTTPException(413, f"the body is larger than {size}{more}", {"Connection": "close"})
 
 
 async def wait_until_gone(receive: Receive) -> None:
-    """Of a request without a body, or whose body has arrived."""
+    """Wait until the client of a request has left. The request has no body, or its body has arrived."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -48,7 +48,7 @@ def list_audit(
     limit: Annotated[int, Query(ge=1, le=MOST_AT_ONCE, description="At most this many writes.")] = 100,
     cursor: Cursor = None,
 ) -> AuditPage:
-    """Newest first: keys made and revoked, reports, feedback, gaps removed, content read again."""
+    """Writes, newest first: keys created and revoked, reports, feedback, gaps removed, content read again."""
     records = audit.page(database, limit + 1, paging.number(LISTING, cursor))
     records, following = paging.page(LISTING, records, limit, lambda record: record.id)
     return AuditPage(audit=tuple(map(AuditedDocument.model_validate, records)), next=following)

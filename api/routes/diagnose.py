@@ -1,4 +1,4 @@
-"""POST /v1/diagnose: the entries that explain a log. It is read while it arrives, and not stored."""
+"""POST /v1/diagnose: the entries that explain a log, which is read while it arrives and not stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEDIA_TYPES: dict[str, dict[str, Any]] = {
     "application/octet-stream": BYTES,
     "application/gzip": BYTES,
     "application/zstd": BYTES,
-    "application/json": DUMP,  # an object: clients that are generated tell it from bytes by its class
+    "application/json": DUMP,  # an object, so that generated clients distinguish it from bytes by its class
 }
 
 router = APIRouter(prefix="/v1", tags=["diagnose"])
@@ -57,8 +57,8 @@ async def diagnose(
     """The best findings of `kb diagnose --json`, each with its fix. `omitted` counts what was left out.
 
     The body is not written to disk, logged or sent on.
-    When no entry explains it, up to three lines that report a failure are counted among the gaps, without names and
-    secrets.
+    If no entry explains the log, up to three lines that report a failure are counted among the gaps, without names
+    and secrets.
     """
     if request.headers.get("content-type", "").lower().lstrip().startswith("multipart/"):
         raise HTTPException(415, "a log is not a form; send it as it is: curl --data-binary @train.log")
@@ -66,7 +66,7 @@ async def diagnose(
     await body.start()
     diagnosing = asyncio.ensure_future(content.diagnose([Stream("body", body.pieces(), most=MOST_UNPACKED)]))
     await asyncio.wait([diagnosing])
-    failure = diagnosing.exception()  # also where `drop` fails first, or asyncio logs that nobody retrieved it
+    failure = diagnosing.exception()  # before `drop`, which may fail: asyncio logs exceptions that nobody retrieved
     await body.drop()
     if failure:
         raise failure

@@ -53,9 +53,9 @@ async def list_entries(
     cursor: Cursor = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """Every entry that is not withdrawn, by id, or those that pass all filters.
+    """Entries by id: all that are not withdrawn, or those that pass all filters.
 
-    A filter that no entry can pass is an error that names the nearest.
+    A filter that no entry can pass is an error, which names the nearest value.
     """
     after = paging.position(LISTING, cursor) or ""
     only = Filter.of(tag, [framework] if framework else None, [status] if status else None, area)
@@ -83,7 +83,7 @@ async def get_entry(
     accept: Annotated[str, Header(include_in_schema=False)] = "*/*",
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """The entry as JSON; under `Accept: text/markdown` its file, under `text/html` its page."""
+    """The entry as JSON; with `Accept: text/markdown` its file, with `text/html` its page."""
     entry = content.catalog.get(entry_id)
     kind = preferred(accept, (JSON, MARKDOWN, HTML))
     if kind is None:

@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1/feedback", tags=["feedback"])
 def post_feedback(
     request: Request, content: ServedContent, database: StoreDatabase, caller: Reader, document: FeedbackDocument
 ) -> FeedbackDocument:
-    """Counted for the authors of the entry. The response is what is stored: without names and secrets."""
+    """Feedback is counted for the authors of the entry. The response is what is stored, without names and secrets."""
     entry = content.catalog.get(document.entry)
     clean = {
         "gpu": gpu_name(document.gpu),
@@ -77,7 +77,7 @@ def list_comments(
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many comments.")] = 100,
     cursor: Cursor = None,
 ) -> CommentPage:
-    """Newest first, for authors of entries. Any reader can write a comment."""
+    """Comments for authors of entries, newest first. Any reader can write a comment."""
     comments = feedback.comments(database, limit + 1, paging.number(COMMENTS, cursor))
     comments, following = paging.page(COMMENTS, comments, limit, lambda comment: comment.id)
     return CommentPage(comments=tuple(map(CommentDocument.of, comments)), next=following)
@@ -88,5 +88,5 @@ def _count_document(count: feedback.FeedbackCount) -> FeedbackCount:
 
 
 def _position(count: feedback.FeedbackCount) -> str:
-    """No id or name has a line break."""
+    """The position of a count in the list. The line break is unambiguous, since no id or name contains one."""
     return f"{count.entry_id}\n{count.gpu}"

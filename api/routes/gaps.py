@@ -35,7 +35,7 @@ def list_gaps(
     limit: Annotated[int, Query(ge=1, le=500, description="At most this many gaps.")] = 100,
     cursor: Cursor = None,
 ) -> GapPage:
-    """For authors: what to write next. A question is a gap when its search says `answered: false`."""
+    """Gaps show authors what to write next. A question is a gap if its search says `answered: false`."""
     after = paging.position(LISTING, cursor)
     rows, following = paging.page(LISTING, gaps.page(database, limit + 1, after), limit, lambda gap: gap.digest)
     return GapPage(gaps=tuple(map(GapDocument.model_validate, rows)), next=following)
@@ -54,7 +54,7 @@ def forget_gap(
     caller: Admin,
     digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest of a gap.", examples=[DIGEST])],
 ) -> Response:
-    """After its entry is written, or when kb is not meant to answer it. It counts from one when it is asked again."""
+    """Remove a gap whose entry is written or that kb is not meant to answer. If asked again, it counts from one."""
     try:
         gaps.forget(database, digest, actor=caller.id, request_id=request.state.id)
     except UsageError as error:

@@ -17,7 +17,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz", operation_id="health", summary="Is the process alive", response_model=Health)
 async def health() -> Health:
-    """Always 200; checks nothing else."""
+    """Always 200, without any other check."""
     return Health(status="ok")
 
 
@@ -29,7 +29,7 @@ async def health() -> Health:
     responses=documented(503),
 )
 async def readiness(content: ServedContent, request: Request) -> Readiness:
-    """503 until the search index is open, if it could not be opened, and, where a key is required, while keys cannot be
+    """503 until the search index is open, if it could not be opened, and, if a key is required, while keys cannot be
     checked."""
     state = application(request)
     if state.settings.anonymous is Anonymous.NOBODY and not state.snapshot.knows_keys:

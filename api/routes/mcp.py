@@ -1,6 +1,6 @@
 """POST /mcp: the Model Context Protocol over HTTP, with the scope `read`.
 
-The SDK takes half a second to import: the first request starts the server.
+The server starts with the first request, because importing the SDK takes half a second.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ router = APIRouter(include_in_schema=False)
 
 
 class McpService:
-    """The server behind /mcp, in a task of its own from the first request until the application ends."""
+    """The server behind /mcp, which runs in a task from the first request until the application ends."""
 
     def __init__(self, app: FastAPI) -> None:
-        self._request = Request({"type": "http", "app": app})  # for functions that take one
+        self._request = Request({"type": "http", "app": app})  # for functions that need a request
         self._task: asyncio.Task[None] | None = None
         self._handler: asyncio.Future[ASGIApp] | None = None
 
@@ -40,7 +40,7 @@ class McpService:
             await asyncio.wait([self._task])
 
     async def handler(self) -> ASGIApp:
-        """The running server. Raises the error that kept it from starting."""
+        """The handler of the running server. Raises the error that kept the server from starting."""
         if self._handler is None:
             self._handler = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._run(self._handler))
@@ -71,7 +71,7 @@ class McpService:
 
 
 class _Delegated(Response):
-    """The response of another ASGI application to a request whose body has arrived."""
+    """The response of another ASGI application, for a request whose body has arrived."""
 
     def __init__(self, handle: ASGIApp, body: bytes) -> None:
         super().__init__()
@@ -87,6 +87,6 @@ class _Delegated(Response):
 
 @router.post("/mcp")
 async def mcp(request: Request) -> Response:
-    """One message. There are no sessions, so only POST is supported."""
+    """Handle one message. There are no sessions, so only POST is supported."""
     body = await request.body()
     return _Delegated(await application(request).mcp.handler(), body)

@@ -19,5 +19,5 @@ router = APIRouter(tags=["health"])
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}, "example": "kb_database_up 1.0\n"}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Since the process started; with several workers, of all of them."""
+    """Metrics since the process started; with several workers, those of all workers."""
     return Response(application(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)

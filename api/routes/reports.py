@@ -88,12 +88,12 @@ Number = Annotated[int, Path(ge=1, le=LARGEST_NUMBER, description="The number of
     },
 )
 async def post_report(request: Request, database: StoreDatabase, caller: Reporter, key: IdempotencyKey) -> JSONResponse:
-    """Stored once, however often it is sent. The report is data: validated, redacted again, never run.
+    """The report is stored once, however often it is sent. It is data: validated, redacted again, never run.
 
-    Without a response, or after 503, send it again with the same key, as `kb verify --report` does.
+    If there is no response, or after 503, send it again with the same key, as `kb verify --report` does.
     """
     report = await parse_report(request)
-    text = report.model_dump_json(exclude_unset=True)  # without defaults, which a later version may add
+    text = report.model_dump_json(exclude_unset=True)  # without defaults, as a later version may add more
     digest = hashlib.sha256(text.encode()).hexdigest()
     clean = to_shared_report(report.model_dump(mode="json")).model_dump(mode="json")
     admitted = await run_in_threadpool(reports.add_shared, database, clean, caller.id, key, digest, request.state.id)
@@ -119,7 +119,7 @@ def list_reports(
     limit: Limit = 20,
     cursor: Cursor = None,
 ) -> ReportPage:
-    """Newest first, those that pass all filters."""
+    """Reports that pass all filters, newest first."""
     before = paging.number(LISTING, cursor)
     rows = reports.page(
         database, entry=entry, gpu=gpu, torch=torch, verdict=verdict or "", limit=limit + 1, before=before
@@ -158,9 +158,9 @@ def list_reports_of_entry(
     ],
     limit: Limit = 20,
 ) -> ReportList:
-    """Newest first: reports that nodes sent, and those of the machine of this service.
+    """Reports that nodes sent, and those of this service's machine, newest first.
 
-    Reports of an entry that was removed stay; an entry that was never verified has none.
+    Reports of a removed entry are kept; an entry that was never verified has none.
     """
     shared = tuple(_shared_documents(reports.page(database, entry=entry_id, limit=limit), content))
     keys = {(report.started_at, report.probe_digest) for report in shared}  # this machine may have sent its own
@@ -173,7 +173,7 @@ def list_reports_of_entry(
 
 
 def _shared_documents(rows: Iterable[StoredReport], content: Content) -> Iterable[ReportDocument]:
-    """A report that another version of kb stored in another form is logged and left out."""
+    """The documents of stored reports. Reports in a form of another version of kb are logged and omitted."""
     digests = content.digests
     for row in rows:
         try:
@@ -185,7 +185,7 @@ def _shared_documents(rows: Iterable[StoredReport], content: Content) -> Iterabl
 
 
 def _own_documents(documents: Iterable[dict[str, object]], content: Content) -> Iterable[ReportDocument]:
-    """Reports of this machine, reduced to what may be shared."""
+    """The reports of this machine, reduced to what may be shared."""
     digests = content.digests
     for document in documents:
         try:

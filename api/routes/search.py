@@ -22,11 +22,11 @@ from ..state.gap_queue import count
 from ..state.response_cache import CachedResponse
 
 JSON = "application/json"
-MOST_QUERIES, LONGEST_QUERY = 1024, 2048  # query strings, bytes of each
+MOST_QUERIES, LONGEST_QUERY = 1024, 2048  # cached query strings, and bytes of each
 
 
 class CachedQueryRoute(APIRoute):
-    """Parses a query string once: for a repeated question, parsing would be two thirds of the work."""
+    """A route that caches parsed query strings: for a repeated question, parsing would be two thirds of the work."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         parse_and_handle, questions = super().get_route_handler(), dict[bytes, SearchQuestion]()
@@ -59,9 +59,9 @@ cached = APIRouter(prefix="/v1", route_class=CachedQueryRoute)
 async def search(request: Request, content: ServedContent, question: Annotated[SearchQuestion, Query()]) -> Response:
     """Paste an error or describe it. Every hit says which words matched; no hit is an empty list, not an error.
 
-    A filter removes hits and changes no score; one that no entry can pass is an error that names the nearest. With
-    `gpu` or `torch` those of the good hits come first whose fix was verified on such hardware, and say so. A question
-    that is not `answered` is counted among the gaps, without names and secrets.
+    A filter removes hits and does not change scores; a filter that no entry can pass is an error, which names the
+    nearest value. With `gpu` or `torch`, good hits whose fix was verified on such hardware come first, and say so. A
+    question that is not `answered` is counted among the gaps, without names and secrets.
     """
     request.state.question = question
     return await _respond(request, content, question)
@@ -75,7 +75,7 @@ async def search(request: Request, content: ServedContent, question: Annotated[S
     responses=documented(422, 503),
 )
 async def search_text(request: Request, content: ServedContent, question: SearchText) -> Response:
-    """As `search`, with the question in the body, for a text that is too long for an address."""
+    """Like `search`, with the question in the body, for a text that is too long for a URL."""
     return Response(await _body(request, content, question), media_type=JSON)
 
 

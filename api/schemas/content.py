@@ -91,7 +91,7 @@ HIT: dict[str, Any] = {
 }
 
 
-# Without optional members. A lambda: the annotation of a function would become the schema of the hit.
+# Without optional members. A lambda, because the annotation of a function would become the schema of the hit.
 AskedHit = Annotated[Hit, WrapSerializer(lambda hit, dump: asked(dump(hit)))]
 
 
@@ -124,14 +124,14 @@ ANSWER: dict[str, Any] = {
 
 
 class OutOfScope(BaseModel):
-    """A subject that kb is not about, and where to look."""
+    """A subject that kb does not cover, and where to look."""
 
     subject: str
     see: str
 
 
 class OutcomeDocument(BaseModel):
-    """What may be seen, and the entries that it points to; none where kb has no entry about it."""
+    """What may be seen, and the entries that it points to; none if kb has no entry about it."""
 
     seen: str
     points_to: tuple[str, ...]
@@ -149,15 +149,15 @@ class ObservationDocument(BaseModel):
 class SearchResult(BaseModel):
     """Hits, best first. `did_you_mean` is the query with its unknown words respelled.
 
-    A hit has `why` only on request, `verified_on` only when its fix was verified on hardware like that in the question,
-    and never `applicability`: the versions here are not the reader's.
+    A hit has `why` only on request, `verified_on` only if its fix was verified on hardware like that in the question,
+    and never `applicability`, since the versions here are not the reader's.
 
     `kind` is `answer` when the first hit is about the question; `related` when no entry is, and the hits are near
-    (`difference` says how each differs); `unknown` when nothing is near. `probability` is that of the first hit being
-    an answer, `answered` is short for `kind` being `answer`. If it is not: say that kb does not know it, cite no hit,
-    and ask the person what `ask` has (lines and observations that tell the hits apart) or what `triage` has
-    (observations that narrow it, each with its command and what an outcome points to). `out_of_scope` names what the
-    question is about where kb is not about it.
+    (`difference` says how each differs); `unknown` when nothing is near. `probability` is the probability that the
+    first hit is an answer, `answered` whether `kind` is `answer`. If it is not: say that kb does not know it, cite no
+    hit, and ask the person what `ask` has (lines and observations that tell the hits apart) or what `triage` has
+    (observations that narrow it, each with its command and what an outcome points to). `out_of_scope` names the subject
+    of a question that kb does not cover.
     """
 
     model_config = ConfigDict(
@@ -201,7 +201,7 @@ class EntryList(BaseModel):
 
 
 class LibraryRecord(BaseModel):
-    """How one experiment in real libraries ended, with the releases of torch and of what it needs."""
+    """The result of one experiment in real libraries, with the releases of torch and of the libraries."""
 
     experiment: str
     verdict: str

@@ -1,4 +1,4 @@
-"""A context: claims with their sources and grades, described for OpenAPI."""
+"""A context, which is claims with their sources and grades, described for OpenAPI."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ClaimDocument(BaseModel):
 
 
 class ContextDocument(BaseModel):
-    """`context` is the block for the model, `claims` the same piece by piece.
+    """`context` is the block for the model, `claims` is the same piece by piece.
 
-    `truncated`: not all claims fitted in. `kind` is `answer`, or else no entry is about the question: there are no
-    claims then, unless those of `related` entries were asked for, and `ask` has what to ask the person: lines and
-    observations that tell the nearest entries apart.
+    `truncated`: not all claims fitted in. Unless `kind` is `answer`, no entry is about the question: then there are no
+    claims, except those of `related` entries on request, and `ask` has what to ask the person: lines and observations
+    that tell the nearest entries apart.
     """
 
     model_config = ConfigDict(

@@ -1,4 +1,4 @@
-"""The document of a diagnosis, described for OpenAPI: what `kb diagnose --json` prints, shorter, and with fixes."""
+"""The document of a diagnosis, described for OpenAPI: that of `kb diagnose --json`, but shorter and with fixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kb.diagnose.story.summary import AttemptSummary
 from .content import HIT, ID, SUMMARY, ObservationDocument, QuestionDocument
 from .times import UtcTime
 
-LIMIT, LINES = 3, 3  # findings, and lines of each list, unless a client asks for more
+LIMIT, LINES = 3, 3  # findings and lines per list, unless a client asks for more
 CITATION = {
     "source": "body",
     "line": 812,
@@ -103,7 +103,7 @@ EXAMPLE: dict[str, Any] = {
 class Citation(BaseModel):
     """A line of the evidence. `line` counts from 1 and is null for what kb derived.
 
-    `time` is null where the line has no date; a date without a zone counts as UTC.
+    `time` is null if the line has no date; a date without a zone counts as UTC.
     """
 
     source: str
@@ -121,7 +121,7 @@ class FixDocument(BaseModel):
 
     @classmethod
     def of(cls, entry: Entry, number: int) -> Self | None:
-        """The item of `Fix` with this number; else the first text."""
+        """The item of the section Fix with this number, or else its first text."""
         fixes = list(claims(entry, ["Fix"]))
         claim = next((claim for claim in fixes if claim.text.startswith(f"{number}. ")), fixes[0] if fixes else None)
         return cls(text=claim.text, citation=claim.citation) if claim else None
@@ -132,18 +132,18 @@ class FindingDocument(Finding):
     """An entry that explains the log or a part of it.
 
     `role`: root, cascade, last (the log stops where this incident stops) or similar (only the wording is alike).
-    `confidence`: the measured share of findings like this one that were right. `fix`: the item `fix_number` of `Fix`,
-    with which to begin, null if the entry has none. `url`: the page of the entry.
+    `confidence`: the measured share of findings like this one that were right. `fix`: the fix to try first, which is
+    the item `fix_number` of `Fix`; null if the entry has none. `url`: the page of the entry.
     """
 
     role: Literal["root", "cascade", "last", "similar"]
-    evidence: tuple[Citation, ...]  # type: ignore[assignment]  # `Finding.to_json` makes them of lines
+    evidence: tuple[Citation, ...]  # type: ignore[assignment]  # `Finding.to_json` makes them from lines
     fix: FixDocument | None
     url: str
 
 
 class Ranks(BaseModel):
-    """The rank that failed first, those that missed a collective in which others waited, and all named ranks."""
+    """The rank that failed first, the ranks that missed a collective in which others waited, and all named ranks."""
 
     failed_first: int | None
     first_failure: Citation | None
@@ -176,14 +176,14 @@ class Read(BaseModel):
 
 
 class Position(BaseModel):
-    """A line of an input; `line` is null for what stands on no line."""
+    """A line of an input; `line` is null for what is not on a line."""
 
     source: str
     line: int | None
 
 
 class FactDocument(BaseModel):
-    """What follows from comparing ranks, in a sentence. `ranks` are those that it accuses, if any."""
+    """A sentence that follows from comparing ranks. `ranks` are the ranks that it accuses, if any."""
 
     kind: str
     text: str
@@ -199,7 +199,7 @@ class StoryDocument(BaseModel):
 
 
 class BriefDocument(BaseModel):
-    """The answer at a glance: `entry` is null where the cause is unknown, `fix` the one to begin with."""
+    """The answer at a glance. `entry` is null if the cause is unknown; `fix` is the fix to try first."""
 
     entry: str | None
     title: str
@@ -244,7 +244,7 @@ class DiagnosisDocument(BaseModel):
 
     @classmethod
     def of(cls, diagnosis: Diagnosis, catalog: Catalog, triage: Triage, entries: str, limit: int, lines: int) -> Self:
-        """`entries` is the address below which the pages of entries are."""
+        """The document of a diagnosis. `entries` is the base URL of the pages of entries."""
         short = shorten(diagnosis, limit, lines)
         document = short.to_json()
         for finding in document["findings"]:
@@ -261,7 +261,7 @@ class DiagnosisDocument(BaseModel):
 
 
 def shorten(diagnosis: Diagnosis, limit: int, lines: int) -> Diagnosis:
-    """With at most `limit` findings, and at most this many lines in each list."""
+    """A diagnosis with at most `limit` findings, and at most `lines` lines in each list."""
     findings = tuple(replace(finding, evidence=finding.evidence[:lines]) for finding in diagnosis.findings[:limit])
     return replace(
         diagnosis,
@@ -272,7 +272,7 @@ def shorten(diagnosis: Diagnosis, limit: int, lines: int) -> Diagnosis:
 
 
 def open_questions(diagnosis: Diagnosis, catalog: Catalog) -> tuple[Question, ...]:
-    """What a person could answer that the log does not: the cause that a root signature names needs no question."""
+    """Questions for a person if the diagnosis is not certain. A cause that a root signature names needs no question."""
     findings = diagnosis.findings
     if not findings or (findings[0].confidence >= CERTAIN and not diagnosis.unexplained):
         return ()

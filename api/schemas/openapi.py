@@ -1,4 +1,4 @@
-"""/openapi.json: what FastAPI derives from the routes, and what the middleware adds to every operation."""
+"""/openapi.json: what FastAPI derives from the routes, extended by what the middleware adds to every operation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HEADERS = {"401": {"WWW-Authenticate": CHALLENGE}, "429": {"Retry-After": SECOND
 
 
 def install(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Describe the application with these routers, once, on the first request for it."""
+    """Describe the application with these routers, once, when the description is first requested."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -80,14 +80,14 @@ def describe(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(path, method, operation) of each."""
+    """(path, method, operation) for each operation of a description."""
     for path, item in document["paths"].items():
         for method, operation in item.items():
             yield path, method, operation
 
 
 def _scope(dependant: Dependant) -> str:
-    """The scope that an operation needs beyond reading; "" for none."""
+    """The scope that an operation needs beyond reading; "" if reading is enough."""
     for dependency in dependant.dependencies:
         if scope := SCOPES.get(dependency.call, "") or _scope(dependency):
             return scope
@@ -95,7 +95,7 @@ def _scope(dependant: Dependant) -> str:
 
 
 def _add_middleware(operation: dict[str, Any], method: str, scope: str) -> None:
-    """What the middleware may answer in place of the operation."""
+    """Add the answers that the middleware may give instead of the operation."""
     statuses = [401, 429, 503]
     if scope or method != "get":
         statuses.append(403)
@@ -106,7 +106,7 @@ def _add_middleware(operation: dict[str, Any], method: str, scope: str) -> None:
 
 
 def _security(scope: str) -> list[dict[str, list[str]]]:
-    """An empty requirement: no key is needed where the service lets everybody read."""
+    """The security requirements of a scope. An empty one means that no key is needed if everybody may read."""
     return [{KEY: [scope]}] if scope else [{KEY: []}, {}]
 
 
@@ -119,7 +119,7 @@ def _add_headers(operation: dict[str, Any], common: dict[str, Any]) -> None:
 
 
 def _models() -> dict[str, Any]:
-    """Models that no signature of an operation names."""
+    """Models that no signature of an operation mentions."""
     models: dict[str, Any] = {}
     for model in (Problem, SharedReport):
         schema = model.model_json_schema(ref_template=REF)

@@ -86,7 +86,10 @@ class ReportDocument(SharedReport):
         number: int | None = None,
         received_at: datetime.datetime | None = None,
     ) -> Self:
-        """`digests` and `probe_digests` are those of the entries served, by id; `received_at` is naive UTC."""
+        """The document of a report.
+
+        `digests` and `probe_digests` are those of the served entries, by id; `received_at` is naive UTC.
+        """
         return cls(
             **{name: getattr(report, name) for name in SharedReport.model_fields},
             number=number,
@@ -113,7 +116,7 @@ class ReportList(BaseModel):
 
 
 class Receipt(BaseModel):
-    """A report is stored under this number. `id` is that of its entry."""
+    """The number under which a report is stored. `id` is the id of its entry."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [RECEIPT]})
     number: int

@@ -1,4 +1,4 @@
-"""Times in documents: the store has naive UTC, documents name the zone."""
+"""Times in documents, which name the zone; the store has naive UTC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that all requests of one application share, and the typed way to it."""
+"""The state that all requests of one application share, and typed access to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kb.store.database import Database
 
 from ..settings import Settings
 
-if TYPE_CHECKING:  # each of them needs the functions below
+if TYPE_CHECKING:  # these modules import the functions below
     from ..requests.access import AccessControl
     from ..routes.mcp import McpService
     from .content import Content, Listing
@@ -30,8 +30,8 @@ ErrorPage = Callable[[Request, int, str, str, str], Response]  # request, status
 class ApplicationState:
     """`app.state` of one application. `Rollout` replaces `loading` and `listing`; nothing else changes.
 
-    `loading` is the future of the served content: the first content until it is read, then the newest that could be
-    read. `listing` holds its entries, which the front page shows before the index is built.
+    `loading` is the future of the served content: the first content, or later the newest that could be read. `listing`
+    contains its entries, which the front page shows before the index is built.
     """
 
     settings: Settings
@@ -48,7 +48,7 @@ class ApplicationState:
 
 
 def install(app: FastAPI, state: ApplicationState) -> None:
-    app.state = state  # type: ignore[assignment]  # Starlette's own takes any attribute, misspelled ones as well
+    app.state = state  # type: ignore[assignment]  # Starlette's own accepts any attribute, even a misspelled one
 
 
 def state_of(app: FastAPI) -> ApplicationState:

@@ -1,4 +1,4 @@
-"""Periodic work in a thread of its own."""
+"""Periodic work in a separate thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..log import log
 
 @contextmanager
 def repeated(work: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Call `work` at once and `every_s` seconds after each call, until the block ends; that waits for a running call.
+    """Call `work` at once and `every_s` seconds after each call, until the block ends, which waits for a running call.
 
-    A failure is logged, and the next call is made.
+    A failure is logged and does not prevent the next call.
     """
     stopping = Event()
 

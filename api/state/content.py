@@ -1,4 +1,4 @@
-"""What a process serves: the index and the entries, as they were when they were read."""
+"""The index and the entries that a process serves, as they were when they were read."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from .application import application
 from .fair_queue import FairQueue
 from .scanning import ScanPool
 
-MOST_UPLOADS = 8  # forms with logs in memory at the same time
+MOST_UPLOADS = 8  # simultaneous forms with logs in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The entries, available before the index is built. `summaries` are sorted by id."""
+    """The entries, which are available before the index is built. `summaries` are sorted by id."""
 
     catalog: Catalog
     summaries: tuple[dict[str, Any], ...]
@@ -60,11 +60,11 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Content:
-    """One state of the content roots, in memory. A change on disk is served after a restart or a reindex, never half.
+    """One state of the content roots, in memory. Changes on disk are served together, after a restart or a reindex.
 
-    `searching` has one thread, the only one that uses the index: the readers of Whoosh share a file cursor, and two
-    threads in one searcher get wrong answers or errors. Requests share it by `questions`. A diagnosis scans its streams
-    in a process of `scanning`, for seconds, before it uses the index, for milliseconds.
+    `searching` has a single thread, the only one that uses the index: the readers of Whoosh share a file cursor, so two
+    threads in one searcher get wrong answers or errors. Requests share the thread through `questions`. A diagnosis
+    scans its streams for seconds in a process of `scanning`, then uses the index for milliseconds.
     """
 
     index: Index
@@ -84,7 +84,7 @@ class Content:
 
     @classmethod
     def load(cls, roots: Sequence[Root], searching: ThreadPoolExecutor, listing: Listing | None = None) -> Self:
-        """Raises `KbError`. Entries that cannot be used are left out and logged."""
+        """Load the content of these roots. Entries that cannot be used are logged and left out. Raises `KbError`."""
         listing = listing or Listing.load(roots)
         catalog = listing.catalog
         index = open_index(tuple(roots), log.warning)
@@ -122,12 +122,12 @@ class Content:
         self.index.close()
 
     async def diagnose(self, streams: Sequence[Stream]) -> Diagnosis:
-        """Raises `UsageError` for logs that take too long, and the errors of the streams."""
+        """Diagnose logs. Raises `UsageError` for logs that take too long, and the errors of the streams."""
         scan = await self.scanning.scan(streams)
         return await self.questions.run(partial(diagnose, self.index, scan))
 
     async def answer(self, question: SearchQuestion, verdict_counts: Sequence[VerdictCount]) -> Answer:
-        """Raises `UsageError` for a filter that no entry can pass."""
+        """Answer a question. Raises `UsageError` for a filter that no entry can pass."""
         preferred = preference(verdict_counts, self.digests, question.here)
         return await self.search(question.q, question.limit, question.only, preferred, explain=question.why)
 
@@ -145,16 +145,16 @@ class Content:
         )
 
     def on_record(self, entry: Entry) -> dict[str, Any]:
-        """What machines have shown: about its GPU arms, and with which releases of torch."""
+        """The records of an entry: what ran on GPUs, and its verdicts with releases of torch."""
         releases = releases_by_verdict(self.releases.get(entry.id, ()))
         return {"hardware": self.hardware[entry.id] or None, "releases": releases}
 
     def gap(self, answer: Answer) -> dict[str, Any]:
-        """The members of a document that only a question without an answer fills."""
+        """The members of a document that are filled only for a question without an answer."""
         return {**gap(answer, self.triage), "ask": [asdict(question) for question in self.open_questions(answer)]}
 
     def open_questions(self, answer: Answer) -> tuple[Question, ...]:
-        """What to ask a person whose question no hit answers."""
+        """The questions to ask a person whose query no hit answers."""
         if answer.answered:
             return ()
         return questions([self.catalog.entries[hit.id] for hit in answer.hits if hit.id in self.catalog.entries])
@@ -165,12 +165,12 @@ class Content:
 
 
 def served_listing(request: Request) -> Listing:
-    """Raises like `served_content`, but only until the entries are read."""
+    """The listing. Raises like `served_content`, but only until the entries are read."""
     return application(request).listing or served_content(request).listing
 
 
 def served_content(request: Request) -> Content:
-    """Raises `IndexUnavailable` while the content is read, and when it could not be read."""
+    """The content. Raises `IndexUnavailable` while it is being read, and if it could not be read."""
     loading = application(request).loading
     if not loading.done():
         raise IndexUnavailable("the search index is being opened", "try again in a moment")
@@ -179,7 +179,7 @@ def served_content(request: Request) -> Content:
     return loading.result()
 
 
-async def _content(request: Request) -> Content:  # async, or it would run in another thread
+async def _content(request: Request) -> Content:  # async, so that it does not run in another thread
     return served_content(request)
 
 

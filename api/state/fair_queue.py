@@ -1,6 +1,6 @@
 """Shares threads among callers: the caller who has used the least CPU time runs next, not the first to ask.
 
-A caller who asks for more than the threads can do waits for their own work; others wait for one piece of it.
+A caller who asks for more than the threads can do mostly delays themselves; others wait for at most one piece of work.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kb.errors import ServiceBusy
 
 from .requester import Requester, requester
 
-MOST_WAITING = 64  # pieces of work; a search takes up to some hundredths of a second
+MOST_WAITING = 64  # pieces of work; a search takes up to a few hundredths of a second
 
 Result = TypeVar("Result")
 
 
 class FairQueue:
-    """For the event loop alone. At most `at_once` pieces of work run; one caller runs one fewer, but at least one."""
+    """A queue for the event loop. Runs at most `at_once` pieces of work, and one fewer per caller, but at least one."""
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class FairQueue:
         most_waiting: int = MOST_WAITING,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`clock` is read before and after work, in its thread."""
+        """Create a queue. `clock` is read before and after each piece of work, in its thread."""
         self._threads = threads
         self._clock = clock
         self._at_once, self._most_waiting = at_once, most_waiting
         self._most_per_caller = max(1, at_once - 1)
         self._running: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._used_s: dict[str, float] = {}  # of callers that wait or run
+        self._used_s: dict[str, float] = {}  # by caller, while it waits or runs
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work` in a thread.
+        """Run `work` in a thread and return its result.
 
-        Raises `ServiceBusy` when too much waits, `ClientDisconnect` when the client leaves before its turn, and what
+        Raises `ServiceBusy` if too much work waits, `ClientDisconnect` if the client leaves before its turn, and what
         `work` raises.
         """
         client = requester.get()
@@ -104,7 +104,7 @@ class FairQueue:
         self._used_s.setdefault(name, 0.0)
 
     def _enqueue(self, name: str) -> asyncio.Future[None]:
-        """Beyond the limit, the caller with the most waiting work loses its newest.
+        """Add a caller to the queue. Beyond the limit, the caller with the most waiting work loses its newest piece.
 
         A new caller starts with the least time that any caller has used.
         """
@@ -137,7 +137,7 @@ class FairQueue:
             turn.set_result(None)
 
     def _drop(self, name: str, turn: asyncio.Future[None]) -> None:
-        """The caller has left: their place goes to the next, or their wait ends."""
+        """Remove a turn whose caller has left, and pass on its place if it already had one."""
         if turn.done():
             if not turn.exception():
                 self._release(name, 0.0)

@@ -1,4 +1,4 @@
-"""Gaps on their way to the database: no reader waits for it, nor fails with it."""
+"""Gaps on their way to the database, so that requests neither wait for the database nor fail with it."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from .application import application
 from .background import repeated
 from .response_cache import CachedResponse
 
-MOST_WAITING = 1000  # questions; while the database is unavailable, more are dropped
+MOST_WAITING = 1000  # questions; beyond that, they are dropped while the database is unavailable
 MOST_AT_ONCE = 200
 EVERY_S = 1.0
-LONGEST_READ, LONGEST_STORED = 2000, 300  # characters of a question; redacting takes milliseconds
-MOST_LINES = 3  # of a log
+LONGEST_READ, LONGEST_STORED = 2000, 300  # characters of a question; redacting them takes milliseconds
+MOST_LINES = 3  # per log
 
 Question = tuple[str, str, str]  # kind, text, the nearest entry or ""
 
 
 class GapQueue:
-    """Adds gaps to the database, redacted, in batches, from a thread of its own."""
+    """Adds redacted gaps to the database in batches, from a separate thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: Queue[Question] = Queue(MOST_WAITING)
-        self._batch: list[Question] = []  # redacted; stays while the database is unavailable
+        self._batch: list[Question] = []  # redacted; kept while the database is unavailable
         self.dropped = 0
 
     def add(self, kind: str, text: str, best: str = "") -> None:
-        """Never blocks: when the queue is full the gap is dropped and counted in `dropped`."""
+        """Add a gap without blocking. If the queue is full, the gap is dropped and counted in `dropped`."""
         try:
             self._waiting.put_nowait((kind, text[:LONGEST_READ], best))
         except Full:
             self.dropped += 1
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> None:
-        """A log that no entry explains is a gap: its first failure lines."""
+        """Add the first failure lines of a log as a gap, if no entry explains it."""
         if diagnosis.unexplained and diagnosis.failures:
             failures = islice(diagnosis.failures, MOST_LINES)
             lines = (re.sub(VOLATILE, " ", failure.line.text) for failure in failures)
@@ -59,7 +59,7 @@ class GapQueue:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Write what is added within the block, once a second and at the end."""
+        """Write the gaps that are added within the block, once a second and at the end."""
         try:
             with repeated(self.write, EVERY_S, "kb-gaps"):
                 yield
@@ -68,11 +68,11 @@ class GapQueue:
                 pass
 
     def write(self) -> bool:
-        """Write a batch, or keep it for the next time; whether one was written. Never raises."""
+        """Write a batch, or keep it for the next time. Returns whether one was written. Never raises."""
         try:
             self._collect()
             gaps.add(self._database, self._batch)
-        except StoreUnavailable:  # the snapshot logs that
+        except StoreUnavailable:  # logged by the snapshot
             return False
         except Exception:  # a batch that cannot be written must not stop the next
             log.exception("%d gaps could not be written", len(self._batch))
@@ -87,14 +87,14 @@ class GapQueue:
 
 
 def _clean(text: str) -> str:
-    """One line, redacted and cut."""
+    """The text as one line, redacted and cut."""
     return " ".join(INVISIBLE.sub(" ", redact(text)).split())[:LONGEST_STORED].rstrip()
 
 
 def count(request: Request, text: str, answer: Answer | CachedResponse) -> None:
-    """Count a search; one without a good answer is a gap, unless a page of another site asked it.
+    """Count a search. One without a good answer is added as a gap, unless a page of another site asked it.
 
-    `text` is "" where a filter may be the reason.
+    `text` is "" if a filter may be the reason.
     """
     state = application(request)
     state.metrics.count_search(answered=answer.answered)

@@ -10,11 +10,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from .snapshot import Snapshot
 
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-SHARED = "PROMETHEUS_MULTIPROC_DIR"  # where the workers of one service add up; set by `kb serve --workers`
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # where workers combine their metrics; set by `kb serve --workers`
 
 
 class Metrics:
-    """What one application counts, in a registry of its own: two applications in one process do not add up."""
+    """The metrics of one application, in a separate registry, so that applications in one process do not add up."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -30,7 +30,7 @@ class Metrics:
         self._labelled: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def count_request(self, route: str, method: str, status: int, seconds: float) -> None:
-        """`route` is a template such as /v1/entries/{id}: what clients send is not a label."""
+        """Count a request. `route` is a template such as /v1/entries/{id}: client input must not become a label."""
         requests, durations = self._labelled.get((route, method, status)) or self._label(route, method, status)
         requests.inc()
         durations.observe(seconds)
@@ -39,17 +39,17 @@ class Metrics:
         self._searches.labels("good" if answered else "none").inc()
 
     def set_content(self, generation: int, entries: int) -> None:
-        """New content is served."""
+        """Record that new content is served."""
         self._generation.set(generation)
         self._entries.set(entries)
 
     def set_database(self, snapshot: Snapshot) -> None:
-        """The database was read, or could not be."""
+        """Record whether the database could be read."""
         self._database_up.set(bool(snapshot.is_up))
         self._reports.set(snapshot.reports)
 
     def text(self) -> bytes:
-        """In the format of Prometheus; with several workers, of all of them."""
+        """The metrics in the format of Prometheus, of all workers if there are several."""
         if SHARED not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()
@@ -57,12 +57,12 @@ class Metrics:
         return generate_latest(registry)
 
     def _label(self, route: str, method: str, status: int) -> tuple[Counter, Histogram]:
-        """Looking up labels takes longer than counting."""
+        """The counters with these labels. Cached, because looking up labels takes longer than counting."""
         pair = self._requests.labels(route, method, status), self._seconds.labels(route)
         self._labelled[route, method, status] = pair
         return pair
 
 
 def _gauge(name: str, meaning: str, registry: CollectorRegistry) -> Gauge:
-    """With several workers, the value that any of them set last."""
+    """A gauge; with several workers, it has the value that any of them set last."""
     return Gauge(name, meaning, registry=registry, multiprocess_mode="mostrecent")

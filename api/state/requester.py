@@ -1,4 +1,4 @@
-"""Who waits for the work that this task has to do: known to the queue of that work without being passed along."""
+"""The requester of the current task's work, kept in a context variable so that queues know it without a parameter."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 
 async def never() -> None:
-    """Nobody leaves."""
+    """Wait forever: a requester that never leaves."""
     await asyncio.Event().wait()
 
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """The sender of a request, by name. `leave` ends when the client has left."""
+    """The sender of a request, by name. `leave` returns when the client has left."""
 
     name: str = ""
     leave: Callable[[], Awaitable[None]] = never

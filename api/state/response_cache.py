@@ -1,4 +1,4 @@
-"""The last responses to questions: a repeated question gets the same bytes at once."""
+"""A cache of recent responses, so that a repeated question gets the same bytes at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class CachedResponse:
-    """The body of a response. `answered`: a hit is good enough to rely on; `best` is the nearest entry, or ""."""
+    """The body of a response. `answered`: a hit is good enough to rely on. `best`: the nearest entry, or ""."""
 
     body: bytes
     answered: bool
@@ -22,12 +22,12 @@ class CachedResponse:
 
 
 class ResponseCache:
-    """Responses by question, of one state of the content. For the event loop alone."""
+    """Responses by question, for one state of the content. For use in the event loop."""
 
     def __init__(self) -> None:
         self._responses: OrderedDict[str, CachedResponse] = OrderedDict()
         self._bytes = 0
-        self._content: weakref.ref[Content] | None = None  # weak: replaced content is closed when nobody holds it
+        self._content: weakref.ref[Content] | None = None  # weak: replaced content is closed once unreferenced
 
     def get(self, content: Content, question: str) -> CachedResponse | None:
         if not self._is_of(content):
@@ -40,7 +40,7 @@ class ResponseCache:
         return response
 
     def put(self, content: Content, question: str, response: CachedResponse) -> None:
-        """Cache a response, unless its content was replaced meanwhile. The least recently used ones are dropped."""
+        """Cache a response unless its content was replaced meanwhile. Drops the least recently used responses."""
         if not self._is_of(content) or question in self._responses:
             return
         self._responses[question] = response
@@ -53,5 +53,5 @@ class ResponseCache:
 
 
 def _size(question: str, response: CachedResponse) -> int:
-    """Approximately: a character of the question may take four bytes."""
+    """The approximate size in bytes: a character of the question may take four."""
     return len(response.body) + len(question)

@@ -19,9 +19,9 @@ LONGEST_WAIT_S = 10.0  # for a database that may be unavailable
 
 
 class Rollout:
-    """Reads content in a thread, at the start and then for every new generation, and puts it into `state`.
+    """Reads content in a thread, at the start and for every new generation, and puts it into `state`.
 
-    Requests hold the content that they began with; replaced content is closed when nobody holds it.
+    A request keeps the content that it began with. Replaced content is closed once nothing refers to it.
     """
 
     def __init__(self, state: ApplicationState, roots: Sequence[Root]) -> None:
@@ -33,12 +33,12 @@ class Rollout:
         self._reading.add_done_callback(self._put_in_place)
 
     def follow(self) -> None:
-        """Begin to read when the database names another generation than the one that was read last."""
+        """Start to read if the database names a generation other than the one that was read last."""
         if self._reading.done() and self._state.snapshot.generation not in (None, self._generation):
             self._begin().add_done_callback(self._put_in_place)
 
     def close(self) -> None:
-        """Wait for what is being read, and close what is served. No question may be in flight."""
+        """Wait for content that is being read, and close the served content. No question may be in progress."""
         self._searching.shutdown(cancel_futures=True)
         served = _content_of(self._state.loading)
         if served:
@@ -51,7 +51,7 @@ class Rollout:
         return self._reading
 
     def _read(self, searching: ThreadPoolExecutor) -> Content:
-        """Takes the generation before it reads the files: a change between the two must not be missed."""
+        """Read content. The generation is noted before the files are read, so that no change in between is missed."""
         self._state.snapshot.tried.wait(LONGEST_WAIT_S)
         self._generation = self._state.snapshot.generation
         listing = Listing.load(self._roots)
@@ -79,7 +79,7 @@ def _content_of(reading: Future[Content]) -> Content | None:
 
 
 def _close(index: Any, searching: ThreadPoolExecutor, scanning: ScanPool) -> None:
-    """In the search thread, after the last question, which may still run although nobody waits for it."""
+    """Close content in the search thread, after the last question, which may still be running unattended."""
     searching.submit(index.close)
     searching.shutdown(wait=False)
     scanning.close()

@@ -1,4 +1,4 @@
-"""Scans of logs beside the event loop: few at a time, and each in a process that the kernel limits."""
+"""Scans of logs outside the event loop: few at a time, each in a process with limits set by the kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kb.errors import IndexUnavailable, ServiceBusy, UsageError
 from .fair_queue import FairQueue
 
 MOST_AT_ONCE = 4
-MOST_S = 30.0  # of processor time for one request: 2 MB can unpack to logs that take minutes
+MOST_S = 30.0  # CPU time for one request: 2 MB can unpack to logs that take minutes
 MOST_MEMORY = 256 << 20  # bytes for one request, beyond what its process starts with
 LIMITS = Limits(structured=32 << 20, values=2_000_000, records=200_000)
 ELSEWHERE = "`kb diagnose FILE` reads files of any size"
@@ -31,7 +31,7 @@ REFUSALS = {
 
 
 class ScanPool:
-    """Threads that wait for the processes of scans. A scan waits for a free thread before it reads its streams."""
+    """Threads that wait for scan processes. A scan waits for a free thread before it reads its streams."""
 
     def __init__(self, signatures: Iterable[dict[str, Any]]) -> None:
         self.threads = ThreadPoolExecutor(MOST_AT_ONCE, "kb-scan")
@@ -41,20 +41,20 @@ class ScanPool:
         self._is_closing = Event()
 
     def start(self) -> None:
-        """Start what the first scan would have to wait for."""
-        with suppress(OSError):  # the scans will say so
+        """Start the scan server in advance, so that the first scan does not wait for it."""
+        with suppress(OSError):  # the scans will report it
             self._server.start()
 
     async def scan(self, streams: Sequence[Stream]) -> Scan:
-        """Runs on when its client has left, but no longer than `MOST_S`.
+        """Scan streams. Continues for at most `MOST_S` after its client has left.
 
-        Raises `UsageError` when that or `MOST_MEMORY` is not enough, `IndexUnavailable` when the service ends,
-        `ServiceBusy` when the process is killed, the errors of the streams, and those of `FairQueue.run`.
+        Raises `UsageError` if `MOST_S` or `MOST_MEMORY` is not enough, `IndexUnavailable` if the service ends,
+        `ServiceBusy` if the process is killed, the errors of the streams, and those of `FairQueue.run`.
         """
         return await self._queue.run(partial(self._scan, streams))
 
     def close(self) -> None:
-        """End the scans soon, in the middle of a log."""
+        """Stop the scans, even in the middle of a log."""
         self._is_closing.set()
         self._server.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -77,7 +77,7 @@ class ScanPool:
 
 
 class _UsedSeconds(local):
-    """Processor seconds of the scans that a thread waited for."""
+    """CPU seconds of the scans that a thread waited for."""
 
     seconds = 0.0
 

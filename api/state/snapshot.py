@@ -1,4 +1,4 @@
-"""A copy of the state of the database: the service keeps answering while the database is unavailable."""
+"""A copy of the state of the database, so that the service keeps answering while the database is unavailable."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kb.store.reports import VerdictCount
 from ..log import log
 from .background import repeated
 
-REFRESH_S = 2.0  # a revoked key is refused and new content is read after this, in every replica
-USES_S = 30.0  # between two writes of the last uses of keys
-RETRY_S = 0.5  # between two reads for an unknown key
-LONGEST_WAIT_S = 3.0  # of a request with an unknown key for a database that does not answer
-KEYS_VALID_S = 15 * 60.0  # for which keys are accepted without a database that could have revoked them
+REFRESH_S = 2.0  # by then, every replica refuses a revoked key and reads new content
+USES_S = 30.0  # interval for writing the last uses of keys
+RETRY_S = 0.5  # interval of reads for unknown keys
+LONGEST_WAIT_S = 3.0  # how long a request with an unknown key waits for the database
+KEYS_VALID_S = 15 * 60.0  # how long keys are accepted while the database is unavailable: they may have been revoked
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseState:
-    """`read_at` is on the monotonic clock; None: the database was never read."""
+    """The state of the database. `read_at` is on the monotonic clock, or None if the database was never read."""
 
     read_at: float | None = None
     keys: Mapping[str, StoredKey] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class DatabaseState:
 
 
 class Snapshot:
-    """The last state that could be read. A thread of its own reads it every 2 s."""
+    """The last state that could be read. A separate thread reads it every 2 s."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._database = database
@@ -54,22 +54,22 @@ class Snapshot:
 
     @property
     def generation(self) -> int | None:
-        """Number of the content to serve; None until the database was read."""
+        """The generation of the content to serve; None until the database is read."""
         return self._state.generation
 
     @property
     def reports(self) -> int:
-        """Number of shared reports."""
+        """The number of shared reports."""
         return self._state.reports
 
     @property
     def verdict_counts(self) -> Sequence[VerdictCount]:
-        """What reports say about entries, by hardware; empty until the database was read."""
+        """What reports say about entries, by hardware; empty until the database is read."""
         return self._state.verdict_counts
 
     @property
     def knows_keys(self) -> bool:
-        """Whether keys can be checked: they were read, and recently enough."""
+        """Whether keys can be checked, which means that they were read recently enough."""
         read_at = self._state.read_at
         return read_at is not None and self._clock() - read_at <= KEYS_VALID_S
 
@@ -80,13 +80,13 @@ class Snapshot:
         return self._state.keys.get(key_id)
 
     def use(self, key_id: str) -> None:
-        """Record that a key is used now."""
+        """Record that a key was used now."""
         self._uses[key_id] = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
 
     async def refresh_soon(self) -> None:
-        """Read the database, for a key newer than the snapshot. Callers share a read, at most one in 0.5 s.
+        """Read the database, for a key newer than the snapshot. Callers share reads, at most one per 0.5 s.
 
-        Raises `StoreUnavailable` when the database takes too long.
+        Raises `StoreUnavailable` if the database takes too long.
         """
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.ensure_future(self._refresh_once())
@@ -96,7 +96,7 @@ class Snapshot:
 
     async def _refresh_once(self) -> None:
         await asyncio.sleep(self._read_at + RETRY_S - self._clock())
-        self._refreshing = None  # a later caller may have a key that this read is too early for
+        self._refreshing = None  # a later caller may have a key that is newer than this read
         await asyncio.to_thread(self.refresh)
 
     @contextmanager
@@ -135,7 +135,7 @@ class Snapshot:
 
     def _read(self) -> DatabaseState:
         stored = {item.key.id: item for item in keys.list_all(self._database)}
-        if self._state.keys and not stored:  # kb revokes keys and deletes none
+        if self._state.keys and not stored:  # kb revokes keys but never deletes them
             raise StoreUnavailable(f"the store {self._database.name} has lost its keys: it was deleted or emptied")
         count, verdict_counts = reports.count(self._database), self._state.verdict_counts
         if count != self._state.reports:
@@ -144,8 +144,8 @@ class Snapshot:
         return DatabaseState(self._read_at, stored, generation, count, verdict_counts)
 
     def _set_up(self, is_up: bool, message: str) -> None:
-        """Log a change, once."""
-        was_up, self.is_up = self.is_up, is_up  # before logging: a reader of the log may ask at once
+        """Set the state of the connection, and log a change once."""
+        was_up, self.is_up = self.is_up, is_up  # before logging: a reader of the log may query it at once
         if was_up is not is_up and not (is_up and was_up is None):
             (log.info if is_up else log.error)("%s", message)
 
