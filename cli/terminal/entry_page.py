@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from kb.content.actions import action
 from kb.content.entry import TRANSLATION, Entry
 from kb.content.languages import Language
 from kb.content.parser import text_blocks
@@ -97,14 +98,16 @@ def _page(entry: Entry, lang: Language, facts: list[str], texts: dict[str, str],
 
 
 def _without_look_alikes(text: str, ids: Collection[str], not_this: str) -> str:
-    """The text of How to tell without the parts about other entries, whose ids are listed at the end."""
+    """The text of How to tell without what merely tells of other entries, whose ids are listed at the end."""
     lines, kept, others = text.splitlines(), [], []
     blocks = list(text_blocks(text))
     for (start, end, info), (_, _, next_info) in zip(blocks, [*blocks[1:], (0, 0, None)], strict=True):
         block = "\n".join(lines[start:end])
         named = [word for word in CODE.findall(block) if word in ids]
-        others += named
-        if not (named or "look-alike" in (info or "") or "look-alike" in (next_info or "")):
+        is_log = "look-alike" in (info or "") or "look-alike" in (next_info or "")
+        if is_log or (named and not action(block.lstrip("- "))):
+            others += named
+        else:
             kept.append(block.rstrip())
     if others:
         kept.append("\n" + not_this.format(", ".join(f"`{other}`" for other in dict.fromkeys(others))))
