@@ -41,8 +41,8 @@ LONGEST_LINE = 160  # characters
 UNDECLARED = {
     "control": "find out what broke here: {}. If this is your incident, let the control arm expect it and add a"
     " signature that matches it to the entry",
-    "treatment": "the fix removed the declared failure, but then something else ended the job: {}. Fix that and verify again,"
-    " or correct the treatment",
+    "treatment": "the fix removed the declared failure, but then something else ended the job: {}. Fix that and verify"
+    " again, or correct the treatment",
 }
 EXIT_CODES = {
     Verdict.VERIFIED: 0,
