@@ -1,7 +1,7 @@
-"""Known vulnerabilities of the versions in constraints.txt, as pip-audit finds them.
+"""Known vulnerabilities of the versions in constraints.txt, found by pip-audit.
 
-Exit code 1 when one is known. Where no service of advisories can be reached nothing is audited: that is said, and is
-no failure, since it tells nothing of the packages.
+Exit code 1 if there are any. If no advisory service can be reached, a warning says that nothing was audited, and the
+exit code is 0, since that says nothing about the packages.
 """
 
 from __future__ import annotations

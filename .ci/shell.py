@@ -1,4 +1,4 @@
-"""Shell code in How to tell and Fix, checked by ShellCheck: what a reader pastes at night has no surprise in it."""
+"""Check the shell code in How to tell and Fix with ShellCheck, so that pasting it has no surprises."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kb.content.roots import builtin_root
 from kb.lint.body import Kind, blocks
 from kb.lint.fixes import ADVISING
 
-# SC2034, SC2154: a snippet sets for the next one, and uses what the job's script has set. SC2046, SC2086: what is
-# split is split on purpose. SC1083: `{...}` stands for what the reader fills in. SC2012, SC2016, SC2155 are style.
+# SC2034, SC2154: snippets share variables with each other and with the job's script. SC2046, SC2086: word splitting
+# is intended. SC1083: `{...}` is a placeholder for the reader to fill in. SC2012, SC2016, SC2155 are style.
 LEFT_OUT = "SC2034,SC2154,SC2046,SC2086,SC1083,SC2012,SC2016,SC2155"
 
 
@@ -23,7 +23,7 @@ def main() -> int:
 
 
 def remarks(path: Path) -> list[str]:
-    """One line for each remark of ShellCheck on the snippets of an entry, with file and line."""
+    """ShellCheck's remarks on the snippets of an entry, one line each, with file and line."""
     found = []
     for block in blocks(path.read_text(encoding="utf-8")):
         if block.kind is Kind.CODE and block.section in ADVISING and block.tag in ("bash", "sh"):

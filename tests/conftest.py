@@ -1,4 +1,4 @@
-"""Fixtures: a home of the test's own, `kb` in this process or in one of its own, a content root to fill."""
+"""Fixtures: a home for each test, `kb` in this process or in a separate one, and a content root to fill."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.support.console import ContentRoot, Kb, run_kb
 from tests.support.in_process import run_kb_here
 from tests.support.wheel import UvTool, build_wheel, install_wheel
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; children would inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A slow machine is no failure, and everybody tries the same examples.
+# A slow machine is not a failure, and every run tries the same examples.
 settings.register_profile("kb", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kb")
 
-# An entry is immutable and depends on nothing but these arguments: ours are parsed once for all tests of a process.
+# An entry is immutable and depends only on these arguments, so each is parsed once for all tests of a process.
 parser.parse_entry = cache(parser.parse_entry)
 
 REMOVED = (
@@ -52,12 +52,12 @@ FEW = ("checkpoint-save-allgather-timeout", "oom-masked-as-nccl-timeout", "addre
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Three more than there are cores: tests of deadlines and of clients that stall mostly wait."""
+    """The number of workers: three more than cores, since tests of deadlines and stalling clients mostly wait."""
     return min(len(os.sched_getaffinity(0)), 4) + 3
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that the first process to need it makes for all."""
+    """A folder that is made by the first process that needs it and shared by all."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -65,15 +65,15 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_made.exists():
-            make(folder)  # in its place: an environment of Python cannot be moved
+            make(folder)  # in its final place, because a Python environment cannot be moved
             is_made.touch()
     return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every worker begins with files of slow tests and ends with quick ones, of which others take some when they are done.
+    """Order the tests so that each worker begins with files of slow tests and ends with quick ones for others to steal.
 
-    `--dist worksteal` gives each worker an equal part of the list, in its order, and steals from the end of a part.
+    `--dist worksteal` gives each worker an equal part of the list, in its order, and idle workers steal from the end.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers == 1:
@@ -91,10 +91,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the index of the built-in entries, for reading.
+    """A cache with the index of the built-in entries, for reading.
 
-    It uses the segment that an installation brings along. A change of the code makes that useless until the next one,
-    and every index of these tests would take seconds.
+    It uses the segment that comes with an installation, and builds it again if the code has changed: otherwise every
+    index of these tests would take seconds.
     """
 
     def build(folder: Path) -> None:
@@ -107,7 +107,7 @@ def built_in_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def uv_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What uv downloads."""
+    """The download cache of uv."""
     return made_once(tmp_path_factory, "uv-cache", Path.mkdir)
 
 
@@ -121,13 +121,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, uv_cache: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory, uv_cache: Path, wheel: Path) -> Path:
-    """The `bin` folder of an environment that has the wheel and its base dependencies."""
+    """The `bin` folder of an environment with the wheel and its base dependencies."""
     return made_once(tmp_path_factory, "installed", partial(install_wheel, cache=uv_cache, wheel=wheel)) / "bin"
 
 
 @pytest.fixture
 def uv_tool(tmp_path: Path, uv_cache: Path) -> UvTool:
-    """Each test installs for itself."""
+    """`uv tool` with a separate installation for each test."""
     return UvTool(tmp_path, uv_cache)
 
 
@@ -135,9 +135,9 @@ def uv_tool(tmp_path: Path, uv_cache: Path) -> UvTool:
 def home(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, built_in_index: Path
 ) -> Iterator[Path]:
-    """A home of this test's own: cache and data of the person who runs the tests stay untouched.
+    """A home for this test, so that the user's own cache and data stay untouched.
 
-    Its index shares the files of the built-in one; a test that damages them uses `own_index`.
+    Its index shares the files of the built-in one. A test that damages them uses `own_index`.
     """
     path = Path(tempfile.mkdtemp(prefix="home-", dir=tmp_path_factory.getbasetemp()))
     shutil.copytree(built_in_index, path / "cache", copy_function=os.link)
@@ -156,14 +156,14 @@ def home(
 
 @pytest.fixture
 def own_index(home: Path, built_in_index: Path) -> None:
-    """Files of the index that belong to this test alone."""
+    """Give this test its own copy of the files of the index."""
     shutil.rmtree(home / "cache")
     shutil.copytree(built_in_index, home / "cache")
 
 
 @pytest.fixture
 def few_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in root holds three entries in this process: what makes an index or lints takes no seconds."""
+    """Reduce the built-in root to three entries in this process, so that indexing and linting are quick."""
     built_in = roots.builtin_root()
     root = roots.Root(built_in.name, tmp_path / "few" / "entries", tmp_path / "few" / "probes", built_in.verified)
     root.entries.mkdir(parents=True)
@@ -183,13 +183,13 @@ def kb(tmp_path: Path) -> Kb:
 
 @pytest.fixture
 def kb_process(tmp_path: Path) -> Kb:
-    """Run the installed `kb` in a process of its own: for what is about processes, streams and the interpreter."""
+    """Run the installed `kb` in a separate process, for tests about processes, streams and the interpreter."""
     return partial(run_kb, cwd=tmp_path)
 
 
 @pytest.fixture
 def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ContentRoot:
-    """An empty content root, known to every `kb` this test starts."""
+    """An empty content root, known to every `kb` that this test starts."""
     root = ContentRoot(tmp_path / "content")
     monkeypatch.setenv("KB_ROOTS", str(root.path))
     return root

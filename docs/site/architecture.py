@@ -1,10 +1,10 @@
-"""Draws docs/architecture.svg: the packages in the layers of pyproject.toml, and their actual imports.
+"""Draw docs/architecture.svg: the packages in the layers of pyproject.toml, and their actual imports.
 
-    python docs/site/architecture.py        writes the picture; a test compares it with the imports
+python docs/site/architecture.py        writes the picture; a test compares it with the imports
 
-An arrow that a chain of other arrows implies is left out, and so are those to `errors`, `installation`, `paths` and
-`printable`, which every package may import. Long arrows bend around boxes: each row that one crosses holds a place for
-it (Sugiyama's layered drawing).
+Arrows that a chain of other arrows implies are left out, as are arrows to `errors`, `installation`, `paths` and
+`printable`, which every package may import. Long arrows bend around boxes: each row that an arrow crosses has a
+place for it (Sugiyama's layered drawing).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ path { fill: none; stroke: #8c959f; stroke-width: 1.2; marker-end: url(#head) }
 }"""
 
 Edges = set[tuple[str, str]]
-Node = str | tuple[str, str, int]  # a package, or the place of an arrow in a row that it crosses
+Node = str | tuple[str, str, int]  # a package, or the place of an arrow in a row that the arrow crosses
 
 
 def layers() -> list[list[str]]:
@@ -59,7 +59,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def edges(files: Mapping[str, Iterable[Path]]) -> Edges:
-    """Importer and imported, without arrows within a package, to the foundation, or implied by others."""
+    """Pairs of importer and imported package, except within a package, to the foundation, or implied by others."""
     direct = {
         (package, imported)
         for package, paths in files.items()
@@ -111,7 +111,7 @@ def draw() -> str:
 
 
 def _chain(edge: tuple[str, str], rows: list[list[Node]]) -> list[Node]:
-    """The nodes that an arrow passes, with a place of its own in every row between."""
+    """The nodes along an arrow, including a new place in every row between its ends."""
     start, end = (next(number for number, row in enumerate(rows) if package in row) for package in edge)
     crossed: list[Node] = []
     for number in range(start + 1, end):
@@ -121,7 +121,7 @@ def _chain(edge: tuple[str, str], rows: list[list[Node]]) -> list[Node]:
 
 
 def _order(rows: list[list[Node]], links: list[tuple[Node, Node]]) -> None:
-    """Sort each row by the mean position of its neighbours, down and up again, so that few arrows cross."""
+    """Sort each row by the mean position of its neighbours, downwards and upwards, so that few arrows cross."""
     neighbours: dict[Node, list[Node]] = {}
     for upper, lower in links:
         neighbours.setdefault(upper, []).append(lower)
@@ -138,7 +138,7 @@ def _order(rows: list[list[Node]], links: list[tuple[Node, Node]]) -> None:
 
 
 def _places(rows: list[list[Node]]) -> dict[Node, tuple[float, float]]:
-    """The middle of the upper edge of every node, in pixels."""
+    """The middle of the upper edge of each node, in pixels."""
     places: dict[Node, tuple[float, float]] = {}
     for number, row in enumerate(rows):
         free = WIDTH - sum(_width(node) for node in row)
@@ -155,7 +155,7 @@ def _width(node: Node) -> int:
 
 
 def _curve(points: list[tuple[float, float]]) -> str:
-    """From the lower edge of the first box to the upper edge of the last, upright where it passes a row."""
+    """A curve from the lower edge of the first box to the upper edge of the last, vertical where it crosses a row."""
     x, y = points[0][0], points[0][1] + HEIGHT
     path = f"M{x:g} {y:g}"
     for number, (next_x, next_y) in enumerate(points[1:], 2):

@@ -1,7 +1,7 @@
 """MkDocs hooks: a page per entry, a home page, an index by area and the graph of causes, generated at every build.
 
-kb's own parser renders the entries, which are CommonMark. MkDocs gets the headings as Markdown, for its table of
-contents and its search, and the text under them as HTML.
+kb's parser renders the entries, which are CommonMark. MkDocs gets the headings as Markdown, for its table of contents
+and its search, and the text below them as HTML.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STYLE = """\
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the generated pages. Raises `ContentError` for an entry that cannot be read."""
+    """Add the generated pages. Raises `ContentError` for an entry that cannot be read."""
     roots = (builtin_root(),)
     catalog = load_catalog(roots)
     if catalog.problems:
@@ -85,7 +85,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Says where the site is, and how to read it: from files, links open folders and there is no search."""
+    """Print where the site is and how to serve it: opened as files, links show folders and search does not work."""
     print(f"the site is in {config.site_dir}; to read and search it: python3 -m http.server -d {config.site_dir} 8001")
 
 
@@ -122,7 +122,7 @@ def verdicts(entry: Entry, catalog: Catalog, proofs: tuple[hardware.Proof, ...])
 
 
 def release_lines(releases: Sequence[ReleaseVerdict], libraries: Sequence[LibraryVerdict]) -> Iterator[str]:
-    """The verdicts with releases of torch, of the entry, then of each experiment, and with releases of libraries."""
+    """Lines for the entry's and each experiment's verdicts by release of torch, then by releases of libraries."""
     if releases:
         yield f"{release_summary(releases)}\n"
         lines = [*experiment_summaries(releases), *library_summaries(libraries)]
@@ -158,7 +158,7 @@ def _area_section(area: Area, entries: list[Entry], catalog: Catalog, proofs: Pr
 
 
 def graph_page(catalog: Catalog, links: Graph) -> str:
-    """The whole graph, and below it every area with its direct neighbours, as a picture and as a list."""
+    """The whole graph, followed by every area with its direct neighbours, as a picture and as a list."""
     legend = "An arrow leads from a cause to its consequence. A timeout is nearly always a consequence."
     implied = "Arrows that others imply are not drawn here; the areas below have all of them."
     parts = [f"{WIDE}# Graph of causes\n\n{legend} {implied}\n", html(_map(catalog, without_implied(links.causes)))]
@@ -187,7 +187,7 @@ def _effects(links: Graph, ids: Iterable[str]) -> Iterator[str]:
 
 
 def home_page(catalog: Catalog, proofs: Proofs) -> str:
-    """What this is, how to begin, every area with its number of entries, and how to read an entry."""
+    """The home page: what kb is, how to begin, the areas with their number of entries, and how to read an entry."""
     entries = catalog.current()
     count = sum(bool(proofs.get(entry.id)) for entry in entries)
     on_gpus = f"{count} of them have run on GPUs: see [what was verified there](verified/README.md).\n" if count else ""

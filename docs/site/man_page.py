@@ -1,4 +1,4 @@
-"""Writes `docs/kb.1`, the manual page, from the help of the commands: `python docs/site/man_page.py`."""
+"""Write `docs/kb.1`, the manual page, from the help of the commands: `python docs/site/man_page.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 PAGE = Path(__file__).resolve().parents[1] / "kb.1"
-ROW = re.compile(r"^\| (\d+) \| (.+) \|$", re.MULTILINE)  # of the table of exit codes
+ROW = re.compile(r"^\| (\d+) \| (.+) \|$", re.MULTILINE)  # in the table of exit codes
 ENVIRONMENT = {
     "KB_ROOTS": "Content roots in addition to the built-in one, joined by colons.",
     "KB_PAGER, PAGER": "The pager of kb show and kb list, by default less; cat means none.",

@@ -1,4 +1,4 @@
-"""`make bench`: what the documentation claims about speed, measured as ratios within this one run."""
+"""`make bench`: check what the documentation claims about speed, as ratios within a single run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How well each engine tells an answer from a neighbour: by one limit on the score of its first hit.
+"""How well each engine tells an answer from a neighbour with a limit on the score of its first hit.
 
-The limit is the lowest that offers at most `BAR` of the uncovered threads of `split: dev`; the figures are those of
-`split: held`, to which nothing was fitted. kb is measured twice: with such a limit, and with the one that it ships.
+The limit is the lowest that offers an entry for at most `BAR` of the uncovered threads of `split: dev`. The figures
+are for `split: held`, to which nothing was fitted. kb is measured with such a limit and with the limit that it ships.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from kb.search.decision import LIKELY
 
 THREADS = Path(__file__).with_name("threads.jsonl")
-BAR = 0.15  # of the uncovered threads may be offered an entry
+BAR = 0.15  # share of the uncovered threads that may be offered an entry
 Offer = tuple[str, float]  # the first hit and its score
 
 
 @dataclass(frozen=True)
 class Thread:
-    """A question, the entries that answer it (none where kb has no such entry), and whether limits may be set by it."""
+    """A question, the entries that answer it (none if kb has no such entry), and whether it is held out of fitting."""
 
     question: str
     labels: frozenset[str]
@@ -29,7 +29,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of the threads. The first is of those that no entry covers, the others are of those that one does."""
+    """Shares of threads: the first among threads that no entry covers, the others among covered threads."""
 
     false: float
     right: float
@@ -42,7 +42,7 @@ def threads() -> list[Thread]:
 
 
 def table(offers: Mapping[str, Sequence[Offer]]) -> Iterator[str]:
-    """By engine, one offer for each of `threads()`."""
+    """The table of rates. `offers` has for each engine one offer per thread of `threads()`."""
     cases = threads()
     held = [case for case in cases if case.is_held]
     covered = sum(bool(case.labels) for case in held)
@@ -61,7 +61,7 @@ def table(offers: Mapping[str, Sequence[Offer]]) -> Iterator[str]:
 
 
 def lowest_limit(pairs: Sequence[tuple[Thread, Offer]], bar: float = BAR) -> float:
-    """Of the scores, the lowest that as a limit keeps false answers to the bar; above all of them where none does."""
+    """The lowest score that as a limit keeps false answers within the bar, or a limit above all scores."""
     scores = sorted({score for _, (_, score) in pairs})
     return next((score for score in scores if rates(pairs, score).false <= bar), scores[-1] + 1)
 

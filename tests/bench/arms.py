@@ -1,4 +1,4 @@
-"""What an arm costs beside its mechanism, and what verifying everything costs."""
+"""What an arm costs in addition to its mechanism, and what verifying everything costs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`make bench-capture`: seconds to capture a hanging job, how often the culprit is named, and what it costs a running job.
+"""`make bench-capture`: time to capture a hanging job, how often the culprit is named, and the cost to a running job.
 
-`--ranks 8 --times 10 --captures 100`; `--kinds sleeping,loader` for some kinds of hang.
+Options: `--ranks 8 --times 10 --captures 100`; `--kinds sleeping,loader` for some kinds of hang.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def hang_row(kind: str, ranks: int, times: int) -> str:
-    """One job, captured several times, which must end with the right result afterwards."""
+    """The row for one job, which is captured several times and must then end with the right result."""
     seconds, sizes, named = [], [], 0
     with tempfile.TemporaryDirectory() as folder, hanging_job(kind, Path(folder) / "job", ranks) as job:
         for _ in range(times):
@@ -55,14 +55,14 @@ def captured(job: HangingJob, folder: Path, *options: str) -> Any:
 
 
 def is_named(document: Any) -> bool:
-    """Whether the first sentence accuses the culprit, and it alone is absent."""
+    """Whether the first sentence accuses the culprit, and only the culprit is absent."""
     diagnosis = document["diagnosis"]
     first = next(iter(diagnosis["observations"]), {"rank": None})
     return first["rank"] == CULPRIT and list(diagnosis["ranks"]["absent"]) == [CULPRIT]
 
 
 def running_summary(ranks: int, captures: int) -> str:
-    """Step times of a job before, while and after it is captured again and again."""
+    """Step times of a job before, during and after repeated captures."""
     with tempfile.TemporaryDirectory() as folder, hanging_job("running", Path(folder) / "job", ranks) as job:
         time.sleep(10)
         began = time.time()

@@ -1,12 +1,12 @@
-"""`make confusion`: are the logs of every control arm, run here for real, diagnosed as its entry?
+"""`make confusion`: check that the logs of every control arm, run on this machine, are diagnosed as its entry.
 
-Runs the control arm of each entry that this machine can run, as `kb verify` does, and diagnoses the folder that it
-left. Prints the table of docs/benchmarks.md and draws docs/confusion.svg. Ends with 1 if an arm is diagnosed as an
-entry that no edge of the graph of causes links with its own.
+Runs each control arm that this machine can run, as `kb verify` does, and diagnoses the folder that it leaves. Prints
+the table of docs/benchmarks.md and draws docs/confusion.svg. Exits with 1 if an arm is diagnosed as an entry that the
+graph of causes does not link to the arm's own entry.
 
     confusion.py [ID]...     these entries only, and no picture
     --keep DIR               save the folders there
-    --logs DIR               diagnose folders that were saved earlier, run nothing
+    --logs DIR               diagnose folders that were saved earlier, without running anything
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Row:
     id: str
     diagnosis: Diagnosis
     links: frozenset[str]
-    is_by_probe: bool  # only by a sentence of the probe, which stands for software that is not installed
+    is_by_probe: bool  # found only by a sentence of the probe, in place of software that is not installed
 
     @property
     def verdict(self) -> str:
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def place(self) -> int | None:
-        """The place of the right entry among the findings, from 1."""
+        """The place of the right entry among the findings, counted from 1."""
         ids = [finding.id for finding in self.diagnosis.findings]
         return ids.index(self.id) + 1 if self.id in ids else None
 
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_control_arms(catalog: Catalog, entries: Sequence[Entry], folder: Path) -> list[tuple[str, str]]:
-    """Leaves a folder per arm, as `kb verify --keep-logs` does; returns entries without an arm that runs, and why."""
+    """Leave a folder per arm, as `kb verify --keep-logs` does. Returns entries whose arm did not run, with reasons."""
     with (
         tempfile.TemporaryDirectory() as copies,
         Launcher(Path(sys.executable), folder) as launcher,
@@ -126,7 +126,7 @@ def run_control_arms(catalog: Catalog, entries: Sequence[Entry], folder: Path) -
 
 
 def renamed(probe: Path | None, folder: Path) -> Path:
-    """A copy of the probe as `train.py`: its own name would give the answer away in a traceback."""
+    """A copy of the probe called `train.py`, because its own name in a traceback would give the answer away."""
     assert probe is not None
     copy = Path(tempfile.mkdtemp(dir=folder)) / "train.py"
     shutil.copy(probe, copy)
@@ -145,7 +145,7 @@ def diagnosed(entries: Iterable[Entry], folder: Path, index: Index, links: Graph
 
 
 def is_by_probe(entry_id: str, evidence: Scan, folder: Path) -> bool:
-    """Whether all lines that match the entry are in the sentence that its probe raised as a symptom."""
+    """Whether all lines that match the entry come from the sentence that its probe raised as a symptom."""
     results = [json.loads(path.read_text()) for path in folder.glob("rank*[0-9].json")]
     measured = [result["message"] for result in results if result["outcome"] == "symptom"]
     evident = [match.lines[0].text for match in evidence.matches if match.id == entry_id and match.role != "context"]

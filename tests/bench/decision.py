@@ -1,8 +1,8 @@
-"""`make decision`: fit the weights of `kb.search.decision`, and show what they are worth on questions they have not seen.
+"""`make decision`: fit the weights of `kb.search.decision`, and measure them on questions they were not fitted to.
 
 Positives are questions whose entry comes first. Negatives are threads that no entry covers, and every covered question
-once more with its entries taken away: what kb would say had nobody written them. `ARGS="--cases FILE"` adds threads in
-the form of `threads.jsonl`. The weights that it prints are written into the module by hand.
+again with its entries removed, as if nobody had written them. `ARGS="--cases FILE"` adds threads in the form of
+`threads.jsonl`. The printed weights are copied into the module by hand.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kb.search.synonyms import synonyms
 HERE = Path(__file__).parent
 FOLDS = 10
 RIDGE = 0.3
-WEIGHTS = {"thread": 1.0, "question": 0.3, "without": 0.1}  # real threads are few; what is made of questions flatters
+WEIGHTS = {"thread": 1.0, "question": 0.3, "without": 0.1}  # there are few real threads, and derived cases are too easy
 LIMITS = (0.3, 0.4, 0.5, decision.LIKELY, 0.6, 0.7)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A question and what kb says first. `source` is a key of `WEIGHTS`; `held` cases are never fitted to."""
+    """A question and kb's first hit. `source` is a key of `WEIGHTS`; `held` cases are never used to fit."""
 
     id: str
     source: str
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def observed(more: Sequence[Path]) -> Iterator[Case]:
-    """Every case once, and covered ones again without their entries."""
+    """All cases, and the covered ones again without their entries."""
     rows = [*_rows(HERE / "questions.jsonl", "question"), *_rows(HERE / "threads.jsonl", "thread")]
     rows += [row for path in more for row in _rows(path, "thread")]
     with tempfile.TemporaryDirectory(prefix="kb-decision-") as folder:
@@ -98,7 +98,7 @@ def _case(
 
 
 class Indexes:
-    """The index of the built-in entries without some of them, which are dead in its one segment."""
+    """Indexes of the built-in entries without some entries, which are marked as dead in the single segment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -151,7 +151,7 @@ def probabilities(weights: np.ndarray, cases: Sequence[Case]) -> list[float]:
 
 
 def cross_validated(cases: Sequence[Case]) -> dict[tuple[str, str], float]:
-    """The probability of each case by weights fitted to the other folds. A question is in one fold with its twin."""
+    """The probability of each case by weights fitted to the other folds. A question and its twin share a fold."""
     ids = sorted({case.id for case in cases})
     random.Random(0).shuffle(ids)
     fold = {name: number % FOLDS for number, name in enumerate(ids)}
@@ -176,7 +176,7 @@ def print_weights(weights: np.ndarray) -> None:
 
 
 def print_rates(title: str, cases: Sequence[Case], guessed: dict[tuple[str, str], float]) -> None:
-    """The curve of right answers kept against wrong answers offered, with the standard errors of both shares."""
+    """Print right answers kept against wrong answers offered, by limit, with the standard errors of both shares."""
     covered = [case for case in cases if case.covered]
     foreign = [case for case in cases if not case.covered]
     print(
@@ -198,7 +198,7 @@ def print_rates(title: str, cases: Sequence[Case], guessed: dict[tuple[str, str]
 
 
 def print_reliability(cases: Sequence[Case], guessed: dict[tuple[str, str], float]) -> None:
-    """How often an entry is right where the probability says so."""
+    """Print how often the first entry is right, by its predicted probability."""
     print("| probability | threads and questions | right |\n|---|---|---|")
     for low in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         some = [case for case in cases if case.source != "without" and low <= guessed[key(case)] < low + 0.1]

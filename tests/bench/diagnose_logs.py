@@ -1,7 +1,7 @@
 """`make bench-diagnose`: how often a diagnosis is right, how fast a log is read, and what hostile texts cost.
 
 Exit code 1 if a bar is missed. `--cases FILE` adds cases in the format of `questions.jsonl`; `--megabytes` sets the
-size of the log that measures speed; `--quick` reads a tenth of the log of 2 GB and of the signatures' own repeats.
+size of the log for measuring speed; `--quick` reads a tenth of the 2 GB log and of the repeats of signatures.
 """
 
 from __future__ import annotations

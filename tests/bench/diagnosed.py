@@ -25,8 +25,8 @@ from tests.bench import admission
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 HIGH = 0.8
 WRONG_AND_SURE = 0.05
-OFFERED = 0.05  # of the logs that no entry covers
-BARS = {QUESTIONS.stem: (0.88, 0.92)}  # shares right first and of three, as measured; a change for the worse fails
+OFFERED = 0.05  # share of the logs that no entry covers
+BARS = {QUESTIONS.stem: (0.88, 0.92)}  # measured shares that are right first and among three; a worse result fails
 GOALS = (0.90, 0.97)  # for other files of cases
 BUCKETS = (0.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.01)
 ALL = ", all but held"
@@ -35,7 +35,7 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Case:
-    """A log of a real question and the entries that people named as right."""
+    """A log from a real question, and the entries that people labelled as right."""
 
     file: str
     group: str
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """The place of the first right entry among the findings (0 for none), and the confidence of the first finding."""
+    """The place of the first right entry among the findings (0 if none), and the confidence of the first finding."""
 
     group: str
     place: int
@@ -73,7 +73,7 @@ def ask(index: Index, matcher: Matcher, log: str) -> Diagnosis:
 def accuracy(
     index: Index, matcher: Matcher, roots: Sequence[Root], files: Sequence[Path], failed: list[str]
 ) -> Iterator[str]:
-    """The tables of accuracy and calibration. The bars are for the cases that are not held out."""
+    """The tables of accuracy and calibration. The bars apply to cases that are not held out."""
     logs = [case for path in files for case in cases(path)]
     all_cases = [case for case in logs if case.right]
     answers = [_answer(index, matcher, case) for case in all_cases]
@@ -109,7 +109,7 @@ def accuracy(
 
 
 def _admission(index: Index, matcher: Matcher, logs: Sequence[Case], engines: Mapping[str, FullText]) -> Iterator[str]:
-    """What is offered for logs that no entry covers. FTS5 has the best of all limits on its score, fitted to these."""
+    """What is offered for logs that no entry covers. FTS5 gets the best limit on its score, fitted to these logs."""
     threads = [admission.Thread(case.log, case.right, is_held=False) for case in logs]
     offers = {"kb": [_offer(ask(index, matcher, case.log)) for case in logs]}
     offers |= {name: [engine.offer(case.log) for case in logs] for name, engine in engines.items()}
@@ -123,7 +123,7 @@ def _admission(index: Index, matcher: Matcher, logs: Sequence[Case], engines: Ma
 
 
 def _offer(diagnosis: Diagnosis) -> admission.Offer:
-    """The first finding and its confidence, 0 where it does not explain the log."""
+    """The first finding and its confidence, which is 0 if it does not explain the log."""
     if not diagnosis.findings:
         return "", 0.0
     first = diagnosis.findings[0]
@@ -131,7 +131,7 @@ def _offer(diagnosis: Diagnosis) -> admission.Offer:
 
 
 def _groups(all_cases: Sequence[Case]) -> dict[str, list[int]]:
-    """Numbers of cases by split and language, and of each file those that are not held out."""
+    """Indexes of cases by split and language, and, for each file, of the cases that are not held out."""
     groups: dict[str, list[int]] = {}
     for number, case in sorted(enumerate(all_cases), key=lambda pair: pair[1].group):
         groups.setdefault(case.group, []).append(number)
@@ -150,7 +150,7 @@ def healthy(index: Index, matcher: Matcher, logs: Sequence[HealthyLog], failed: 
 
 
 class FullText:
-    """SQLite's FTS5 with its own ranking: any word of a log may match, the best bm25 first."""
+    """SQLite's FTS5 with its default ranking: any word of a log may match, and the best bm25 comes first."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._database = sqlite3.connect(":memory:")
@@ -161,7 +161,7 @@ class FullText:
         return [entry for entry, _ in self._hits(text)]
 
     def offer(self, text: str) -> admission.Offer:
-        """The best and its score."""
+        """The best entry and its score."""
         return next(iter(self._hits(text)), ("", 0.0))
 
     def _hits(self, text: str) -> list[admission.Offer]:

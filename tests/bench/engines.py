@@ -1,7 +1,7 @@
 """The engines that `search_engines.py` compares: one class each, with `build`, `open` and `search`.
 
-FTS5 reads the entry files as they are. tantivy and bm25s are given the terms that kb makes of an entry and of a
-question, without its weights, synonyms and corrections: they compare ranking and speed, not analysis.
+FTS5 reads the entry files unchanged. tantivy and bm25s get the terms that kb makes of an entry and of a question,
+without its weights, synonyms and corrections, so that they compare ranking and speed, not analysis.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kb.search.tokenizer import terms
 
 TITLES = {"kb": "kb", "fts5": "SQLite FTS5", "tantivy": "tantivy", "bm25s": "bm25s"}
 LIMIT = 10
-Hit = tuple[str, float]  # the id of an entry and its score; of kb, the probability that the first hit is an answer
+Hit = tuple[str, float]  # id and score of an entry; for kb, the probability that the first hit is an answer
 
 
 class Engine(ABC):
-    """An index in a directory of its own below `place`, where the roots and terms of the entries lie as well."""
+    """An index in its own directory below `place`, which also contains the roots and terms of the entries."""
 
     name: str
 
@@ -48,7 +48,7 @@ def roots(place: Path) -> tuple[Root, ...]:
 
 
 def write_terms(place: Path) -> None:
-    """The terms of each entry, for the engines that have no analysis for two languages: id and terms on a line."""
+    """Write id and terms of each entry on a line, for engines without analysis for two languages."""
     from kb.content.catalog import load_catalog
     from kb.search.document import document
 
@@ -66,7 +66,7 @@ def read_terms(place: Path) -> list[tuple[str, str]]:
 
 
 def query_terms(text: str) -> list[str]:
-    """At most as many as the engines take without complaint."""
+    """The terms of a question, at most as many as all engines accept."""
     return list(dict.fromkeys(term.text for term in terms(text)))[:1000]
 
 
@@ -90,7 +90,7 @@ class Kb(Engine):
 
 
 class Fts5(Engine):
-    """What a user would have instead: words for English, trigrams for Chinese, ranked by bm25."""
+    """What a user would have without kb: words for English, trigrams for Chinese, ranked by bm25."""
 
     name = "fts5"
 

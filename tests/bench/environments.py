@@ -1,4 +1,4 @@
-"""Environments of `make matrix`: each has its own releases, is asked, and is removed."""
+"""Environments for `make matrix`: each is created with its own releases, used once and removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kb.records.names import FILE, SCHEMA, extended, name_record, package_of
 KB = str(Path(sys.executable).with_name("kb"))
 VERIFIED = Path(__file__).resolve().parents[2] / "docs" / "verified"
 PRESENT_NAMES = Path(__file__).with_name("present_names.py")
-NUMPY_1 = Version("2.3")  # releases of torch before it were built for numpy 1
+NUMPY_1 = Version("2.3")  # earlier releases of torch were built for numpy 1
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def environment(torch: str, *requirements: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f"kb-torch-{torch}-") as directory:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         python = Path(directory) / "bin" / "python"
-        # setuptools: `torch.utils.cpp_extension`, which some arms build with, imports it, and not every torch requires it.
+        # setuptools: some arms use `torch.utils.cpp_extension`, which imports it, and not every torch requires it.
         base = [f"torch=={torch}", "numpy<2" if Version(torch) < NUMPY_1 else "numpy", "setuptools"]
         pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
         subprocess.run([*pip, *base, *requirements], check=True)
@@ -40,20 +40,20 @@ def environment(torch: str, *requirements: str) -> Iterator[Path]:
 
 
 def reports(python: Path, *entries: str) -> list[dict[str, Any]]:
-    """The reports about these entries; `kb verify` of a single one prints that alone."""
+    """The reports about these entries. `kb verify` of a single entry prints just its report."""
     document = answer(python, *entries)
     return document["reports"] if len(entries) > 1 else [document]
 
 
 def answer(python: Path, *arguments: str) -> Any:
-    """The document that `kb verify --json` prints about this interpreter, whose path it does not contain."""
+    """The document that `kb verify --json` prints for this interpreter, with its path removed."""
     command = [KB, "verify", *arguments, "--json", "--python", str(python)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     return json.loads(ended.stdout.replace(str(python), "python"))
 
 
 def record_names(python: Path, day: str) -> None:
-    """Look for the names in the code of all entries, and keep which of them this environment has."""
+    """Record which of the names in the code of all entries exist in this environment."""
     roots = (builtin_root(),)
     wanted = sorted(
         {name for entry in load_catalog(roots) for block in blocks(entry.path.read_text()) for name in names(block)}
@@ -72,5 +72,5 @@ def keep(file_name: str, document: dict[str, Any]) -> Path:
 
 
 def counts(verdicts: Sequence[str]) -> str:
-    """`70 verified, 1 clear`."""
+    """The number of each verdict, for instance `70 verified, 1 clear`."""
     return ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted(set(verdicts)))

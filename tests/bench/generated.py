@@ -1,9 +1,8 @@
-"""Entries that nobody wrote, to see how the index grows: the real ones, recombined and reworded.
+"""Generated entries, recombined from real ones and reworded, to measure how the index grows.
 
 Each has the front matter of one real entry and the body of another, with a quarter of the words replaced by
-others of their kind, drawn from all entries as often as they occur there. Some are coined, so that the
-vocabulary grows about as it does over the real ones. They mean nothing: measure time and space with them,
-never relevance.
+others of the same kind, drawn from all entries by frequency. Some words are coined, so that the vocabulary grows
+about as fast as in real entries. The entries mean nothing: measure time and space with them, never relevance.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kb.content.roots import Root, builtin_root
 
 KINDS = re.compile(r"(?P<cjk>[\u4e00-\u9fff]{2,})|(?P<name>\w*[_\d]\w*|\w+[a-z][A-Z]\w*)|(?P<word>[A-Za-z]{4,})", re.A)
 REPLACED = {"cjk": 0.15, "name": 0.25, "word": 0.25}
-COINED = 0.12  # of the replaced names: two joined; of the words: a new one
+COINED = 0.12  # share of replaced names that are two joined names, and of replaced words that are new words
 SYLLABLES = (
     "ba",
     "chi",
@@ -46,7 +45,7 @@ MARKUP = ("```", "#")
 
 
 class Vocabulary:
-    """The words of entries by kind, each as often as it occurs, and new ones made of them."""
+    """The words of entries by kind, repeated by frequency, and new words made from them."""
 
     def __init__(self, entries: Sequence[Entry], rng: random.Random) -> None:
         self._rng = rng
@@ -56,11 +55,11 @@ class Vocabulary:
                 self._words[str(match.lastgroup)].append(match.group())
 
     def reword(self, text: str) -> str:
-        """The text with some of its words replaced by others of their kind."""
+        """The text with some of its words replaced by others of the same kind."""
         return KINDS.sub(self._another, text)
 
     def word(self) -> str:
-        """A word that no entry has, most likely."""
+        """A new word, which most likely occurs in no entry."""
         return "".join(self._rng.choices(SYLLABLES, k=3))
 
     def _another(self, match: re.Match[str]) -> str:
@@ -123,7 +122,7 @@ def _front(entry_id: str, model: Entry, words: Vocabulary) -> dict[str, Any]:
 
 
 def _pattern(sample: str) -> str:
-    """A pattern for the end of a sample line, with any number for its numbers."""
+    """A pattern for the end of a sample line that allows any numbers in place of its numbers."""
     return re.sub(r"\d+", r"\\d+", re.escape(sample[-60:]))
 
 

@@ -1,7 +1,7 @@
-"""`make gpu-check`: verify everything on this machine and keep what its GPUs proved as docs/verified/<machine>.json.
+"""`make gpu-check`: verify everything on this machine, and record what its GPUs proved in docs/verified/<machine>.json.
 
-The kept record names the kind of machine, never the machine: see `kb.records.hardware`. Without a GPU it says so and
-ends with 4. `PYTHON_OF=/path/to/python` runs the arms in another environment.
+The record names the kind of machine, never the machine: see `kb.records.hardware`. Exits with 4 if there is no GPU.
+`PYTHON_OF=/path/to/python` runs the arms in another environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts that are the most work for a search engine: long, common, repeated, unknown and Chinese words."""
+"""Texts that are hardest for a search engine: long, common, repeated, unknown and Chinese words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.search.query import LONGEST_TEXT
 
 
 def texts(roots: tuple[Root, ...]) -> dict[str, str]:
-    """Texts by title; the same texts for the same entries."""
+    """Texts by title. The same entries give the same texts."""
     rng = random.Random(0)
     files = [path for root in roots for path in root.entry_files()]
     raw = "\n".join(path.read_text(encoding="utf-8") for path in rng.sample(files, min(len(files), 60)))

@@ -1,7 +1,7 @@
-"""`make matrix`, second part: verify what runs in real libraries with the releases of one month after the other.
+"""`make matrix`, second part: verify what runs in real libraries, with the releases of each month in turn.
 
-`MONTHS="2024-12 2025-06"` chooses some and leaves out the first part, unless `RELEASES` is given as well. A record is
-`docs/verified/libraries-<month>.json`; what it says of a probe that has not changed since stays.
+`MONTHS="2024-12 2025-06"` selects months and skips the first part, unless `RELEASES` is given as well. The record of a
+month is `docs/verified/libraries-<month>.json`; what it says about unchanged probes is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kb.content.roots import builtin_root
 from kb.records.libraries import file_name, libraries_needed, record, unchanged
 from tests.bench.environments import VERIFIED, answer, counts, environment, keep, record_names, reports
 
-MONTHS = {  # what was current then, and is pinned since
+MONTHS = {  # the releases that were current then
     "2024-08": ("2.4.1", "transformers==4.44.2 accelerate==0.34.2 deepspeed==0.14.5 peft==0.12.0"),
     "2024-12": ("2.5.1", "transformers==4.47.1 accelerate==1.2.1 deepspeed==0.16.2 peft==0.14.0"),
     "2025-06": ("2.7.1", "transformers==4.52.4 accelerate==1.8.1 deepspeed==0.17.1 peft==0.15.2"),
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _is_recorded(month: str) -> bool:
-    """Verify what needs a library with the releases of a month; False when that was not possible."""
+    """Verify what needs a library with the releases of a month. Returns False if that was not possible."""
     torch, requirements = MONTHS[month]
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     path = VERIFIED / file_name(month)

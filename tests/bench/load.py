@@ -1,4 +1,4 @@
-"""Servers under load: `kb serve`, the least that a server of its kind can be, and wrk in front of either."""
+"""Servers under load from wrk: `kb serve`, and the simplest possible server of the same kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.bench.search import KB
 
 SCRIPT = Path(__file__).with_name("wrk.lua")
 CONNECTIONS = 32
-UNLIMITED = {"KB_RATE": ""}  # of requests: the limit is not what is measured
+UNLIMITED = {"KB_RATE": ""}  # no rate limit, which is not what is measured
 
 CONSTANT = """
 import json, socket, sys
@@ -44,7 +44,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(s
 
 @dataclass(frozen=True)
 class Load:
-    """What wrk measured; `errors` counts what failed or was not 2xx."""
+    """What wrk measured. `errors` counts requests that failed or were not answered with 2xx."""
 
     requests: int
     seconds: float
@@ -60,7 +60,7 @@ class Load:
 
 
 def wrk(port: int, paths: Path, seconds: float, first: int | None = None) -> Load:
-    """Ask these paths in turn; with `first`, a number is added to each question, so that none comes twice."""
+    """Request these paths in turn. With `first`, a number is added to each question, so that none is repeated."""
     options = ["--threads", "1", "--connections", str(CONNECTIONS), "--duration", f"{seconds:.0f}s"]
     numbered = [] if first is None else [str(first)]
     script = ["--script", str(SCRIPT), f"http://127.0.0.1:{port}", "--", str(paths), *numbered]

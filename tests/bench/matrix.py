@@ -1,4 +1,4 @@
-"""A confusion matrix as SVG: a row for what it was, a column for what it was taken for. Pure: cells in, text out."""
+"""A confusion matrix as SVG, with a row per actual and a column per diagnosed entry. Pure: cells in, text out."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
-SIZE, LABEL = 14, 220  # pixels: of a cell, of the longest label
+SIZE, LABEL = 14, 220  # pixels of a cell and of the longest label
 COLOURS = ("#1a7f37", "#0969da", "#bf8700", "#cf222e")
-SHARE = {1: 1.0, 2: 0.55, 3: 0.3}  # of a cell's width, by the place of the finding
+SHARE = {1: 1.0, 2: 0.55, 3: 0.3}  # share of a cell's width, by the place of the finding
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A finding: `kind` is one of the legend's, `place` 1 to 3, `confidence` 0 to 1."""
+    """A finding. `kind` is a key of the legend, `place` 1 to 3, `confidence` 0 to 1."""
 
     row: str
     column: str
@@ -23,9 +23,9 @@ class Cell:
 
 
 def picture(cells: Iterable[Cell], legend: Mapping[str, str]) -> str:
-    """Rows are in the order of the cells; columns have the same order, then those without a row.
+    """Draw the matrix. Rows are in the order of the cells, as are columns, with columns that have no row at the end.
 
-    `legend` says in words what each kind is, in the order of the colours.
+    `legend` describes each kind, in the order of the colours.
     """
     colours = dict(zip(legend, COLOURS, strict=True))
     cells = list(cells)

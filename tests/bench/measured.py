@@ -1,4 +1,4 @@
-"""One child process, measured: CPU seconds, peak memory, exit code."""
+"""CPU seconds, peak memory and exit code of one child process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cost:
-    """What a process took; `cpu_s` and `peak_mib` are its own, without its children."""
+    """The cost of a process. `cpu_s` and `peak_mib` do not include its children."""
 
     cpu_s: float
     wall_s: float
@@ -20,7 +20,7 @@ class Cost:
 
 
 def run(argv: list[str], cwd: Path) -> Cost:
-    """Run a command to its end, with its output thrown away."""
+    """Run a command to its end and discard its output."""
     started = time.perf_counter()
     process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak_kib = 0
@@ -34,7 +34,7 @@ def run(argv: list[str], cwd: Path) -> Cost:
 
 
 def _high_water_kib(pid: int) -> int:
-    """Peak resident memory so far of the process alone: ru_maxrss would count the children it waited for."""
+    """Peak resident memory of the process so far, without children it waited for, which ru_maxrss would count."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,6 +1,6 @@
-"""Which names exist in the interpreter that runs this: names by package in, the releases and what they have out, as JSON.
+"""Which names exist in this interpreter. Reads names by package and writes releases and present names, as JSON.
 
-It stands on the standard library and Python 3.9; the libraries are those of the environment.
+It needs only the standard library and Python 3.9; the libraries are those of the environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(answers: TextIO) -> None:
 
 
 def is_present(name: str) -> bool:
-    """Whether it can be imported, or is a key that the reader of a configuration knows at some depth."""
+    """Whether a name can be imported, or is a key that the reader of a configuration knows at any depth."""
     reader, _, key = name.partition(": ")
     if key:
         return key.rpartition(".")[2] in KEYS[reader]()
@@ -43,7 +43,7 @@ def is_present(name: str) -> bool:
 
 
 def resolve(path: str) -> Any:
-    """What a dotted path names. Raises `AttributeError`."""
+    """The object with this dotted path. Raises `AttributeError`."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -57,7 +57,7 @@ def resolve(path: str) -> Any:
 
 
 def takes(function: Any, keyword: str) -> bool:
-    """Whether it takes the keyword; True for a builtin without a signature and for one that takes any."""
+    """Whether a function takes the keyword; True if it takes any, and for a builtin without a signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -67,7 +67,7 @@ def takes(function: Any, keyword: str) -> bool:
 
 @functools.cache
 def deepspeed_keys() -> set[str]:
-    """Fields of the models and constants of the modules that read the configuration. Older releases use pydantic 1."""
+    """Fields of the models and constants in the modules that read the configuration. Older releases use pydantic 1."""
     runtime = "deepspeed.runtime"
     modules = [importlib.import_module(f"{runtime}.config"), importlib.import_module(f"{runtime}.constants")]
     for folder in (importlib.import_module(runtime), importlib.import_module(f"{runtime}.zero")):
@@ -88,7 +88,7 @@ def keys_of(value: Any) -> Iterator[str]:
 
 @functools.cache
 def accelerate_keys() -> set[str]:
-    """Keys of the configuration file, and those below `fsdp_config`, each of which sets an option of the launcher."""
+    """Keys of the configuration file and keys below `fsdp_config`, each of which sets an option of the launcher."""
     written = importlib.import_module("accelerate.commands.config.config_args").ClusterConfig
     parser = importlib.import_module("accelerate.commands.launch").launch_command_parser()
     return {action.dest for action in parser._actions} | set(written.__dataclass_fields__)

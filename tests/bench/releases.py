@@ -1,8 +1,8 @@
-"""`make matrix`, first part: verify every entry with one release of torch after the other, and keep the verdicts.
+"""`make matrix`, first part: verify every entry with each release of torch in turn, and record the verdicts.
 
-PyPI's builds for CUDA take 4 to 6 GB each and run without a GPU. `RELEASES="2.5.1 2.6.0"` chooses some and
-leaves out the second part, unless `MONTHS` is given as well. A record is `docs/verified/torch-<release>.json`; what it says
-of an entry whose patterns and probe have not changed since stays, so remove the file to run everything again.
+PyPI's builds for CUDA take 4 to 6 GB each and run without a GPU. `RELEASES="2.5.1 2.6.0"` selects releases and skips
+the second part, unless `MONTHS` is given as well. The record of a release is `docs/verified/torch-<release>.json`.
+Verdicts of entries with unchanged patterns and probe are kept, so remove the file to run everything again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _is_recorded(release: str) -> bool:
-    """Verify everything with a release; False when it could not be installed or verified."""
+    """Verify everything with a release. Returns False if it could not be installed or verified."""
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     digests = _digests()
     path = VERIFIED / file_name(release)
@@ -58,7 +58,7 @@ def _is_recorded(release: str) -> bool:
 
 
 def _digests() -> dict[str, tuple[str, str]]:
-    """Of each entry's patterns and its probe."""
+    """The digests of each entry's patterns and of its probe."""
     catalog = load_catalog((builtin_root(),))
     return {
         entry.id: (patterns_digest(entry.failure_patterns), file_digest(probe))

@@ -1,4 +1,4 @@
-"""REST search under eight clients: how long the slow ones take beside the usual, and whether any fails."""
+"""REST search with eight clients: how long slow requests take compared with usual ones, and whether any fails."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def measure() -> Iterator[str]:
     cuts = quantiles(seconds, n=100)
     yield f"| `GET /v1/search`, {len(seconds)} requests, {CLIENTS} clients | measured | bar |"
     yield "|---|---|---|"
-    yield f"| p99 beside p50 | {cuts[98] / cuts[49]:.1f} times | 5 times |"
+    yield f"| p99 relative to p50 | {cuts[98] / cuts[49]:.1f} times | 5 times |"
     yield f"| p50 | {cuts[49] * 1000:.1f} ms | |"
     yield f"| errors | {errors} | 0 |"
 
 
 def _client(port: int, count: int) -> tuple[list[float], int]:
-    """(seconds of each request, how many were not 200)."""
+    """The seconds of each request, and the number of responses that were not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     seconds, errors = [], 0
     for number in range(count):

@@ -29,7 +29,7 @@ MEMORY_BYTES = 2 << 30
 HOSTILE_BYTES = 10 << 20
 NOT_IN_RG = ("(?=", "(?!", "(?<=", "(?<!", "(?P=", "\\1", "\\2")
 CLASS = re.compile(r"\[[^]]+\]")
-ENOUGH_S = 2.0  # of reading, to tell a rate from noise
+ENOUGH_S = 2.0  # reading for this long makes a rate reliable
 Rows = Iterator[str]
 
 
@@ -38,7 +38,7 @@ def ordinary(size: int, healthy: tuple[HealthyLog, ...]) -> Iterator[bytes]:
 
 
 def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: int, failed: list[str]) -> Rows:
-    """The rows of one log. The time in which rg builds its automata is subtracted: only reading counts."""
+    """The rows for one log. Only reading counts: the time in which rg builds its automata is subtracted."""
     log = home / "train.log"
     with log.open("wb") as file:
         file.writelines(ordinary(size, healthy))
@@ -52,7 +52,7 @@ def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: i
     ours = min(rates.values())
     for name, patterns in (("", texts), (", without those over several lines", lines_only)):
         rates[f"`rg -c --no-unicode`, {len(patterns)} patterns{name}"] = _rg_rate(home, patterns, log)
-    yield f"| {megabytes:.0f} MB, medians of {ROUNDS} | MB/s | kb beside it |"
+    yield f"| {megabytes:.0f} MB, medians of {ROUNDS} | MB/s | kb relative to it |"
     yield "|---|---|---|"
     for name, rate in rates.items():
         yield f"| {name} | {rate:.2f} | {ours / rate:.2f} |"
@@ -62,7 +62,7 @@ def speed(home: Path, matcher: Matcher, healthy: tuple[HealthyLog, ...], size: i
 
 
 def _is_for_rg(pattern: str) -> bool:
-    """Whether rg takes it: without look-around, back references and, but in a class, line ends, which need -U."""
+    """Whether rg accepts a pattern: no look-around, back references, or line ends outside a class, which need -U."""
     return not any(part in pattern for part in NOT_IN_RG) and "\\n" not in CLASS.sub("", pattern)
 
 
@@ -76,9 +76,9 @@ def _median(work: Callable[[], object]) -> float:
 
 
 def _rg_rate(home: Path, patterns: Iterable[str], log: Path) -> float:
-    """Megabytes per second on so much of the log as it reads in some seconds; so that slow patterns end.
+    """Megabytes per second on as much of the log as rg reads in a few seconds, so that slow patterns finish.
 
-    Without Unicode classes: with them, ripgrep 14 asks for 22 GB before it reads a line of a thousand patterns.
+    Unicode classes are off: with them, ripgrep 14 needs 22 GB for a thousand patterns before it reads a line.
     """
     file, head = home / "patterns.txt", home / "head.log"
     file.write_text("\n".join(dict.fromkeys(patterns)) + "\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def _rg_rate(home: Path, patterns: Iterable[str], log: Path) -> float:
 
 
 def memory(home: Path, healthy: tuple[HealthyLog, ...], size: int, failed: list[str]) -> Rows:
-    """Peak memory of the process while it reads a log from a pipe, so that the log takes no space on the disk."""
+    """Peak memory of the process while it reads a log from a pipe, so that the log takes no disk space."""
     pipe = home / "pipe"
     os.mkfifo(pipe)
     writer = os.fork()
@@ -117,7 +117,7 @@ def memory(home: Path, healthy: tuple[HealthyLog, ...], size: int, failed: list[
 
 
 def hostile(matcher: Matcher, healthy: tuple[HealthyLog, ...], samples: dict[str, str], size: int) -> Rows:
-    """Seconds for texts that are made to be slow, compared with as much of an ordinary log."""
+    """Seconds for texts that are designed to be slow, compared with an ordinary log of the same size."""
     rng = random.Random(3)
     texts: dict[str, Iterable[bytes]] = {
         "an ordinary log": ordinary(size, healthy),
@@ -137,7 +137,7 @@ def hostile(matcher: Matcher, healthy: tuple[HealthyLog, ...], samples: dict[str
         for pattern in matcher.patterns
     }
     base = seconds["an ordinary log"]
-    yield f"| {size / 1e6:.0f} MB | seconds | beside an ordinary log |"
+    yield f"| {size / 1e6:.0f} MB | seconds | relative to an ordinary log |"
     yield "|---|---|---|"
     for name, taken in seconds.items():
         yield f"| {name} | {taken:.2f} | {taken / base:.1f} |"
@@ -154,7 +154,7 @@ def _repeated(text: bytes, size: int) -> Iterator[bytes]:
 
 
 def _worst(pattern: str, sample: str) -> bytes:
-    """The longest text that the linter tries a pattern on, without NULs, which would make the log binary."""
+    """The longest text on which the linter tries a pattern, without NULs, which would make the log binary."""
     return max(pumped(pattern, sample), key=len).replace("\0", "\1").encode()
 
 

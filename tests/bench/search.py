@@ -1,4 +1,4 @@
-"""A search as a whole process: beside the imports that it cannot do without, after installation, and after an edit."""
+"""A search as a whole process: compared with its indispensable imports, after installation, and after an edit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure() -> Iterator[str]:
 
 @contextmanager
 def _compiled(directory: Path) -> Iterator[None]:
-    """Every module of either side is compiled once, as pip does it, whatever the environment says; no private root."""
+    """Compile the modules of both sides once, as pip does, regardless of the environment, and use no private root."""
     before = dict(os.environ)
     for name in ("PYTHONDONTWRITEBYTECODE", "KB_ROOTS"):
         os.environ.pop(name, None)
@@ -49,24 +49,24 @@ def _plain(directory: Path) -> Iterator[str]:
     run(SEARCH, directory)
     run(FLOOR, directory)
     searches, floor = [], []
-    for _ in range(ROUNDS):  # interleaved, so that both meet the same noise
+    for _ in range(ROUNDS):  # interleaved, so that both see the same noise
         floor.append(run(FLOOR, directory))
         searches.append(run(SEARCH, directory))
     ratio = _cpu_s(searches) / _cpu_s(floor)
-    yield f"| CPU time beside `import typer, whoosh.index`, medians of {ROUNDS} | {ratio:.2f} times | 1.4 times |"
+    yield f"| CPU time relative to `import typer, whoosh.index`, medians of {ROUNDS} | {ratio:.2f} times | 1.4 times |"
     yield f"| CPU time | {_cpu_s(searches):.3f} s | |"
     yield f"| peak memory | {max(cost.peak_mib for cost in searches):.0f} MiB | 60 MiB |"
 
 
 def _first(directory: Path) -> Iterator[str]:
-    """With an empty cache, as after an installation."""
+    """The row for a search with an empty cache, as after an installation."""
     plain, first = [], []
     for number in range(EDITS):
         _use_cache(directory / "plain")
         plain.append(run(SEARCH, directory))
         _use_cache(directory / f"empty-{number}")
         first.append(run(SEARCH, directory))
-    yield f"| first search after installation, CPU time beside a later one | {_cpu_s(first) / _cpu_s(plain):.2f} times | 2 times |"
+    yield f"| first search after installation, CPU time relative to a later one | {_cpu_s(first) / _cpu_s(plain):.2f} times | 2 times |"
 
 
 def _thousand(directory: Path) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _thousand(directory: Path) -> Iterator[str]:
     added = median(cost.wall_s for cost in edited) - median(cost.wall_s for cost in plain)
     ratio = _cpu_s(edited) / _cpu_s(plain)
     yield f"| with {ENTRIES:,} private entries: indexing all of them | {bulk.wall_s:.1f} s | 8 s |"
-    yield f"| the same: a search after an edit of one, beside a later one | {ratio:.2f} times, {added:+.2f} s | +0.5 s |"
+    yield f"| the same: a search after an edit of one, relative to a later one | {ratio:.2f} times, {added:+.2f} s | +0.5 s |"
 
 
 def _use_cache(path: Path) -> None:
@@ -92,6 +92,6 @@ def _use_cache(path: Path) -> None:
 
 
 def _cpu_s(costs: list[Cost]) -> float:
-    """The median. Raises `AssertionError` when one failed."""
+    """The median CPU seconds. Raises `AssertionError` if a run failed."""
     assert all(cost.code == 0 for cost in costs)
     return median(cost.cpu_s for cost in costs)

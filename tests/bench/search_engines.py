@@ -1,7 +1,7 @@
-"""`make bench-search`: kb beside SQLite FTS5, tantivy and bm25s, on the same entries and questions, in one run.
+"""`make bench-search`: kb compared with SQLite FTS5, tantivy and bm25s, on the same entries and questions.
 
-Prints the tables of docs/benchmarks.md and ends with 1 when a bar is missed. Every figure is from a process of
-its own, `python search_engines.py STEP ENGINE DIRECTORY`, so that memory and cold start are its own.
+Prints the tables of docs/benchmarks.md and exits with 1 if a bar is missed. Every figure comes from a separate
+process, `python search_engines.py STEP ENGINE DIRECTORY`, so that memory and cold start are measured separately.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tests.support.console import CHECKOUT
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 SIZES = (1_000, 10_000)
-RECALL_1, RECALL_3 = 0.80, 0.92  # for questions that nobody tuned to
-LEAD, GAP = 0.12, 0.05  # over FTS5; between Chinese and English
+RECALL_1, RECALL_3 = 0.80, 0.92  # on questions that were not used for tuning
+LEAD, GAP = 0.12, 0.05  # the lead over FTS5, and the gap between Chinese and English
 P50_MS, WORST_MS, BUILD_S = 25.0, 1000.0, 300.0  # at 10,000 entries
 Case = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """An engine over one set of entries: its build, and questions and hostile texts put to it."""
+    """Measurements of an engine over one set of entries: its build, and its answers to questions and hostile texts."""
 
     name: str
     build: Cost
@@ -133,7 +133,7 @@ def _growth(size: int, grown: list[Measured]) -> Iterator[str]:
 
 
 def _score(measured: Measured, cases: list[Case], langs: tuple[str, ...]) -> tuple[float, float, float]:
-    """Recall at 1, recall at 3 and mean reciprocal rank over the questions in these languages."""
+    """Recall at 1, recall at 3 and mean reciprocal rank for the questions in these languages."""
     ranks = [
         next((at for at, entry_id in enumerate(ids, 1) if entry_id in {*case["labels"], *case["also_ok"]}), 0)
         for case, ids in zip(cases, measured.answers, strict=True)
@@ -169,7 +169,7 @@ def _print(lines: Iterator[str]) -> None:
 
 
 def step(what: str, name: str, place: Path) -> None:
-    """One step of the measurement, in this process."""
+    """Run one step of the measurement in this process."""
     if what == "terms":
         engines.write_terms(place)
         return
@@ -182,7 +182,7 @@ def step(what: str, name: str, place: Path) -> None:
     if what == "cold":
         engine.search(questions[0])
         return
-    answers = [[entry for entry, _ in engine.search(question)] for question in questions]  # warm, as a server is
+    answers = [[entry for entry, _ in engine.search(question)] for question in questions]  # warm, like a server
     threads = json.loads((place / "threads.json").read_text())
     offers = [next(iter(engine.search(question)), ("", 0.0)) for question in threads]
     ms = [_ms(engine, question) for question in questions]

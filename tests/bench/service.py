@@ -1,7 +1,7 @@
-"""`make bench-service`: the service under load, one process on loopback, beside an endpoint that does nothing.
+"""`make bench-service`: the service under load, one process on loopback, compared with an endpoint that does nothing.
 
-Prints the tables of docs/benchmarks.md and ends with 1 when a bar is missed. `--requests` says how many the row of
-memory takes. The bars are ratios within this run; other work on the machine spoils the last table first.
+Prints the tables of docs/benchmarks.md and exits with 1 if a bar is missed. `--requests` sets the number of requests
+for the row on memory. The bars are ratios within this run; other work on the machine affects the last table most.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _throughput(home: Path, missed: list[str]) -> Iterator[str]:
-    """Rounds of each in turn, so that all meet the same noise; the median round of each counts."""
+    """The table of throughput. Rounds alternate, so that all see the same noise, and the median round counts."""
     asked = _paths(home)
     with load.kb(home) as (port, _), load.constant(home, _median_answer(port, asked)) as other:
         load.wrk(port, asked, 5)
@@ -65,7 +65,7 @@ def _throughput(home: Path, missed: list[str]) -> Iterator[str]:
     least, again, new = (
         sorted(rounds, key=lambda result: result.rate)[ROUNDS // 2] for rounds in zip(*measured, strict=True)
     )
-    yield f"| {load.CONNECTIONS} connections | requests/s | share | p50, ms | p99, ms | p99 beside p50 | errors |"
+    yield f"| {load.CONNECTIONS} connections | requests/s | share | p50, ms | p99, ms | p99 relative to p50 | errors |"
     yield "|---|---|---|---|---|---|---|"
     yield _row("a constant document from FastAPI", least, least)
     yield _row("`GET /v1/search`, 300 questions in turn", again, least)
@@ -89,7 +89,7 @@ def _row(name: str, result: load.Load, least: load.Load) -> str:
 
 
 def _memory(home: Path, requests: int, missed: list[str]) -> Iterator[str]:
-    """Every tenth second all questions are new: what is kept of answers is full when the warm-up ends."""
+    """The table of memory. Every tenth second all questions are new, so that caches are full when the warm-up ends."""
     asked, done, warm, sizes = _paths(home), 0, 0.0, []
     with load.kb(home) as (port, pid):
         while done < WARM_UP + requests:
@@ -108,7 +108,7 @@ def _memory(home: Path, requests: int, missed: list[str]) -> Iterator[str]:
 
 
 def _beside(home: Path, missed: list[str]) -> Iterator[str]:
-    """Searches of one client while eight others send logs, or flight-recorder dumps in JSON, without a pause."""
+    """The table of one client's searches while eight others constantly send logs, or flight-recorder dumps in JSON."""
     log = b"".join(training_log.pieces(BODY, healthy_logs((builtin_root(),))))
     asked = _paths(home).read_text().splitlines()
     with load.kb(home) as (port, _), ProcessPoolExecutor(UPLOADERS) as pool:
@@ -121,10 +121,10 @@ def _beside(home: Path, missed: list[str]) -> Iterator[str]:
             stop.touch()
             done = sum(upload.result() for upload in sending)
             rows.append(
-                (f"beside {UPLOADERS} clients that send {name} of 10 MB ({done} were read)", busy, f"{WAIT_MS:.0f} ms")
+                (f"alongside {UPLOADERS} clients that send {name} of 10 MB ({done} read)", busy, f"{WAIT_MS:.0f} ms")
             )
             if busy[1] > WAIT_MS:
-                missed.append(f"a search waits {busy[1]:.0f} ms beside {name}")
+                missed.append(f"a search waits {busy[1]:.0f} ms alongside {name}")
     yield f"| {SEARCHES} searches, one after the other | p50, ms | p99, ms | bar |"
     yield "|---|---|---|---|"
     for name, (middle, tail), bar in rows:
@@ -132,7 +132,7 @@ def _beside(home: Path, missed: list[str]) -> Iterator[str]:
 
 
 def _flight_dump(size: int) -> bytes:
-    """About `size` bytes of what a rank writes when a watchdog fires, with the stacks of every collective."""
+    """About `size` bytes of the dump that a rank writes when a watchdog fires, with the stacks of every collective."""
     frames = [
         {"name": f"step_{depth}", "filename": f"/workspace/model_{depth}.py", "line": depth} for depth in range(30)
     ]
@@ -152,7 +152,7 @@ def _flight_dump(size: int) -> bytes:
 
 
 def _searches(port: int, paths: list[str]) -> tuple[float, float]:
-    """(p50, p99) in milliseconds, each over a connection of its own, as somebody asks who was not there before."""
+    """(p50, p99) in milliseconds of searches that each use a new connection, like a new client."""
     times = []
     for number in range(SEARCHES):
         started = time.perf_counter()
@@ -164,7 +164,7 @@ def _searches(port: int, paths: list[str]) -> tuple[float, float]:
 
 
 def _upload(port: int, log: bytes, stop: Path, until: float) -> int:
-    """How many logs were answered until the file is there."""
+    """The number of logs that were answered until the file `stop` exists."""
     done = 0
     while not stop.exists() and time.time() < until:
         status, _ = _ask(port, "POST", "/v1/diagnose", log)
@@ -184,13 +184,13 @@ def _ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[
 
 
 def _median_answer(port: int, asked: Path) -> bytes:
-    """The answer whose size is the median of all."""
+    """The answer with the median size."""
     answers = [_ask(port, "GET", path)[1] for path in asked.read_text().splitlines()]
     return sorted(answers, key=len)[len(answers) // 2]
 
 
 def _paths(home: Path) -> Path:
-    """A file of what is asked, a path per line."""
+    """A file with the paths to request, one per line."""
     questions = [json.loads(line)["query"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     path = home / "paths"
     path.write_text("".join(f"/v1/search?q={quote_plus(question)}\n" for question in questions))

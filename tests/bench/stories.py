@@ -1,6 +1,6 @@
-"""`make bench-diagnose`: what `kb diagnose` concludes from the jobs of tests/stories, whose truth is known.
+"""`make bench-diagnose`: what `kb diagnose` concludes from the jobs of tests/stories, whose causes are known.
 
-The half that was held back when kb was tuned is scored, and its misses are not shown.
+The half that was not used to tune kb is scored, but its misses are not shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kb.search.index_cache import open_index
 RECORDS = Path(__file__).resolve().parents[1] / "stories" / "records"
 HEALTHY = "healthy"
 HALVES = ("tuned", "held")
-CLASSES = {  # of a job, by the kind of the first fact that says why it failed
+CLASSES = {  # class of a job, by the kind of the first fact that says why it failed
     "own-failure": "error",
     "killed": "killed",
     "busy": "slow",
@@ -50,8 +50,8 @@ ALIKE = {"error-all": "error"}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one record. `first` and `third`: the right entry is first, or among three. `is_wrong`: a wrong one
-    is first, and not admitted. For a job that no entry explains, right means to admit that."""
+    """The result for one record. `first` and `third`: the right entry is first, or among three. `is_wrong`: a wrong
+    entry is first, and kb does not say so. For a job that no entry explains, the right result is to say so."""
 
     name: str
     half: str
@@ -89,7 +89,7 @@ def _outcomes(names: list[str]) -> Iterator[Outcome]:
 
 
 def _logs(folder: Path) -> Iterator[Path]:
-    """The log of the job, and the tree with those of the ranks if there is one."""
+    """The log of the job, and the tree with the logs of the ranks if there is one."""
     return (path for path in (folder / "job.log", folder / "ranks") if path.exists())
 
 

@@ -1,7 +1,7 @@
-"""A log of any length: the lines of healthy jobs, of several ranks, with progress bars, and one failure.
+"""A log of any length: lines of healthy jobs with several ranks and progress bars, and one failure.
 
-The same seed gives the same bytes. A pool of blocks is made once and repeated in random order, so that a log of
-gigabytes takes no longer than to write it. The figures of the noise are random, the wording is that of the tools.
+The same seed gives the same bytes. A pool of blocks is made once and repeated in random order, so that gigabytes take
+no longer than writing them. The numbers in the noise are random, the wording is that of the tools.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAILURE = (
 
 
 def pieces(size: int, healthy: tuple[HealthyLog, ...], seed: int = 0) -> Iterator[bytes]:
-    """About `size` bytes of log, the failure 64 KiB before its end."""
+    """About `size` bytes of a log, with the failure 64 KiB before its end."""
     rng = random.Random(seed)
     lines = [line for log in healthy for line in log.text.splitlines()]
     pool = [_block(rng, lines) for _ in range(min(BLOCKS, max(1, size // BLOCK)))]
@@ -45,7 +45,7 @@ def _block(rng: random.Random, healthy: list[str]) -> bytes:
 
 
 def _noise(rng: random.Random) -> str:
-    """A line of a training loop, as torchrun, transformers, DeepSpeed, torchtitan, Megatron, tqdm or NCCL print it."""
+    """A line of a training loop as printed by torchrun, transformers, DeepSpeed, torchtitan, Megatron, tqdm or NCCL."""
     rank, step, loss = rng.randrange(RANKS), rng.randrange(100_000), rng.uniform(0.5, 9)
     rate, memory = rng.uniform(1e-6, 1e-3), rng.uniform(20, 79)
     match rng.randrange(7):

@@ -1,9 +1,9 @@
-"""Does each weight of the search, and each group of its glossary, earn its place? `tuning.py --cases FILE...`
+"""Test whether each weight of the search and each glossary group is worth having: `tuning.py --cases FILE...`
 
-A weight is compared with its neutral value, and with the value that the other folds of the questions would have
-chosen: a weight that only fits the questions it was chosen on loses there. A glossary group is left out twice: over
-the entries as they are, which speak both languages by themselves, and over the entries without their Chinese, as a
-team writes them in a hurry. Questions are JSON lines with `query`, `lang`, `labels` and `also_ok`.
+A weight is compared with its neutral value, and with the value that is best on the other folds of the questions,
+where a weight that only fits its own questions loses. A glossary group is left out twice: with the entries as they
+are, in both languages, and with the entries without Chinese text, as a team writes them in a hurry. Questions are
+JSON lines with `query`, `lang`, `labels` and `also_ok`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FOLDS = 5
 CHINESE = re.compile(r"[\u3400-\u9fff]+")
 UNRANKED = 1000
 
-Ranks = list[int]  # of the right entry per question, the first is 0
+Ranks = list[int]  # rank of the right entry for each question; the first is 0
 
 
 @dataclass(frozen=True)
 class Question:
-    """What somebody typed, and the entries that are a right first answer."""
+    """What somebody typed, and the entries that are right as a first answer."""
 
     text: str
     lang: str
@@ -43,7 +43,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant of the search. `neutral` is the value at which it has no effect, or the usual one."""
+    """A constant of the search. `neutral` is a value at which it has no effect, or the usual value."""
 
     module: ModuleType
     name: str
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def read(files: Sequence[Path], split: str | None) -> list[Question]:
-    """The questions of these files, each once."""
+    """The questions in these files, without duplicates."""
     cases = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     chosen = [case for case in cases if split is None or case.get("split", split) == split]
     questions = [Question(case["query"], case["lang"], frozenset(case["labels"] + case["also_ok"])) for case in chosen]
@@ -104,9 +104,9 @@ def of_weights(questions: Sequence[Question]) -> Iterator[str]:
 
 
 def cross_validated(tried: dict[float, Ranks]) -> tuple[Ranks, list[float]]:
-    """Ranks of every question under the value that is best for the other folds, and those values.
+    """Ranks of every question with the value that is best for the other folds, and those values.
 
-    Of values that are equally good the first counts, which is the shipped one.
+    Among equally good values the first is used, which is the shipped one.
     """
     count = len(next(iter(tried.values())))
     ranks, chosen = [], []
@@ -159,7 +159,7 @@ def _with_weight(weight: Weight, value: float, questions: Sequence[Question]) ->
 
 @contextmanager
 def _opened() -> Iterator[Index]:
-    """Built anew, in a cache of its own: no stamp tells that a weight was changed."""
+    """An index that is built again in a new cache, because no stamp records a changed weight."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         with open_index((builtin_root(),), force=True) as index:
@@ -178,7 +178,7 @@ def _set(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def _without_chinese() -> Iterator[None]:
-    """Documents are collected without what is Chinese in them."""
+    """Collect documents without their Chinese text in the block."""
     whole: Callable[..., document.Document] = document.document
 
     def english(*args: Any) -> document.Document:
@@ -199,7 +199,7 @@ def _rank(index: Index, question: Question) -> int:
 
 
 def _gain(rank: int) -> float:
-    """1 for a right first answer, 1/2 for a second ...; summed up, the mean reciprocal rank."""
+    """The reciprocal rank: 1 for a right first answer, 1/2 for a right second one, and so on."""
     return 0.0 if rank == UNRANKED else 1 / (rank + 1)
 
 

@@ -1,7 +1,7 @@
 """`make wordings`: look up the text of every signature in the releases of the packages that may print it.
 
-Each wheel is unpacked without its dependencies, searched and removed; torch takes 1 to 2 GB. `PACKAGES="torch peft"`
-chooses some, and what the record knows about the others stays. The record is `docs/verified/wordings.json`.
+Each wheel is unpacked without dependencies, searched and removed; torch takes 1 to 2 GB. `PACKAGES="torch peft"`
+selects packages, and the record, `docs/verified/wordings.json`, keeps what it says about the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RELEASES = {
     "ray": "2.9.3 2.24.0 2.40.0 2.50.1 2.60.0",
 }
 LONG = 20
-JOINED = re.compile(r"""["']\s*\\?\n\s*[rfbu]{0,2}["']""")  # a text that is written on two lines of Python
+JOINED = re.compile(r"""["']\s*\\?\n\s*[rfbu]{0,2}["']""")  # the seam of a text on two lines of Python
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def _all(pattern: str) -> Iterator[str]:
 
 
 def _requirement(package: str, release: str) -> str:
-    """NCCL comes in one wheel per CUDA, the older ones for CUDA 11."""
+    """The requirement for pip. NCCL has a wheel per version of CUDA; its older releases are for CUDA 11."""
     wheels = "nvidia-nccl-cu11" if Version(release) < Version("2.16") else "nvidia-nccl-cu12"
     return f"{wheels if package == 'nccl' else package}=={release}"
 
@@ -93,13 +93,13 @@ def _unpack(package: str, release: str, folder: str) -> None:
 
 
 def _ends(piece: str) -> tuple[str, ...]:
-    """The halves of a long text: a compiler may build it from blocks of 16 or 32 bytes that overlap."""
+    """The halves of a long text, which a compiler may build from overlapping blocks of 16 or 32 bytes."""
     half = len(piece) // 2
     return (piece[:half], piece[-half:]) if len(piece) >= LONG else ()
 
 
 def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
-    """Those of the pieces that the files contain: anywhere, or in Python in a text that goes on in the next line."""
+    """The pieces that the files contain, including Python texts that continue on the next line."""
     texts = wanted | {end for piece in wanted for end in _ends(piece)}
     whole = set(_matches(folder, texts))
     missing = [piece for piece in wanted - whole if not _ends(piece) or not whole.issuperset(_ends(piece))]
@@ -112,7 +112,7 @@ def _present(folder: Path, wanted: set[str]) -> Iterator[str]:
 
 
 def _matches(folder: Path, texts: set[str]) -> Iterator[str]:
-    """Those that some file contains. A match hides others that overlap it, so what is missing is looked for again."""
+    """The texts that some file contains. A match hides others that overlap it, so missing texts are searched again."""
     while texts:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
             file.write("\n".join(texts) + "\n")
@@ -129,7 +129,7 @@ def _matches(folder: Path, texts: set[str]) -> Iterator[str]:
 
 
 def _continued_lines(source: str) -> Iterator[str]:
-    """The texts that are written on several lines, each with what stands beside it."""
+    """Texts that are written on several lines, joined, each with the rest of its first and last line."""
     first, *others = JOINED.split(source)
     line = first.rpartition("\n")[2]
     for number, part in enumerate(others, 1):

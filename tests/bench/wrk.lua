@@ -1,5 +1,5 @@
--- Cycles through the paths of a file; the last line it prints is what was measured, as JSON.
--- wrk ... --script wrk.lua -- PATHS [first number]; with a number, one is added to each path, so that none comes twice.
+-- Cycles through the paths in a file. The last line of output is the measurement as JSON.
+-- wrk ... --script wrk.lua -- PATHS [first number]; with it, a new number is added to each path, so none is repeated.
 local paths, at, number = {}, 0, nil
 
 function init(arguments)

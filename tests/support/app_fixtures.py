@@ -1,6 +1,6 @@
-"""The API in this process, over a small content root and a store of its own: fixtures for tests/api.
+"""The API in this process, with a small content root and a new store: fixtures for tests/api.
 
-A test file says `pytest_plugins = ["tests.support.app_fixtures"]`: a second conftest.py would be the same module to mypy.
+A test file uses `pytest_plugins = ["tests.support.app_fixtures"]`, since mypy takes a second conftest.py for the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.ready_store import ready_store
 
 
 class Pieces(httpx.AsyncByteStream):
-    """A plain iterator of bytes for the event loop."""
+    """Makes a plain iterator of bytes asynchronous."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self.pieces = pieces
@@ -39,7 +39,7 @@ class Pieces(httpx.AsyncByteStream):
 
 
 class InProcess(httpx.BaseTransport):
-    """Carries the requests of a plain `httpx.Client` to an application in the event loop of a portal."""
+    """Passes the requests of a plain `httpx.Client` to an application in the event loop of a portal."""
 
     def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
         self.app = app
@@ -51,7 +51,7 @@ class InProcess(httpx.BaseTransport):
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         address = request.extensions.get("client", "127.0.0.1")
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(address, 50000))
-        if not isinstance(request.stream, httpx.AsyncByteStream):  # a body that is made while it is sent
+        if not isinstance(request.stream, httpx.AsyncByteStream):  # a body that is generated while it is sent
             request.stream = Pieces(request.stream)
         answer = await transport.handle_async_request(request)
         packed = b"".join([piece async for piece in answer.aiter_raw()])
@@ -73,11 +73,11 @@ def entries(content: ContentRoot) -> ContentRoot:
 
 @pytest.fixture
 def written() -> Iterator[list[str]]:
-    """Files that Python opens for writing during the test. SQLite opens its own by itself."""
+    """Files that Python opens for writing during the test, without those that SQLite opens."""
     result: list[str] = []
     is_watching = True
 
-    def hear(event: str, args: tuple[Any, ...]) -> None:  # for the rest of the process: a hook cannot be taken away
+    def hear(event: str, args: tuple[Any, ...]) -> None:  # stays: a hook cannot be removed
         if is_watching and event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and ".pyc" not in str(args[0]):
             result.append(str(args[0]))
 
@@ -93,7 +93,7 @@ def store_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def admin(store_path: Path) -> dict[str, str]:
-    """The header of a key that may do everything."""
+    """The header with a key of scope admin."""
     with Database.open(ready_store(store_path)) as store:
         _, text = keys.new(store, "test", Scope.ADMIN, actor="tester")
     return {"Authorization": f"Bearer {text}"}
@@ -101,12 +101,12 @@ def admin(store_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def make_app(entries: ContentRoot, store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FastAPI]:
-    """Makes an application over the entries and the store, with other settings than the usual ones.
+    """Make an application over the entries and the store, with settings that the test may change.
 
-    The process that scans logs starts with the first log: few tests send one.
+    The process that scans logs starts with the first log, since few tests send one.
     """
     monkeypatch.setattr(resolve_name("kb.api.state.scanning").ScanPool, "start", lambda _: None)
-    create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # nothing imports a shell
+    create_app: Callable[..., FastAPI] = resolve_name("kb.api.app:create_app")  # by name: no module may import a shell
     settings: Any = resolve_name("kb.api.settings:Settings")
 
     def make(**chosen: Any) -> FastAPI:
@@ -122,7 +122,7 @@ def app(make_app: Callable[..., FastAPI]) -> FastAPI:
 
 @contextmanager
 def serve(app: FastAPI) -> Iterator[httpx.Client]:
-    """A client of an application whose lifespan has begun, and that may still be reading its content."""
+    """A client of an application that has started but may still be reading its content."""
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(app.router.lifespan_context(app)),

@@ -1,4 +1,4 @@
-"""A Chromium for a module, a service for all of them. A test file says `pytest_plugins = ["tests.support.browser_fixtures"]`."""
+"""A Chromium per module and a service for all. Use with `pytest_plugins = ["tests.support.browser_fixtures"]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, built_in_index: Path) -> Iterator[Replica]:
-    """One for all tests with a browser."""
-    program("chromium")  # without it no service is started for nothing
+    """The service for all tests with a browser."""
+    program("chromium")  # skips before a service is started in vain
     with filled_service(tmp_path_factory.mktemp("service"), built_in_index) as replica:
         yield replica

@@ -1,4 +1,4 @@
-"""Records as `kb capture` writes them, of processes that never were."""
+"""Records as `kb capture` writes them, of invented processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOADS = (
 
 
 def stack(*frames: str) -> str:
-    """As py-spy prints it; empty without frames."""
+    """A stack as py-spy prints it; empty without frames."""
     lines = [f"    {frame}" for frame in (*frames, "<module> (train.py:90)")]
     return "\n".join(["Process 1: python train.py", 'Thread 1 (idle): "MainThread"', *lines, ""]) if frames else ""
 
@@ -33,7 +33,7 @@ def sample(at: float, cpu: float = 0.0, switches: int = 7, state: str = "S", **m
 
 
 def record(rank: int | None, frames: tuple[str, ...] = REDUCES, **more: Any) -> dict[str, Any]:
-    """A rank that did not run between two samples, 3 s apart, unless `more` says something else."""
+    """The record of a rank that did not run between two samples 3 s apart, unless `more` changes that."""
     return {
         "schema": PROCESS_SCHEMA,
         "rank": rank,

@@ -1,4 +1,4 @@
-"""A real Chromium, and what must not happen in it; a real `kb serve` with something to show."""
+"""A real Chromium that is watched for errors, and a real `kb serve` with something to show."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ expect.set_options(timeout=LONGEST_MS)
 
 @contextmanager
 def launched() -> Iterator[Browser]:
-    """Chromium of the system, without a window. Skips where there is none."""
+    """The system's Chromium, without a window. Skips if there is none."""
     path = program("chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS, timeout=LONGEST_MS)
@@ -57,7 +57,7 @@ def launched() -> Iterator[Browser]:
 
 
 class Watch:
-    """Notes what must not happen in a page: errors on its console, dialogs, requests to another host."""
+    """Records what must not happen in a page: errors on its console, dialogs, requests to another host."""
 
     def __init__(self, page: Page, expected: str = "") -> None:
         self._expected = expected
@@ -86,7 +86,7 @@ class Watch:
 
 @contextmanager
 def visit(browser: Browser, url: str, expected: str = "", **context: Any) -> Iterator[Page]:
-    """A page in a profile of its own. At its end nothing may have gone wrong in it but what is `expected`."""
+    """A page in a new profile. At the end, fails if anything went wrong in it except what is `expected`."""
     made = browser.new_context(**{"viewport": DESKTOP, **context})
     try:
         made.set_default_timeout(LONGEST_MS)

@@ -1,4 +1,4 @@
-"""A clock that a test turns."""
+"""A clock that a test can set."""
 
 from __future__ import annotations
 

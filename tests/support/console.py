@@ -1,4 +1,4 @@
-"""What tests build on: the real console script, small content roots, and waiting for processes."""
+"""Basic helpers for tests: the real console script, small content roots, and waiting for processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ended:
 
     @property
     def json(self) -> Any:
-        """The one document on stdout; fails when there is none or more."""
+        """The document on stdout. Fails if there is not exactly one."""
         return json.loads(self.out)
 
 
@@ -50,7 +50,7 @@ def run_kb(*args: str | Path, cwd: Path, stdin: bytes = b"", timeout_s: float = 
 
 
 def wait_for(is_true: Callable[[], object], what: str, seconds: float = GENEROUS_S) -> None:
-    """Wait until something holds; fails with its name."""
+    """Wait until a condition is true. Fails with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}"
@@ -58,12 +58,12 @@ def wait_for(is_true: Callable[[], object], what: str, seconds: float = GENEROUS
 
 
 def wait_until_ready(app: Any) -> None:
-    """Until the content of the API is in place: the thread that read it puts it there after the future has it."""
+    """Wait until the API serves its content, which the reading thread puts in place after its future is done."""
     app.state.loading.result(60).searching.submit(int).result(60)
 
 
 def ruin(path: Path) -> None:
-    """Put what is no database in the place of a SQLite file, at once: who has it open keeps what it was."""
+    """Replace a SQLite file atomically with one that is not a database. Whoever has it open keeps the old file."""
     other = path.with_name("ruined")
     other.write_text("no database " * 100)
     for name in ("-wal", "-shm"):
@@ -95,7 +95,7 @@ def end(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def arm_directories() -> set[Path]:
-    """Directories of arms of this test; its TMPDIR is its own."""
+    """The directories of this test's arms, since each test has its own TMPDIR."""
     return set(Path(os.environ["TMPDIR"]).glob("kb-arm-*"))
 
 
@@ -228,7 +228,7 @@ class ContentRoot:
         (path / "probes").mkdir(exist_ok=True)
 
     def entry(self, entry_id: str, *, has_probe: bool = True, extra: str = "", **words: str) -> Path:
-        """Write a sound entry; `words` replace title or symptom, `extra` adds lines to the front matter."""
+        """Write a valid entry. `words` replace its title or symptom, `extra` adds lines to its front matter."""
         probe = f"probe: {entry_id.replace('-', '_')}\n" if has_probe else "probe_waiver: a test\n"
         given = {"title": f"The thing called {entry_id}", "symptom": "The thing broke.", **words}
         path = self.path / "entries" / f"{entry_id}.md"
@@ -236,7 +236,7 @@ class ContentRoot:
         return path
 
     def probe(self, entry_id: str, body: str = BREAKS, probe: str = 'make(raised("the thing broke"))') -> Path:
-        """Write a probe: `body` is the job after its mark, `probe` the declaration."""
+        """Write a probe. `body` is the job after its mark, `probe` the declaration."""
         path = self.path / "probes" / f"{entry_id.replace('-', '_')}.py"
         path.write_text(
             PROBE.format(body=textwrap.indent(textwrap.dedent(body), "    "), probe=probe), encoding="utf-8"
@@ -248,7 +248,7 @@ class ContentRoot:
         self.probe(entry_id, body, probe)
 
     def raw_probe(self, entry_id: str, source: str) -> None:
-        """An entry whose probe file holds exactly this."""
+        """Write an entry whose probe file has exactly this source."""
         self.entry(entry_id)
         (self.path / "probes" / f"{entry_id.replace('-', '_')}.py").write_text(
             textwrap.dedent(source), encoding="utf-8"

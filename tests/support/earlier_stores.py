@@ -1,4 +1,4 @@
-"""Stores as an earlier kb left them, and how far one is migrated."""
+"""Stores as earlier versions of kb left them, and how far a store is migrated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report(entry_id: str) -> dict[str, Any]:
 
 
 def make_first(path: Path) -> Path:
-    """A store as the first kb left it, with three reports."""
+    """A store as the first version of kb left it, with three reports."""
     path.parent.mkdir(parents=True)
     connection = sqlite3.connect(path)
     connection.executescript(FIRST)
@@ -75,13 +75,13 @@ def make_second(opened: Database) -> None:
 
 
 def schema(database: Database) -> int:
-    """The number of the schema, found without migrating."""
+    """The number of the schema, read without migrating."""
     with Session(database.backend.engine) as session:
         return database.backend.begin(session.connection(), is_writing=False)
 
 
 def differences(database: Database) -> list[Any]:
-    """What a migration would still have to do, in the eyes of Alembic."""
+    """What a migration would still have to do, according to Alembic."""
     with database.writing() as session:
         context = MigrationContext.configure(session.connection(), opts={"version_table": TABLE})
         return list(compare_metadata(context, SQLModel.metadata))

@@ -1,6 +1,6 @@
-"""A service that takes reports over real HTTP, and misbehaves as it is told.
+"""A service that accepts reports over real HTTP, and misbehaves as a test demands.
 
-It keeps what it takes by idempotency key, as a kb service does, so that a test can count what arrived and how often.
+Like a kb service, it stores reports by idempotency key, so that a test can count what arrived and how often.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def report(entry_id: str = "the-entry", **more: Any) -> dict[str, Any]:
 
 
 class FakeService(ThreadingHTTPServer):
-    """`behaviours` are used up, one a request; when there are none left it does as a kb service does."""
+    """The service. Each request uses up one of `behaviours`; without any it behaves like a kb service."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -43,10 +43,10 @@ class FakeService(ThreadingHTTPServer):
         self.kept: dict[str, bytes] = {}
         self.behaviours: list[Behaviour] = []
         self.lock = threading.Lock()
-        self.leave = threading.Event()  # ends what hangs
+        self.leave = threading.Event()  # ends requests that hang
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Its clients go away in the middle on purpose."""
+        """Ignore errors, because clients disconnect on purpose."""
 
 
 class Request(BaseHTTPRequestHandler):
@@ -60,7 +60,7 @@ class Request(BaseHTTPRequestHandler):
         self.key = self.headers.get("Idempotency-Key", "")
         length = int(self.headers["Content-Length"])
         self.body = self.rfile.read(length)
-        if len(self.body) < length:  # its sender is gone
+        if len(self.body) < length:  # the client has disconnected
             return
         with self.server.lock:
             behave = self.server.behaviours.pop(0) if self.server.behaviours else take
@@ -71,7 +71,7 @@ class Request(BaseHTTPRequestHandler):
         pass
 
     def keep(self) -> bool:
-        """Whether it is new; the same key with another body fails the test."""
+        """Store the report. Returns whether it is new; the same key with another body fails the test."""
         with self.server.lock:
             is_new = self.key not in self.server.kept
             assert self.server.kept.setdefault(self.key, self.body) == self.body
@@ -94,18 +94,18 @@ def take(request: Request) -> None:
 
 
 def says(status: int, detail: str = "", kind: str = "application/problem+json", **headers: str) -> Behaviour:
-    """Answers with this and keeps nothing."""
+    """Answer with this and store nothing."""
     body = json.dumps({"title": "A problem", "detail": detail}).encode() if "json" in kind else detail.encode()
     return lambda request: request.answer(status, body, kind, **headers)
 
 
 def drop(request: Request) -> None:
-    """The report is kept, the answer is lost."""
+    """Store the report and lose the answer."""
     request.keep()
 
 
 def drop_unread(request: Request) -> None:
-    """Neither kept nor answered."""
+    """Neither store nor answer the report."""
 
 
 def garbage(request: Request) -> None:
@@ -113,7 +113,7 @@ def garbage(request: Request) -> None:
 
 
 def torn(request: Request) -> None:
-    """The report is kept, of the answer only a part arrives."""
+    """Store the report and send only a part of the answer."""
     request.keep()
     request.send_response(201)
     request.send_header("Content-Length", "1000")
@@ -126,13 +126,13 @@ def hang(request: Request) -> None:
 
 
 def keep_and_hang(request: Request) -> None:
-    """The report is kept, and its sender waits for the answer."""
+    """Store the report and let its sender wait for the answer."""
     request.keep()
     hang(request)
 
 
 def trickle(request: Request) -> None:
-    """A byte now and then, so that no wait for a byte is ever long."""
+    """Send a byte now and then, so that no single byte takes long."""
     request.wfile.write(b"HTTP/1.1 201 Created\r\nX-Slow: ")
     while not request.server.leave.wait(0.05):
         request.wfile.write(b"x")

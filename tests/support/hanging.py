@@ -1,4 +1,4 @@
-"""Starts `hanging_job`, waits until its ranks hang, releases it, and checks that it ended well."""
+"""Start `hanging_job`, wait until its ranks hang, release it, and check that it ends well."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ READY_S = 120.0
 
 
 def state(pid: int) -> str:
-    """A letter as in ps(1)."""
+    """The state of a process, a letter as in ps(1)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @dataclass
 class HangingJob:
-    """Running processes by start; `pids` of the ranks once they are ready."""
+    """A job that hangs: its processes in the order of their start, and the `pids` of the ranks once they are ready."""
 
     kind: str
     folder: Path
     size: int
-    before: Sequence[Sequence[str]] = ()  # what begins the command of each rank, as to enter a node
-    address: str = "127.0.0.1"  # that the environment names; the ranks meet on this machine
+    before: Sequence[Sequence[str]] = ()  # prefix of each rank's command, for instance to enter a node
+    address: str = "127.0.0.1"  # in the environment; the ranks meet on this machine
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class HangingJob:
             os.write(os.open(self.folder / "pipe", os.O_RDWR), b"x")
 
     def end_well(self, seconds: float = 60.0) -> None:
-        """Release it; every rank must have the right sum, every process the exit code 0."""
+        """Release the job, and check that every rank has the right sum and every process exits with 0."""
         self.release()
         deadline = time.monotonic() + seconds
         codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
@@ -105,7 +105,7 @@ class HangingJob:
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(self.folder.glob("log-*")))
 
     def end(self) -> None:
-        """Whatever is left, by pid."""
+        """Kill whatever is left, by pid."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()

@@ -1,6 +1,6 @@
-"""A gloo job of which one rank hangs in a chosen way until a file is there; then it ends well: `python FILE KIND FOLDER`.
+"""A gloo job in which one rank hangs in a chosen way until a file exists; then it ends well: `python FILE KIND FOLDER`.
 
-Each rank prints the sum of its all-reduces at the end, writes `done-RANK` and ends with 0.
+At the end each rank prints the result of its all-reduce, writes `done-RANK` and exits with 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def waiting_for_a_command() -> None:
     subprocess.run(["bash", "-c", f"until test -e {FOLDER}/release; do sleep 0.1; done"], check=True)
 
 
-class Slow(Dataset[int]):  # type: ignore[misc]  # torch is not read by mypy
+class Slow(Dataset[int]):  # type: ignore[misc]  # mypy does not read torch
     def __len__(self) -> int:
         return 4
 
@@ -107,14 +107,14 @@ WAYS = {
     "command": waiting_for_a_command,
     "loader": loading_data,
     "disk-sleep": in_uninterruptible_sleep,
-    "stopped": sleeping,  # and the test stops it
+    "stopped": sleeping,  # the test stops the process
     "shell": sleeping,
     "spawn": sleeping,
 }
 
 
 def evaluate(kind: str, rank: int) -> float:
-    """All ranks come to the all-reduce, the culprit late; in `divergent` it calls another collective before."""
+    """Take part in the all-reduce, which the culprit reaches late; in `divergent` it first calls another collective."""
     if kind == "divergent" and rank == CULPRIT:
         return gather_metrics(kind, rank)
     if kind == "missing-peer" and rank == CULPRIT:
@@ -125,7 +125,7 @@ def evaluate(kind: str, rank: int) -> float:
 
 
 def gather_metrics(kind: str, rank: int) -> float:
-    """The store has no part in gloo's collectives: the culprit waits in a group of its own until the release."""
+    """Wait in a collective of another group until the release, as the culprit of `divergent`."""
     dist.monitored_barrier(PAIR[0], timeout=timedelta(seconds=600))
     return add_up()
 
@@ -140,7 +140,7 @@ def add_up() -> float:
     return float(values[0])
 
 
-PAIR: list[Any] = []  # the group of ranks 0 and 1, once it is made
+PAIR: list[Any] = []  # the group of rank 0 and the culprit, once it exists
 
 
 def run(rank: int, size: int, kind: str, address: str) -> None:
@@ -158,13 +158,13 @@ def run(rank: int, size: int, kind: str, address: str) -> None:
 
 
 def locked() -> IO[str]:
-    file = (FOLDER / "lock").open("w")  # it is held as long as it is open
+    file = (FOLDER / "lock").open("w")  # locked as long as it is open
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
 def answer(kind: str, lock: IO[str] | None) -> None:
-    """Rank 0's part in what the culprit waits for, once it is released."""
+    """After the release, let rank 0 do what the culprit waits for."""
     sleeping()
     if lock:
         lock.close()
@@ -175,7 +175,7 @@ def answer(kind: str, lock: IO[str] | None) -> None:
 
 
 def running(rank: int, size: int, address: str) -> None:
-    """A healthy job: steps until the release, the time of each in `steps-RANK`."""
+    """Run a healthy job until the release, and write the time of each step to `steps-RANK`."""
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     weights = torch.rand(200, 200)
     times = []

@@ -1,4 +1,4 @@
-"""`kb` in the process of the tests: everything but the start of an interpreter, in a hundredth of the time."""
+"""`kb` in the process of the tests: everything except starting an interpreter, in a hundredth of the time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from unittest.mock import patch
 from tests.support.console import Ended
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ERRORS = {"stdin": "surrogateescape", "stdout": "strict", "stderr": "backslashreplace"}  # as Python sets them
+ERRORS = {"stdin": "surrogateescape", "stdout": "strict", "stderr": "backslashreplace"}  # as set by Python
 
 
 def run_kb_here(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) -> Ended:
     """Run `kb` in this process.
 
     File descriptors 0, 1 and 2 are replaced too, so that child processes write where those of a real `kb` do.
-    What Python reads only when it starts needs a real one: PYTHON* variables and TZ.
+    PYTHON* variables and TZ, which Python reads only when it starts, need a real `kb`.
     """
     assert not any(name.startswith("PYTHON") or name == "TZ" for name in env), "needs a process of its own"
-    claim_streams = resolve_name("kb.cli.terminal.output:claim_streams")  # nothing imports a shell
+    claim_streams = resolve_name("kb.cli.terminal.output:claim_streams")  # by name: no module may import a shell
     run = resolve_name("kb.cli.main:run")
     with ExitStack() as stack:
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
@@ -41,7 +41,7 @@ def run_kb_here(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) ->
 
 @contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Handlers that are set in the block go with it."""
+    """Restore the signal handlers after the block."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         yield
@@ -52,7 +52,7 @@ def _signal_handlers() -> Iterator[None]:
 
 @contextmanager
 def _pipe(data: bytes) -> Iterator[int]:
-    """The end of a pipe from which this can be read."""
+    """The read end of a pipe with this data."""
     reading, writing = os.pipe()
 
     def write() -> None:
@@ -70,7 +70,7 @@ def _pipe(data: bytes) -> Iterator[int]:
 
 @contextmanager
 def _standard_streams(*descriptors: int) -> Iterator[None]:
-    """These file descriptors as standard input, output and error: as 0, 1 and 2, and in `sys`."""
+    """Use these file descriptors as standard input, output and error: as 0, 1 and 2, and in `sys`."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(number) for number in range(3)]

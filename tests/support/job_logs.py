@@ -1,4 +1,4 @@
-"""Logs of failed jobs, for tests of `kb diagnose`, and what it answers about them."""
+"""Logs of failed jobs for tests of `kb diagnose`, and its answers about them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def watchdog(rank: int, seq: int = 812, op: str = "ALLREDUCE", second: int = 5) 
 
 
 def diagnosed(kb: Kb, *args: str | Path, stdin: bytes = b"") -> Any:
-    """The one document; diagnostics of a build of the index aside, nothing stands on stderr."""
+    """The document of a diagnosis. Only messages about building the index may be on stderr."""
     ended = kb("diagnose", *args, "--json", stdin=stdin)
     assert ended.code in (0, 1), ended.err
     assert ended.json["schema"] == "kb.diagnose.v1"

@@ -1,4 +1,4 @@
-"""A real `kb serve`, asked and ended as a person does. Unless it is cold, it is a fork: see `warm_start`."""
+"""A real `kb serve`, used and ended as by a person. Unless it is cold, it is a fork: see `warm_start`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.warm_start import Fork, start_warm
 
 
 class Serving:
-    """A running `kb serve`. It logs to a file: a pipe that nobody reads would stop it."""
+    """A running `kb serve`. It logs to a file, because a pipe that nobody reads would block it."""
 
     def __init__(self, process: subprocess.Popen[bytes] | Fork, log: Path) -> None:
         self.process = process
@@ -35,18 +35,18 @@ class Serving:
 
     @property
     def lines(self) -> list[str]:
-        """What it has said for people."""
+        """The lines of its log for people."""
         return [line for line in self.output.splitlines() if line.startswith("kb: ")]
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """What it has said for machines."""
+        """The JSON documents in its log."""
         return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
 
     def ask(
         self, method: str, path: str, body: bytes | None = None, /, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers in lower case, body); `_` in the name of a header stands for `-`."""
+        """Send a request and return (status, headers in lower case, body). `_` in the name of a header means `-`."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=GENEROUS_S)
         try:
             connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -56,7 +56,7 @@ class Serving:
             connection.close()
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
-        """(status, JSON document)."""
+        """Get a path and return (status, JSON document)."""
         status, _, body = self.ask("GET", path, **headers)
         return status, json.loads(body)
 
@@ -64,7 +64,7 @@ class Serving:
         wait_for(lambda: self.ask("GET", "/readyz")[0] == 200, "the server to be ready", GENEROUS_S)
 
     def stop(self, number: signal.Signals) -> int:
-        """The exit code after a signal."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(60)
 
@@ -89,7 +89,7 @@ def listening(*args: str | Path, **environment: str) -> Iterator[Serving]:
 
 @contextmanager
 def listening_cold(*args: str | Path, **environment: str) -> Iterator[Serving]:
-    """The same, started as users start it: by an interpreter of its own."""
+    """The same, started as users start it, with its own interpreter."""
     command, env = [str(KB), *_command(args)], {**os.environ, **environment}
     with _logged(lambda log: subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=log)) as server:
         yield server
@@ -101,7 +101,7 @@ def _command(args: Sequence[str | Path]) -> list[str]:
 
 @contextmanager
 def _logged(start: Callable[[IO[bytes]], subprocess.Popen[bytes] | Fork]) -> Iterator[Serving]:
-    """The server that this starts, given where to log."""
+    """The server that `start` starts, given a file to log to."""
     number, name = tempfile.mkstemp(".log", "serve-")
     with os.fdopen(number, "wb") as log:
         process = start(log)

@@ -1,4 +1,4 @@
-"""For every rule about the text of an entry: edits that break it, and similar edits that do not."""
+"""For every rule about the text of an entry, edits that break it and similar edits that do not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Edits = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Example:
-    """`bad` and `good` replace texts of the sound entry. `bad` breaks this rule only, in the line with `at`."""
+    """Edits of the valid entry. `bad` breaks only this rule, in the line with `at`; `good` does not break it."""
 
     rule: str
     bad: Edits
@@ -46,14 +46,14 @@ def entry_file(
     languages: frozenset[Language] = frozenset(Language),
     on_record: OnRecord | None = None,
 ) -> EntryFile:
-    """The text of an entry beside a sound probe. Raises `ContentError`."""
+    """An entry with this text and a valid probe. Raises `ContentError`."""
     entry = parse_entry(text.encode(), ENTRY_FILE, "test")
     given = blocks(text), languages, entry, IDS, PROBE_FILE, frozenset[str](), TODAY, on_record or OnRecord()
     return EntryFile(ENTRY_FILE, text, *given)
 
 
 def edited(edits: Edits) -> str:
-    """The sound entry with the edits, each of which must match its text."""
+    """The valid entry with these edits, each of which must match its text."""
     text = SOUND
     for old, new in edits.items():
         assert old in text, old
@@ -76,13 +76,13 @@ WHY = "Nothing breaks it. [probe plain] [claimed 1]"
 
 
 def signature(pattern: str, sample: str, role: str = "root") -> Edits:
-    """The sound entry with one more signature."""
+    """Edits that add a signature to the valid entry."""
     more = f"  - pattern: '{pattern}'\n    role: {role}\n    source: a test\n    sample: '{sample}'\n"
     return {SAMPLE: SAMPLE + more}
 
 
 def reference(url: str, grade: str, mark: str) -> Edits:
-    """The sound entry with one more reference, and a mark."""
+    """Edits that add a reference and a mark to the valid entry."""
     more = f"  - url: {url}\n    shows: nothing\n    grade: {grade}\n"
     return {REFERENCE: REFERENCE + more, WHY: f"{WHY} {mark}"}
 
@@ -239,7 +239,7 @@ READING = (
 
 EXAMPLES = (*SIGNATURES, *LINKS, *CLAIMS, *FIXES, *FORM, *READING)
 
-# Glossaries: rule to (one that breaks it, the line of the violation, a similar one that does not).
+# Rule to (a glossary that breaks it, the line of the violation, a similar glossary that does not).
 GLOSSARIES = {
     "unreadable-glossary": ('groups = ["save", "保存"]\n', 1, 'groups = [["save", "保存"]]\n'),
     "glossary-word-twice": (

@@ -1,4 +1,4 @@
-"""A client of the MCP server as a chatbot has one: the SDK's own, over stdio or HTTP, for tests that are not async."""
+"""A client of the MCP server like that of a chatbot: the SDK's own, over stdio or HTTP, for synchronous tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.warm_command import warm_command
 
 
 class Model:
-    """What a language model does through its client."""
+    """A language model that calls tools through its client."""
 
     def __init__(self, client: Client, portal: BlockingPortal) -> None:
         self.client = client
@@ -35,18 +35,18 @@ class Model:
         return self._portal.call(partial(self.client.call_tool, tool, arguments))
 
     def answer(self, tool: str, **arguments: Any) -> dict[str, Any]:
-        """The document of a call that succeeds."""
+        """Call a tool, which must succeed, and return its document."""
         return document(self.call(tool, **arguments))
 
     def refused(self, tool: str, **arguments: Any) -> str:
-        """The message of a call that fails."""
+        """Call a tool, which must fail, and return its message."""
         result = self.call(tool, **arguments)
         assert result.is_error
         assert isinstance(result.content[0], TextContent)
         return result.content[0].text
 
     def at_once(self, calls: list[tuple[str, dict[str, Any]]]) -> list[CallToolResult]:
-        """The answers to calls that are all under way at the same time."""
+        """Run calls concurrently and return their answers."""
         return self._portal.call(self._at_once, calls)
 
     async def _at_once(self, calls: list[tuple[str, dict[str, Any]]]) -> list[CallToolResult]:
@@ -61,12 +61,12 @@ class Model:
         return [answers[number] for number in range(len(calls))]
 
     def do(self, method: str, *args: Any) -> Any:
-        """Another method of the client, for instance `list_tools`."""
+        """Call another method of the client, for instance `list_tools`."""
         return self._portal.call(partial(getattr(self.client, method), *args))
 
 
 def document(result: CallToolResult) -> dict[str, Any]:
-    """What a call that succeeded answers, once, as JSON."""
+    """The JSON document of a successful call, which must contain it only once."""
     [content] = result.content
     assert isinstance(content, TextContent)
     assert not result.is_error, content.text
@@ -83,7 +83,7 @@ def connected(client: AbstractAsyncContextManager[Client]) -> Iterator[Model]:
 
 @contextmanager
 def over_http(url: str, key: str = "", mode: str = "auto", consent: ElicitationFnT | None = None) -> Iterator[Model]:
-    """A client of /mcp of a service. `mode` "legacy" speaks as clients did before 2026; `consent` is the person's."""
+    """A client of a service's /mcp. `mode` "legacy" acts like clients before 2026; `consent` answers for the person."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Client]:
@@ -108,7 +108,7 @@ def over_stdio(
     consent: ElicitationFnT | None = None,
     stderr: TextIO | None = None,
 ) -> Iterator[Model]:
-    """A client of a `kb mcp` of its own."""
+    """A client of a new `kb mcp`."""
     command, *arguments = warm_command("mcp", *args)
     server = StdioServerParameters(command=command, args=arguments, env=dict(env or os.environ))
     transport = stdio_client(server, stderr or sys.__stderr__ or sys.stderr)

@@ -1,4 +1,4 @@
-"""`kb` with a file system of its own mounted over a folder; `run_mounted` forks it, and nothing of it is seen outside."""
+"""`kb` with a file system mounted over a folder. `run_mounted` forks it, so the mount is not visible outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLONE_NEWNS = 0x20000
 
 
 def may_mount() -> bool:
-    """In a mount namespace of its own: root of a container often may not."""
+    """Whether this process may mount in a new mount namespace; root in a container often may not."""
     try:
         tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True)
     except OSError:
@@ -28,8 +28,8 @@ def may_mount() -> bool:
 
 
 def run_mounted(options: str, folder: Path, *commands: list[str], **env: str) -> Ended:
-    """Run `kb` with each of these arguments on one tmpfs with these mount options; the exit code of the last."""
-    built_in = roots.builtin_root()  # that of this test, which may have few entries
+    """Run `kb` with each of these arguments on a tmpfs with these mount options. The exit code is that of the last."""
+    built_in = roots.builtin_root()  # the one of this test, which may have few entries
     order = [options, str(folder), str(built_in.entries), str(built_in.probes), commands]
     process = start_warm(
         json.dumps(order),
@@ -51,7 +51,7 @@ def main() -> None:
         subprocess.run(["mount", *mount], check=True)
     built_in = replace(roots.builtin_root(), entries=Path(entries), probes=Path(probes))
     roots.builtin_root = lambda: built_in
-    resolve_name("kb.cli.terminal.output:claim_streams")()  # nothing imports a shell
+    resolve_name("kb.cli.terminal.output:claim_streams")()  # by name: no module may import a shell
     codes = [resolve_name("kb.cli.main:run")(command) for command in commands]
     sys.stderr.write("".join(f"left: {path}\n" for path in sorted(Path(folder).glob("*"))))
     sys.exit(codes[-1])

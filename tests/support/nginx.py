@@ -1,4 +1,4 @@
-"""nginx as deploy/nginx.conf has it, really run, with ports, certificate and folders of a test."""
+"""A real nginx with the configuration deploy/nginx.conf, but with ports, certificate and folders of a test."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Proxy:
         return ssl.create_default_context(cafile=self.certificate)
 
     def client(self, key: str = "") -> httpx.Client:
-        """Trusts the certificate, and sends a key with every request."""
+        """A client that trusts the certificate and sends a key with every request."""
         return httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -84,7 +84,7 @@ def nginx(folder: Path, upstreams: Sequence[int]) -> Iterator[Proxy]:
 
 
 def _fitted(text: str, folder: Path, port: int, upstreams: Sequence[int]) -> str:
-    """The example with what it says has to be changed; each change must find its place."""
+    """The configuration with the changes that its comments ask for, each of which must match."""
     changes = {
         r"server 127\.0\.0\.1:8001 ": f"server 127.0.0.1:{upstreams[0]} ",
         r"server 127\.0\.0\.1:8002 ": f"server 127.0.0.1:{upstreams[1]} ",
@@ -99,7 +99,7 @@ def _fitted(text: str, folder: Path, port: int, upstreams: Sequence[int]) -> str
 
 
 def _certify(folder: Path) -> Path:
-    """A certificate of our own for 127.0.0.1, in kb.crt and kb.key."""
+    """Create a self-signed certificate for 127.0.0.1, in kb.crt and kb.key."""
     made = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-days", "2"]
     named = ["-subj", "/CN=kb", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-out", str(folder / "kb.crt"), "-keyout", str(folder / "kb.key")]

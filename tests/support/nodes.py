@@ -1,7 +1,7 @@
-"""Nodes on one machine: each a namespace of processes and a host name of its own, reached through a real sshd.
+"""Nodes on one machine, each with its own process namespace and host name, reached through a real sshd.
 
-An sshd on loopback has a key per node; the key's forced command enters the namespaces of its node. `ssh` is the real
-one, behind a script on PATH that names the configuration with the aliases.
+An sshd on loopback has a key per node, whose forced command enters the namespaces of the node. `ssh` is the real one,
+called by a script on PATH that passes the configuration with the aliases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READY_S = 20.0
 
 @dataclass
 class Nodes:
-    """`path` is the PATH with the script called ssh; `enter` begins a command on a node."""
+    """The nodes. `path` is the PATH with the script called ssh; `enter` is the beginning of a command on a node."""
 
     folder: Path
     names: Sequence[str]
@@ -43,7 +43,7 @@ class Nodes:
 
     @contextmanager
     def instead(self, name: str, command: str) -> Iterator[None]:
-        """Have the login of a node run another command than what is asked for."""
+        """Make the login of a node run this command instead of the requested one."""
         path = self.folder / f"{name}.command"
         path.write_text(command)
         yield
@@ -52,7 +52,7 @@ class Nodes:
 
 @contextmanager
 def ssh_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
-    """Skips where sshd is missing or namespaces are forbidden."""
+    """Nodes that ssh can reach. Skips if sshd is missing or namespaces are forbidden."""
     if not SSHD or not shutil.which("ssh"):
         pytest.skip("needs sshd")
     with separated_nodes(folder, names) as nodes, _sshd(nodes):
@@ -61,7 +61,7 @@ def ssh_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
 
 @contextmanager
 def separated_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
-    """Nodes that nothing reaches yet. Skips where namespaces are forbidden."""
+    """Nodes that cannot be reached yet. Skips if namespaces are forbidden."""
     if os.geteuid() != 0 or subprocess.run(["unshare", *NAMESPACES, "--fork", "true"], capture_output=True).returncode:
         pytest.skip("only root can make namespaces")
     folder.mkdir()
@@ -74,7 +74,7 @@ def separated_nodes(folder: Path, names: Sequence[str]) -> Iterator[Nodes]:
 
 @contextmanager
 def _namespace(name: str) -> Iterator[int]:
-    """The pid of the first process of a node, as it is here; all others of the node end with it."""
+    """The pid, in this namespace, of the first process of a node. All others of the node end with it."""
     inside = f"mount -t proc proc /proc && hostname {name} && exec sleep 600"
     with subprocess.Popen(["unshare", *NAMESPACES, "--fork", "--kill-child", "sh", "-c", inside]) as outer:
         try:
@@ -112,7 +112,7 @@ def _sshd(nodes: Nodes) -> Iterator[None]:
         "PermitRootLogin yes\nMaxStartups 100\n"
     )
     script(folder / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {folder}/client "$@"')
-    Path("/run/sshd").mkdir(exist_ok=True)  # in which sshd shuts in what is not logged in yet
+    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd confines sessions that are not logged in yet
     with (folder / "sshd.log").open("wb") as log:
         server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "server")], stderr=log, stdout=log)
     try:
@@ -125,7 +125,7 @@ def _sshd(nodes: Nodes) -> Iterator[None]:
 
 
 def _login(nodes: Nodes, name: str) -> Path:
-    """What sshd runs for a node's key: the command of the client, in the namespaces of the node."""
+    """The script that sshd runs for a node's key, which runs the client's command in the namespaces of the node."""
     inside = f'sh -c "$(cat {nodes.folder}/{name}.command 2>/dev/null || echo "$SSH_ORIGINAL_COMMAND")"'
     return script(nodes.folder / f"login-{name}", f"exec {' '.join(nodes.enter(name))} {inside}")
 
@@ -136,7 +136,7 @@ def _listens(port: int) -> bool:
 
 
 def script(path: Path, body: str) -> Path:
-    """An executable shell script."""
+    """Write an executable shell script."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)

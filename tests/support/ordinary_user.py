@@ -1,4 +1,4 @@
-"""What a job does as an ordinary user, in a forked process."""
+"""Runs functions as an ordinary user in a forked process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY = 65534
 
 
 def in_child(act: Callable[[], object]) -> Any:
-    """What `act` returns as an ordinary user in a process of its own; raises `Unavailable` if it does."""
+    """Run `act` as an ordinary user in a new process and return its result. Raises `Unavailable` if `act` does."""
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -53,4 +53,4 @@ def become_ordinary() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: the files in /proc/self are ours again
+        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: makes this user the owner of /proc/self again

@@ -11,7 +11,7 @@ PAGE = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
 def get(client: httpx.Client, path: str, status: int = 200, /, **headers: str) -> str:
-    """The HTML at a path, which must have this status."""
+    """The HTML at a path, which must respond with this status."""
     answer = client.get(path, headers={**PAGE, **headers})
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"].startswith("text/html")
@@ -19,5 +19,5 @@ def get(client: httpx.Client, path: str, status: int = 200, /, **headers: str) -
 
 
 def text_of(html: str) -> str:
-    """What is read on the screen."""
+    """The text that is visible on the screen."""
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())

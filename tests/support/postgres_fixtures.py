@@ -1,7 +1,7 @@
-"""A real PostgreSQL server for tests, and `database`: a store of the test's own, once in SQLite and once there.
+"""A real PostgreSQL server for tests, and `database`, a new store once in SQLite and once in PostgreSQL.
 
-A test file takes them by `pytest_plugins = ["tests.support.postgres_fixtures"]`. Without PostgreSQL its half is skipped; under
-KB_REQUIRE_ALL=1 it fails instead.
+A test file uses `pytest_plugins = ["tests.support.postgres_fixtures"]`. Without PostgreSQL, its half of the tests is
+skipped; with KB_REQUIRE_ALL=1 it fails.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NUMBERS = count(1)
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
-    """The server, shared by all tests of a process. A test that kills it need not start it again."""
+    """The server, shared by all tests of a process. A test that kills it does not have to start it again."""
     result = binaries()
     if result is None:
         message = "PostgreSQL is not installed (Debian: apt-get install postgresql)"
         if os.environ.get("KB_REQUIRE_ALL") == "1":
             pytest.fail(message)
         pytest.skip(message)
-    # Not below pytest's directories, which another user cannot enter; nor deep, for its socket has a short name.
+    # Not below pytest's directories, which another user cannot enter; nor deep, since a socket's path must be short.
     directory = Path(tempfile.mkdtemp(prefix="kb-postgres-", dir="/tmp"))
     if os.getuid() == 0:
         os.chown(directory, user().pw_uid, user().pw_gid)
@@ -48,7 +48,7 @@ def postgres() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def postgres_template(postgres: Server) -> str:
-    """A database with today's schema, to copy from: quicker than to migrate each."""
+    """A database with the current schema to copy from, which is faster than migrating each."""
     postgres.start()
     postgres.execute("CREATE DATABASE migrated")
     with Database.open(postgres.url("migrated")) as opened:
@@ -58,14 +58,14 @@ def postgres_template(postgres: Server) -> str:
 
 @pytest.fixture
 def empty_postgres_url(postgres: Server) -> Iterator[str]:
-    """The URL of a database without any table, of this test's own."""
+    """The URL of a new database without tables."""
     with _fresh(postgres, "template1") as url:
         yield url
 
 
 @pytest.fixture
 def postgres_url(postgres: Server, postgres_template: str) -> Iterator[str]:
-    """The URL of a store with today's schema, of this test's own."""
+    """The URL of a new store with the current schema."""
     with _fresh(postgres, postgres_template) as url:
         yield url
 
@@ -82,7 +82,7 @@ def _fresh(server: Server, template: str) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a store with today's schema, of this test's own, is, of both kinds; for processes that open it themselves."""
+    """The URL of a new store with the current schema, of both kinds, for processes that open it themselves."""
     if request.param == "sqlite":
         return f"sqlite:///{ready_store(tmp_path / 'store' / 'reports.db')}"
     url: str = request.getfixturevalue("postgres_url")
@@ -91,6 +91,6 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    """A store of this test's own, of both kinds."""
+    """A new store, of both kinds."""
     with Database.open(database_url) as opened:
         yield opened

@@ -19,7 +19,7 @@ from tests.support.console import GENEROUS_S, is_running, wait_for
 
 SETTINGS = {
     "listen_addresses": "127.0.0.1",
-    "fsync": "off",  # a killed server loses nothing by it, a machine without power would
+    "fsync": "off",  # safe when a server is killed, not when the power fails
     "full_page_writes": "off",
     "shared_buffers": "16MB",
     "autovacuum": "off",
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def binaries() -> Path | None:
-    """Where initdb and postgres are: Debian keeps them off the PATH."""
+    """The folder with initdb and postgres, which Debian does not put on PATH."""
     result = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()]
     if result:
         return max(result, key=lambda path: float(path.parent.name))
@@ -37,7 +37,7 @@ def binaries() -> Path | None:
 
 @dataclass
 class Server:
-    """One server in a directory of its own. It refuses to run as root, so it gets another user then."""
+    """A server in its own directory. It refuses to run as root and then runs as another user."""
 
     binaries: Path
     directory: Path
@@ -53,7 +53,7 @@ class Server:
         return f"postgresql://kb@127.0.0.1:{self.port}/{database}"
 
     def start(self) -> None:
-        """Start it unless it runs, and wait until it answers."""
+        """Start the server unless it is running, and wait until it answers."""
         if self.process and self.process.poll() is None:
             return
         settings = {**SETTINGS, "port": str(self.port), "unix_socket_directories": str(self.directory)}
@@ -64,8 +64,8 @@ class Server:
         wait_for(self._answers, "PostgreSQL to answer")
 
     def kill(self) -> None:
-        """SIGKILL for the server and every process of it, as when its machine dies."""
-        os.kill(self.pid, signal.SIGSTOP)  # it starts no process meanwhile
+        """Kill the server and all its processes with SIGKILL, as when its machine dies."""
+        os.kill(self.pid, signal.SIGSTOP)  # so that it starts no process meanwhile
         family = [self.pid, *_children(self.pid)]
         for pid in family:
             with suppress(ProcessLookupError):
@@ -76,7 +76,7 @@ class Server:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stopped in the block, as on a machine that hangs: connections stay, and nobody answers."""
+        """Stop the server in the block, as on a machine that hangs: connections stay open without an answer."""
         family = [self.pid, *_children(self.pid)]
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
@@ -111,7 +111,7 @@ class Server:
         return True
 
     def _as_user(self, program: Path, *arguments: str) -> list[str]:
-        """The command; it ends with this process even where that is killed."""
+        """The command, run as the server's user. Its process ends with this one, even if this one is killed."""
         result = user()
         change = (
             ["--reuid", str(result.pw_uid), "--regid", str(result.pw_gid), "--clear-groups"] if os.getuid() == 0 else []
@@ -133,7 +133,7 @@ HELD: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """One that nobody else gets until this process ends: bound here, while a server with SO_REUSEADDR listens on it."""
+    """A port that nobody else gets until this process ends: it stays bound, and a server uses it with SO_REUSEADDR."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))

@@ -1,6 +1,6 @@
-"""Programs of the system that some tests run: `make system` installs them.
+"""System programs that some tests need; `make system` installs them.
 
-Without one, its tests are skipped and say so; where `KB_REQUIRE_ALL` is set, as in CI, they fail.
+Tests without their program are skipped with a reason; if `KB_REQUIRE_ALL` is set, as in CI, they fail.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import pytest
 
-ELSEWHERE = ("/usr/sbin", "/sbin", "/usr/lib/postgresql/*/bin")  # where Debian has what is on no user's PATH
+ELSEWHERE = ("/usr/sbin", "/sbin", "/usr/lib/postgresql/*/bin")  # not on a user's PATH in Debian
 
 
 def program(name: str) -> str:
-    """The path of a program, for instance `nginx`; of several versions the newest."""
+    """The path of a program, for instance `nginx`, in its newest version."""
     places = [os.environ.get("PATH", os.defpath)]
     for pattern in ELSEWHERE:
         places += sorted(glob(pattern), key=lambda place: (len(place), place), reverse=True)
@@ -25,7 +25,7 @@ def program(name: str) -> str:
 
 
 def missing(reason: str) -> NoReturn:
-    """Give this test up: a skip on the machine of a person, a failure where everything has to run."""
+    """Abandon this test: skip it on a person's machine, fail it where everything has to run."""
     if os.environ.get("KB_REQUIRE_ALL"):
         pytest.fail(f"{reason}; KB_REQUIRE_ALL is set", pytrace=False)
     pytest.skip(reason)

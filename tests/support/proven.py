@@ -1,7 +1,7 @@
-"""Which probes have already followed their arms, by the content that decides it: tests/proven.json.
+"""Which probes have already passed, by a digest of everything that the result depends on: tests/proven.json.
 
-A probe, the patterns of its entry, what runs and judges arms, torch and Python: where none of them changed since a run
-of all (`make test-all`, which writes the file), another run shows the same. `make test` runs the others and a sample.
+That is the probe, the patterns of its entry, the code that runs and judges arms, torch and Python. If none has changed
+since `make test-all`, which writes the file, another run shows the same. `make test` runs the others and a sample.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kb.content.roots import builtin_root
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "proven.json"
 ENGINE = ("kb/*.py", "kb/harness/*.py", "kb/verify/*.py")
-SAMPLE = 8  # one in so many of the proven probes runs all the same
+SAMPLE = 8  # one in this many proven probes runs anyway
 
 
 def to_run(catalog: Catalog) -> list[str]:
-    """Ids of the entries whose probes `make test` runs."""
+    """The ids of the entries whose probes `make test` runs."""
     digests = _digests(catalog)
     if os.environ.get("KB_ALL_PROBES") or not FILE.is_file():
         return list(digests)

@@ -1,4 +1,4 @@
-"""A SQLite store with today's schema, as a copy: to migrate each takes a tenth of a second, and has tests of its own."""
+"""A copy of a SQLite store with the current schema: migrating takes a tenth of a second and is tested elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kb.store.database import Database
 
 
 def ready_store(path: Path) -> Path:
-    """Put an empty store there; the path again."""
+    """Put an empty store at this path, and return the path."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_bytes(_empty_store())
     return path

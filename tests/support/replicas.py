@@ -24,7 +24,7 @@ from tests.support.warm_start import Fork, start_warm
 
 @dataclass
 class Place:
-    """Where replicas live: their cache, their database and the folder of their content."""
+    """The cache, database and content folder of replicas."""
 
     path: Path
     cache: Path
@@ -43,7 +43,7 @@ class Place:
         return {**inherited, **own, **self.more}
 
     def database(self) -> Database:
-        """To be closed."""
+        """Open the database, which the caller closes."""
         return Database.open(self.environment["KB_DATABASE_URL"])
 
     def key(self, scope: str) -> str:
@@ -53,7 +53,7 @@ class Place:
 
 
 class Replica:
-    """A running `kb serve`. Its log is a file: a pipe that nobody reads would stop it."""
+    """A running `kb serve`. It logs to a file, because a pipe that nobody reads would block it."""
 
     def __init__(self, process: subprocess.Popen[bytes] | Fork, log: Path) -> None:
         self.process = process
@@ -68,8 +68,8 @@ class Replica:
         return self.log.read_text()
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
-        """(status, document)."""
-        # It is plain HTTP: to read the certificates of this machine would take forty times as long as the answer.
+        """Get a path and return (status, document)."""
+        # It is plain HTTP, and reading this machine's certificates would take forty times as long as the answer.
         answer = httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False, verify=False)
         return answer.status_code, json.loads(answer.content)
 
@@ -79,7 +79,7 @@ class Replica:
 
 @contextmanager
 def started(place: Place, *args: str, prefix: Sequence[str] = ()) -> Iterator[Replica]:
-    """A replica that is ready. With a `prefix`, a command that starts the one it is given, it starts as users start it."""
+    """A replica that is ready. With a `prefix`, which is a command that runs another, it starts as for users."""
     number, name = tempfile.mkstemp(".log", "replica-", place.path)
     log, command = Path(name), ["serve", "--port", "0", *args]
     with os.fdopen(number, "wb") as stderr:

@@ -1,7 +1,7 @@
 """Nodes that send reports to the API of `app_fixtures`, and their keys.
 
-A test file says `pytest_plugins = ["tests.support.report_fixtures"]` and uses the fixture `bearers` first: a service
-knows the keys that are there when it starts.
+A test file uses `pytest_plugins = ["tests.support.report_fixtures"]` and the fixture `bearers` first, because a service
+knows the keys that exist when it starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def report_store(store_path: Path) -> Database:
 
 @pytest.fixture
 def bearers(report_store: Database) -> dict[str, str]:
-    """What to send as Authorization: of two nodes and of somebody who only reads."""
+    """The Authorization headers of two nodes and of a reader."""
     scopes = {"node": Scope.REPORT, "other": Scope.REPORT, "reader": Scope.READ}
     return {name: f"Bearer {keys.new(report_store, name, scope)[1]}" for name, scope in scopes.items()}
 

@@ -1,4 +1,4 @@
-"""A node that reports to a service, and may be killed at any of its actions: a process of its own."""
+"""A node that reports to a service, in a separate process that can be killed at any of its actions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ON_NETWORK = {"socket.connect", "http.client.send"}
 
 
 def start_node(directory: Path, url: str, *reports: dict[str, Any], **env: str) -> Fork:
-    """A process that queues these reports and sends what waits.
+    """Start a process that queues these reports and sends those that wait.
 
-    KILL_AT=n ends it by SIGKILL before its n-th action on the directory or the network; without it they are counted.
+    KILL_AT=n kills it with SIGKILL before its n-th action on the directory or the network; otherwise it counts them.
     """
     args = (directory, url, json.dumps(reports))
     return start_warm(
@@ -32,7 +32,7 @@ def start_node(directory: Path, url: str, *reports: dict[str, Any], **env: str) 
 
 
 def delivery_of(node: Fork) -> dict[str, Any]:
-    """What a node prints when it is done; {} for one that was killed."""
+    """The document that a node prints at the end; {} if it was killed."""
     out, err = node.communicate(timeout=GENEROUS_S)
     if node.returncode == -signal.SIGKILL:
         return {}
@@ -42,7 +42,7 @@ def delivery_of(node: Fork) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Of the node."""
+    """Run the node."""
     directory, url, reports = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     last, count = int(os.environ.get("KILL_AT", "0")), 0
 

@@ -1,4 +1,4 @@
-"""What pages show in tests and in screenshots: reports of several kinds of machines, and gaps, at fixed times."""
+"""Data for pages in tests and screenshots: reports of several kinds of machines, and gaps, at fixed times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kb.store.tables import GapRow, ReportRow
 
 ENTRY = "checkpoint-save-allgather-timeout"
 QUESTION = "ALLGATHER timeout save"
-DAY = datetime(2026, 11, 3, 9, 30)  # UTC, as the store has it
+DAY = datetime(2026, 11, 3, 9, 30)  # UTC, as in the store
 
 VERDICTS: tuple[
     tuple[list[str], str | None, str, str, str, bool, int], ...
-] = (  # GPUs, driver, torch, verdict, fidelity, is the wording the one of now, how often
+] = (  # GPUs, driver, torch, verdict, fidelity, whether the wording is current, count
     (["NVIDIA H100 (sample)"] * 2, "570.86.15", "2.7.1+cu128", "verified", "hardware", True, 12),
     (["NVIDIA H100 (sample)"] * 8, "550.54.15", "2.5.1+cu124", "verified", "hardware", True, 5),
     (["NVIDIA A100 (sample)"] * 4, "550.54.15", "2.6.0+cu124", "verified", "hardware", True, 7),
@@ -38,7 +38,7 @@ GAPS = (
 
 
 def fill(database: Database) -> None:
-    """Put everything into an empty database."""
+    """Add all data to an empty database."""
     database.prepare()
     digest = load_catalog((builtin_root(),)).get(ENTRY).digest
     for number, verdict in enumerate(VERDICTS):
@@ -69,7 +69,7 @@ def report(
 
 
 def _set_times(database: Database) -> None:
-    """Pictures are the same every day."""
+    """Set fixed times, so that screenshots are the same every day."""
     with database.writing() as session:
         for number, report in enumerate(session.exec(select(ReportRow).order_by(col(ReportRow.id)))):
             report.received_at = DAY - timedelta(days=number)

@@ -1,4 +1,4 @@
-"""Reports as nodes send them, and as `kb verify` keeps them on its own machine."""
+"""Reports as nodes send them, and as `kb verify` stores them locally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = "a-key-of-8-or-more"
 
 
 def report(**members: Any) -> dict[str, Any]:
-    """A report as a node shares it."""
+    """A report as shared by a node."""
     return {
         "id": "slow-disk",
         "title": "The disk is slow",
@@ -30,7 +30,7 @@ def report(**members: Any) -> dict[str, Any]:
 
 
 def local(entry_id: str, started_at: str, **members: Any) -> dict[str, Any]:
-    """A report as `kb verify` keeps it in the store of its own machine."""
+    """A report as `kb verify` saves it in the local store."""
     environment = {"host": {"id": "5bce98f73f3e", "kernel": "6.8"}, "variables": {"NCCL_DEBUG": "INFO"}}
     plain = {name: value for name, value in report(id=entry_id).items() if name != "machine"}
     return {**plain, "started_at": started_at, "environment": environment, "params": {}, **members}

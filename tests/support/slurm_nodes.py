@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on one machine: munged, slurmctld, and a slurmd in the namespaces of each node."""
+"""A real Slurm with two nodes on one machine: munged, slurmctld, and a slurmd in the namespaces of each node."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @contextmanager
 def slurm_job(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """The id of a job with an allocation of these nodes, and the environment that its tools need. Skips without Slurm."""
+    """The id of a job that has these nodes allocated, and the environment for Slurm's tools. Skips without Slurm."""
     programs = {name: program(name) for name in PROGRAMS}
     with separated_nodes(folder, names) as nodes, ExitStack() as stack:
         (folder / "key").write_bytes(secrets.token_bytes(1024))
         (folder / "key").chmod(0o600)
         (folder / "state").mkdir()
         (folder / "slurm.conf").write_text(_configuration(folder, names))
-        environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}  # which no test has of its own
+        environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}  # not set by any test
         files = [f"--{name}-file={folder}/{name}" for name in ("key", "seed", "log", "pid")]
 
         def begin(*command: str) -> None:

@@ -1,4 +1,4 @@
-"""Reports to save, and a look into the SQLite file that holds them."""
+"""Reports to save, and access to the SQLite file that contains them."""
 
 from __future__ import annotations
 

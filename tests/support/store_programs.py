@@ -1,4 +1,4 @@
-"""Programs that write to a store, for tests that kill, crowd or starve them; `start_program` forks one."""
+"""Programs that write to a store, for tests that kill them or limit their space. `start_program` forks one."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ IMPORTS = (__name__, "kb.store.sqlite", "kb.store.postgresql", "alembic.command"
 
 
 def start_program(name: str, *arguments: str | Path) -> Fork:
-    """A function of this module in a process of its own."""
+    """Run a function of this module in a new process."""
     return start_warm(*arguments, imports=IMPORTS, main=f"{__name__}:{name}", stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
 
 def run_program(name: str, *arguments: str | Path) -> str:
-    """Its standard output, once it has ended well."""
+    """Run a function of this module, which must succeed, and return its standard output."""
     process = start_program(name, *arguments)
     out, err = process.communicate(GENEROUS_S)
     assert process.returncode == 0, err.decode()
@@ -39,7 +39,7 @@ def run_program(name: str, *arguments: str | Path) -> str:
 
 
 def save_batches() -> None:
-    """STORE BATCH NAME COUNT: saves that many copies of a batch, from the first line of its input on."""
+    """STORE BATCH NAME COUNT: save that many copies of a batch, after reading a line from standard input."""
     store, batch, name, count = sys.argv[1:]
     reports = json.loads(Path(batch).read_text())
     _answer("ready")
@@ -50,7 +50,7 @@ def save_batches() -> None:
 
 
 def save_until_full() -> None:
-    """STORE BATCH: saves until a file may not grow; prints how many reports that were, and the error."""
+    """STORE BATCH: save until files may not grow, and print the number of saved reports and the error."""
     store, batch = sys.argv[1:]
     document = json.loads(Path(batch).read_text())[0]
     resource.setrlimit(resource.RLIMIT_FSIZE, (128 << 10, 128 << 10))
@@ -64,7 +64,7 @@ def save_until_full() -> None:
 
 
 def migrate_until_full() -> None:
-    """STORE: prints the error."""
+    """STORE: migrate it until files may not grow, and print the error."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, 24 << 10))
     try:
         Database.open(sys.argv[1]).prepare()
@@ -73,7 +73,7 @@ def migrate_until_full() -> None:
 
 
 def migrate_killed() -> None:
-    """STORE: migrates it, killed after the first write, then after the second, until it is done; prints the schemas."""
+    """STORE: migrate it, killed after the first write, then the second, and so on until done; print the schemas."""
     _compile()
     status, schemas = -1, list[int]()
     while status:
@@ -88,7 +88,7 @@ def _prepare_killed(store: str, left: int) -> NoReturn:
     def count(_: Any, __: Any, statement: str, *___: Any) -> None:
         nonlocal left
         is_read = statement.lower().startswith(("select", "show")) or ("PRAGMA" in statement and "=" not in statement)
-        left -= not is_read  # a kill after it leaves the same as a kill before it
+        left -= not is_read  # a read changes nothing, so a kill after it makes no difference
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -103,7 +103,7 @@ def _schema(store: str) -> int:
 
 
 def migrate_together() -> None:
-    """STORE: four processes migrate it at the same moment; prints their exit codes."""
+    """STORE: let four processes migrate it at the same moment, and print their exit codes."""
     _compile()
     fork = multiprocessing.get_context("fork")
     together = fork.Barrier(4)
@@ -121,7 +121,7 @@ def migrate_together() -> None:
 
 
 def _compile() -> None:
-    """Import and compile what each child would."""
+    """Import and compile in advance what each child needs."""
     with tempfile.TemporaryDirectory() as directory:
         Database.open(directory + "/any.db").prepare()
 

@@ -1,4 +1,4 @@
-"""Values that Hypothesis makes up."""
+"""Strategies for Hypothesis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`kb` for a program that starts its command itself: this has a fork take its streams, and ends as that does.
+"""`kb` for a program that starts its command itself: passes its streams to a fork, and ends like it.
 
-`python -I -S warm_command.py ADDRESS ARGUMENTS` with the address of the process that forks.
+Usage: `python -I -S warm_command.py ADDRESS ARGUMENTS`, with the address of the process that forks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The process that imports `kb` once and forks for whoever asks: see `warm_start`.
+"""The process that imports `kb` once and forks on request: see `warm_start`.
 
-Each order is one connection: the order and three streams come in, the process id and then the exit code go out. Between
-the two is a keeper, the parent of the fork: it reaps it when whoever asked has closed the connection.
+Each request is one connection: it receives an order and three streams, and sends the process id and then the exit
+code. The parent of the fork is a keeper, which reaps the fork when the requester has closed the connection.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 class ExitCode:
-    """That of this process, which ends after its threads and what is registered: to take all modules apart takes long."""
+    """The exit code of this process, which ends without the slow teardown of all modules."""
 
     code = 0
 
@@ -63,14 +63,14 @@ class ExitCode:
 
 
 def _reap(_number: int, _frame: object) -> None:
-    """Keepers that have ended; so does their processor time count as that of the tests."""
+    """Reap keepers that have ended, so that their CPU time counts towards the tests."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
 
 
 def _order(listener: socket.socket) -> Any:
-    """What this process is to be: a fork of the one that listens, which ends when its standard input does."""
+    """Return an order in a fork for each request, or None in the listening process when its standard input ends."""
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         message, streams, _, _ = socket.recv_fds(connection, 1 << 20, len(ERRORS), socket.MSG_CMSG_CLOEXEC)
@@ -95,7 +95,7 @@ def _is_ours(connection: socket.socket) -> bool:
 
 
 def _leave_keeper(connection: socket.socket, streams: Sequence[int]) -> None:
-    """Returns in a new process with these streams; the one that calls it stays behind until that has ended."""
+    """Return in a new process with these streams. The calling process stays as its keeper until it has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
@@ -121,15 +121,15 @@ def _close(numbers: Sequence[int]) -> None:
 
 
 def _become(order: Any) -> None:
-    """As if it had been started as a script; what ends an interpreter ends this one."""
+    """Run the order as if this process had been started as a script."""
     script = ModuleType("__main__")
-    script.__file__ = str(KB)  # what multiprocessing imports into its children
+    script.__file__ = str(KB)  # imported by the children of multiprocessing
     sys.modules["__main__"] = script
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
     for number, (name, errors) in enumerate(ERRORS.items()):
-        stream = open(number, "w" if number else "r", 1 if number == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115  # for as long as it runs
+        stream = open(number, "w" if number else "r", 1 if number == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115  # stays open while the process runs
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = [str(KB), *order["args"]]

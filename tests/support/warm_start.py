@@ -1,7 +1,7 @@
-"""`kb` in a fork of a process that has imported it: a process of its own, without the seconds of a start.
+"""`kb` in a fork of a process that has already imported it: a separate process without the seconds of a start.
 
-For tests of what a service does, and how it ends. Those of how it starts take `run_kb` or a process of their own.
-This module is what asks for forks: it imports the standard library alone. `warm_parent` is the process that forks.
+For tests of what a service does and how it ends. Tests of how it starts use `run_kb` or a new process.
+This module requests forks, and imports only the standard library. `warm_parent` is the process that forks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO
 
 from tests.support.console import CHECKOUT, GENEROUS_S
 
-# Of one parent for all workers of a run, whichever needs it first: a name that belongs to no folder, and goes with it.
+# The address of one parent for all workers of a run. An abstract name, which needs no file and ends with its socket.
 ADDRESS = f"\0kb-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or token_hex(16)}"
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 SERVICE = ("kb.cli.main", "kb.cli.commands.serve", "kb.api.app", "uvicorn.config", "uvicorn.server")
@@ -36,11 +36,11 @@ VERIFY = (
     "kb.store.reports",
     "alembic.command",
 )
-ATTEMPTS = 5  # to find a parent: the one that was found may be about to end
+ATTEMPTS = 5  # to find a parent, since a parent may be about to end
 
 
 class Fork:
-    """A process that is no child of this one, with those members of `subprocess.Popen` that tests need."""
+    """A process that is not a child of this one, with the members of `subprocess.Popen` that tests need."""
 
     def __init__(self, connection: socket.socket, pid: int, streams: Sequence[IO[bytes] | None]) -> None:
         self.pid = pid
@@ -54,7 +54,7 @@ class Fork:
         return None
 
     def wait(self, timeout: float) -> int:
-        """The exit code, negative for a signal."""
+        """Wait for the exit code, which is negative for a signal."""
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("kb", timeout)
@@ -63,7 +63,7 @@ class Fork:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-        """The rest of its standard output and error; its input ends."""
+        """Close its standard input, and return the rest of its standard output and error."""
         if self.stdin:
             self.stdin.close()
         assert self.stdout
@@ -80,7 +80,7 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)  # until `wait` has its exit code, no other process gets its id
+            os.kill(self.pid, number)  # the id is not reused until `wait` has the exit code
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -100,9 +100,9 @@ def start_warm(
     stderr: int | IO[bytes] = DEVNULL,
     address: str = ADDRESS,
 ) -> Fork:
-    """Start `kb` with these arguments, or another program; before it, its parent imports what it needs, once for all.
+    """Start `kb` with these arguments, or another `main`, after the parent has imported the modules in `imports`.
 
-    What Python reads only when it starts does not count: PYTHON* variables and TZ.
+    PYTHON* variables and TZ have no effect, because Python reads them only when it starts.
     """
     order = {
         "args": [str(arg) for arg in args],
@@ -126,7 +126,7 @@ def start_warm(
 
 
 def _pair(stream: int | IO[bytes], is_input: bool, theirs: ExitStack) -> tuple[int, IO[bytes] | None]:
-    """The file descriptor for the fork, and the other end of a pipe for this process."""
+    """The file descriptor for the fork, and the other end for this process if it is a pipe."""
     if stream == PIPE:
         reading, writing = os.pipe()
         given, kept = (reading, writing) if is_input else (writing, reading)
@@ -140,7 +140,7 @@ def _pair(stream: int | IO[bytes], is_input: bool, theirs: ExitStack) -> tuple[i
 
 
 def _connected(address: str) -> socket.socket:
-    """A connection to the process that forks, which is started if there is none."""
+    """A connection to the process that forks, which is started if necessary."""
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -153,11 +153,11 @@ def _connected(address: str) -> socket.socket:
 
 
 def _start_parent(address: str) -> None:
-    """It ends with this process; another that needs one starts its own then."""
+    """Start the process that forks. It ends with this process; others then start another."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
-        except OSError:  # another process is just doing the same
+        except OSError:  # another process is doing the same
             return
         listener.listen(128)
         process = subprocess.Popen(
@@ -170,4 +170,4 @@ def _start_parent(address: str) -> None:
         )
     assert process.stdin
     for ending in (lambda: process.wait(GENEROUS_S), process.stdin.close):
-        atexit.register(ending)  # called from the last to the first
+        atexit.register(ending)  # called in reverse order

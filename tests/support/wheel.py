@@ -1,4 +1,4 @@
-"""The wheel of the checkout, and environments with kb installed from it by uv, which takes a tenth of the time of pip."""
+"""The wheel of the checkout, and environments with it, installed by uv in a tenth of the time of pip."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def uv(cache: Path, *arguments: str | Path, cwd: Path, **env: str | Path) -> Non
 
 
 def build_wheel(folder: Path, cache: Path) -> None:
-    """Into a folder, from a checkout in which an earlier build left an entry that is not there any more."""
+    """Build the wheel into a folder, from a checkout where an earlier build left an entry that no longer exists."""
     earlier = CHECKOUT / "build" / "lib" / "kb" / "entries"
     earlier.mkdir(parents=True, exist_ok=True)
     (earlier / "removed-since.md").touch()
@@ -39,7 +39,7 @@ def build_wheel(folder: Path, cache: Path) -> None:
 
 
 def install_wheel(folder: Path, cache: Path, wheel: Path) -> None:
-    """An environment with the wheel, its base dependencies, and pip, as the module venv makes it."""
+    """Create an environment with the wheel, its base dependencies, and pip, like the module venv."""
     uv(cache, "venv", "--python", sys.executable, folder, cwd=folder.parent)
     install = ("pip", "install", "--python", folder / "bin" / "python")
     uv(cache, *install, "--constraints", CONSTRAINTS, "pip", wheel, cwd=folder.parent)
@@ -47,7 +47,7 @@ def install_wheel(folder: Path, cache: Path, wheel: Path) -> None:
 
 @dataclass(frozen=True)
 class UvTool:
-    """`uv tool install` in a home of its own. uv compiles nothing: Python does so at the first start."""
+    """`uv tool install` in a new home. uv does not compile modules; Python does so at the first start."""
 
     home: Path
     cache: Path

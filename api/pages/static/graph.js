@@ -1,8 +1,8 @@
-// Pictures of the graph of causes: an entry that is pointed at or focused shows its own arrows; buttons zoom.
-// The pages of the service and the site of the documentation use it.
+// Interactive pictures of the graph of causes: a hovered or focused entry highlights its arrows, and buttons zoom.
+// Used by the pages of the service and by the documentation site.
 "use strict";
 
-const SMALLEST = 0.3, LARGEST = 4; // times the size that was drawn
+const SMALLEST = 0.3, LARGEST = 4; // scale relative to the drawn size
 
 function point(target) {
   for (const svg of document.querySelectorAll("svg.pointed")) {
@@ -22,7 +22,7 @@ function point(target) {
   svg.classList.add("pointed");
 }
 
-// `factor` 0 fits the picture into its box.
+// A `factor` of 0 fits the picture into its box.
 function zoom(svg, factor) {
   const drawn = svg.viewBox.baseVal.width;
   const width = Math.min(LARGEST * drawn, Math.max(SMALLEST * drawn, svg.getBoundingClientRect().width * factor));

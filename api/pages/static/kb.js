@@ -7,7 +7,7 @@ const byId = (id) => document.getElementById(id);
 const announcement = byId("announcement");
 const texts = JSON.parse(document.body.dataset.texts); // in the language of the page
 
-// Fetch a page and replace our results by its own. Throws when there is no response.
+// Fetch a page and replace the results with those in it. Throws without a response.
 async function show(url, options) {
   const answer = await fetch(url, { headers: { Accept: "text/html" }, ...options });
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -27,7 +27,7 @@ function showError(text) {
   byId("results").replaceChildren(box);
 }
 
-// Search as you type: the last question wins and becomes the address.
+// Search as you type: the last question wins, and the address changes to it.
 function searchAsYouType(form) {
   let timer, asking;
   const ask = async () => {
@@ -59,7 +59,7 @@ function keepInOtherLanguage(given) {
   link.search = new URLSearchParams([...given.filter(([name]) => name !== "lang"), ["lang", lang]]);
 }
 
-// `/` goes to the search field, the arrows from there into the results and back, Escape back and out.
+// `/` focuses the search field, the arrows move between it and the results, Escape goes back and then leaves it.
 const RESULTS = "#results .hits h2 a, #results .examples a, #results .groups a, #results .area-list a";
 
 function isTyping(element) {
@@ -92,7 +92,7 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "Escape" && isInResults && field) {
     field.focus();
   } else if (event.key === "Escape" && active === field) {
-    event.preventDefault(); // Chromium would empty the field and not say so in every version
+    event.preventDefault(); // Chromium would clear the field, in some versions without an event
     if (!field.value) return field.blur();
     field.value = "";
     field.dispatchEvent(new Event("input", { bubbles: true }));
@@ -103,7 +103,7 @@ async function copy(text) {
   try {
     return await navigator.clipboard.writeText(text);
   } catch {
-    const area = Object.assign(document.createElement("textarea"), { value: text }); // plain http on another machine
+    const area = Object.assign(document.createElement("textarea"), { value: text }); // over plain HTTP
     document.body.append(area);
     area.select();
     const isCopied = document.execCommand("copy");
@@ -112,7 +112,7 @@ async function copy(text) {
   }
 }
 
-// The button or link says for two seconds that its text was copied.
+// Show for two seconds on the button or link that its text was copied.
 async function copyFrom(button, text) {
   await copy(text);
   const label = button.dataset.label ?? button.textContent;
@@ -132,7 +132,7 @@ function addCopyButtons(within) {
   }
 }
 
-// A ticket is a page of text; the line of evidence stays in the browser.
+// A ticket is a page of text. The line of evidence is added in the browser and never sent.
 document.addEventListener("click", async (event) => {
   const link = event.target.closest?.("a.ticket");
   if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
