@@ -1,1 +1,1 @@
-"""Logs and dumps of a failed job to the entries that explain it."""
+"""Diagnosis: finds the entries that explain the logs and dumps of a failed job."""

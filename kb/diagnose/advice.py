@@ -1,4 +1,4 @@
-"""Boilerplate that messages add whatever happened: it advises, guesses or announces, and is not evidence."""
+"""Boilerplate that messages contain whatever happened: advice, guesses and announcements, which are not evidence."""
 
 from __future__ import annotations
 

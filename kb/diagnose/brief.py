@@ -1,4 +1,4 @@
-"""A diagnosis in four lines: the entry, the decisive line, the fix to begin with; what to do next is `NextStep`."""
+"""A diagnosis in brief: the entry, the decisive line and the fix to begin with. `NextStep` is what to do next."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kb.diagnose.story.fact import Fact
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """`entry` is the first finding, None where the cause is unknown; `fix` is what the item `fix_number`
-    of its `Fix` asks to be done, as plain text.
+    """`entry` is the first finding, None if the cause is unknown; `fix` is item `fix_number` of its section
+    `Fix`, as plain text.
 
-    `decisive` is the sentence or the line that decides, None where nothing failed.
+    `decisive` is the sentence or line that the diagnosis rests on most, None if nothing failed.
     """
 
     entry: str | None = None
@@ -30,14 +30,14 @@ class Brief:
     fix_number: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` prints it."""
+        """The brief as `kb diagnose --json` prints it."""
         return {**asdict(self), "decisive": self.decisive.to_json() if self.decisive else None}
 
 
 def brief(
     findings: Sequence[Finding], documents: Documents, ranks: RankSummary, facts: Sequence[Fact], *, is_explained: bool
 ) -> Brief:
-    """Of the first finding if it explains the inputs, else of the first failure, or of what its metrics show."""
+    """The brief of the first finding if it explains the inputs, else of the first failure or a fact of the story."""
     if not is_explained or not findings:
         telling = next((fact.evidence for fact in facts if not fact.is_context), None)
         return Brief(decisive=ranks.culprit.evidence if ranks.culprit else ranks.first_failure or telling)
@@ -51,6 +51,6 @@ def _item(fixes: Sequence[str], number: int) -> str:
 
 
 def _decisive(finding: Finding) -> Line | None:
-    """A comparison of ranks before a line that one of them printed."""
+    """The line to cite: a comparison of ranks if there is one, else the first line of the evidence."""
     derived = (line for line in finding.evidence if line.text.startswith(DERIVED_PREFIX))
     return next(derived, finding.evidence[0] if finding.evidence else None)

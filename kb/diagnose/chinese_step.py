@@ -1,4 +1,4 @@
-"""The next step in Chinese: an item of `判断` instead of one of `How to tell`, and what kb composes from its table."""
+"""The next step in Chinese: an item of `判断` instead of `How to tell`; kb's own sentences come from a dictionary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.search.document import FENCED, ITEM, tells
 
 
 def chinese_step(diagnosis: Diagnosis, entry: Callable[[str], Entry]) -> NextStep | None:
-    """The next step of a diagnosis; `entry` returns the entry of an id. Without a Chinese text it is in English."""
+    """The next step of a diagnosis, in English if there is no Chinese text. `entry` returns the entry of an id."""
     step = diagnosis.next_step
     if step and step.source:
         likely = candidates(diagnosis.findings)
@@ -24,6 +24,6 @@ def chinese_step(diagnosis: Diagnosis, entry: Callable[[str], Entry]) -> NextSte
 
 
 def chinese_items(entry: Entry) -> list[str]:
-    """The items of `判断`, each in one line; those of `How to tell` for an entry that is in English alone."""
+    """The items of `判断`, each on one line; the items of `How to tell` if the entry is only in English."""
     text = FENCED.sub("", entry.translation().get("判断", ""))
     return [" ".join(item.split()) for item in ITEM.split(text)[1:]] or tells(entry)

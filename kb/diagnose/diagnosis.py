@@ -1,4 +1,4 @@
-"""A scan to an answer: which entries, how sure, on which lines, what speaks against each, and what to do next."""
+"""Turns a scan into an answer: the entries, their confidence, evidence and objections, and what to do next."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kb.search.index import Index
 from kb.search.query import units_of
 from kb.search.ranking import likeness
 
-MOST_LINES = 20  # of each list of an answer
+MOST_LINES = 20  # in each list of an answer
 
-# Share of right first answers, measured (docs/benchmarks.md): without a rival, and how much a close rival takes away.
+# Measured share of right first answers (docs/benchmarks.md): without a rival, and what to subtract for a close rival.
 CONFIDENCE = {"root": (0.95, 0.25), "last": (0.65, 0.3), "cascade": (0.7, 0.25), "similar": (0.5, 0.3)}
-CLEAR_LEAD = 0.5  # lead in score that leaves no doubt which of two is right
+CLEAR_LEAD = 0.5  # lead in score from which a rival no longer lowers the confidence
 ROLES = ("root", "last", "cascade", "context")
 ENTRY_FIELDS = ("id", "title", "title_zh", "cause", "cause_zh", "status", "origin", "probe")
 
@@ -35,18 +35,18 @@ MERELY_CONTEXT = "this line says what happened, not why: it is printed whatever 
 FAILED = f"{PREFIX}{COMMONEST}"
 TRACEBACK = "Traceback (most recent call last)"
 
-LEAST_ALIKE = 0.3  # likeness below which the best of all entries is noise, and is not scaled up to be the best
-ALIKE = 0.4  # likeness that counts for a text without failures that no job printed: in effect, a question
+LEAST_ALIKE = 0.3  # below this likeness even the best entry is noise, so likeness is never scaled by less
+ALIKE = 0.4  # least likeness that counts for a text without failures that no job printed: in effect, a question
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings, best first. `unexplained` when none of them is likely; `failures` are the failure lines in any case.
+    """The result of a diagnosis. `findings` are sorted best first; `unexplained` if none of them is likely.
 
-    `is_cause_unknown` when the findings explain only consequences, and no entry knows the first failure. If that is an
-    exception, or the end of a rank by itself, the inputs are unexplained. `facets` are those that unexplained inputs
-    name, at least that they failed: they choose what to look at next. The log of another trade has none. `brief` is the
-    answer at a glance, `story` what each rank did.
+    `is_cause_unknown` if the findings explain only consequences and no entry knows the first failure; if that failure
+    is an exception or a rank that failed by itself, the inputs are unexplained. `failures` are the failure lines,
+    explained or not. `facets` are named by unexplained inputs, at least that they failed, and select what to look at
+    next; a log that is not from training has none. `brief` is the answer at a glance, `story` what each rank did.
     """
 
     findings: tuple[Finding, ...]
@@ -84,7 +84,7 @@ class Diagnosis:
 
 
 def diagnose(index: Index, scan: Scan) -> Diagnosis:
-    """Pure but for reading the index. A healthy log has no findings and no failures; that is not unexplained."""
+    """Diagnose a scan; the only I/O is reading the index. A log without findings and failures is not unexplained."""
     by_entry = _likeness(index, scan)
     most = max([LEAST_ALIKE, *by_entry.values()])
     relative = {entry: value / most for entry, value in by_entry.items()}
@@ -92,7 +92,7 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
     facts = {fact.text for fact in scan.story.facts}
     candidates = rank_candidates(matches, relative, index.causes, index.masks, facts)
     if scan.story.completion and all(scan.story.has_survived(failure.line) for failure in scan.failures):
-        # What it survived did not end it. A root counts all the same, and what its metrics show.
+        # What the job survived did not end it. Root matches and facts of the story count nevertheless.
         scan = replace(scan, failures=())
         candidates = tuple(
             each for each in candidates if each.role == "root" or facts & {line.text for line in each.lines}
@@ -128,13 +128,13 @@ def diagnose(index: Index, scan: Scan) -> Diagnosis:
 
 
 def _is_explained(findings: Sequence[Finding]) -> bool:
-    """Whether the first finding is likely, by a line that was printed: a likeness of words proves nothing."""
+    """Whether the first finding is likely because of a printed line; similar wording alone proves nothing."""
     return bool(findings) and findings[0].role != "similar" and findings[0].confidence >= LIKELY
 
 
 def _facets(index: Index, scan: Scan, ranks: RankSummary) -> tuple[str, ...]:
-    """None for the log of another trade: it has no rank, and says no more than that something failed."""
-    from kb.content.facets import values_of  # what is explained needs no enumerations
+    """The facets that the scan names; none for a log that has no rank and only says that something failed."""
+    from kb.content.facets import values_of  # explained inputs do not need its enumerations
 
     values = tuple(values_of(named(units_of(salient_text(scan)), index.cues)))
     if not ranks.known and {FAILED}.issuperset(values):
@@ -143,9 +143,9 @@ def _facets(index: Index, scan: Scan, ranks: RankSummary) -> tuple[str, ...]:
 
 
 def _ended_silently(scan: Scan) -> bool:
-    """Whether no line reports a failure, except that somebody or a scheduler ended the job.
+    """Whether no line reports a failure other than that somebody or a scheduler ended the job.
 
-    Only then is the last line evidence.
+    The last line is evidence only in this case.
     """
     return all(is_interruption(failure.line.text) or TRACEBACK in failure.line.text for failure in scan.failures)
 
@@ -155,7 +155,7 @@ def _without_last(match: SignatureMatch) -> SignatureMatch:
 
 
 def salient_text(scan: Scan) -> str:
-    """What is compared with the texts of the entries: the whole text if it is short, else the lines that failed."""
+    """The text to compare with the entries: the whole text if it is short, else the matched and failure lines."""
     if scan.text:
         return scan.text
     lines = [line.text for match in scan.matches for line in match.lines[:1]]
@@ -173,7 +173,7 @@ def _likeness(index: Index, scan: Scan) -> dict[str, float]:
 
 
 def _numbers(index: Index, candidates: Sequence[Candidate]) -> list[int]:
-    """The documents of the candidates in the index."""
+    """The document numbers of the candidates in the index."""
     ids = {candidate.id for candidate in candidates}
     return [number for number, entry in index.numbers.items() if entry in ids]
 
@@ -212,13 +212,13 @@ def _finding(candidate: Candidate, confidence: float, document: Mapping[str, Any
 
 
 def _fix_number(matches: Sequence[SignatureMatch], fix_by_pattern: Mapping[str, int]) -> int:
-    """The first fix that a signature of the strongest role names; 1 where none does."""
+    """The first fix that a signature of the strongest role names; 1 if none does."""
     strongest = (match for match in matches if match.role == matches[0].role)
     return next((fix_by_pattern[match.pattern] for match in strongest if match.pattern in fix_by_pattern), 1)
 
 
 def _against(candidate: Candidate, ranks: RankSummary, effects: set[str]) -> tuple[str, ...]:
-    """What a careful reader would object."""
+    """The objections of a careful reader."""
     objections = []
     first = ranks.first_failure
     if candidate.role == "similar":

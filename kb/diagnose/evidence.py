@@ -1,4 +1,4 @@
-"""The evidence of a diagnosis: lines, each with its place in the inputs, and what was made of them."""
+"""The evidence of a diagnosis: lines with their places in the inputs, and what was read from them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kb.printable import printable
 
 LONGEST_EVIDENCE = 400  # characters of a line that are stored
 DERIVED_PREFIX = "kb: "  # begins a sentence that kb derived from several lines
-SINCE_EPOCH = 1e9  # seconds; smaller ones count from the start of a machine and compare within one file
+SINCE_EPOCH = 1e9  # seconds; smaller times count from the start of a machine and are comparable only within one file
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of evidence.
 
-    `source` is the file as the user named it, `number` its line counted from 1, or 0 for a text that was derived from
-    a dump and stands on no line. `rank` and `time` (seconds since the epoch, or since the start of the log when it
-    prints no date) are None where the input does not give them. `text` has no colours and at most `LONGEST_EVIDENCE`
-    characters; what would control a terminal or hide text in it is escaped, as in `source`.
+    `source` is the file as the user named it. `number` is the line number, from 1, or 0 for a text that was derived
+    from a dump and has no line. `rank` and `time` (seconds since the epoch, or since the start of the log if it prints
+    no date) are None if the input does not give them. `text` has no colours and at most `LONGEST_EVIDENCE` characters.
+    Characters that would control a terminal or hide text are escaped in `text` and `source`.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Line:
         return f"{self.source}:{self.number}" if self.number else self.source
 
     def to_json(self) -> dict[str, Any]:
-        """As answers cite it: `line` is null for a derived text, `time` (ISO 8601, UTC) where no date is known."""
+        """The line as cited in answers: `line` is null for a derived text, `time` (ISO 8601, UTC) without a date."""
         return {
             "source": self.source,
             "line": self.number or None,
@@ -52,9 +52,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class SignatureMatch:
-    """A signature of entry `id` and the lines that it matched: a flood of lines is one match with a count.
+    """A signature of entry `id` and the lines that it matched; many matching lines are one match with a count.
 
-    `lines` are the first few, of different ranks where there are several; `text` is what matched first.
+    `lines` are the first few, from different ranks if possible; `text` is what the signature matched first.
     """
 
     id: str
@@ -77,7 +77,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """A collective that the watchdog of a rank gave up. Sizes are in elements, -1 where the message has none."""
+    """A collective that timed out in the watchdog of a rank. Sizes are in elements, -1 if the message has none."""
 
     rank: int
     group: str
@@ -108,10 +108,10 @@ class Exit:
 
 
 def utc_time(seconds: float | None) -> str | None:
-    """`2026-03-01T08:30:00Z`; None for anything else, such as seconds since a machine started."""
+    """A time like `2026-03-01T08:30:00Z`; None if `seconds` has no date, such as seconds since a machine started."""
     if seconds is None or seconds < SINCE_EPOCH:
         return None
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-    except (OverflowError, ValueError, OSError):  # a zone can lead beyond the year 9999
+    except (OverflowError, ValueError, OSError):  # a time zone can move a time past the year 9999
         return None

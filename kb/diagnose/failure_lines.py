@@ -1,6 +1,6 @@
-"""Failure lines: those that report a failure in the words of Python, torch, NCCL, launchers, the kernel or people.
+"""Recognizes failure lines: lines in which Python, torch, NCCL, launchers, the kernel or people report a failure.
 
-Some report only that somebody ended the job; others are printed because another rank ended or did not come.
+Some of them report only that somebody ended the job; others are printed because another rank ended or did not come.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ INTERRUPTED = re.compile(
     r"|Received \d+ death signal"
 )
 
-# Printed by jobs and seldom written by people: dates and times, levels, ranks, warnings with their place, progress.
+# Printed by jobs and seldom written by people: dates, times, log levels, ranks, warnings with their place, progress.
 LOGGED = re.compile(
     r"""\d{4}-\d\d-\d\d | \b\d\d:\d\d:\d\d\b | \[?\b(?:INFO|DEBUG|WARNING|WARN|ERROR)\b | \[(?:rank|default)\d
       | Warning:\s | \d%\| | (?i:\b(?:step|epoch|iter(?:ation)?|loss|rank|worker|done|finished|completed)s?\b)""",
@@ -76,12 +76,12 @@ LOGGED = re.compile(
 
 
 def is_log(text: str) -> bool:
-    """Whether a text looks as if a job printed it; otherwise somebody wrote it, or copied a screen."""
+    """Whether a text looks as if a job printed it, rather than as if a person wrote it or copied a screen."""
     return bool(LOGGED.search(text))
 
 
 def is_failure(text: str) -> bool:
-    """Whether a line reports a failure: warnings, remarks and advice do not."""
+    """Whether a line reports a failure; warnings, remarks and advice do not."""
     if NO_FAILURE.search(text):
         return False
     message = strip_advice(text)
@@ -89,20 +89,20 @@ def is_failure(text: str) -> bool:
 
 
 def is_interruption(text: str) -> bool:
-    """Whether a line says that somebody or a scheduler ended the job, as one ends a job that hangs."""
+    """Whether a line says that somebody or a scheduler ended the job, as people do when a job hangs."""
     return bool(INTERRUPTED.search(text))
 
 
 def is_aftermath(text: str) -> bool:
-    """Whether a rank prints a line because another rank ended or did not come, or a launcher because a rank ended."""
+    """Whether a line is printed because another rank ended or did not come, or by a launcher because a rank ended."""
     return is_interruption(text) or is_launcher(text) or bool(AFTERMATH.search(text))
 
 
 def is_launcher(text: str) -> bool:
-    """Whether a launcher prints a line for any rank that ended, whatever the reason."""
+    """Whether a line is one that a launcher prints for every ended rank, whatever the reason."""
     return bool(LAUNCHER.search(text))
 
 
 def is_raised(text: str) -> bool:
-    """Whether a line says what ended a process: the exception below its traceback, or a fatal signal of its own."""
+    """Whether a line says what ended a process: the exception below its traceback, or its own fatal signal."""
     return bool(RAISED.match(text))

@@ -1,4 +1,4 @@
-"""One entry in the answer of a diagnosis."""
+"""A finding: one entry in the answer of a diagnosis."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kb.diagnose.evidence import Line
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An entry that explains the evidence, or a part of it.
+    """An entry that explains the evidence or part of it.
 
     `role`: root (a signature of the cause was printed), cascade (a consequence was printed), last (the log stops at a
-    line where this incident stops) or similar (the wording is alike, no signature matched). `confidence` is the
-    measured share of findings like this one that were right. `fix_number` is the item of `Fix` to begin with. `against`
-    are sentences.
+    line where this incident stops) or similar (the wording is similar, no signature matched). `confidence` is the
+    measured share of findings like this one that were right. `fix_number` is the item of `Fix` to begin with.
+    `against` are objections, as sentences.
     """
 
     id: str
@@ -36,5 +36,5 @@ class Finding:
     fix_number: int
 
     def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` prints it."""
+        """The finding as `kb diagnose --json` prints it."""
         return {**asdict(self), "evidence": [line.to_json() for line in self.evidence]}

@@ -1,4 +1,4 @@
-"""Which rank failed first, which ranks never came to a collective, and which ranks the inputs name at all."""
+"""Finds which rank failed first, which ranks never came to a collective, and which ranks the inputs name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kb.diagnose.scan.result import Scan
 from kb.diagnose.story.fact import Fact
 
 MOST_RANKS = 64
-ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that something else ended: SIGTERM
+ENDED_BY_OTHERS = (0, -15)  # exit codes of a rank that did not fail by itself; -15 is SIGTERM
 ABSENT = re.compile(
     r"ranks? ([\d, and-]{1,400}) (?:never issued|reported no timeout"
     r"|(?:is|are) (?:stopped|traced|in uninterruptible|in .{1,250}?, (?:in no collective|not with the others), while))"
@@ -23,11 +23,11 @@ ABSENT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """`first_failure` is the earliest line that reports a failure of its own, not one of waiting; None without one.
+    """`first_failure` is the earliest line that reports a rank's own failure, not one of waiting; None without one.
 
-    `failed_first` is the rank that printed it, or the rank that the launcher names if no line does; None as well where
-    several ranks failed in unknown order. `absent` are ranks that did not come to a collective in which others wait;
-    `known` are all ranks that are named; `culprit` is the fact of the story that says which rank failed, and how.
+    `failed_first` is the rank that printed it, or the rank that the launcher names if no rank is known; None if several
+    ranks failed in unknown order. `absent` are ranks that did not come to a collective in which others wait. `known`
+    are all ranks that are named. `culprit` is the fact of the story that says which rank failed, and how.
     """
 
     first_failure: Line | None
@@ -48,7 +48,7 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True)
 class _OwnFailure:
-    """Equal failure lines, all or the first few, and all ranks that printed them."""
+    """The first few of equal failure lines, and all ranks that printed them."""
 
     lines: tuple[Line, ...]
     ranks: frozenset[int]
@@ -70,7 +70,7 @@ def summarize_ranks(scan: Scan, candidates: Sequence[Candidate]) -> RankSummary:
 
 
 def earliest(lines: Iterable[Line]) -> Line | None:
-    """By time where all lines have comparable times, else by line number within one log, else the first one given."""
+    """The earliest by time if all lines have comparable times, else by number within one log, else the first given."""
     lines = list(lines)
     if _is_timed(lines):
         return min(lines, key=lambda line: (line.time or 0.0, line.number), default=None)
@@ -78,7 +78,7 @@ def earliest(lines: Iterable[Line]) -> Line | None:
 
 
 def _roots(candidates: Sequence[Candidate]) -> list[_OwnFailure]:
-    """Root signatures on lines that a rank printed: what kb or a launcher concluded is not the failure itself."""
+    """Root matches on lines that a rank printed; conclusions of kb or a launcher are not the failure itself."""
     roots = (match for candidate in candidates if candidate.role == "root" for match in candidate.matches)
     return [
         _OwnFailure(root.lines, frozenset(root.ranks))
@@ -88,12 +88,12 @@ def _roots(candidates: Sequence[Candidate]) -> list[_OwnFailure]:
 
 
 def _culprits(culprit: Fact | None) -> list[_OwnFailure]:
-    """The failure of the rank that failed by itself, by the story of the job."""
+    """The failure of the rank that failed by itself, according to the story of the job."""
     return [_OwnFailure(culprit.lines[-1:], frozenset(culprit.ranks))] if culprit else []
 
 
 def _unknown_failures(scan: Scan, candidates: Sequence[Candidate]) -> list[_OwnFailure]:
-    """Failures that are no consequence. Exceptions come before other lines: what was retried is logged as well."""
+    """Failures that are not a consequence; only the exceptions if there are any, since retries log failures too."""
     cascades = (match for candidate in candidates for match in candidate.matches if match.role == "cascade")
     waiting = {(line.source, line.number) for match in cascades for line in match.lines}
     own = [
@@ -109,19 +109,19 @@ def _unknown_failures(scan: Scan, candidates: Sequence[Candidate]) -> list[_OwnF
 
 
 def _unprovoked_exit(scan: Scan) -> Exit | None:
-    """The exit of a rank that neither waited nor was terminated. The launcher's summary lists the first one last."""
+    """The first exit of a rank that neither waited nor was terminated; the launcher's summary lists it last."""
     waiting = {timeout.rank for timeout in scan.timeouts} | scan.story.waiting
     exits = [end for end in scan.exits if end.code not in ENDED_BY_OTHERS and end.rank not in waiting]
     return exits[-1] if exits else None
 
 
 def is_from_log(line: Line) -> bool:
-    """Whether the job printed a line, and kb did not derive it from a dump or from several lines."""
+    """Whether the job printed a line, rather than kb deriving it from a dump or several lines."""
     return not line.text.startswith(DERIVED_PREFIX) and (line.number > 0 or is_failure(line.text))
 
 
 def _absent_ranks(line: Line) -> list[int]:
-    """The ranks that did not come, by an observation."""
+    """The ranks that did not come, according to an observation."""
     match = ABSENT.search(line.text)
     runs = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[1]) if match else []
     return [rank for low, high in runs for rank in range(int(low), min(int(high or low), int(low) + MOST_RANKS) + 1)]
@@ -137,7 +137,7 @@ def _share_a_log(lines: Sequence[Line]) -> bool:
 
 
 def _is_ordered(failures: Sequence[_OwnFailure], scan: Scan) -> bool:
-    """Whether the order of several ranks is known: within one log, or by time if a line of each rank is cited."""
+    """Whether the order of the failures is known: they are in one log, or a line of each rank is cited with a time."""
     lines = [line for failure in failures for line in failure.lines]
     is_complete = all(failure.ranks == {line.rank for line in failure.lines} for failure in failures)
     return scan.sources == 1 or (is_complete and _is_timed(lines))

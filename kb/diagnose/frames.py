@@ -1,6 +1,6 @@
-"""Frames of Python stacks: the collective or other activity that a stack is in, and the user's code below libraries.
+"""Frames of Python stacks: the collective or other activity that a stack is in, and the user's code that called it.
 
-Stacks come from dumps of a live process and from tracebacks in logs. They are innermost first here.
+Stacks come from dumps of a live process and from tracebacks in logs. Here, the innermost frame is first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ NO_COLLECTIVE = ("wrapper", "init_process_group", "destroy_process_group", "new_
 LIBRARY = re.compile(
     r"(^|/)(site-packages|dist-packages|lib/python3\.\d+)/|^<|(^|/)(torch|transformers|accelerate|deepspeed|datasets|trl)/"
     r"|(^|/)(lightning|pytorch_lightning|lightning_fabric|tokenizers|huggingface_hub|filelock|ray|tqdm)/"
-    r"|(^|/)kb/(context|worker|guard|forkserver)\.py$"  # under the arms of a probe
+    r"|(^|/)kb/(context|worker|guard|forkserver)\.py$"  # in the stacks of a probe's arms
 )
 
 
 class Activity(NamedTuple):
-    """What a thread does, by a file and function of its stack. Some may hide a collective in C++ or on the GPU."""
+    """What a thread does, judging by a file and function in its stack. It may hide a collective in C++ or on a GPU."""
 
     name: str
     pattern: re.Pattern[str]  # searched in `file:function`
@@ -48,7 +48,7 @@ ACTIVITIES = (
 
 
 class Frame(NamedTuple):
-    """A level of a stack; `name` is the function without its class, which only py-spy prints."""
+    """A frame of a stack; `name` is the function without its class, which only py-spy prints."""
 
     name: str
     file: str
@@ -60,12 +60,12 @@ class Frame(NamedTuple):
 
 
 def function(name: str) -> str:
-    """The function without its class, which only py-spy prints."""
+    """The name of a function without its class, which only py-spy prints."""
     return name.rsplit(".", 1)[-1][:100]
 
 
 def collective(frames: Sequence[Frame]) -> int | None:
-    """Index of the frame of torch.distributed that the user called: the outermost of the innermost run of them."""
+    """The index of the torch.distributed frame that the user called: the outermost of the innermost run of them."""
     inside = [index for index, frame in enumerate(frames) if C10D.search(frame.file)]
     run = [index for index in inside if index - inside[0] == inside.index(index)]
     calls = [index for index in run if frames[index].name not in NO_COLLECTIVE]
@@ -74,10 +74,10 @@ def collective(frames: Sequence[Frame]) -> int | None:
 
 
 class Place(NamedTuple):
-    """Where a thread is, as `name`: a collective, an activity, or a line of the user's code.
+    """Where a thread is: `name` is a collective, an activity, or a line of the user's code.
 
-    `caller` is the innermost frame of the user's code around a collective or an activity, empty if `name` is it;
-    `frames` has the whole stack, innermost first.
+    `caller` is the innermost frame of the user's code around a collective or activity, empty if `name` is that frame.
+    `frames` is the whole stack, innermost first.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
     @property
     def innermost(self) -> str:
-        """The innermost frame of the user's code, also inside of an activity; empty without one."""
+        """The innermost frame of the user's code, even inside an activity; empty without one."""
         return _own_place(self.frames)
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Place(NamedTuple):
 
 
 def place_of(frames: Sequence[Frame]) -> Place | None:
-    """None without frames, which are innermost first."""
+    """The place of a stack, whose innermost frame is first; None without frames."""
     if not frames:
         return None
     call = collective(frames)
@@ -121,6 +121,6 @@ def _own_place(frames: Sequence[Frame]) -> str:
 
 
 def is_library(frame: Frame) -> bool:
-    """py-spy prints paths relative to sys.path: `threading.py`, `torch/...`, but also the user's `train.py`."""
+    """Whether a frame is library code. py-spy prints paths relative to sys.path, for libraries and for user code."""
     module = frame.file.split("/")[0].removesuffix(".py")
     return module in sys.stdlib_module_names or LIBRARY.search(frame.file) is not None

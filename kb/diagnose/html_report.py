@@ -1,4 +1,4 @@
-"""A diagnosis as one self-contained HTML file, to attach to a ticket: no script, nothing loaded, secrets redacted."""
+"""A diagnosis as one HTML file to attach to a ticket. It has no script, loads nothing, and secrets are redacted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ table { border-collapse: collapse } td, th { text-align: left; padding: .1rem .8
 
 
 def html_report(diagnosis: Diagnosis) -> str:
-    """The document, in English. The text version of each picture is the table below it."""
+    """The document, in English. Below each picture is a table with the same content."""
     parts = [*_brief(diagnosis), *_story(diagnosis), *_findings(diagnosis), *_failures(diagnosis)]
     body = "\n".join(parts)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>kb diagnose</title>'
@@ -61,7 +61,7 @@ def _story(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _redacted(attempt: AttemptSummary) -> AttemptSummary:
-    """The picture has these texts as titles."""
+    """The attempt with its texts redacted: the picture has them as titles."""
     rows = (
         replace(
             row,

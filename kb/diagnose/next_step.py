@@ -1,7 +1,7 @@
-"""The one thing to do next: tell the remaining candidates apart, verify the only one, or read the first failure.
+"""The next step: tell the remaining candidates apart, verify the only one, or read the first failure.
 
-Under `How to tell` an entry says how it differs from its look-alikes: an item there that says what to do, best one that
-names the other candidate, is the step. An item that only states something ("not this entry: see ...") never is.
+An entry says under `How to tell` how it differs from its look-alikes. The step is an item there that says what to do,
+preferably one that names the other candidate. An item that only states something ("not this entry: see ...") never is.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kb.diagnose.finding import Finding
 from kb.diagnose.first_failure import RankSummary
 from kb.harness.collective import name_ranks
 
-CERTAIN = 0.8  # confidence from which a finding is to be verified, not compared with others
+CERTAIN = 0.8  # confidence from which a finding is verified instead of compared with others
 LIKELY = 0.35  # confidence below which an entry is not a candidate
 MOST_CANDIDATES = 3
-STREAMS = ("", "-", "body", "pasted text")  # what the command and the service call a log that is in no file
+STREAMS = ("", "-", "body", "pasted text")  # names that the command and the service use for a log that is not a file
 PACKED = (".gz", ".zst")
-REASONS = (  # errors that name no reason, and where the reason is found
+REASONS = (  # errors without a reason, and where to find the reason
     (
         re.compile(r"\bnccl\w+Error\b"),
         "NCCL gives its reason in a line with `NCCL WARN`, and only with `NCCL_DEBUG=INFO`: "
@@ -40,9 +40,9 @@ Documents = Mapping[str, Mapping[str, Any]]  # of the index, by entry
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """`text` is Markdown of one paragraph, `source` the entry it is from ("" when it is from none).
+    """`text` is one paragraph of Markdown, `source` the entry that it is from ("" if none).
 
-    `separates` are the candidates it tells apart; `command` what to run, "" where there is nothing to run.
+    `separates` are the candidates that the step tells apart; `command` is what to run, "" if there is nothing to run.
     """
 
     text: str
@@ -52,9 +52,9 @@ class NextStep:
 
 
 def candidates(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings that may still be the cause: only the first if it is certain, and never a consequence or a likeness.
+    """The findings that may still be the cause: only the first if it is certain, never consequences or similar wording.
 
-    If a root signature matched, what waiting ranks print does not compete with it.
+    If a root signature matched, cascades are left out: waiting ranks print them whatever the cause.
     """
     printed = [finding for finding in findings if finding.role != "similar" and not finding.caused_by]
     likely = [finding for finding in printed if finding.confidence >= LIKELY]
@@ -64,7 +64,7 @@ def candidates(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def next_step(findings: Sequence[Finding], documents: Documents, ranks: RankSummary) -> NextStep | None:
-    """None when there is nothing to go on with."""
+    """The next step, or None if nothing suggests one."""
     rivals = candidates(findings)
     if ranks.absent and not any(rival.role == "root" for rival in rivals):
         return _read_absent(ranks.absent, rivals)
@@ -76,7 +76,7 @@ def next_step(findings: Sequence[Finding], documents: Documents, ranks: RankSumm
 
 
 def read_first_failure(ranks: RankSummary) -> NextStep | None:
-    """The step when no finding explains the first failure."""
+    """The step if no finding explains the first failure."""
     if ranks.first_failure is None:
         return None
     place = f"`{ranks.first_failure.place.replace('`', '')}`"  # a file may have any name, this is Markdown
@@ -90,7 +90,7 @@ def read_first_failure(ranks: RankSummary) -> NextStep | None:
 
 
 def ask_more(failures: Sequence[str]) -> NextStep | None:
-    """The step when nothing explains an error that is the same whatever the reason, and whose reason can be had."""
+    """The step for an unexplained error that does not name its reason, if kb knows where to find the reason."""
     return next((NextStep(text) for error, text in REASONS if any(map(error.search, failures))), None)
 
 
@@ -101,7 +101,7 @@ def _read_absent(absent: Sequence[int], rivals: Sequence[Finding]) -> NextStep:
 
 
 def _difference(rivals: Sequence[Finding], documents: Documents) -> NextStep | None:
-    """What tells the best candidate from another one, by the entry of either."""
+    """The step that tells the best candidate from another one, from the entry of either."""
     best = rivals[0]
     for rival in rivals[1:]:
         for finding, other in ((best, rival), (rival, best)):
@@ -121,7 +121,7 @@ def _actions(finding: Finding, documents: Documents) -> Iterator[str]:
 
 
 def _test(text: str, source: str, separates: tuple[str, ...], command: str) -> NextStep:
-    """The item of an entry as a step. Where it reads a log, it names the one that is diagnosed."""
+    """An item of an entry as a step. If its command reads a log, the log is the diagnosed one."""
     general, reads_log, _ = command.partition(" --set log=")
     if reads_log and "`" not in command:  # a file may have any name, this is Markdown
         text = re.sub(rf"{re.escape(general)} --set log=[^\s`]+", lambda _: command, text)
@@ -137,7 +137,7 @@ def _proof(finding: Finding, documents: Documents) -> NextStep:
 
 
 def _command(finding: Finding, documents: Documents) -> str:
-    """With the log of the evidence, if the entry says that its probe reads a log."""
+    """The command to run, with the log of the evidence if the entry says that its probe reads a log."""
     if not finding.probe:
         return f"kb show {finding.id}"
     command = f"kb verify {finding.id}"
@@ -147,5 +147,5 @@ def _command(finding: Finding, documents: Documents) -> str:
 
 
 def _is_plain_file(source: str) -> bool:
-    """Whether a probe can read it as it is, as far as the name tells."""
+    """Whether a probe can read the source as it is, judging by its name."""
     return source not in STREAMS and not source.endswith(PACKED)

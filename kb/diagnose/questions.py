@@ -1,6 +1,6 @@
-"""What to ask a person when several entries fit: the lines and the observations that tell these entries apart.
+"""Questions to a person when several entries fit: the lines and observations that tell these entries apart.
 
-Nothing here is made up: a line is the sample of a signature, an observation an item of `How to tell`.
+All texts come from the entries: a line is the sample of a signature, an observation is an item of `How to tell`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kb.search.document import tells
 
 MOST_CANDIDATES = 3
 LONGEST = 240  # characters of a choice
-NOT_PRINTED = ("kb ", "the probe ")  # how the sources of signatures begin whose lines are in no log
+NOT_PRINTED = ("kb ", "the probe ")  # the source of a signature begins like this if its lines are in no log
 ROLES = (Role.ROOT, Role.CASCADE, Role.CONTEXT)  # the most telling first
 
 LINES = "What did each rank print last, and did any rank print one of these lines?"
@@ -25,7 +25,7 @@ OBSERVATIONS = "Which of these do you see?"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text from entry `id`: a line as `printed_by` prints it, or an observation, then `printed_by` is empty."""
+    """A text from entry `id`: a line that `printed_by` prints, or an observation, for which `printed_by` is empty."""
 
     id: str
     text: str
@@ -39,7 +39,7 @@ class Question:
 
 
 def questions(candidates: Sequence[Entry]) -> tuple[Question, ...]:
-    """What separates the first few candidates; nothing for fewer than two."""
+    """The questions that separate the first few candidates; none for fewer than two."""
     rivals = candidates[:MOST_CANDIDATES]
     if len(rivals) < 2:
         return ()
@@ -49,7 +49,7 @@ def questions(candidates: Sequence[Entry]) -> tuple[Question, ...]:
 
 
 def _lines(rivals: Sequence[Entry]) -> Iterator[Choice]:
-    """Of each entry a line that points to no other candidate."""
+    """A line of each entry that points to no other candidate."""
     for entry in rivals:
         others = [signature for other in rivals if other is not entry for signature in other.meta.signatures]
         ordered = sorted(entry.meta.signatures, key=lambda signature: ROLES.index(signature.role))
@@ -60,14 +60,14 @@ def _lines(rivals: Sequence[Entry]) -> Iterator[Choice]:
 
 
 def _is_matched(line: str, signatures: Iterable[Signature]) -> bool:
-    """A pattern that may take long is not tried: the line counts as matched."""
+    """Whether a signature matches the line. A pattern that may take long is not tried and counts as matching."""
     return any(
         backtracking_risk(signature.pattern) or compiled(signature.pattern).search(line) for signature in signatures
     )
 
 
 def _observations(rivals: Sequence[Entry]) -> Iterator[Choice]:
-    """Of each entry an observation, if possible one that names another candidate."""
+    """An observation of each entry, if possible one that names another candidate."""
     for entry in rivals:
         names = [f"`{other.id}`" for other in rivals if other is not entry]
         items = tells(entry)

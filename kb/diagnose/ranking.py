@@ -1,12 +1,12 @@
-"""Signature matches to candidates, best first: causes before what they cause, signatures before mere likeness.
+"""Ranks the entries that matched, best first: causes before their consequences, signatures before similar wording.
 
 score = strength of the strongest signature, shared among the entries that claim the same lines
-      + a little for every further signature, less for context
+      + a little for each further signature, less for context
       + likeness of the log to the entry's text (kb.search), up to `LIKENESS`
 
-Lines of context are no evidence. They only put an entry above others that are alike, and nothing else speaks for any.
+Lines of context are not evidence: they only order entries that have nothing but similar wording.
 
-An entry that matches, and is caused by another that matches as a root, is a cascade of that one and ranks below it.
+An entry that matches becomes a cascade of another that causes it and matches as a root, and ranks below it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FURTHER = {"root": 0.2, "cascade": 0.08, "last": 0.2, "context": 0.12}
 MOST_FURTHER = 3
 SHARING = 0.5
 UNDER_ROOT, UNDER_CASCADE = 0.5, 0.8
-AT_MOST = 0.95  # of its cause's score
-FACT = 1.8  # weight of a fact as a consequence: it compares ranks, and any waiting rank prints the others
-LAUNCHED = 0.4  # weight of what a launcher prints of any rank that ended
+AT_MOST = 0.95  # highest score of a consequence, as a share of its cause's score
+FACT = 1.8  # weight of a fact as a cascade: it compares ranks, whereas any waiting rank prints the other cascades
+LAUNCHED = 0.4  # weight of a line that a launcher prints for any rank that ended
 LIKENESS = 0.5
 MOST_FINDINGS = 10
-LEAST_LIKE = 0.35  # likeness that makes an entry without a signature a candidate at all
+LEAST_LIKE = 0.35  # least likeness of a candidate without a matching signature
 
 Edge = tuple[str, str]
 Place = tuple[str, int | str, str]
@@ -37,7 +37,7 @@ Claims = dict[Place, set[str]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An entry that the evidence supports. `role` is root, cascade, last, or similar where only the wording fits."""
+    """An entry that the evidence supports. `role` is root, cascade, last, or similar if only the wording fits."""
 
     id: str
     role: str
@@ -59,9 +59,10 @@ def rank_candidates(
     masks: Sequence[Edge],
     facts: Set[str] = frozenset(),
 ) -> tuple[Candidate, ...]:
-    """Candidates, best first. `likeness` is 0 to 1 per entry; `causes` (cause, effect) and `masks` (seen, hidden).
+    """The candidates, best first.
 
-    `facts` are the sentences of the story of the job.
+    `likeness` is 0 to 1 per entry; `causes` are pairs (cause, effect) and `masks` pairs (visible, hidden). `facts` are
+    the sentences of the story of the job.
     """
     by_entry: dict[str, list[SignatureMatch]] = defaultdict(list)
     for match in matches:
@@ -89,7 +90,7 @@ def _similar(entry: str, likeness: float, context: Sequence[SignatureMatch]) -> 
 
 
 def _cap_consequences(candidates: list[Candidate]) -> list[Candidate]:
-    """No consequence scores above the best of its causes."""
+    """Limit the score of each consequence to just below the best of its causes."""
     scores = {candidate.id: candidate.score for candidate in candidates}
     return [
         replace(candidate, score=min(candidate.score, AT_MOST * max(scores[cause] for cause in candidate.caused_by)))
@@ -140,7 +141,7 @@ def _strength(match: SignatureMatch, facts: Set[str]) -> float:
 
 
 def _demote(candidate: Candidate, roles: Mapping[str, str], causes: Sequence[Edge], masks: Sequence[Edge]) -> Candidate:
-    """Below its causes, and below what it hides, where these match as roots, or as cascades like itself."""
+    """Rank a candidate below its causes and what it masks, if these match as roots, or as cascades like itself."""
     above = {cause for cause, effect in causes if effect == candidate.id}
     above |= {hidden for visible, hidden in masks if visible == candidate.id}
     above -= {effect for cause, effect in causes if cause == candidate.id}

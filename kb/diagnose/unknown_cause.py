@@ -1,9 +1,9 @@
-"""Whether a candidate explains only consequences: another failure came first, and no entry knows it.
+"""Decides whether a candidate explains only consequences of an earlier failure that no entry knows.
 
 Ranks that wait or survive print the same lines whatever made another rank fail. An entry that matches only such lines
-is not the cause if another rank raised an exception of its own before. An entry that has that exception among its
-context describes both, the exception and what follows: it explains the log, although not why the exception came.
-What was printed before the job made progress did not end it either.
+is not the cause if another rank raised its own exception before. An entry with that exception among its context lines
+describes both the exception and what follows, so it explains the log, though not why the exception was raised. Lines
+after which the job made progress did not end it either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kb.diagnose.scan.result import Scan
 from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.summary import Story
 
-TRACEBACK_LINES = 40  # the exception is below the first line of its traceback, perhaps by as much
+TRACEBACK_LINES = 40  # the exception may be so many lines below the first line of its traceback
 
 ONLY_CONSEQUENCES = "what was printed is what waiting or surviving ranks print"
 
@@ -41,7 +41,7 @@ def is_cause_unknown(candidates: Sequence[Candidate], ranks: RankSummary) -> boo
 
 
 def has_ended_otherwise(candidates: Sequence[Candidate], scan: Scan) -> bool:
-    """Whether an exception ended the job, and no candidate has a signature on its line."""
+    """Whether an exception ended the job and no candidate has a signature on its line."""
     known = {(line.source, line.number) for candidate in candidates for line in candidate.lines}
     fatal = [
         failure.line
@@ -54,13 +54,13 @@ def has_ended_otherwise(candidates: Sequence[Candidate], scan: Scan) -> bool:
 
 
 def is_survived(candidate: Candidate, story: Story) -> bool:
-    """Whether the job made progress after all the evidence of a candidate, which therefore did not end it."""
+    """Whether the job made progress after all evidence of a candidate, which therefore did not end it."""
     lines = [line for match in _evident(candidate) for line in match.lines]
     return bool(lines) and all(is_from_log(line) and story.has_survived(line) for line in lines)
 
 
 def _explains(candidate: Candidate, culprit: Fact) -> bool:
-    """Whether an entry knows a signature of the failure itself, and not only what a launcher prints of it."""
+    """Whether a candidate has evidence of the failure itself, not just of what a launcher prints about it."""
     places = {(line.source, line.number) for line in culprit.lines} if culprit.kind != FactKind.ALL_LOST else set()
     return any(
         line.text == culprit.text or ((line.source, line.number) in places and not is_launcher(line.text))
@@ -70,7 +70,7 @@ def _explains(candidate: Candidate, culprit: Fact) -> bool:
 
 
 def objection(candidate: Candidate, ranks: RankSummary) -> str:
-    """What speaks against a candidate whose lines name no cause: the first failure, if it is known."""
+    """The objection to a candidate whose lines name no cause: the first failure, if it is known."""
     first = ranks.first_failure
     if first is None or is_aftermath(first.text):
         return f"{ONLY_CONSEQUENCES}; the cause itself is not in these logs"
@@ -87,19 +87,19 @@ def objection(candidate: Candidate, ranks: RankSummary) -> str:
 
 
 def _is_told(candidate: Candidate, first: Line) -> bool:
-    """Whether a candidate with evidence of its own has a line of context on the first failure."""
+    """Whether a candidate with its own evidence has a context line on the first failure."""
     return candidate.role != "similar" and first in candidate.lines
 
 
 def is_before(line: Line, first: Line) -> bool:
-    """Not later than the first failure, as far as they can be compared. A traceback is one failure of one rank."""
+    """Whether a line is not later than the first failure, or not comparable. A traceback is one failure."""
     if line.source == first.source:
         return line.number <= first.number + (TRACEBACK_LINES if line.rank == first.rank else 0)
     return line.time is None or first.time is None or line.time <= first.time + 1
 
 
 def _is_preceded(candidate: Candidate, ranks: RankSummary) -> bool:
-    """Whether a rank that prints none of a candidate's lines failed before all of them that can be compared."""
+    """Whether a rank that prints none of a candidate's lines failed before all comparable ones."""
     first = ranks.first_failure
     if first is None or is_aftermath(first.text) or first.rank in _printing_ranks(candidate):
         return False
@@ -108,15 +108,14 @@ def _is_preceded(candidate: Candidate, ranks: RankSummary) -> bool:
 
 
 def _is_attributed(ranks: RankSummary) -> bool:
-    """Whether the first failure and the absent ranks point to the same rank, or, if it names no rank, is an
-    exception."""
+    """Whether the first failure is an exception if its rank is unknown; else whether no rank is absent, or that one."""
     if ranks.failed_first is None:
         return ranks.has_raised
     return not ranks.absent or ranks.failed_first in ranks.absent
 
 
 def _is_launcher_only(candidate: Candidate) -> bool:
-    """Whether all the evidence is what the launcher printed at the end."""
+    """Whether all evidence is what the launcher printed at the end."""
     lines = [line for match in _evident(candidate) for line in match.lines]
     return bool(lines) and all(is_launcher(line.text) for line in lines)
 
@@ -126,7 +125,7 @@ def _evident(candidate: Candidate) -> Iterable[SignatureMatch]:
 
 
 def _printed_lines(candidate: Candidate) -> list[Line]:
-    """As the job printed them: an observation is cited at the line of another rank than the one it names."""
+    """Only lines that the job printed; an observation may cite the line of a rank other than the one it names."""
     return [line for match in _evident(candidate) for line in match.lines if is_from_log(line)]
 
 

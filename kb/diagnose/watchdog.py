@@ -1,8 +1,8 @@
-"""How far each rank came, by the messages of watchdogs and launchers, and what that means for all ranks together.
+"""Reads how far each rank came from messages of watchdogs and launchers, and compares the ranks.
 
-The messages are those of torch's ProcessGroupNCCL (1.12 to 2.15; nccl2, its implementation in 2.15, names neither
-the operation nor its number) and of torchrun's summary. `derive_observations` puts
-into fixed sentences what only several lines together show; entries have signatures for them, as for any other line.
+The messages are from torch's ProcessGroupNCCL (1.12 to 2.15; nccl2, its implementation in 2.15, names neither the
+operation nor its number) and from torchrun's summary. `derive_observations` puts what only several lines together show
+into fixed sentences; entries have signatures for these, as for any other line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT = re.compile(
     r"(?:, NumelIn=(?P<numel_in>\d{1,15}))?(?:, NumelOut=(?P<numel_out>\d{1,15}))?"
     r"(?:, TensorShape=\[(?P<shape>[\d, ]{0,100})\])?"
 )
-GAVE_UP = re.compile(  # nccl2; the rank is that within the group
+GAVE_UP = re.compile(  # nccl2; the rank is within the group
     r"(?:\[TC\]\[rank=(?P<member>\d{1,6})\]\[name=(?P<group>[^][]{0,80})\] )?"
     r"(?:Operation timed out after \d{1,12} ms|Aborting process on rank (?P<rank>\d{1,6}) due to timeout - )"
 )
@@ -39,14 +39,14 @@ EXIT_RANK = re.compile(r"^\s{0,8}rank\s{0,12}: (\d{1,6}) \(local_rank: ")
 EXIT_CODE = re.compile(r"^\s{0,8}exitcode\s{0,12}: (-?\d{1,5}) ")
 NONE_COMPLETED = 1 << 62  # torch prints -1 as an unsigned number in some releases
 DEFAULT_GROUP = "0"  # of all ranks
-PAIRED = ("SEND", "RECV")  # differ on both sides by nature
+PAIRED = ("SEND", "RECV")  # operations that naturally differ between ranks
 Side = TypeVar("Side", bound=Hashable)  # the operation, size or number that some ranks have in common
 EQUAL_SIZES = re.compile(r"ALLREDUCE|_?ALLGATHER(_BASE)?|_?REDUCE(_SCATTER)?(_BASE)?|BROADCAST")
 
 
 @dataclass(slots=True)
 class WatchdogReader:
-    """Reads lines one by one, in order. Of a rank, the first timeout at each number counts, and the last progress."""
+    """Reads lines one by one, in order. It stores each rank's first timeout at each number, and its last progress."""
 
     progress: dict[tuple[str, int], GroupProgress] = field(default_factory=dict)
     exits: list[Exit] = field(default_factory=list)
@@ -69,8 +69,8 @@ class WatchdogReader:
 
     @property
     def timeouts(self) -> dict[tuple[int, int, str], Timeout]:
-        """Each with its group. The first line that a rank prints does not name it: it is the default group if the log
-        names no other. Groups that share a name, as `split_group` makes them, are left out."""
+        """The timeouts with their groups. The first line that a rank prints does not name the group, which is the
+        default group if the log names no other. Groups that share a name, as from `split_group`, are left out."""
         shared = {group for (group, _), ranks in self._members.items() if len(ranks) > 1}
         others = {group for group, _ in self._members} - {DEFAULT_GROUP}
         known = {key: timeout for key, timeout in self._timeouts.items() if timeout.group or not others}
@@ -81,7 +81,7 @@ class WatchdogReader:
         }
 
     def _read_abort(self, line: Line, match: re.Match[str]) -> None:
-        """The first of several lines counts: the process ends 15 s after it. It names no operation."""
+        """Read a line that names no operation. The first of several counts: the process ends 15 s after it."""
         within = match["member"] or match["rank"]
         if within is None:
             return
@@ -125,7 +125,7 @@ def _elements(shape: str) -> int:
 
 
 def derive_observations(scan: Scan) -> Iterator[Line]:
-    """Sentences over all ranks, each cited at the line it rests on, with the rank that differs from the others."""
+    """Sentences that compare all ranks; each cites a line, with the rank that differs from the others, if any."""
     groups: dict[str, list[Timeout]] = defaultdict(list)
     for timeout in scan.timeouts:
         groups[timeout.group].append(timeout)
@@ -166,7 +166,7 @@ def _none_completed(by_rank: dict[int, Timeout], scan: Scan) -> bool:
 
 
 def _divergence(by_rank: dict[int, Timeout]) -> Iterator[Line]:
-    """Different operations or sizes at one sequence number, or ranks at different sequence numbers."""
+    """The observation of different operations or sizes at one sequence number, or of different sequence numbers."""
     by_sequence: dict[int, dict[int, Timeout]] = defaultdict(dict)
     for rank, timeout in by_rank.items():
         if timeout.sequence >= 0:
@@ -190,7 +190,7 @@ def _divergence(by_rank: dict[int, Timeout]) -> Iterator[Line]:
 
 
 def _sides(by_rank: Mapping[int, Side]) -> dict[Side, list[int]]:
-    """Ranks by what they have in common, the largest side first."""
+    """The ranks grouped by what they have in common, the largest group first."""
     sides: dict[Side, list[int]] = defaultdict(list)
     for rank, side in by_rank.items():
         sides[side].append(rank)
@@ -206,7 +206,7 @@ def _sized(numel_in: int, numel_out: int) -> str:
 
 
 def _odd(by_rank: Mapping[int, Timeout], sides: Mapping[Side, list[int]], text: str) -> Line:
-    """Cited at the line of a rank that differs from several others; among equal sides none is accused."""
+    """An observation that cites a rank of the smallest side, and blames it if it is alone against larger sides."""
     fewest, *others = sorted(sides.values(), key=len)
     is_single = len(fewest) == 1 and min(map(len, others)) > 1
     return _derived(by_rank[min(fewest)].line, text, fewest[0] if is_single else None)

@@ -1,7 +1,7 @@
-"""Bundles of `kb capture`: a tar whose first member is the manifest. Each member is an input of its own.
+"""Reads bundles of `kb capture`: a tar file whose first member is the manifest. Each other member is one input.
 
-Members are read by their content like other inputs; the folder in their name says the rank. A bundle may come from
-anybody: only plain files with short names are read, as kb writes them, and each is compared with its checksum.
+The content of a member decides how it is read, as for other inputs; the folder in its name says the rank. A bundle is
+untrusted: only plain files with short names are read, which is what kb writes, and each is compared with its checksum.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MANIFEST = "manifest.json"
 BLOCK = tarfile.BLOCKSIZE
 MOST_MEMBERS = 20_000
 LARGEST_MANIFEST = 16 << 20  # bytes
-LARGEST_SKEW = 1e9  # seconds: a clock that began at 1970
-STACKS = b"kb capture: stacks of "  # how the stacks for people begin, which repeat those of the records
+LARGEST_SKEW = 1e9  # seconds; more means that a clock began at 1970
+STACKS = b"kb capture: stacks of "  # first bytes of the stacks for people, which repeat those in the records
 PROCESS_HEAD, NODE_HEAD = (f'{{"schema": "{schema}"'.encode() for schema in (PROCESS_SCHEMA, NODE_SCHEMA))
 MANIFEST_HEAD = re.compile(rb'\{\s*"schema":\s*"' + re.escape(MANIFEST_SCHEMA.encode()) + b'"')
 
@@ -35,10 +35,10 @@ class Member:
     name: str
     content: bytes
     modified: float | None = None
-    ahead_s: float = 0.0  # by which the clock of its node was ahead of kb's, where that is certain
+    ahead_s: float = 0.0  # how far the clock of its node was ahead of kb's, if that is certain
 
     def open(self, _: Callable[[str], None] = print) -> io.BufferedReader:
-        """Its bytes. Nothing is reported: they are all there."""
+        """The content as a stream. Nothing is ever reported, since it is in memory."""
         return io.BufferedReader(io.BytesIO(self.content), max(1, len(self.content)))
 
 
@@ -52,17 +52,17 @@ def is_bundle(head: bytes) -> bool:
 
 
 def is_record(head: bytes) -> bool:
-    """Whether this is what a capture recorded of a process or node, also unpacked; never a log."""
+    """Whether this is the record of a process or node from a capture, unpacked or not; it is never a log."""
     return head.startswith((PROCESS_HEAD, NODE_HEAD))
 
 
 def is_own(head: bytes) -> bool:
-    """Whether this is a file of an unpacked bundle that repeats the others: the manifest, and stacks for people."""
+    """Whether this is a file of an unpacked bundle that repeats other files: the manifest or the stacks for people."""
     return head.startswith(STACKS) or MANIFEST_HEAD.match(head) is not None
 
 
 def read_members(stream: io.BufferedReader, source: str, most: int, report: Callable[[str], None]) -> Iterator[Member]:
-    """The members that are to be read, each of at most `most` bytes; what is damaged is reported in a sentence."""
+    """The members to read, each of at most `most` bytes. Damage is reported as a sentence."""
     checksums: dict[str, Any] = {}
     ahead: dict[str, float] = {}
     count = 0
@@ -104,7 +104,7 @@ def _checksums(manifest: bytes) -> dict[str, Any]:
 
 
 def _clocks(manifest: bytes) -> dict[str, float]:
-    """By how many seconds the clock of each node was ahead, of those where it certainly was."""
+    """How many seconds the clock of each node was ahead, for the nodes whose clock certainly was."""
     try:
         nodes = json.loads(manifest[:LARGEST_MANIFEST])["nodes"]
         skews = {node["name"]: node["skew"] for node in nodes if node.get("skew")}

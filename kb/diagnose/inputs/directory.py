@@ -1,4 +1,4 @@
-"""The regular files below a folder. Links are followed, loops end, and a file with several names counts once."""
+"""Lists the regular files below a folder. It follows links, survives loops, and counts a file with two names once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Identity = tuple[int, int]  # device and inode
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """`modified` is when it was last written, in seconds since the epoch; `is_linked`: below a link to a folder."""
+    """`modified` is when it was last written, in seconds since the epoch; `is_linked`: it is below a linked folder."""
 
     path: str
     modified: float
@@ -23,7 +23,7 @@ class File:
 
 @dataclass(slots=True)
 class Listing:
-    """The result of a walk; `is_cut` if the walk ended at its limit, `problems` one sentence each."""
+    """The result of a walk; `is_cut` if it ended at its limit. `problems` are sentences."""
 
     files: dict[Identity, File] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Listing:
 
 
 def list_files(folder: str, most: int) -> Listing:
-    """The files that are not hidden, level by level: a log is found before the files of a deep folder beside it.
+    """The files that are not hidden, level by level, so that a log is found before the files of a deep sibling folder.
 
     At most `most` entries are read. Pipes are left out.
     """
@@ -41,7 +41,7 @@ def list_files(folder: str, most: int) -> Listing:
     entries = 0
     is_linked = False
     while folders or linked:
-        is_linked = is_linked or not folders  # linked folders come last: a file keeps its own name
+        is_linked = is_linked or not folders  # linked folders come last, so that a file keeps its real path
         path, folder_id = (folders or linked).popleft()
         if folder_id in seen:
             continue
@@ -67,7 +67,7 @@ def file_identity(status: os.stat_result) -> Identity:
 
 
 def printable_path(path: str) -> str:
-    """A path as text: a path that is not UTF-8 would break every document that prints it."""
+    """A path as valid UTF-8 text, since other bytes would break every document that prints it."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -80,7 +80,7 @@ def _entries(folder: str, listing: Listing) -> Iterator[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str], listing: Listing) -> os.stat_result | None:
-    """None for a hidden or deleted file, and for a link to nowhere."""
+    """The status of a file; None if it is hidden or deleted, or a broken link."""
     if entry.name.startswith("."):
         return None
     try:

@@ -1,8 +1,8 @@
-"""The kind of an input, by its content: names are unreliable, and a dump may have any.
+"""Detects the kind of an input by its content: names are unreliable, and a dump may have any name.
 
-An input whose first bytes fit no structured format is text, except with many control characters or with the magic bytes
-of a format that holds no log. Runs of NUL bytes are allowed: a log that was truncated while its writer went on begins
-with them, and the log of a machine that died ends with them; so are a few that a job printed.
+An input whose first bytes fit no structured format is text, unless it has many control characters or the magic bytes of
+a format that contains no log. Runs of NUL bytes are allowed: a log begins with them if it was truncated while its
+writer went on, and ends with them if the machine died. So are a few NUL bytes that a job printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kb.diagnose.inputs.bundle import is_bundle, is_own, is_record
 
 
 class Kind(Enum):
-    """Decides how an input is read: line by line, by one of the readers, or not at all."""
+    """The kind of an input, which decides whether it is read line by line, by one of the readers, or not at all."""
 
     TEXT = "text"
     FLIGHT_PICKLE = "flight recorder dump (pickle)"
@@ -30,13 +30,13 @@ class Kind(Enum):
 
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 JSON_OBJECT = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
-# Keys that the writers put near the front. The JSON form is sorted, so its `version` follows all entries.
+# Keys that are near the front. The keys of the JSON form are sorted, so its `version` comes after all entries.
 FLIGHT_KEYS = re.compile(rb"pg_config|pg_status|record_id|collective_seq_id|nccl_comm_state|nccl_version")
 FLIGHT_JSON_KEYS = re.compile(
     rb'"(?:pg_config|pg_status|nccl_comm_state|comm_lib_version|collective_seq_id|record_id)"\s*:'
 )
 RAS_KEYS = re.compile(rb'"nccl_version"\s*:[^{}]{0,500}"communicators(?:_count)?"\s*:')
-# Records that `kb verify --keep-logs` writes beside the logs and that repeat them: how each begins, and a later key.
+# Records that `kb verify --keep-logs` writes next to the logs and that repeat them: first bytes, and a later key.
 OWN = (
     (b'{"outcome": "', b'"max_rss_mib": '),
     (b'{"ending": "', b'"exits": '),
@@ -64,19 +64,19 @@ FOREIGN = (
     b"\xfd7zXZ",
     b"7z\xbc\xaf",
     b"\x04\x22\x4d\x18",  # lz4
-    b"\x1f\x8b",  # gzip inside of gzip
+    b"\x1f\x8b",  # gzip inside gzip
     b"\x28\xb5\x2f\xfd",
 )
 NUL_RUN = re.compile(rb"\0{16,}")
 CONTROL = bytes(number for number in range(32) if number not in b"\t\n\v\f\r\b\a\x1b")  # no log prints many of them
-MOST_CONTROL = 0.02  # of the bytes of a log; random bytes have 0.1
+MOST_CONTROL = 0.02  # share of control characters in a log; random bytes have 0.1
 SAFETENSORS = re.compile(rb'.{8}\{\s*"', re.DOTALL)  # eight bytes of length, then a JSON header
 
 
 def detect_kind(head: bytes, name: str = "") -> Kind:
-    """The kind of an input whose first 64 KiB (or less) are `head`, decompressed and as UTF-8.
+    """The kind of an input; `head` is its first 64 KiB (or less), decompressed and as UTF-8.
 
-    `name` decides only what the content does not: whether `{"message": "..."}` is an error file or a line of a log.
+    `name` decides only what the content leaves open: whether `{"message": "..."}` is an error file or a line of a log.
     """
     if PICKLE.match(head):
         return Kind.FLIGHT_PICKLE if FLIGHT_KEYS.search(head) else Kind.BINARY
@@ -130,5 +130,5 @@ def _is_error_file(head: bytes, name: str) -> bool:
 
 
 def _is_lines(head: bytes) -> bool:
-    """Whether it has one JSON object per line, as structured loggers print: a log, whatever its keys are."""
+    """Whether there is one JSON object per line, as structured loggers print: that is a log, whatever its keys."""
     return bool(re.search(rb"\}[ \t]*\r?\n[ \t]*\{", head))

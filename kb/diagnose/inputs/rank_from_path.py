@@ -1,4 +1,4 @@
-"""The rank whose output a file is, by its name."""
+"""Finds out from the path of a file which rank wrote it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _TORCHRUN = re.compile(r"attempt_\d{1,6}/(\d{1,6})/(?:stdout\.log|stderr\.log|er
 
 
 def rank_from_path(path: str) -> int | None:
-    """The rank, or None unless the name is unambiguous.
+    """The rank that a path names, or None if the path is ambiguous.
 
     Unambiguous are `rank_3.log`, `rank3.out`, `rank3/stderr.log`, `nccl_trace_rank_3`, and `attempt_0/3/stderr.log` of
-    torchrun's `--log-dir`, whose number counts on one node. Ambiguous are `log.3` (as often a rotated log),
+    torchrun's `--log-dir`, whose number is the local rank. Ambiguous are `log.3` (as often a rotated log),
     `slurm-123_3.out` (a job of an array), `worker-3` (a node) and `mp_rank_3` (a rank of a group).
     """
     path = path.replace("\\", "/")

@@ -1,9 +1,9 @@
 """The inputs of a diagnosis: files, folders, pipes and standard input, in a fixed order, each a stream of bytes.
 
 A folder stands for all files below it that are neither hidden nor evidently binary. Links are followed, and a file
-with several names counts once. If there are too many files, those that were written last are read: they are nearest to
-the failure; files below a link to another folder come after all others. `Sources.problems` says in sentences what was
-left out, and by which rule.
+with several names counts once. If there are too many files, the last written are read, since they are nearest to the
+failure; files below a link to another folder come after all others. `Sources.problems` says in sentences what was left
+out, and by which rule.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kb.diagnose.inputs.formats import Kind, detect_kind
 from kb.diagnose.inputs.streams import HEAD, Report, error_reason, read_file, read_pieces, read_stdin
 from kb.errors import UsageError
 
-MOST_FILES = 5_000  # of one folder that are read
-MOST_ENTRIES = 100_000  # of one folder that are looked at
+MOST_FILES = 5_000  # files of one folder that are read
+MOST_ENTRIES = 100_000  # directory entries of one folder that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class Source:
     is_pipe: bool = False
 
     def open(self, report: Report = lambda _: None) -> io.BufferedReader:
-        """Its bytes: gzip and zstd decompressed, UTF-16 as UTF-8, never more than the input holds now.
+        """The bytes of the input: gzip and zstd decompressed, UTF-16 as UTF-8, never more than it contains now.
 
         Reading never raises: an error ends the stream and is passed to `report` as a sentence. `peek(HEAD)`
-        is the head, for `detect_kind`, and takes nothing away. A pipe waits for its writer.
+        returns the head for `detect_kind` without consuming it. A pipe waits for its writer.
         """
         return read_file(self.path, self.name, report, waits=self.is_pipe) if self.path else read_stdin(report)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An input that arrives in pieces; to be opened once. It is decompressed to at most `most` bytes."""
+    """An input that arrives in pieces and can be opened once. It is decompressed to at most `most` bytes."""
 
     name: str
     pieces: Iterator[bytes]
@@ -53,7 +53,7 @@ class Stream:
     most: int = sys.maxsize
 
     def open(self, report: Report = lambda _: None) -> io.BufferedReader:
-        """As `Source.open`, except that an exception of `pieces` reaches the reader."""
+        """Like `Source.open`, except that an exception from `pieces` reaches the reader."""
         return read_pieces(self.pieces, self.name, report, self.most)
 
 
@@ -66,7 +66,7 @@ class Sources:
 
 
 def find_sources(paths: Sequence[str], most_files: int = MOST_FILES, most_entries: int = MOST_ENTRIES) -> Sources:
-    """The inputs that command-line arguments name. UsageError for an invalid argument. Pipes are not opened yet."""
+    """The inputs that command-line arguments name. Raises `UsageError` for an invalid one. Does not open pipes yet."""
     inputs: dict[Identity, Source] = {}
     problems: list[str] = []
     for path in paths:
@@ -104,7 +104,7 @@ def _file(path: str, status: os.stat_result) -> Source:
 
 
 def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identity, Source], list[str]]:
-    """The files of a folder to read, sorted by name, and sentences about the others."""
+    """The files of a folder to read, sorted by path, and sentences about the others."""
     listing = list_files(path, most_entries)
     left = deque(sorted(listing.files.items(), key=lambda item: _nearness(item[1])))
     chosen: dict[Identity, Source] = {}
@@ -128,7 +128,7 @@ def _folder(path: str, most_files: int, most_entries: int) -> tuple[dict[Identit
 
 
 def _nearness(file: File) -> tuple[bool, float, str]:
-    """The highest are read first: files of the folder itself, then the last that were written."""
+    """The sort key of a file, the highest is read first: unlinked before linked, then the last written."""
     return not file.is_linked, file.modified, file.path
 
 
@@ -144,7 +144,7 @@ def _left_out(listing: Listing, most_entries: int, older: int, binary: int) -> I
 
 
 def _peek_kind(source: Source) -> tuple[Kind, str]:
-    """The kind of a file and, if nothing of it can be read, why. Later errors are reported when it is read."""
+    """The kind of a file, and the reason if none of it can be read. Later errors are reported when it is read."""
     problems: list[str] = []
     with source.open(problems.append) as stream:
         head = stream.peek(HEAD)

@@ -1,7 +1,7 @@
-"""The bytes of one input as a stream that never raises: decompressed, as UTF-8, as long as the file was when opened.
+"""The bytes of one input as a stream that never raises: decompressed, as UTF-8, up to the size at opening.
 
-An error on the way (a truncated archive, a file that shrinks, a disk that fails) ends the stream early and is passed to
-`report` as one sentence; the bytes before it are delivered.
+An error while reading (a truncated archive, a file that shrinks, a disk that fails) ends the stream early and is passed
+to `report` as one sentence; the bytes before it are delivered.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-HEAD = 1 << 16  # bytes; `peek(HEAD)` of a stream from here is its whole head, also of a pipe
+HEAD = 1 << 16  # bytes; `peek(HEAD)` of a stream from here returns the whole head, even of a pipe
 GZIP = b"\x1f\x8b\x08"
-ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60)))  # or a frame to skip
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60)))  # or a skippable frame
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Report = Callable[[str], None]
 
 
 def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> io.BufferedReader:
-    """A regular file, or a named pipe if the caller `waits` for its writer. Never blocks otherwise."""
+    """The stream of a regular file, or of a named pipe if the caller `waits` for its writer; else it never blocks."""
     # Without O_NONBLOCK, opening a file that has become a pipe since it was listed would wait for a writer.
     extra = 0 if waits else os.O_NONBLOCK
     try:
@@ -48,22 +48,22 @@ def read_file(path: str, name: str, report: Report, *, waits: bool = False) -> i
 
 
 def read_stdin(report: Report) -> io.BufferedReader:
-    """Standard input to its end; it stays open when the stream is closed."""
+    """The stream of standard input, which stays open when the stream is closed."""
     return _stream(_read_all(sys.stdin.buffer.read, "-", report), "-", report)
 
 
 def error_reason(error: Exception) -> str:
-    """The message of the system, without the path, which the sentence names already."""
+    """The system's error message without the path, which the caller's sentence already names."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def read_pieces(pieces: Iterator[bytes], name: str, report: Report, most: int) -> io.BufferedReader:
-    """Pieces of any length, decompressed as a file is, but to no more than `most` bytes."""
+    """The stream of pieces of any length, decompressed like a file, but to at most `most` bytes."""
     return _stream(pieces, name, report, most=most)
 
 
 class _PieceReader(io.RawIOBase):
-    """Pieces of any length as a raw stream. Fills the whole buffer, so that a peek returns all there is."""
+    """Pieces of any length as a raw stream. It fills the whole buffer, so that a peek returns all there is."""
 
     def __init__(self, pieces: Iterator[bytes], below: io.IOBase | None) -> None:
         self._pieces = pieces
@@ -109,7 +109,7 @@ def _stream(
 
 
 def _read_until(file: io.FileIO, size: int, name: str, report: Report) -> Iterator[bytes]:
-    """The first `size` bytes, which the file had when it was opened: a log that still grows has an end too."""
+    """The first `size` bytes, the size at opening, so that reading a growing log ends."""
     left = size
 
     def read(most: int) -> bytes | None:
@@ -131,7 +131,7 @@ def _read_all(read: Callable[[int], bytes | None], name: str, report: Report) ->
 
 
 def _decompressed(read: Callable[[int], bytes], name: str, report: Report, most: int) -> Iterator[bytes]:
-    """`read` is a `read1`, which returns everything that was decompressed before the damage."""
+    """Decompressed blocks; `read` is a `read1`, which returns everything that was decompressed before any damage."""
     left = most
     try:
         while block := read(HEAD):

@@ -1,6 +1,6 @@
-"""Scans in processes of their own, with a limit of memory and processor time that the kernel enforces.
+"""Runs scans in separate processes, with limits on memory and processor time that the kernel enforces.
 
-This bounds what hostile inputs cost; it is no sandbox.
+This bounds what hostile inputs cost; it is not a sandbox.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kb.diagnose.inputs.sources import Stream
 from kb.diagnose.isolation.job import Answer, Header, Job
 from kb.diagnose.scan.scan import Limits
 
-COMMAND = (sys.executable, "-P", "-m", "kb.diagnose.isolation.server")  # -P: not a folder called kb where the user is
+COMMAND = (sys.executable, "-P", "-m", "kb.diagnose.isolation.server")  # -P ignores a folder kb in the working folder
 
 STDERR = 2  # standard output may be a protocol
 
 
 class ScanServer:
-    """Starts the process that forks for each scan, and again when that has ended. Threads may share it."""
+    """Starts the process that forks for each scan, and restarts it if it has ended. Threads may share it."""
 
     def __init__(self, signatures: Iterable[dict[str, Any]]) -> None:
         self._signatures = list(signatures)
@@ -36,15 +36,15 @@ class ScanServer:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start it ahead of the first scan. Raises `OSError` where no process can be started."""
+        """Start the process before the first scan. Raises `OSError` if no process can be started."""
         with self._lock:
             self._running()
 
     def scan(self, streams: Sequence[Stream], seconds: float, memory: int, limits: Limits) -> Answer | None:
-        """None when the process ended without an answer. Raises `OSError`, and the errors of the streams."""
+        """The answer, or None if the process ended without one. Raises `OSError` and the errors of the streams."""
         headers = [Header(stream.name, stream.modified, stream.most) for stream in streams]
         with self._connect() as connection:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it needs no more: its answer says why
+            with suppress(BrokenPipeError, ConnectionResetError):  # it reads no further; its answer says why
                 connection.send(Job(headers, seconds, memory, limits))
                 for stream in streams:
                     for piece in filter(None, stream.pieces):
@@ -89,7 +89,7 @@ class ScanServer:
         return self._control
 
     def _end(self) -> None:
-        """Let go of it. Its scans go on if it was killed."""
+        """Close the connection and wait for the process. Its scans go on if only the process was killed."""
         if self._control and self._process:
             self._control.close()
             self._process.wait()

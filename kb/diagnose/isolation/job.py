@@ -1,4 +1,4 @@
-"""One scan in a process of its own: what it may use, and what it answers."""
+"""One scan in a separate process: its limits and its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kb.diagnose.scan.result import Scan
 from kb.diagnose.scan.scan import Limits, scan
 from kb.diagnose.scan.signature_matcher import Matcher
 
-GRACE_S = 5  # of processor time beyond the limit, after which the kernel ends a process that does not notice
+GRACE_S = 5  # processor time beyond the limit before the kernel ends a process that did not stop
 
 
 class Excess(Enum):
@@ -31,7 +31,7 @@ class Excess(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a stream before its pieces arrive; see `Stream`."""
+    """What is known about a stream before its pieces arrive; see `Stream`."""
 
     name: str
     modified: float | None
@@ -40,7 +40,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The streams that follow, and what reading them may take: seconds of processor time, bytes of memory."""
+    """The streams that follow, and the limits for reading them: `seconds` of processor time, `memory` in bytes."""
 
     headers: Sequence[Header]
     seconds: float
@@ -50,14 +50,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`result` is the text of a traceback when the scan failed. `seconds` of processor time were used."""
+    """`result` is a traceback as text if the scan failed. `seconds` is the processor time used."""
 
     result: Scan | Excess | str
     seconds: float
 
 
 class _Stop(BaseException):
-    """No reader of an input may catch it."""
+    """Ends a scan; a BaseException, so that no reader of an input catches it."""
 
 
 class _TooLong(_Stop):
@@ -65,7 +65,7 @@ class _TooLong(_Stop):
 
 
 class _Abandoned(_Stop):
-    """Whoever asked has left."""
+    """The client has closed the connection."""
 
 
 def run(connection: Connection, matcher: Matcher) -> None:
@@ -85,7 +85,7 @@ def run(connection: Connection, matcher: Matcher) -> None:
     except Exception:
         result = traceback.format_exc()
     signal.setitimer(signal.ITIMER_PROF, 0)
-    with suppress(OSError):  # whoever asked has left
+    with suppress(OSError):  # the client has closed the connection
         connection.send(Answer(result, time.process_time()))
 
 
@@ -93,7 +93,7 @@ def _streams(connection: Connection, headers: Sequence[Header]) -> Iterator[Stre
     for header in headers:
         pieces = _pieces(connection)
         yield Stream(header.name, pieces, header.modified, header.most)
-        for _ in pieces:  # what the scan did not want
+        for _ in pieces:  # what the scan did not read
             pass
 
 
@@ -119,7 +119,7 @@ def _limit(job: Job) -> None:
 
 
 def _lower(kind: int, limit: int) -> None:
-    """No process may raise a limit that it was started with."""
+    """Set a limit, but never above the present one, which a process may not raise."""
     present = resource.getrlimit(kind)[1]
     lower = limit if present == resource.RLIM_INFINITY else min(limit, present)
     resource.setrlimit(kind, (lower, lower))

@@ -1,7 +1,7 @@
-"""A process that has loaded everything that a scan needs, and forks for each scan: `python -m` runs it.
+"""A process that has loaded everything a scan needs and forks for each scan; `python -m` runs it.
 
-Standard input is a socket: the signatures come first, then one connection for each scan. It ends, with all scans, when
-the other end is closed.
+Standard input is a socket that receives the signatures first, then one connection per scan. The process ends, with all
+its scans, when the other end is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
         setup = Connection(os.dup(control.fileno()))
         matcher = Matcher(setup.recv())
         setup.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a scan: its connection shows how it ended
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for a scan: its connection shows how it ended
         gc.collect()
         gc.freeze()
         while descriptors := socket.recv_fds(control, 1, 1)[1]:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _start(descriptor: int, matcher: Matcher, control: socket.socket) -> None:
-    """Scan in a new process. Where none can be started, the connection ends without an answer."""
+    """Scan in a new process. If none can be started, the connection closes without an answer."""
     with Connection(descriptor) as connection, suppress(OSError):
         if os.fork():
             return

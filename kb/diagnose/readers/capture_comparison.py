@@ -1,7 +1,7 @@
-"""Compares the processes of a capture: which rank the others wait for, what it does, and what keeps it.
+"""Compares the processes of a capture: which rank the others wait for, what it does, and what holds it up.
 
-Equal places are grouped, and the small group is odd. Ranks count as waiting only where two samples agree that their
-main threads did not move: a job that goes on has a rank outside of a collective at any moment.
+Equal places are grouped, and the small group is odd. Ranks count as waiting only if their main threads did not move
+between two samples: in a running job, some rank is outside a collective at any moment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kb.diagnose.readers.structured import as_text
 from kb.harness.collective import name_ranks
 
 MOST_PROCESSES = 4096
-MOST_GROUPS = 4  # of places that one sentence names
+MOST_GROUPS = 4  # groups of places that one sentence names
 IDLE = ("queues.py", "connection.py", "selectors.py", "popen_fork.py", "resource_tracker.py", "worker.py")
 COMMANDS = ("subprocess.py",)
 
@@ -31,7 +31,7 @@ class CaptureRecords:
     nodes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, data: bytes, source: str, most_values: int) -> None:
-        """Raises `Unreadable`."""
+        """Add the record of a process or node. Raises `Unreadable`."""
         document = read_record(data, most_values)
         if not is_process(document):
             self.nodes.append((source, document))
@@ -39,12 +39,12 @@ class CaptureRecords:
             self.processes.append(read_process(document, source))
 
     def compare(self) -> list[Line]:
-        """The sentences, those about the rank that keeps the others first."""
+        """The sentences, first those about the rank that holds up the others."""
         processes = sorted(self.processes, key=lambda process: (process.rank is None, process.rank or 0, process.pid))
         return [*_sentences(processes, self.nodes), *node_sentences(self.nodes, processes)]
 
     def problems(self) -> Iterator[str]:
-        """Ranks that were not looked at, and what the capture could not do."""
+        """Sentences about ranks that were not examined, and about what the capture could not do."""
         for process in self.processes:
             if process.reason and not process.has_ended:
                 yield f"{process.source}: no stack of {_name([process])}: {process.reason}"
@@ -99,7 +99,7 @@ def _alone(process: Process) -> Line:
 
 
 def _odd(processes: Sequence[Process]) -> tuple[list[Process], list[Process]]:
-    """Those outside of the place where more than half of the processes are, and those in it; else two empty lists."""
+    """The processes outside and inside the place where more than half of them are; two empty lists if none is."""
     groups = _groups(processes)
     largest = max(groups, key=len, default=[])
     if len(groups) < 2 or len(largest) * 2 <= len(processes):
@@ -108,7 +108,7 @@ def _odd(processes: Sequence[Process]) -> tuple[list[Process], list[Process]]:
 
 
 def _groups(processes: Iterable[Process]) -> list[list[Process]]:
-    """By name and caller of their places, the smallest first."""
+    """The processes grouped by name and caller of their places, the smallest group first."""
     groups: dict[str, list[Process]] = defaultdict(list)
     for process in processes:
         groups[str(process.place)].append(process)
@@ -139,7 +139,7 @@ def _same(waiting: Sequence[Process]) -> Iterator[Line]:
 
 
 def _nobody_waits(others: Sequence[Process]) -> Iterator[Line]:
-    """No rank waited for another between the samples: all stand in one place, or the job goes on."""
+    """The sentence if no rank waited for another between the samples: all are in one place, or the job goes on."""
     if all(process.stays for process in others) and len(_groups(others)) == 1 and not _has_run(others):
         yield _line(others, f"are all in {others[0].place}, in no collective", rank=False)
     else:
@@ -156,7 +156,7 @@ def _has_run(processes: Iterable[Process]) -> bool:
 
 
 def _details(odd: Sequence[Process], nodes: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Line]:
-    """What tells why the odd processes do not come: processor time, locks, the processes below them."""
+    """Sentences that help to see why the odd processes do not come: processor time, locks and child processes."""
     for process in odd[:MOST_GROUPS]:
         if process.change and not process.is_halted:
             where = " and stands in the same function" if process.change.is_busy and process.stays else ""
@@ -170,14 +170,14 @@ def _details(odd: Sequence[Process], nodes: Sequence[tuple[str, dict[str, Any]]]
 
 
 def _locks(nodes: Sequence[tuple[str, dict[str, Any]]], process: Process) -> list[dict[str, Any]]:
-    """Those that the process waits for. A pid is one of its node."""
+    """The locks that the process waits for. Only those of its node count, since pids are per node."""
     own = [document for _, document in nodes if document.get("node") == process.node]
     listed = [lock for document in own for lock in document.get("locks") or () if isinstance(lock, dict)]
     return [lock for lock in listed if lock.get("pid") == process.pid]
 
 
 def _child(parent: Process, child: Process) -> str:
-    """A worker or command that keeps its parent waiting; empty for a worker that has nothing to do."""
+    """The sentence about a worker or command that its parent waits for; empty for an idle worker."""
     change = f", and {child.change}" if child.change else ""
     place = child.place
     if place is not None and place.frames:

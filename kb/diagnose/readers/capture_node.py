@@ -1,4 +1,4 @@
-"""What a capture says of nodes: no answer, missing ranks, silent peers, full file systems, tools that do not return."""
+"""What a capture says about nodes: no answer, missing ranks, silent peers, full file systems, tools that hang."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Nodes = Sequence[tuple[str, dict[str, Any]]]  # the records, each with its sourc
 
 MOST_RANKS = 100_000
 MOST_NAMED = 8  # nodes
-FULL = 0.99  # of a file system
-SILENT_S = 5.0  # a peer that was heard less long ago is not silent
+FULL = 0.99  # used share of a file system
+SILENT_S = 5.0  # a peer that sent something more recently is not silent
 LAST_RECEIVED = re.compile(r"\blastrcv:(\d{1,12})")
 PID = re.compile(r"\bpid=(\d{1,10})")
 PORT = re.compile(r":(\d{1,5}) users:")
@@ -25,7 +25,7 @@ TOOLS = {"gpus": "nvidia-smi", "gpu-report": "nvidia-smi", "ras": "ncclras", "so
 
 
 def node_sentences(nodes: Nodes, processes: Sequence[Process]) -> Iterator[Line]:
-    """The sentences about each node, in the order of the records, those about the nodes together first."""
+    """The sentences about all nodes together, then those about each node, in the order of the records."""
     is_alone = len(nodes) == 1
     if nodes and not is_alone:
         for sentence in _over_nodes(nodes):
@@ -43,7 +43,7 @@ def node_sentences(nodes: Nodes, processes: Sequence[Process]) -> Iterator[Line]
 
 
 def _over_nodes(nodes: Nodes) -> Iterator[str]:
-    """Nodes that did not answer, whose ranks were not looked at; else ranks that are on none of the nodes."""
+    """A sentence about nodes that did not answer and their ranks; else about ranks that are on none of the nodes."""
     worlds = [as_integer(_object(document.get("job")).get("world_size")) for _, document in nodes]
     ranks = [rank for _, document in nodes for rank in _ranks(document)]
     known = {rank for rank in ranks if rank is not None}
@@ -67,14 +67,14 @@ def _ranks(document: dict[str, Any]) -> list[int | None]:
 
 
 def _missing(document: dict[str, Any], *, is_alone: bool) -> Iterator[str]:
-    """Ranks that this node should have and has not: without a number of its own, how many."""
+    """A sentence about the ranks that this node lacks: which ones, or how many if their numbers are not known."""
     job = _object(document.get("job"))
     present = _ranks(document)
     size, world = as_integer(job.get("local_size")), as_integer(job.get("world_size"))
     known = {rank for rank in present if rank is not None}
     if size is None or size <= len(present) or len(known) < len(present) or size > MOST_RANKS:
         return
-    if not is_alone and (size == world or not present):  # said of all nodes together, or another size than this node's
+    if not is_alone and (size == world or not present):  # `_over_nodes` reports these, or the size is not this node's
         return
     launcher = _object(document.get("launcher"))
     alive = ", its launcher is alive" if launcher.get("pid") and any(launcher.get("samples") or ()) else ""
@@ -88,7 +88,7 @@ def _missing(document: dict[str, Any], *, is_alone: bool) -> Iterator[str]:
 
 
 def _silent(document: dict[str, Any], processes: Sequence[Process]) -> Iterator[str]:
-    """How long ago the ranks heard from a peer. The store speaks only when it is asked, and is left out."""
+    """How long ago the ranks heard from a peer. The store sends only replies, so its connection is left out."""
     port = as_text(_object(document.get("job")).get("address")).rpartition(":")[2]
     heard: dict[int, float] = {}
     sockets = _object(document.get("tools")).get("sockets")
@@ -108,7 +108,7 @@ def _silent(document: dict[str, Any], processes: Sequence[Process]) -> Iterator[
 
 
 def _memory(processes: Sequence[Process]) -> Iterator[str]:
-    """Processes that the kernel killed in the cgroup of the ranks, for want of memory, since the cgroup was made."""
+    """How many processes the kernel killed for lack of memory in the cgroup of the ranks, since it was created."""
     killed = [process for process in processes if process.oom_kills and process.rank is not None]
     if killed:
         count = max(process.oom_kills for process in killed)
@@ -129,7 +129,7 @@ def _systems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _silent_tools(document: dict[str, Any]) -> Iterator[str]:
-    """A tool or file system that did not return in its time is evidence."""
+    """Sentences about tools and file systems that did not return in time, which is evidence."""
     steps = document.get("steps") if isinstance(document.get("steps"), list) else []
     for step in map(_object, steps or ()):
         name, error = as_text(step.get("step")), as_text(step.get("error"))

@@ -1,4 +1,4 @@
-"""Reads what `kb capture` recorded of a process: two samples of /proc, a stack at each, and the processes below it."""
+"""Reads the record of a process from `kb capture`: two samples of /proc, a stack for each, and its child processes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kb.diagnose.readers.stacks import main_place
 from kb.diagnose.readers.structured import Unreadable, as_integer, as_text, load_json
 
 MOST_CHILDREN = 64
-BUSY = 0.5  # of the time between the samples; a process that uses more of a processor is busy
+BUSY = 0.5  # share of the time between the samples; a process that uses more processor time is busy
 LITTLE = 0.02
-READS = 1 << 20  # bytes between the samples, above which a process is reading
+READS = 1 << 20  # bytes; a process that read more between the samples is reading
 OOM_KILL = re.compile(r"^oom_kill (\d{1,9})$", re.MULTILINE)
-WAITS = ("init_process_group", "new_group", "destroy_process_group")  # in which ranks wait for each other as well
+WAITS = ("init_process_group", "new_group", "destroy_process_group")  # ranks wait for each other in these too
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Between the samples, `seconds` apart: processor time, bytes read, and whether the main thread ran at all."""
+    """What changed between samples `seconds` apart: processor time, bytes read, and whether the main thread ran."""
 
     seconds: float
     cpu_s: float
     read: int
-    has_run: bool | None  # None where the counters are missing
+    has_run: bool | None  # None if the counters are missing
 
     @property
     def is_busy(self) -> bool:
@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank, or a process below one. `places` are those of both samples; None where there is no stack."""
+    """A rank or one of its child processes. `places` has the place in each sample; None if there is no stack."""
 
     source: str
     rank: int | None
@@ -58,7 +58,7 @@ class Process:
     has_ended: bool
     reason: str  # why there is no stack
     children: tuple[Process, ...] = ()
-    oom_kills: int = 0  # that its cgroup counts
+    oom_kills: int = 0  # as counted by its cgroup
 
     @property
     def place(self) -> Place | None:
@@ -66,15 +66,15 @@ class Process:
 
     @property
     def stays(self) -> bool:
-        """Whether both samples found the same frames: without two stacks nothing is known, and it does not count."""
+        """Whether both samples have the same frames; False without two stacks."""
         first, second = self.places
         return first is not None and second is not None and first.frames == second.frames
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it waited, between the samples, in something that needs other ranks.
+        """Whether the process waited for other ranks between the samples.
 
-        Its main thread has not run, or spins as NCCL's may; one that waits for the store looks again now and then.
+        Its main thread did not run, or it spins, as NCCL does, or it polls the store from time to time.
         """
         place = self.place
         if place is None or not self.stays or not _needs_others(place):
@@ -83,7 +83,7 @@ class Process:
 
     @property
     def is_halted(self) -> bool:
-        """Whether something outside of its program keeps it from running."""
+        """Whether something outside its program keeps it from running."""
         return self.state in "Tt" or self.tracer > 0 or self.was_in_disk_sleep
 
 
@@ -96,7 +96,7 @@ def is_process(document: dict[str, Any]) -> bool:
 
 
 def read_record(data: bytes, most_values: int) -> dict[str, Any]:
-    """Raises `Unreadable`."""
+    """A record as a dictionary. Raises `Unreadable`."""
     document = load_json(data, most_values)
     if not isinstance(document, dict):
         raise Unreadable("not a record of kb capture")
@@ -104,7 +104,7 @@ def read_record(data: bytes, most_values: int) -> dict[str, Any]:
 
 
 def read_process(document: dict[str, Any], source: str) -> Process:
-    """A process of a record, with those below it."""
+    """The process in a record, with its child processes."""
     samples = [sample if isinstance(sample, dict) else {} for sample in _list(document.get("samples"))][:2]
     last = next((sample for sample in reversed(samples) if sample), {})
     named = document.get("errors")

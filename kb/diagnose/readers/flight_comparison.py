@@ -1,4 +1,4 @@
-"""Compares the flight-recorder dumps of the ranks of a job: one sentence for each thing that they disagree on."""
+"""Compares the flight-recorder dumps of the ranks of a job: one sentence for each disagreement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.harness.collective import name_ranks
 
 
 def compare_dumps(dumps: Iterable[FlightDump]) -> list[Line]:
-    """The sentence that explains the others comes first."""
+    """The sentences about the dumps; the one that explains the others comes first."""
     latest = _with_unique_groups(_interned(_latest(dumps)))
     if len(latest) < 2:
         return []
@@ -27,7 +27,7 @@ def compare_dumps(dumps: Iterable[FlightDump]) -> list[Line]:
 
 
 def _latest(dumps: Iterable[FlightDump]) -> dict[int, FlightDump]:
-    """The latest dump of each rank; of equally late ones, the one with call sites."""
+    """The latest dump of each rank; among equally late dumps, one with call sites."""
     latest: dict[int, FlightDump] = {}
     for dump in sorted(dumps, key=_lateness):
         if dump.rank is not None:
@@ -41,7 +41,7 @@ def _lateness(dump: FlightDump) -> tuple[int, bool]:
 
 
 def _interned(dumps: dict[int, FlightDump]) -> dict[int, FlightDump]:
-    """With equal sets of ranks as one object: a thousand groups may have the same large set, and comparing is slow."""
+    """Replace equal sets of ranks by one object, since a thousand groups may have the same large set."""
     by_value: dict[frozenset[int], frozenset[int]] = {}
     by_identity: dict[int, frozenset[int]] = {}
     for dump in dumps.values():
@@ -55,7 +55,7 @@ def _interned(dumps: dict[int, FlightDump]) -> dict[int, FlightDump]:
 
 
 def _with_unique_groups(dumps: dict[int, FlightDump]) -> dict[int, FlightDump]:
-    """Groups that `split_group` gave the same name get their ranks as a part of the name."""
+    """Add the ranks to the names of groups that `split_group` gave the same name."""
     listed: dict[str, set[frozenset[int]]] = defaultdict(set)
     for dump in dumps.values():
         for group, ranks in dump.members.items():
@@ -80,6 +80,6 @@ def _enqueued(dump: FlightDump) -> Iterator[tuple[str, int]]:
 
 
 def _line(mismatch: flight_compare.Mismatch, dumps: Mapping[int, FlightDump]) -> Line:
-    """Cited from the dump of the rank that is accused, else from the first dump."""
+    """The line of a mismatch. It cites the dump of the rank that the mismatch is about, else the first dump."""
     rank = mismatch.ranks[0] if mismatch.ranks else None
     return Line(dumps[min(dumps) if rank is None else rank].source, 0, mismatch.text, rank, mismatch.time)

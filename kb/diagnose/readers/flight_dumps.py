@@ -1,4 +1,4 @@
-"""The flight-recorder dumps of a job in bounded memory: of too many collectives, those of each rank that came last."""
+"""The flight-recorder dumps of a job in bounded memory: if there are too many collectives, the last of each rank."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kb.diagnose.evidence import Line
 from kb.diagnose.readers.flight_comparison import compare_dumps
 from kb.diagnose.readers.flight_recorder import FlightDump, SharedParts, read_dump
 
-ROOM = 4  # a fourth of the memory is freed at a time
+ROOM = 4  # a quarter of the memory is freed at a time
 
 
 @dataclass(slots=True)
 class FlightDumps:
-    """`add` the dumps, then `compare` them. At most `most` collectives of all together stay in memory."""
+    """`add` the dumps, then `compare` them. At most `most` collectives stay in memory, over all dumps."""
 
     most: int
     _dumps: list[FlightDump] = field(default_factory=list)
     _shared: SharedParts = field(default_factory=SharedParts)
-    _count: int = 0  # of the collectives
-    _last: int | None = None  # collectives that each dump has at most; None while all are there
+    _count: int = 0  # collectives in memory
+    _last: int | None = None  # most collectives that each dump keeps; None while none was dropped
 
     def add(self, data: bytes, source: str, most_values: int, ahead_s: float = 0.0) -> None:
-        """`ahead_s` is by how much the clock of its node was ahead. Raises `Unreadable`."""
+        """Add a dump; `ahead_s` is how far the clock of its node was ahead. Raises `Unreadable`."""
         dump = read_dump(data, source, most_values, self._shared)
         if ahead_s:
             _correct(dump.records, ahead_s)
@@ -34,7 +34,7 @@ class FlightDumps:
             self._shorten((self.most - self.most // ROOM) // len(self._dumps))
 
     def compare(self) -> list[Line]:
-        """The sentences about the dumps, and nothing of a collective that is there for some ranks only."""
+        """The sentences about the dumps, without collectives that are in memory for only some of the ranks."""
         if self._last is not None:
             self._shorten(self._last)
         return compare_dumps(self._dumps)
@@ -53,14 +53,14 @@ class FlightDumps:
 
 
 def _correct(records: Iterable[dict[str, Any]], ahead_s: float) -> None:
-    """Times by the clock of the node become times by kb's."""
+    """Convert times by the node's clock to times by kb's."""
     for record in records:
         if record["time_created_ns"]:
             record["time_created_ns"] -= round(ahead_s * 1e9)
 
 
 def _shortened(dump: FlightDump, last: int) -> FlightDump:
-    """As if the ring buffer of the rank had been shorter: an id above 0 says that earlier records were overwritten."""
+    """The dump as if the rank's ring buffer were shorter; a first id above 0 means that records were overwritten."""
     if len(dump.records) <= last:
         return dump
     records = dump.records[-last:]

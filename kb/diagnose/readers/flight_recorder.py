@@ -1,7 +1,7 @@
-"""Reads a dump of torch's flight recorder, as ProcessGroupNCCL and `_dump_fr_trace` write it.
+"""Reads dumps of torch's flight recorder, as ProcessGroupNCCL and `_dump_fr_trace` write them.
 
-The format is that of `torch/csrc/distributed/c10d/FlightRecorder.hpp`, versions 2.0 to 2.10, pickle or JSON. A dump
-does not contain its rank (the file name does, `nccl_trace_rank_3`); in JSON it has no call sites either.
+The format is defined in `torch/csrc/distributed/c10d/FlightRecorder.hpp`, versions 2.0 to 2.10, as pickle or JSON. A
+dump does not contain its rank (the file name does, `nccl_trace_rank_3`), and in JSON no call sites either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS = ("entries", "pg_config", "pg_status")
 STATES = ("scheduled", "started", "completed")
 STAGES = ("enqueued", "started", "completed")
 MOST_RECORDS = 50_000
-MOST_RANKS, LONGEST_RANKS = 1 << 17, 1 << 20  # of a group: ranks, and characters where they are a text
+MOST_RANKS, LONGEST_RANKS = 1 << 17, 1 << 20  # of a group: ranks, and characters if they are text
 MOST_FRAMES = 200
 MOST_TENSORS = 64
 MOST_SHARED = 100_000
@@ -34,7 +34,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """Sequence numbers of a group: the last enqueued, started and completed; None if the dump has none."""
+    """The last enqueued, started and completed sequence numbers of a group; None if the dump has none."""
 
     enqueued: int | None
     started: int | None
@@ -43,9 +43,9 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class FlightDump:
-    """What one rank recorded. Groups are `name:description`; `members` has those whose ranks the dump lists.
+    """The dump of one rank. Groups are `name:description`; `members` has only groups whose ranks the dump lists.
 
-    `records` are as `kb.harness.flight_compare` takes them.
+    `records` have the form that `kb.harness.flight_compare` expects.
     """
 
     source: str
@@ -57,13 +57,13 @@ class FlightDump:
 
 
 class SharedParts:
-    """Equal parts of many dumps as one object: a thousand ranks list the same groups and make the same calls."""
+    """Stores equal parts of many dumps once, since a thousand ranks list the same groups and make the same calls."""
 
     def __init__(self) -> None:
         self._parts: dict[Hashable, Any] = {}
 
     def share(self, key: Hashable, make: Callable[[], Parsed]) -> Parsed:
-        """What was made for an equal key, or `make()`."""
+        """The part that is stored for `key`, else `make()`."""
         if key not in self._parts:
             if len(self._parts) >= MOST_SHARED:
                 self._parts.clear()
@@ -75,11 +75,11 @@ class SharedParts:
 def read_dump(
     data: bytes, source: str, most_values: int = MOST_VALUES, shared: SharedParts | None = None
 ) -> FlightDump:
-    """Raises `Unreadable`. Dumps that are read with the same `shared` take less memory."""
+    """Read a dump. Dumps that are read with the same `shared` use less memory. Raises `Unreadable`."""
     dump = load_pickle(data, most_values) if data[:1] == pickle.PROTO else load_json(data, most_values)
     if not isinstance(dump, dict) or not any(key in dump for key in KEYS):
         raise Unreadable("not a flight-recorder dump: it has neither entries nor process groups")
-    entries = dump.get("entries") or []  # JSON leaves the key out when there are none
+    entries = dump.get("entries") or []  # JSON omits the key if there are none
     if not isinstance(entries, list):
         raise Unreadable("its entries are not a list")
     cache = _PartCache(shared or SharedParts())
@@ -96,7 +96,7 @@ def read_dump(
 
 
 class _PartCache:
-    """Parses each part of a dump once: a pickle may name one part in fifty thousand places."""
+    """Parses each part of a dump once, since a pickle may refer to one part in fifty thousand places."""
 
     def __init__(self, shared: SharedParts) -> None:
         self._shared = shared
@@ -120,7 +120,7 @@ class _PartCache:
 
 
 def _rank_from_name(source: str) -> int | None:
-    """The file name ends in the rank, as torch's own analyzer expects; an extension may follow."""
+    """The rank at the end of a file name, as torch's own analyzer expects; an extension may follow."""
     stem = re.sub(r"(\.[A-Za-z]{1,8}){0,3}$", "", _base_name(source)[-200:])
     ending = re.search(r"[0-9]{1,6}$", stem)
     rank = rank_from_path(source)
@@ -152,7 +152,7 @@ def _record(index: int, entry: Any, cache: _PartCache) -> Record:
 
 
 def _group_name(process_group: Any, number: Any = None) -> str:
-    """`name:description`, or the group's number for a dump of a version that has no names."""
+    """`name:description`, or the group's number in dumps of versions without names."""
     parts = _items(process_group, 2) if isinstance(process_group, (list, tuple)) else [process_group]
     name = ":".join(part for part in map(as_text, parts) if part not in ("", "undefined"))
     return name or str(as_integer(number) or 0)
@@ -171,7 +171,7 @@ def _dtypes(tensors: Any) -> list[str]:
 
 
 def _user_frames(stack: Any) -> list[str]:
-    """`train.py:42 step`, innermost first, without library frames; without those of torch if there are no others."""
+    """Frames like `train.py:42 step`, innermost first, without libraries; if that leaves none, only without torch."""
     places = [
         _place(as_text(frame.get("filename"), 500), as_integer(frame.get("line")), as_text(frame.get("name"), 80))
         for frame in _items(stack, MOST_FRAMES)
@@ -192,7 +192,7 @@ def _base_name(path: str) -> str:
 
 
 def _members(config: Any, cache: _PartCache) -> dict[str, frozenset[int]]:
-    """Ranks by group, if the dump lists them. gloo files all groups under one empty name, often without ranks."""
+    """The ranks of each group that the dump lists. gloo lists all groups under one empty name, often without ranks."""
     members = {}
     for name, group in list(config.items())[:MOST_RECORDS] if isinstance(config, dict) else ():
         ranks = cache.parse(_ranks, group.get("ranks")) if isinstance(group, dict) else frozenset()
@@ -202,13 +202,13 @@ def _members(config: Any, cache: _PartCache) -> dict[str, frozenset[int]]:
 
 
 def _ranks(value: Any) -> frozenset[int]:
-    """`[0, 1]`, as a list or, as torch writes it, as text."""
+    """The ranks of a list, or of text like `[0, 1]`, which torch writes."""
     items = re.findall(r"\d{1,9}", value[:LONGEST_RANKS]) if isinstance(value, str) else _items(value, MOST_RANKS)
     return frozenset(rank for item in items if (rank := as_integer(item)) is not None)
 
 
 def _statuses(status: Any, records: list[Record]) -> dict[str, GroupStatus]:
-    """By group. torch files them under a number that each rank assigns by itself; its records have number and name."""
+    """The status of each group. torch lists it under a number that differs between ranks; records map it to a name."""
     groups = {0: "0:default_pg", **{record["pg_id"]: record["group"] for record in records}}
     statuses = {}
     for number, fields in list(status.items())[:MOST_RECORDS] if isinstance(status, dict) else ():

@@ -1,8 +1,8 @@
-"""Reports of NCCL's RAS subsystem, printed by `ncclras` as text or with `-f json`, to sentences.
+"""Turns reports of NCCL's RAS subsystem, which `ncclras` prints as text or with `-f json`, into sentences.
 
-JSON exists since NCCL 2.28.7, text since 2.24; both are printed by `src/ras/client_support.cc` of NCCL. RAS numbers
-ranks within a communicator. These are the job's ranks if the communicator has all GPUs of the job; otherwise a line
-has no rank, and the sentence names process and node.
+JSON exists since NCCL 2.28.7, text since 2.24; `src/ras/client_support.cc` of NCCL prints both. RAS numbers ranks
+within a communicator. They are the job's ranks if the communicator has all GPUs of the job; otherwise the line has no
+rank, and the sentence names process and node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULTS = {  # ncclResult_t; 0 is success, 7 in progress
 }
 IN_PROGRESS = 7
 
-TOTALS = re.compile(r" *\d[ \d]* (\d{1,9})$")  # the row under the job summary; the last number is that of GPUs
+TOTALS = re.compile(r" *\d[ \d]* (\d{1,9})$")  # the row under the job summary; its last number counts GPUs
 GROUP = re.compile(r" *(\d{1,9}) +\d+ +\d+ +[\d-]+ +(\d{1,9}) +\d+ +[A-Z]")
 SECTION = re.compile(r"(?:#(\d{1,9})-\d+ \(([0-9a-f]{1,16})\) )?(INCOMPLETE|DEAD|ERROR|MISMATCH)$")
 COUNTS = re.compile(r"  Communicator ranks have different (\w{1,40}) operation counts$")
@@ -45,7 +45,7 @@ SILENT = {"INCOMPLETE": "is unresponsive", "DEAD": "is considered dead"}
 
 
 def read_ras_report(data: bytes | str, source: str, most_values: int = MOST_VALUES) -> list[Line]:
-    """Raises `Unreadable`. The report of a healthy job gives no lines."""
+    """The lines of a report; none if the job is healthy. Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
@@ -53,7 +53,7 @@ def read_ras_report(data: bytes | str, source: str, most_values: int = MOST_VALU
     return [Line(source, 0, f"NCCL RAS: {sentence}"[:LONGEST_EVIDENCE], rank) for sentence, rank in statements]
 
 
-Statement = tuple[str, int | None]  # a sentence, the rank of the job that it is about
+Statement = tuple[str, int | None]  # a sentence, and the job's rank that it is about
 
 
 def _from_json(document: Any) -> list[Statement]:
@@ -107,7 +107,7 @@ def _process(rank: dict[Any, Any]) -> str:
 
 
 def _states(status: Any) -> Iterator[str]:
-    """The troubles of a rank that answered."""
+    """The problems of a rank that answered."""
     if not isinstance(status, dict):
         return
     start, later = as_integer(status.get("init_state")) or 0, as_integer(status.get("async_error")) or 0
@@ -122,7 +122,7 @@ def _states(status: Any) -> Iterator[str]:
 
 
 def _behind(ranks: dict[int, dict[Any, Any]]) -> Iterator[tuple[str, int]]:
-    """Per operation, the ranks that launched fewer than others. A running job has small differences too."""
+    """For each operation, the ranks that launched fewer than the others. A running job has small differences too."""
     launched: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, member in ranks.items():
         counts = member.get("collective_counts")
@@ -142,18 +142,18 @@ def _behind_sentence(op: str, late: list[int], counts: list[int], most: int) -> 
 
 @dataclass(slots=True)
 class _TextReport:
-    """The state while the text form is read: section, communicator, the list of counts that is being read."""
+    """The state while reading the text form: section, communicator, and the current list of counts."""
 
     statements: list[Statement] = field(default_factory=list)
     gpus: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)  # ranks of a communicator, by group
+    sizes: dict[int, int] = field(default_factory=dict)  # number of ranks in a communicator, by group
     state: str = ""
     name: str = ""
     is_job: bool = False
     op: str = ""
     counts: list[tuple[int, int, list[int]]] = field(
         default_factory=list
-    )  # operations, number of ranks that launched so many, the ranks that are listed
+    )  # number of operations, number of ranks that launched so many, and the ranks among these that are listed
 
     def add(self, sentence: str, rank: int | None = None) -> None:
         self.statements.append((sentence, rank if self.is_job else None))
@@ -204,7 +204,7 @@ class _TextReport:
             self.add(f"rank {rank} {SILENT[self.state]} ({', '.join(filter(None, (process, self.name)))})", rank)
 
     def flush(self) -> None:
-        """End a list of counts: which ranks launched fewer operations than the others."""
+        """End a list of counts, and add which ranks launched fewer operations than the others."""
         most = max((count for count, _, _ in self.counts), default=0)
         for count, size, ranks in self.counts:
             if count < most:

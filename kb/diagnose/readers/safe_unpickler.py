@@ -1,9 +1,8 @@
-"""A pickle to plain data: dictionaries, lists, tuples, text, numbers.
+"""Loads a pickle of plain data: dictionaries, lists, tuples, text and numbers.
 
-A pickle is a program. The standard library's unpickler runs it here, without the opcodes that look up a name or call
+A pickle is a program. Here, the standard library's unpickler runs it without the opcodes that look up a name or call
 something, and within bounds (docs/decisions/0022-reading-dumps.md). `kb.runtime.torch_save`, which reads checkpoints,
-answers every name with an inert stand-in instead, because a checkpoint is made of classes; no dump that is read here
-has one.
+replaces every name by an inert stand-in instead, because a checkpoint contains classes; the dumps read here have none.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ PLAIN = (
     *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
 )
-DAMAGES = (  # what the unpickler raises for bytes that are no pickle
+DAMAGES = (  # what the unpickler raises for bytes that are not a pickle
     *(pickle.UnpicklingError, EOFError, struct.error),
     *(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError),
 )
 
 
 def load_pickle(data: bytes, most_values: int = MOST_VALUES) -> Any:
-    """Raises `Unreadable`."""
+    """The plain data in a pickle. Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     try:
@@ -45,7 +44,7 @@ def load_pickle(data: bytes, most_values: int = MOST_VALUES) -> Any:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """The unpickler written in Python: its opcodes can be chosen, and other threads run meanwhile."""
+    """Based on the unpickler in Python, whose opcodes can be restricted and which lets other threads run."""
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
@@ -54,9 +53,9 @@ class _PlainUnpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         handlers: dict[int, Any] = {opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in PLAIN}
         handlers |= {pickle.SETITEM[0]: type(self).load_setitem, pickle.SETITEMS[0]: type(self).load_setitems}
-        # An opcode takes a byte at least, so that a short pickle has not too many of them.
+        # An opcode takes at least one byte, so a short pickle cannot have too many.
         opcodes = _Opcodes(handlers) if len(data) <= most_values else _CountedOpcodes(handlers, most_values)
-        self.dispatch = opcodes  # type: ignore[misc]  # of this pickle, and not of the class: it counts
+        self.dispatch = opcodes  # type: ignore[misc]  # per instance, since it counts
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -70,19 +69,19 @@ class _PlainUnpickler(pickle._Unpickler):
         target = self.stack[-1]
         if not isinstance(target, dict) or not all(isinstance(key, (str, int)) for key in keys):
             raise Unreadable("its pickle is damaged, or has keys that are not text")
-        # The writer of a pickle chooses how its integers collide; Python salts the hashes of strings.
+        # The author of a pickle can make integer keys collide; Python salts the hashes of strings.
         target.update(zip(map(str, keys), values, strict=True))
 
 
 class _Opcodes(dict[int, Any]):
-    """Handlers by opcode."""
+    """The handlers by opcode."""
 
     def __missing__(self, opcode: int) -> Any:
         raise Unreadable(f"its pickle has the instruction 0x{opcode:02x}, which plain data does not need")
 
 
 class _CountedOpcodes(_Opcodes):
-    """Counts every opcode that is run, which bounds time and memory."""
+    """Counts each opcode that runs, which bounds time and memory."""
 
     def __init__(self, handlers: dict[int, Any], most: int) -> None:
         super().__init__(handlers)

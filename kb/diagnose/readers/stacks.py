@@ -1,8 +1,8 @@
-"""Stacks of the processes of a job to one sentence each: in which collective a rank waits, or what it does instead.
+"""Summarizes the stack of each process of a job in one sentence: the collective it waits in, or what it does instead.
 
-It reads dumps of py-spy (text and `--json`), of faulthandler, and of torch's debug server, which prints
-`=== Rank 2: host ===` above the output of either. Only the main thread of a process counts. Workers of a DataLoader
-and launchers are not ranks and get no sentence.
+It reads dumps of py-spy (text and `--json`), faulthandler and torch's debug server, which prints
+`=== Rank 2: host ===` above the output of either. Only the main thread of a process counts. DataLoader workers and
+launchers are not ranks and get no sentence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANK = re.compile(r"=== Rank (\d{1,6}): ")
 PROCESS = re.compile(r"Process (\d{1,10}): ")
 THREAD = re.compile(r'Thread (?:0x[0-9A-Fa-f]+|\d+) \((?:active|idle)[^)]*\)(?:: "([^"]*)")?$')
 FAULT_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[[^\]]*\])? \(most recent call first\):$")
-# A frame may have lost one space of its indentation with the prefix: torchrun prints none after `[default3]:`.
+# A frame may lack one space of its indentation, removed with the prefix: torchrun prints none after `[default3]:`.
 FRAME = re.compile(r" {3,4}([^ (][^(]*) \(([^():]+):(\d{1,9})\)$")
 FAULT_FRAME = re.compile(r' {1,2}File "([^"]+)", line (\d{1,9}) in (.+)$')
 
@@ -40,7 +40,7 @@ NOT_A_RANK = re.compile(
 
 @dataclass(slots=True)
 class Thread:
-    """Frames innermost first; `name` is the thread's name in Python, empty if the dump has none."""
+    """Frames are innermost first; `name` is the thread's name in Python, empty if the dump has none."""
 
     name: str = ""
     frames: list[Frame] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Thread:
 
 @dataclass(slots=True)
 class Process:
-    """Threads in the order of the dump; its rank or its pid, as far as the dump has them."""
+    """Threads are in the order of the dump; rank and pid are None if the dump does not give them."""
 
     rank: int | None = None
     pid: int | None = None
@@ -56,7 +56,7 @@ class Process:
 
 
 def read_stacks(text: str, source: str, rank: int | None = None) -> list[Line]:
-    """At most one sentence per process. `rank` is the rank in the file's name, if there is one.
+    """At most one sentence per process. `rank` is the rank in the file name, if any.
 
     Raises `Unreadable` if there is no stack.
     """
@@ -71,7 +71,7 @@ def read_stacks(text: str, source: str, rank: int | None = None) -> list[Line]:
 
 
 def _from_json(text: str, rank: int | None) -> list[Process]:
-    """py-spy's list of threads, of one or more processes."""
+    """The processes in py-spy's list of threads."""
     processes: dict[int | None, Process] = {}
     for thread in load_json(text)[:MOST_THREADS]:
         if not isinstance(thread, dict) or not isinstance(thread.get("frames"), list):
@@ -89,7 +89,7 @@ def _json_frame(frame: dict[Any, Any]) -> Frame:
 
 
 def _from_text(text: str, rank: int | None) -> list[Process]:
-    """Lines of several ranks may be interleaved if they have torchrun's prefix."""
+    """The processes of a text. Lines of several ranks may be interleaved if they have torchrun's prefix."""
     processes = [Process(rank)]
     current: dict[int | None, Process] = {None: processes[0]}
     for printer, line in _lines(text):
@@ -107,7 +107,7 @@ def _from_text(text: str, rank: int | None) -> list[Process]:
 
 
 def _lines(text: str) -> Iterator[tuple[int | None, str]]:
-    """Each without a launcher's prefix, and with the rank that it names."""
+    """Each line without the launcher's prefix, preceded by the rank that the prefix names."""
     for line in text.splitlines():
         parsed = parse_prefix(line[: 2 * LONGEST_LINE])
         if len(parsed.text) <= LONGEST_LINE:
@@ -115,7 +115,7 @@ def _lines(text: str) -> Iterator[tuple[int | None, str]]:
 
 
 def _add(process: Process, line: str) -> None:
-    """Lines that are neither a thread nor a frame, such as locals, are ignored."""
+    """Add a line that is a thread or a frame; others, such as locals, are ignored."""
     if (thread := THREAD.match(line)) or FAULT_THREAD.match(line):
         if len(process.threads) < MOST_THREADS:
             process.threads.append(Thread((thread[1] or "") if thread else ""))
@@ -139,7 +139,7 @@ def _sentence(process: Process) -> str:
 
 
 def _main_frames(process: Process) -> list[Frame]:
-    """Those of the main thread: by its name, else by its outermost frame, else the last, in faulthandler's order."""
+    """The frames of the main thread, found by name, else by outermost frame, else the last, as in faulthandler."""
     threads = [thread for thread in process.threads if thread.frames]
     named = [thread for thread in threads if thread.name == "MainThread"]
     of_module = [thread for thread in threads if thread.frames[-1].name in MODULE_CODE]
@@ -148,6 +148,6 @@ def _main_frames(process: Process) -> list[Frame]:
 
 
 def main_place(text: str) -> Place | None:
-    """The place of the first process of a dump in text form; None if it has no stack."""
+    """The place of the first process in a text dump; None if it has no stack."""
     process = next((process for process in _from_text(text[:LARGEST], None) if process.threads), Process())
     return place_of(_main_frames(process))

@@ -1,4 +1,4 @@
-"""Structured inputs from anybody: JSON within bounds, and values of the type that a reader expects."""
+"""Reads untrusted structured inputs: JSON within bounds, and values of the type that a reader expects."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 LARGEST = 256 << 20  # bytes of an input; a flight-recorder dump of 2000 collectives with their stacks has two million
-MOST_VALUES = 5_000_000  # bounds memory: one byte of a hostile input can make an object of 64
+MOST_VALUES = 5_000_000  # bounds memory: one byte of a hostile input can make an object of 64 bytes
 MOST_DIGITS = 40
 
 
 class Unreadable(ValueError):
-    """The input is damaged, or not of its kind; the message says why. The readers raise nothing else."""
+    """The input is damaged or not of its kind; the message says why. Readers raise nothing else."""
 
 
 def load_json(data: bytes | str, most_values: int = MOST_VALUES) -> Any:
-    """Raises `Unreadable`; bytes that are not UTF-8 inside of strings are replaced."""
+    """Parse JSON; bytes that are not UTF-8 are replaced. Raises `Unreadable`."""
     if len(data) > LARGEST:
         raise Unreadable(f"it is larger than {LARGEST >> 20} MiB")
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
@@ -31,17 +31,17 @@ def load_json(data: bytes | str, most_values: int = MOST_VALUES) -> Any:
         )
     except RecursionError:
         raise Unreadable("its JSON is nested too deeply") from None
-    except ValueError as error:  # also a number of more digits than Python converts
+    except ValueError as error:  # also raised for a number with more digits than Python converts
         raise Unreadable(f"not JSON: {str(error)[:200]}") from None
 
 
 def _yield_to_threads(document: dict[str, Any]) -> dict[str, Any]:
-    """The object as it is. Without a callback json's parser, in C, lets no other thread run: a dump may have 20 MB."""
+    """The unchanged object. Without a callback, json's C parser lets no other thread run; a dump may have 20 MB."""
     return document
 
 
 def _bounded(convert: Callable[[str], float]) -> Callable[[str], float]:
-    """Python takes a second to convert a million digits, or some thousand well-chosen floats."""
+    """Limit the digits that `convert` gets: a million digits, or some thousand well-chosen floats, take a second."""
 
     def parse(digits: str) -> float:
         if len(digits) > MOST_DIGITS:
@@ -52,7 +52,7 @@ def _bounded(convert: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def as_integer(value: Any) -> int | None:
-    """An integer below 2**63, given as a number or as its digits; None for anything else."""
+    """An integer below 2**63, given as a number or as digits; None for anything else."""
     if isinstance(value, str) and value.removeprefix("-").isdecimal() and len(value) < 20:
         return int(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)

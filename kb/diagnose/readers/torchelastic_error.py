@@ -1,7 +1,7 @@
-"""torchrun's `error.json`, which `record` of torch.distributed.elastic writes into TORCHELASTIC_ERROR_FILE, to lines.
+"""Reads torchrun's `error.json`, which `record` of torch.distributed.elastic writes to TORCHELASTIC_ERROR_FILE.
 
 It has two forms (`torch/distributed/elastic/multiprocessing/errors/`): the message is an object with `message`,
-`extraInfo` and, if the agent has copied it, `errorCode`; or it is text, with `timestamp` beside it.
+`extraInfo` and, if the agent has copied it, `errorCode`; or it is text, with `timestamp` next to it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kb.diagnose.evidence import LONGEST_EVIDENCE, Line
 from kb.diagnose.readers.structured import MOST_VALUES, Unreadable, as_integer, load_json
 
 LARGEST = 16 << 20  # bytes
-MOST_LINES = 2000  # the last ones of a traceback
-LATEST = 1 << 33  # seconds since the epoch; a larger number is something else
+MOST_LINES = 2000  # the last lines of a traceback
+LATEST = 1 << 33  # seconds since the epoch; a larger number is not a time
 
 
 def read_error_file(data: bytes, source: str, rank: int | None = None, most_values: int = MOST_VALUES) -> list[Line]:
@@ -35,7 +35,7 @@ def read_error_file(data: bytes, source: str, rank: int | None = None, most_valu
 
 
 def _lines(value: Any) -> list[str]:
-    """Without the placeholder that torch writes when there is no message."""
+    """The lines of a text, without the placeholder that torch writes if there is no message."""
     lines = value.splitlines() if isinstance(value, str) and value != "<NONE>" else []
     return [line.rstrip()[:LONGEST_EVIDENCE] for line in lines[-MOST_LINES:] if line.strip()]
 

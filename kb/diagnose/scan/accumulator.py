@@ -1,4 +1,4 @@
-"""The evidence that the scanners of all inputs have collected so far; `freeze` makes a `Scan` of it."""
+"""The evidence that the scanners of all inputs have collected so far; `freeze` turns it into a `Scan`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kb.diagnose.scan.signature_matcher import Pattern
 from kb.diagnose.watchdog import WatchdogReader
 from kb.search.query import LONGEST_TEXT, VOLATILE
 
-MOST_LINES = 5  # cited for one signature
+MOST_LINES = 5  # cited per signature
 MOST_FAILURES = 400  # distinct
-MOST_RANKS = 16_384  # remembered for one signature
+MOST_RANKS = 16_384  # stored per signature
 RANKS = re.compile(rb"\[(?:rank|default|Rank |RANK )(\d{1,5})\]")
 CHANGING = re.compile(VOLATILE)
 DIGITS = re.compile(r"\d+")
@@ -43,7 +43,7 @@ def _is_earlier(line: Line, other: Line) -> bool:
 
 
 class Accumulator:
-    """Merges a flood of equal lines, of one rank or of many, into one match or failure with a count."""
+    """Merges many equal lines, of one rank or several, into one match or failure with a count."""
 
     def __init__(self) -> None:
         self.bytes = self.lines = self.sources = 0
@@ -57,12 +57,12 @@ class Accumulator:
         self._excerpt = bytearray()
 
     def add_match(self, pattern: Pattern, text: str, line: Line) -> None:
-        """A signature matched `text`."""
+        """Add a line in which a signature matched `text`."""
         group = self._matches.setdefault((pattern.id, pattern.role, pattern.text), _LineGroup(text=text))
         group.add(line, MOST_LINES)
 
     def add_match_count(self, pattern: Pattern, count: int) -> None:
-        """Further matches of a signature that has matched often enough to be only counted."""
+        """Count further matches of a signature that has matched so often that its lines are no longer stored."""
         self._matches[pattern.id, pattern.role, pattern.text].count += count
 
     def add_failure(self, line: Line) -> bool:
@@ -73,21 +73,21 @@ class Accumulator:
         if key in self._failures or len(self._failures) < MOST_FAILURES:
             group = self._failures.setdefault(key, _LineGroup())
             group.add(line, 1)
-            if _is_earlier(line, group.lines[0]):  # of another file, read later
+            if _is_earlier(line, group.lines[0]):  # from another file that is read later
                 group.lines[0] = line
         return True
 
     def add_watchdog_line(self, line: Line, text: str) -> None:
-        """A line that reports how far a rank came or how it ended."""
+        """Add a line that reports how far a rank came or how it ended."""
         self._watchdog.read_line(line, text)
 
     def add_excerpt(self, data: bytes) -> None:
-        """The whole text of a short input is compared with the entries."""
+        """Store the text of short inputs, which is compared with the entries as a whole."""
         if len(self._excerpt) <= LONGEST_TEXT:
             self._excerpt += data[: LONGEST_TEXT + 1 - len(self._excerpt)]
 
     def end_log(self, lines: list[Line], patterns: Iterable[Pattern]) -> None:
-        """The last lines of a log. A log that stops without a failure stops where the job hung."""
+        """Add the last lines of a log; a log that stops without a failure stops where the job hung."""
         while lines and is_interruption(lines[-1].text):
             lines.pop()
         for pattern in patterns:
@@ -96,12 +96,12 @@ class Accumulator:
                     self.add_match(replace(pattern, role="last"), match.group(), line)
 
     def add_file_rank(self, rank: int | None) -> None:
-        """The rank of a file that is not empty, whether or not a line of it names the rank."""
+        """Add the rank of a file that is not empty, whether or not a line names the rank."""
         if rank is not None:
             self._file_ranks.add(rank)
 
     def add_ranks(self, data: bytes, start: int, end: int) -> None:
-        """The ranks that prefixes name in this part of a log."""
+        """Add the ranks that prefixes name in this part of a log."""
         self._ranks.update(RANKS.findall(data, start, end))
 
     def freeze(self) -> Scan:

@@ -1,6 +1,6 @@
-"""A line with the lines around it, for patterns over several lines and for messages that rich wrapped.
+"""A line with the lines around it, for patterns that span several lines and messages that rich wrapped.
 
-The output of other ranks may lie between the lines of one rank. There are therefore two windows: all lines as printed,
+The lines of one rank may be interleaved with those of others. Therefore there are two windows: all lines as printed,
 and the lines of the same rank without their prefixes.
 """
 
@@ -15,14 +15,14 @@ from kb.diagnose.scan.literal_hits import LineSpan
 from kb.diagnose.scan.log_prefix import LogLine, parse_prefix
 from kb.diagnose.scan.rich_traceback import unboxed
 
-MESSAGE_REACH = 16 << 10  # bytes below a box that are searched for its message
-MAX_WRAPPED_LINES = 24  # of one message
+MESSAGE_REACH = 16 << 10  # bytes after a box that are searched for its message
+MAX_WRAPPED_LINES = 24  # per message
 LINE_END = re.compile("\r\n|\r")
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A text around a line, and where the line starts and ends in it."""
+    """The text around a line, and where the line starts and ends in it."""
 
     text: str
     start: int
@@ -44,7 +44,7 @@ class Window:
 
 
 class CandidateLine:
-    """A line in `data` that may match; all else is computed on demand. `rank` and `written` are those of the log."""
+    """A line in `data` that may match; the rest is computed on demand. `rank` and `written` belong to the log."""
 
     def __init__(self, data: bytes, span: LineSpan, rank: int | None, written: float | None) -> None:
         self.span = span
@@ -57,7 +57,7 @@ class CandidateLine:
         return parse_prefix(self.text, self._written, self._rank)
 
     def windows(self, reach: int) -> tuple[Window, ...]:
-        """Both windows, or one if they are equal. `reach`: bytes on either side."""
+        """Both windows, or one if they are equal. `reach` is in bytes on either side."""
         if reach not in self._windows:
             before, after = self._before(reach), self._after(reach)
             self._windows[reach] = (Window.of(before, self.text, after),)
@@ -68,11 +68,11 @@ class CandidateLine:
 
     @cached_property
     def message(self) -> list[str]:
-        """If this is the lower border of a box, the lines of the message below it."""
+        """The lines of the message below a box if this line is its lower border, else none."""
         return list(self._message()) if self.log_line.text.lstrip().startswith("╰") else []
 
     def _message(self) -> Iterator[str]:
-        """Up to a blank line, the next box, or a line that starts like a logger's."""
+        """The lines up to a blank line, the next box, or a line that starts like a logger's."""
         lines = (parse_prefix(line, None, self._rank) for line in self._after(MESSAGE_REACH)[1:])
         for number, line in enumerate(line for line in lines if line.rank == self.log_line.rank):
             text = line.text.strip()
@@ -88,7 +88,7 @@ class CandidateLine:
         return _lines(self._data[self.span.last : self.span.last + reach])
 
     def _lines_of_rank(self, lines: Sequence[str]) -> list[str]:
-        """The lines of the same rank without prefixes. Empty ones stay: they join the others to the line between."""
+        """The lines of the same rank without prefixes. Empty lines stay: they join the rest to the line itself."""
         prefix = self.text.removesuffix(self.log_line.text)
         if self.log_line.time is None:
             return [line.removeprefix(prefix) for line in lines if not line or line.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""Groups the hits of literals by line; for overlong lines, by the text around each hit."""
+"""Groups the hits of literals by line, or in overlong lines by the text around each hit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 REACH = 2048  # bytes of an overlong line on either side of a literal that are examined
-NEAR = 1024  # of these, the bytes that follow every literal of the same span
+NEAR = 1024  # the part of `REACH` that follows each literal of the same span
 PIECE = re.compile(rb"[^\r\n]{1,%d}" % (2 * REACH))
-OVERLAP = 256  # bytes of consecutive pieces
+OVERLAP = 256  # bytes that consecutive pieces share
 LINE_ENDS = b"\r\n"
 
 Hit = tuple[int, int, int]  # which literal, start, end
@@ -27,7 +27,7 @@ class LineSpan(NamedTuple):
 def spans_of_hits(
     data: bytes, hits: Iterable[Hit], offset: int, after: int, is_skipped: Callable[[int], bool]
 ) -> Iterator[LineSpan]:
-    """The lines with hits that end behind `after`. Hits are relative to `offset` and sorted by their end.
+    """The lines with hits that end after position `after`. Hits are relative to `offset` and sorted by their end.
 
     A carriage return ends a line too: a progress bar consists of many lines.
     """
@@ -55,7 +55,7 @@ def spans_of_hits(
 
 
 def spans_of_lines(data: bytes, start: int, end: int) -> Iterator[LineSpan]:
-    """All lines, overlong ones in pieces."""
+    """All lines; overlong ones in pieces."""
     for piece in PIECE.finditer(data, start, end):
         first = piece.start()
         is_start = first == 0 or data[first - 1] in LINE_ENDS

@@ -1,12 +1,12 @@
-"""The prefixes of a line: the rank and the time that they give, and the text without them.
+"""Parses the prefixes of a line: their rank and time, and the text without them.
 
 The rank is taken from the first of these that names one:
   1. `[rank3]:`, which torch prints with the global rank, before or after the prefix of a launcher;
-  2. the brackets at the beginning of the text: `[Rank 3]`, `[RANK 3]`, `[PG ID 0 ... Rank 3]`, `[rank: 3]`,
-     `GLOBAL_RANK: 3`. For a process group other than the first, torch prints the rank within it, which is ignored;
+  2. the beginning of the text: `[Rank 3]`, `[RANK 3]`, `[PG ID 0 ... Rank 3]`, `[rank: 3]`, `GLOBAL_RANK: 3`. For a
+     process group other than the first, torch prints the rank within the group, which is ignored;
   3. a launcher: `[default3]:` and `[trainer3]:` of torchrun, `3: ` of `srun -l` and Megatron, `[1,3]<stderr>:` of
-     mpirun, `(VllmWorker rank=3 pid=12)`. torchrun means the rank on its node, which is ambiguous in a log of
-     several nodes without `[rank3]:`;
+     mpirun, `(VllmWorker rank=3 pid=12)`. torchrun prints the local rank, which is ambiguous in a log of several
+     nodes without `[rank3]:`;
   4. the file, if the caller knows its rank (`kb.diagnose.inputs.rank_from_path`).
 A pod or a container is a node, not a rank; its number is dropped with the prefix.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kb.diagnose.scan.timestamps import parse_timestamp
 
 LONGEST_LINE = 8192  # characters of a line that are parsed
-FRONT = 240  # characters at the beginning of the text in which its own rank is looked for
+FRONT = 240  # characters at the beginning of the text that are searched for a rank
 MOST_PREFIXES = 6
 
 ESCAPES = rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
@@ -59,7 +59,7 @@ _RANK_IN_TEXT = re.compile(
 
 
 class LogLine(NamedTuple):
-    """A line without its prefixes. `rank` and `time` (seconds) are None if these do not give them.
+    """A line without its prefixes. `rank` and `time` (seconds) are None if the prefixes do not give them.
 
     `text` has no colours, no launcher's prefix and no leading time; a header with a severity and the text's own
     `[Rank 3]` stay. Signatures are matched on the whole line; answers print and compare `text`.
@@ -71,8 +71,8 @@ class LogLine(NamedTuple):
 
 
 def parse_prefix(line: str, written: float | None = None, rank: int | None = None) -> LogLine:
-    """`line` without its line end. `written` (when its log was last written, seconds since the epoch) dates a line
-    without a year; `rank` is that of its file, for a line without a rank."""
+    """Parse a line without its line end. `written` is when its log was last written (seconds since the epoch) and dates
+    a line without a year; `rank` is the rank of its file, for a line without a rank."""
     text = line[:LONGEST_LINE]
     if "\x1b" in text:
         text = _ESCAPES_TEXT.sub("", text)
@@ -95,7 +95,7 @@ def parse_prefix(line: str, written: float | None = None, rank: int | None = Non
 
 
 def strip_escapes(line: bytes) -> bytes:
-    """Without colours, cursor movements and terminal titles."""
+    """The line without colours, cursor movements and terminal titles."""
     return _ESCAPES.sub(b"", line) if b"\x1b" in line else line
 
 

@@ -1,9 +1,9 @@
-"""Scans a log in one pass and constant memory for lines with a literal of a signature and for failure lines.
+"""Scans a log, in one pass and constant memory, for lines with a literal of a signature and for failure lines.
 
 A block is searched for all literals at once. Only the lines with hits are decoded and matched, and rank and time are
-parsed only for matches and failure lines. The work is bounded for any log: of an overlong line, the text around each
-literal is examined; a flood of one signature is counted without matching each line; a pattern that takes too long is
-set aside and reported, and so is a log of which every line may match many patterns: of that, samples are examined.
+parsed only for matches and failure lines. The work is bounded for any log. In an overlong line, only the text around
+each literal is examined. Many matches of one signature are counted without matching each line. A pattern that takes too
+long is set aside and reported. If every line may match many patterns, only samples are examined, which is reported too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kb.diagnose.scan.rich_traceback import unboxed
 from kb.diagnose.scan.signature_matcher import FAR, Matcher
 from kb.diagnose.story.excerpt import ExcerptBuilder
 
-CONTEXT = FAR  # bytes that are buffered on either side of the searched part
+CONTEXT = FAR  # bytes buffered on either side of the searched part
 BLOCK = 1 << 20  # bytes that are searched at a time
 LONGEST_ESCAPE = 64  # bytes of an escape sequence
 TAIL = 4096  # bytes that are searched for the last line
@@ -32,13 +32,13 @@ REPORTS = re.compile(
     rb"most recent call first\)|Thread \d{1,20} \((?:idle|active)|\"thread_id\":|^Communicators\.\.\.", re.MULTILINE
 )
 MARKED = frozenset({Matcher.STORY, Matcher.FAILURE, Matcher.BOX, Matcher.PROGRESS})  # kinds of lines in the excerpt
-MAX_REPORT_BYTES = 8 << 20  # of a log, that are stored for the readers of stacks and RAS reports
+MAX_REPORT_BYTES = 8 << 20  # per log, stored for the readers of stacks and RAS reports
 
 
 class Scanner:
     """`feed` it a log in pieces, cut anywhere, then `close` it.
 
-    `reports` are then the parts of the log with stacks or RAS reports; `excerpt` has those that its story is read from.
+    `reports` then has the parts of the log with stacks or RAS reports, `excerpt` the parts that its story is read from.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Scanner:
         self._processes = NcclProcesses()
         self._budget = MatchBudget(matcher)
         self._pending = bytearray()  # less than a block
-        self._buffer = b""  # context, then bytes that are not searched yet
-        self._searched = 0  # bytes of the buffer that are searched
-        self._offset = 0  # of the buffer in the log without colours
+        self._buffer = b""  # context, then bytes that have not been searched
+        self._searched = 0  # bytes of the buffer that have been searched
+        self._offset = 0  # position of the buffer in the log without colours
         self._line_number = 1  # at `_searched`
         self._counted = 0, 1  # a later position in the buffer and its line number
-        self._line_start = self._examined_to = -1  # of the line that was examined last, in the log
+        self._line_start = self._examined_to = -1  # of the last examined line, in the log
         self._matched = set[int]()  # patterns and kinds of that line
         self._has_report = False
-        self._marks: list[tuple[int, int]] = []  # of the excerpt, in the buffer
+        self._marks: list[tuple[int, int]] = []  # positions in the buffer of lines for the excerpt
         self.reports = b""
 
     def feed(self, piece: bytes) -> None:
@@ -86,7 +86,7 @@ class Scanner:
         self._evidence.end_log(list(self._last_lines()), self._matcher.patterns)
 
     def _search_pending(self) -> None:
-        """Search the pending bytes except the last `CONTEXT`, whose lines may continue."""
+        """Search the pending bytes except the last `CONTEXT` bytes, whose lines may continue."""
         escape = self._pending.rfind(b"\x1b", len(self._pending) - LONGEST_ESCAPE)
         whole = escape if escape >= 0 and b"\n" not in self._pending[escape:] else len(self._pending)
         self._buffer += strip_escapes(bytes(self._pending[:whole]))
@@ -128,7 +128,7 @@ class Scanner:
         return self._counted[1]
 
     def _examine(self, candidate: CandidateLine, owners: frozenset[int]) -> None:
-        """Try these patterns and kinds on a line. Each counts once per line, also in the pieces of an overlong one."""
+        """Try these patterns and kinds on a line. Each counts once per line, even if an overlong line is in pieces."""
         first, last, is_start, _ = candidate.span
         line_start, examined_to = self._offset + first, max(0, self._examined_to - self._offset)
         if line_start != self._line_start if is_start else self._buffer.find(b"\n", examined_to, first) >= 0:
@@ -185,7 +185,7 @@ class Scanner:
             self._match_text(message, below, candidate, candidate.message)
 
     def _match_text(self, text: str, line: Line, candidate: CandidateLine, parts: Sequence[str] = ()) -> None:
-        """Match a text that the log does not contain in this form; its parts are matched on their own elsewhere."""
+        """Match a text that the log does not contain in this form; its parts are matched elsewhere, one by one."""
         in_parts = {number for part in parts for number in self._matcher.may_match(part)}
         for number in self._matcher.may_match(text):
             pattern = self._matcher.patterns[number]
@@ -218,7 +218,7 @@ class Scanner:
         self._has_report = False
 
     def _last_lines(self) -> Iterator[Line]:
-        """The lines at the end of the log that are not blank."""
+        """The nonblank lines at the end of the log."""
         lines = self._buffer[-TAIL:].split(b"\n")
         for number, line in enumerate(lines, self._line_number - len(lines) + 1):
             for text in line.decode("utf-8", "replace").split("\r"):

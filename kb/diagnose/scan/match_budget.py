@@ -1,4 +1,4 @@
-"""Limits how often and how long each pattern is tried on one log, so that the work is linear in the size of the log."""
+"""Limits how often and how long each pattern is tried on one log, so that the work is linear in its size."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from time import thread_time
 
 from kb.diagnose.scan.signature_matcher import Matcher, Pattern
 
-ENOUGH = 2000  # matches of a pattern in one log; most further literals are only counted
-SAMPLING = 16  # one literal in so many is still examined: it may come from another rank
+ENOUGH = 2000  # matches of a pattern in one log, after which most literals are only counted
+SAMPLING = 16  # after that, one literal in so many is still examined, since it may come from another rank
 MAX_WINDOWS = 50  # tries of a pattern on the lines around a line; then one per `BLOCKS` blocks
 BLOCKS = 16
-EXTRA_WINDOWS = 20  # for the end of a log, where it failed
+EXTRA_WINDOWS = 20  # further tries at the end of a log, where the job failed
 SLOW_S = 1e-3  # a try that takes longer is charged
-LIMIT_S = 2.0  # for the slow tries of one pattern on one log
-REFUND_S = 0.05  # of these, with every block: the machine may be slow, not the pattern
-MAX_FAILURES = 20_000  # failure lines that are examined; then `FURTHER_FAILURES` of each block
+LIMIT_S = 2.0  # for all slow tries of one pattern on one log
+REFUND_S = 0.05  # refunded with each block, since the machine may be slow and not the pattern
+MAX_FAILURES = 20_000  # failure lines that are examined; then `FURTHER_FAILURES` per block
 FURTHER_FAILURES = 200
 MAX_BOX_LINES = 10_000  # lines of rich's boxes, likewise
 FURTHER_BOX_LINES = 200
-PATIENCE_S, PATIENCE_S_PER_BYTE = 10.0, 0.1 / (1 << 20)  # of CPU time for one log; most take a fifth of that
-STRIDE = 16  # beyond that, one of so many candidate lines is examined
+PATIENCE_S, PATIENCE_S_PER_BYTE = 10.0, 0.1 / (1 << 20)  # CPU time for one log; most need a fifth of it
+STRIDE = 16  # after that, one of so many candidate lines is examined
 
 
 class MatchBudget:
-    """The budget of one log, by the numbers of patterns and literals in a `Matcher`."""
+    """The budget for one log; patterns and literals are given by their numbers in a `Matcher`."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
@@ -33,7 +33,7 @@ class MatchBudget:
         self._tried = [0] * len(matcher.patterns)
         self._matched = [0] * len(matcher.patterns)
         self._windows = [0] * len(matcher.patterns)
-        self._is_exhausted = [False] * len(matcher.owners)  # literals whose patterns all matched often enough
+        self._is_exhausted = [False] * len(matcher.owners)  # by literal: whether all its patterns matched often enough
         self._occurred = [0] * len(matcher.owners)  # since then
         self._turns = [0] * len(matcher.patterns)  # since the pattern matched often enough
         self._skipped: Counter[int] = Counter()
@@ -58,7 +58,7 @@ class MatchBudget:
         self._is_last = True
 
     def stride(self, size: int) -> int:
-        """Of how many candidate lines in the next `size` bytes one is examined. The end of a log is examined whole."""
+        """The n for which every nth candidate line in the next `size` bytes is examined; 1 at the end of a log."""
         is_late = self._clock - self._began > PATIENCE_S + PATIENCE_S_PER_BYTE * self._bytes
         self._bytes += size
         if self._is_last or not is_late:
@@ -67,7 +67,7 @@ class MatchBudget:
         return STRIDE
 
     def is_skipped(self, literal: int) -> bool:
-        """Whether this hit of a literal is only counted, because all its patterns matched often enough."""
+        """Whether a hit of this literal is only counted, because all its patterns matched often enough."""
         if not self._is_exhausted[literal]:
             return False
         self._occurred[literal] += 1
@@ -85,17 +85,17 @@ class MatchBudget:
         self._skipped.clear()
 
     def may_examine_failure(self) -> bool:
-        """Whether one more failure line is examined."""
+        """Whether another failure line may be examined."""
         self._failures -= 1
         return self._failures >= 0
 
     def may_examine_box(self) -> bool:
-        """Whether one more line of a box is examined."""
+        """Whether another line of a box may be examined."""
         self._box_lines -= 1
         return self._box_lines >= 0
 
     def may_try(self, number: int) -> bool:
-        """Whether a pattern is tried again: it is not set aside and has not matched often enough."""
+        """Whether a pattern may be tried again: it is not set aside and has not matched often enough."""
         if self._matched[number] >= ENOUGH:
             self._turns[number] += 1
             if self._turns[number] % SAMPLING:
@@ -113,8 +113,8 @@ class MatchBudget:
     def charge(self, number: int, seconds: float) -> bool:
         """Charge a slow try; returns whether the pattern has now reached its limit.
 
-        On a busy machine a try takes long because other processes run. It costs at most the CPU time of this thread
-        since the last check: reading that clock is too slow for every try.
+        On a busy machine, a try may take long because other processes run, so it costs at most the CPU time of this
+        thread since the last check. Reading that clock for every try would be too slow.
         """
         now = thread_time()
         seconds, self._clock = min(seconds, now - self._clock), now

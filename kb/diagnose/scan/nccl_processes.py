@@ -13,8 +13,8 @@ _INIT = re.compile(r"\brank (\d{1,6}) n[Rr]anks (\d{1,6}) .{0,200}\bInit (?:STAR
 class NcclProcesses:
     """The rank of each process (`host:pid`), learned from its `Init START` and `Init COMPLETE` lines.
 
-    Such a line gives the rank within one communicator. The largest communicator is taken for the job's; a process
-    that has two ranks in communicators of that size (several GPUs in one process, or groups only) has no rank.
+    Such a line gives the rank within one communicator. The largest communicator is assumed to be the job's. A process
+    with two ranks in communicators of that size (it has several GPUs, or the job has only groups) has no rank.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class NcclProcesses:
         self._size = 0
 
     def rank(self, text: str) -> int | None:
-        """The rank of the process that printed `text`, a line as `parse_prefix` leaves it; learns from the line."""
+        """The rank of the process that printed `text`, a line without prefixes; also learns from the line."""
         process = _NCCL.match(text)
         if process is None:
             return None

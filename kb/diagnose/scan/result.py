@@ -1,4 +1,4 @@
-"""Everything that one pass over the inputs of a diagnosis found."""
+"""The result of one pass over the inputs of a diagnosis."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kb.diagnose.story.summary import Story
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """In the order of reading.
+    """What was found in the inputs, in the order of reading.
 
-    `observations` are sentences that kb derived; `ranks` are the ranks that any line names; `problems` say what could
-    not be read; `text` is the whole text of the inputs if it is no longer than a page or two, else empty;
-    `story` is what each rank did.
+    `observations` are sentences that kb derived; `ranks` are all ranks that are named; `problems` say what could not
+    be read; `text` is the whole text of the inputs if it is at most a page or two, else empty; `story` is what each
+    rank did.
     """
 
     matches: tuple[SignatureMatch, ...] = ()

@@ -1,4 +1,4 @@
-"""Turns tracebacks that rich drew, in boxes, into those that Python prints."""
+"""Turns tracebacks that rich drew in boxes into the form that Python prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BORDER = re.compile(r"^[╭╰][─ ].*$", re.MULTILINE)
 
 
 def unboxed(text: str) -> str:
-    """Frames as `File "x.py", line 3, in f`, source lines without decoration, no borders; other text is unchanged."""
+    """Return `text` with frames as `File "x.py", line 3, in f`, without borders and decoration of source lines."""
     if "│" not in text and "╭" not in text:
         return text
     text = FRAME.sub(r'  File "\1", line \2, in \3', text)

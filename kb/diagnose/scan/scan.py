@@ -1,4 +1,4 @@
-"""Reads all inputs of a diagnosis, each by its kind, into one `Scan`."""
+"""Reads all inputs of a diagnosis, each according to its kind, into one `Scan`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ ReportProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on the memory that dumps may take: bytes and values of each, and collectives of all together.
+    """Bounds on the memory for dumps: bytes and values of each dump, and collectives of all together.
 
-    Of more collectives, the last of each dump are compared.
+    If there are more collectives, the last ones of each dump are compared.
     """
 
     structured: int = LARGEST
@@ -51,7 +51,7 @@ def scan(
     limits: Limits = Limits(),
     count: int | None = None,
 ) -> Scan:
-    """One pass over all inputs, which may be made one by one; `count` is how many there are, if they have no length.
+    """Scan all inputs in one pass; they may be generated. `count` is how many there are if `inputs` has no length.
 
     `progress` is called with the number of bytes of each step; an exception that it raises ends the scan.
     """
@@ -65,12 +65,12 @@ def scan(
 
 @dataclass
 class _Reader:
-    """Reads inputs one after the other."""
+    """Reads inputs one by one."""
 
     matcher: Matcher
     progress: ReportProgress
     limits: Limits
-    fraction: float  # of the bounds of an excerpt that each log may use
+    fraction: float  # share of the bounds of an excerpt that each log may use
     excerpts: list[Excerpt] = field(default_factory=list)
     evidence: Accumulator = field(default_factory=Accumulator)
     records: CaptureRecords = field(default_factory=CaptureRecords)
@@ -96,7 +96,7 @@ class _Reader:
                 self._read_structured(source, kind, data)
 
     def conclude(self) -> Scan:
-        """The scan, with the observations that only all inputs together allow."""
+        """The scan, with the observations that need all inputs together."""
         self._observe(self.records.compare())
         self.evidence.problems += self.records.problems()
         self._observe(self.dumps.compare())
@@ -121,7 +121,7 @@ class _Reader:
         self.excerpts.append(excerpt.build())
         if scanner.reports:
             text = scanner.reports.decode("utf-8", "replace")
-            with suppress(Unreadable):  # a line looked like a stack, and there is none
+            with suppress(Unreadable):  # a line looked like a stack, but there is none
                 self._observe(read_stacks(text, source.name, rank))
             with suppress(Unreadable):
                 self._observe(read_ras_report(text, source.name))
@@ -145,7 +145,7 @@ class _Reader:
             self.evidence.problems.append(f"{source.name}: {error}")
 
     def _observe(self, sentences: Iterable[Line]) -> None:
-        """Match sentences that no input contains in these words, and show them with the answer."""
+        """Match sentences that kb derived, and show them with the answer."""
         for line in sentences:
             self.evidence.observations.append(line)
             self._match(line)
@@ -155,12 +155,12 @@ class _Reader:
         self.evidence.add_failure(line)
 
     def _match_signatures(self, line: Line, begin: str = "") -> None:
-        """By the patterns that begin so: a fact repeats an exception, which was matched where it was printed."""
+        """Match patterns that start with `begin`; facts repeat exceptions that were matched where they were printed."""
         for pattern, match in self.matcher.matches(line.text):
             if pattern.text.startswith(begin):
                 self.evidence.add_match(pattern, match.group(), line)
 
 
 def _ahead(source: Source | Stream | Member) -> float:
-    """By how many seconds the clock behind the times of an input was ahead, as far as that is known."""
+    """How many seconds the clock of an input was ahead, if known, else 0."""
     return source.ahead_s if isinstance(source, Member) else 0.0

@@ -1,4 +1,4 @@
-"""Matches the signatures of all entries in one pass: literals first, then the patterns whose literals occur."""
+"""Matches the signatures of all entries in one pass: first literals, then the patterns whose literals occur."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kb.patterns.multiline import looks_behind, spans_lines, spans_text
 
 FAR, NEAR = 64 << 10, 2 << 10  # bytes on either side of a line
 
-# In lines that report the progress or the exit of a rank, for `kb.diagnose.watchdog`.
+# Words of lines that report the progress or the exit of a rank, for `kb.diagnose.watchdog`.
 PROGRESS_WORDS = (
     "Watchdog caught collective",
     "Aborting process on rank",
@@ -26,15 +26,15 @@ PROGRESS_WORDS = (
     " Init START",
     " Init COMPLETE",
 )
-BOX_CHARACTERS = ("│", "╰")  # of rich's tracebacks
-# Of the story of a job (`kb.diagnose.story`): frames of tracebacks, values that are not finite.
+BOX_CHARACTERS = ("│", "╰")  # in rich's tracebacks
+# For the story of a job (`kb.diagnose.story`): frames of tracebacks, values that are not finite.
 STORY_WORDS = ('  File "', " nan", "=nan", ":nan", "NaN", " inf ", " inf,", "=inf", ":inf", " -inf")
 REPORT_WORDS = ("most recent call first)", '"thread_id":', " (idle", " (active", "Communicators...")  # stacks, RAS
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A signature of entry `id`, searched for in a line, with or without its prefix, or in the lines around it.
+    """A signature of entry `id`; it is searched for in a line, with or without its prefix, or in the lines around it.
 
     `reach`: bytes on either side of the line that a match may include. `looks_behind`: a prefix may hide a match.
     """
@@ -54,7 +54,7 @@ class Pattern:
 
 
 class Matcher:
-    """Finds literals. The owners of a literal are patterns, by number, and kinds of lines, which are negative.
+    """Finds literals. The owners of a literal are numbers of patterns and of kinds of lines; the latter are negative.
 
     A pattern without a literal (one that ignores case) is tried on every line.
     """
@@ -87,7 +87,7 @@ class Matcher:
         self._automaton = BytesAhoCorasick(list(owners), implementation=Implementation.DFA)
 
     def find_literals(self, data: bytes) -> list[tuple[int, int, int]]:
-        """(index in `owners`, start, end) of every literal in the data, sorted by end."""
+        """(index in `owners`, start, end) of each literal in the data, sorted by end."""
         return self._automaton.find_matches_as_indexes(data, overlapping=True)
 
     def owners_of(self, literals: set[int]) -> frozenset[int]:

@@ -1,8 +1,8 @@
-"""The time at the beginning of a line.
+"""Parses the time at the beginning of a line.
 
-A date gives seconds since the epoch: in UTC if the line has no zone, in the year in which the log was written if it has
-no year. The kernel's seconds since boot stay as they are. So times compare within one source. A clock without a date
-is ignored: it is as often a duration.
+A date gives seconds since the epoch: in UTC if the line has no time zone, in the year in which the log was written if
+it has no year. The kernel's seconds since boot stay as they are, so times are comparable only within one source. A
+clock without a date is ignored, since it is as often a duration.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from datetime import UTC, datetime
 from functools import lru_cache
 
-FRONT = 160  # characters at the beginning of a line in which a time is looked for
+FRONT = 160  # characters at the beginning of a line that are searched for a time
 DAY = 86400.0
-LATEST = 4e9  # seconds since the epoch: a file may claim to be written at any time, the calendar has an end
-CALENDAR_END = 253_402_300_800.0  # the year 10000, to which a zone can lead
+LATEST = 4e9  # seconds since the epoch; a file may claim any time of writing, but the calendar has an end
+CALENDAR_END = 253_402_300_800.0  # the year 10000, which a time zone can reach
 
 CLOCK = re.compile(
     r"""(\d\d):(?<![\d:]...)(\d\d):(\d\d)(?!\d|:\d)
@@ -73,7 +73,7 @@ def _day(date: str, year: str | None, written: float | None) -> float | None:
     latest = time.time() if written is None else written
     this_year = time.gmtime(min(max(latest, 0.0), LATEST)).tm_year
     midnight = _midnight(this_year, month, day)
-    # In a log of January, a line of December is of last year; a line of tomorrow is of another zone.
+    # In a log of January, a line of December is from last year; a line of tomorrow is from another time zone.
     return _midnight(this_year - 1, month, day) if midnight is None or midnight > latest + DAY else midnight
 
 
@@ -89,7 +89,7 @@ def _midnight(year: int, month: int, day: int) -> float | None:
 
 
 def _offset(zone: str | None) -> float:
-    """Seconds by which a zone is ahead of UTC."""
+    """How many seconds a time zone is ahead of UTC."""
     if zone is None or zone in ("Z", "UTC"):
         return 0.0
     digits = zone[1:].replace(":", "")

@@ -1,1 +1,1 @@
-"""What every rank of a job did: timelines read from logs, and the sentences that follow from comparing ranks."""
+"""What each rank of a job did: timelines read from logs, and facts that follow from comparing ranks."""

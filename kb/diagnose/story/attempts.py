@@ -1,4 +1,4 @@
-"""Lines to attempts: cut where the job was started again, and each line to the timeline of its rank."""
+"""Divides lines into attempts, where the job was started again, and assigns each line to the timeline of its rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kb.diagnose.story.tracebacks import read_tracebacks
 DRAWING = re.compile(r"[\^~│╰╭\s]*$|Traceback")
 WORD = re.compile(r"\w{3}")
 CODE_STARTS = ("  ", "\t", "│", "|", "╭", "╰")
-FOLDER = re.compile(r"(?:^|/)attempt_(\d{1,4})(?:/|$)")  # of torchrun's --log-dir
-SHORTEST = 5  # lines of an attempt: a launcher may say twice that it starts again
-RESUMED = 5  # lines with a counter behind the failure that an agent reports: it started the ranks again
+FOLDER = re.compile(r"(?:^|/)attempt_(\d{1,4})(?:/|$)")  # in torchrun's --log-dir
+SHORTEST = 5  # least lines of an attempt, since a launcher may announce a restart twice
+RESUMED = 5  # lines with a counter after a failure from which on the ranks were started again
 
 
 def read_attempts(lines: Iterable[StoryLine]) -> list[Attempt]:
-    """In the order of the log; a job that was started once, or prints no restart, has one."""
+    """The attempts in the order of the log; a job that was started once, or prints no restart, has one."""
     by_folder: dict[int, list[StoryLine]] = defaultdict(list)
     others: list[StoryLine] = []
     for line in lines:
@@ -40,9 +40,9 @@ def _order(line: StoryLine) -> int:
 
 
 def _parts(lines: Iterable[StoryLine]) -> list[list[StoryLine]]:
-    """The lines of each attempt, cut where a launcher says that it starts the job again, or counters show it."""
+    """The lines of each attempt, divided where a launcher reports a restart or counters show one."""
     parts: list[list[StoryLine]] = [[]]
-    failed: dict[str, int] = {}  # attempt in which an agent reported failures, by its process
+    failed: dict[str, int] = {}  # the attempt in which an agent reported failures, by the agent's process
     for line in lines:
         agent = AGENT.search(line.text) if "failed (exitcode" in line.text else None
         if agent and failed.get(agent[1]) == len(parts):  # a second time: the ranks were started in between
@@ -58,7 +58,7 @@ def _parts(lines: Iterable[StoryLine]) -> list[list[StoryLine]]:
 
 
 def _cut_at_restarts(lines: list[StoryLine]) -> list[list[StoryLine]]:
-    """Cut where the counters of the job fall back behind the failures that an agent reports."""
+    """Divide lines where the counters of the job fall back after a failure that an agent reports."""
     failures = [index + 1 for index, line in enumerate(lines) if "failed (exitcode" in line.text]
     cuts, highest = [0], -1
     for start, cut, end in zip([0, *failures], failures, [*failures[1:], len(lines)], strict=False):
@@ -103,7 +103,7 @@ def _is_traceback(line: StoryLine, open_: set[tuple[str, int | None]]) -> bool:
     if key not in open_:
         return False
     if not line.text.startswith(CODE_STARTS):
-        open_.discard(key)  # with the exception
+        open_.discard(key)  # this line is the exception
     return True
 
 

@@ -1,7 +1,7 @@
-"""The skew between the clocks of logs: nodes whose clocks differ order their lines wrongly.
+"""Finds the skew between the clocks of logs, since lines of nodes whose clocks differ would be in the wrong order.
 
-Ranks that train together pass a step at about the same moment, whatever their clocks say. Where logs of different ranks
-show the same steps, the median of the differences is the skew, if the differences agree.
+Ranks that train together pass a step at about the same moment, whatever their clocks say. If logs of different ranks
+show the same steps and their time differences agree, the median of the differences is the skew.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.lines import StoryLine
 from kb.diagnose.story.progress import TRAIN, Progress, read_progress
 
-LEAST_STEPS = 3  # that two logs have in common
-LEAST_SKEW_S = 5.0  # less is a rank that prints later
-SPREAD_S, SPREAD = 2.0, 0.05  # how much differences may differ: seconds, and a fraction of the skew
+LEAST_STEPS = 3  # least steps that two logs must have in common
+LEAST_SKEW_S = 5.0  # a smaller skew may just be a rank that prints later
+SPREAD_S, SPREAD = 2.0, 0.05  # how much the differences may vary: seconds, and a fraction of the skew
 STEPS = ("step", "iteration", "global_step", "global step", "train_step", "it", "iter")
 
 
@@ -30,7 +30,7 @@ class _Log:
 
 
 def skews(lines: Sequence[StoryLine]) -> dict[str, float]:
-    """By log, the seconds that its clock is ahead of that of the first log with steps; only of logs that differ."""
+    """How many seconds the clock of each log is ahead of the first log with steps, for the logs that differ."""
     if len({line.source for line in lines}) < 2:
         return {}
     (_, reference), *others = _logs(lines).items() or [("", _Log())]
@@ -39,7 +39,7 @@ def skews(lines: Sequence[StoryLine]) -> dict[str, float]:
 
 
 def on_one_clock(lines: Sequence[StoryLine], ahead: Mapping[str, float]) -> Sequence[StoryLine]:
-    """The lines with the skews of their logs taken off their times."""
+    """The lines with the skews of their logs subtracted from their times."""
     if not ahead:
         return lines
     return [
@@ -49,7 +49,7 @@ def on_one_clock(lines: Sequence[StoryLine], ahead: Mapping[str, float]) -> Sequ
 
 
 def skew_facts(lines: Iterable[StoryLine], ahead: Mapping[str, float]) -> Iterator[Fact]:
-    """One for each log whose clock differs, cited at its first line with a time."""
+    """A fact for each log whose clock differs, citing its first line with a time."""
     first: dict[str, StoryLine] = {}
     for line in lines:
         if line.source in ahead and line.time is not None:
@@ -78,7 +78,7 @@ def _is_step(progress: Progress) -> bool:
 
 
 def _skew(log: _Log, reference: _Log) -> float | None:
-    """None where they may be of one rank: the same steps then ran twice."""
+    """The skew of two logs; None if they may be from one rank, which then ran the same steps twice."""
     if None in log.ranks | reference.ranks or log.ranks & reference.ranks:
         return None
     differences = [log.steps[step] - reference.steps[step] for step in log.steps.keys() & reference.steps.keys()]

@@ -1,4 +1,4 @@
-"""Ranks that ended without a traceback: by a signal, or with an exit code."""
+"""Finds ranks that ended without a traceback: by a signal or with an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_REMARK = 120  # characters
 
 
 def killed_ranks(attempt: Attempt) -> Iterator[Fact]:
-    """Ranks that a signal ended which no launcher sends as a request."""
+    """Facts about ranks that were ended by a signal that no launcher sends to stop them."""
     gave_up = _gave_up(attempt)
     for rank, ending in attempt.endings.by_rank.items():
         failure = attempt.failures.get(rank)
@@ -31,21 +31,21 @@ def killed_ranks(attempt: Attempt) -> Iterator[Fact]:
 
 
 def _gave_up(attempt: Attempt) -> dict[int, float]:
-    """When each rank gave up that waited until a timeout."""
+    """When the last two ranks that waited until a timeout gave up."""
     failures = attempt.failures.items() if attempt.is_ordered else ()
     waiting = ((rank, failure) for rank, failure in failures if failure.has_waited and not failure.has_lost)
     latest = sorted((attempt.moment(failure.last), rank) for rank, failure in waiting)[-2:]
-    return {rank: moment for moment, rank in latest}  # the last one, and the one before for itself
+    return {rank: moment for moment, rank in latest}  # the last rank is compared with the one before it
 
 
 def _is_cleanup(attempt: Attempt, ending: Ending, gave_up: Mapping[int, float]) -> bool:
-    """Whether the others had waited until a timeout before: they would have lost a rank that was dead by then."""
+    """Whether others had waited until a timeout before: had the rank been dead then, they would have lost it."""
     moments = [moment for rank, moment in gave_up.items() if rank != ending.rank]
     return bool(moments) and max(moments) < attempt.moment(ending.line)
 
 
 def exited_ranks(attempt: Attempt) -> Iterator[Fact]:
-    """Ranks that left with an exit code, and what they printed last."""
+    """Facts about ranks that ended with an exit code, with what they printed last."""
     for rank, ending in attempt.endings.by_rank.items():
         if ending.code <= 0 or rank in attempt.failures:
             continue
@@ -59,7 +59,7 @@ def exited_ranks(attempt: Attempt) -> Iterator[Fact]:
 
 
 def first_ending(attempt: Attempt) -> Iterator[Fact]:
-    """Which rank the launcher saw end first: among waiting ranks it is a matter of luck."""
+    """Which rank the launcher saw end first; among waiting ranks, that is chance."""
     if ending := next((ending for ending in attempt.endings.by_rank.values() if ending.is_first), None):
         text = f"the launcher saw rank {ending.rank} end first ({ending.text})"
         yield Fact.of(FactKind.LAUNCHER, text, (ending.rank,), ending.line.evidence)

@@ -1,4 +1,4 @@
-"""How ranks ended, in the words of launchers, schedulers, the kernel and the C++ runtime."""
+"""Reads how ranks ended from lines of launchers, schedulers, the kernel and the C++ runtime."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ RESTART = re.compile(
     r"|requeue|restarting (?:job|training|from checkpoint)",
     re.IGNORECASE,
 )
-# At its default level torchrun prints that workers failed, and not that it starts them again.
+# At its default log level, torchrun prints that workers failed, but not that it starts them again.
 AGENT = re.compile(
     r"^\[?[EW]\d{4} [\d:.]+ (\d+) torch/distributed/elastic/multiprocessing/api\.py\S*\] failed \(exitcode"
 )
 TIMED_OUT = re.compile(r"Watchdog caught|Aborting process on rank|[Hh]eartbeat ?[Mm]onitor|Operation timed out after")
-# DeepSpeed: the ranks of the job, all in this log unless several nodes were named before.
+# DeepSpeed: the number of ranks, which are all in this log unless several nodes were named before.
 STARTED = re.compile(r"\bdist_world_size=(\d{1,6})$")
 NODES = re.compile(r"\bnnodes=(?!1\b)\d")
 MOST_STARTED = 1024
 RESTARTING = re.compile(r"[Rr]estart|[Rr]equeue|REQUEUE")
-WORDS = re.compile(  # of the lines that may say how a rank ended
+WORDS = re.compile(  # in the lines that may say how a rank ended
     r"Watchdog|Aborting|eartbeat|timed out|[Rr]ank|Process|exitcode|srun|terminated|what\(\):|dist_world_size|nnodes="
     r"|oom|OOM|memory|Root Cause"
 )
@@ -61,21 +61,21 @@ SIGNALS = {
 CODES = {name: code for code, name in SIGNALS.items()}
 TERMINATION = -15
 ABORT = -6
-FATAL = (-4, -7, -8, -9, -11)  # signals that no launcher sends as a request
+FATAL = (-4, -7, -8, -9, -11)  # signals that no launcher sends to stop a rank
 
 
 def is_restart(text: str) -> bool:
-    """Whether a launcher or a scheduler starts the job again."""
+    """Whether a line says that a launcher or scheduler starts the job again."""
     return bool(RESTARTING.search(text) and RESTART.search(text))
 
 
 def has_given_up(text: str) -> bool:
-    """Whether a watchdog of NCCL reports that its rank waited in vain."""
+    """Whether a line of an NCCL watchdog says that its rank gave up waiting."""
     return bool(TIMED_OUT.search(text))
 
 
 def _tasks(text: str) -> Iterator[int]:
-    """`0,2-4` as srun lists tasks."""
+    """The tasks in a list of srun, such as `0,2-4`."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
@@ -85,7 +85,7 @@ def _tasks(text: str) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The exit code of a rank, negative for a signal. `is_first` where the launcher names it the first failure."""
+    """The exit code of a rank, negative for a signal. `is_first`: the launcher names it the first failure."""
 
     rank: int
     code: int
@@ -101,9 +101,9 @@ class Ending:
 class Endings:
     """`read` all lines in order, then `close`.
 
-    `errors` has the last failure line that names a rank; `aborts` are messages of C++ exceptions that nobody caught,
-    which leave no traceback; `gave_up` is the first line of each rank's watchdog of NCCL, which ends its process in C++
-    as well. `started` is the number of ranks, where the launcher of a single node prints it.
+    `errors` has the last failure line that names each rank. `aborts` are messages of uncaught C++ exceptions, which
+    leave no traceback. `gave_up` has the first line of each rank's NCCL watchdog, which also ends the process in C++.
+    `started` is the number of ranks if the launcher of a single node prints it, else 0.
     """
 
     by_rank: dict[int, Ending] = field(default_factory=dict)
@@ -142,12 +142,12 @@ class Endings:
         self._read_failure(line)
 
     def close(self) -> None:
-        """A line of the agent counts ranks on its node, and counts only without a summary, which names the ranks."""
+        """Use the agent's lines only if there is no summary: they give local ranks, the summary global ones."""
         self.by_rank = self.by_rank or dict(self._local)
 
     @property
     def has_aborted_waiting(self) -> bool:
-        """Whether C++ ended processes because they waited: without a traceback, like those that fail themselves."""
+        """Whether C++ ended processes that waited, which leaves no traceback, as when they fail themselves."""
         return bool(self.gave_up or self.aborts)
 
     def _add(self, rank: int, code: int, line: StoryLine) -> None:

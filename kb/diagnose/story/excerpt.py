@@ -1,7 +1,7 @@
-"""The parts of a log that the story of a job is read from, within a bound: a log may have a gigabyte.
+"""The parts of a log that the story of a job is read from; they are bounded, since a log may have a gigabyte.
 
-The head and the tail are stored whole. From between, lines with marks (tracebacks, failures, numbers that are not
-finite) are stored, and a sample of each block.
+The head and the tail are stored whole. From the rest, marked lines (tracebacks, failures, numbers that are not finite)
+and a sample of each block are stored.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 HEAD, TAIL = 64 << 10, 256 << 10  # bytes of a log
 MARKED = 1 << 20
 SAMPLED = 64 << 10
-SAMPLE = 4 << 10  # bytes of a block
+SAMPLE = 4 << 10  # bytes per block
 TOTAL = 8 << 20  # bytes of all logs
-LEAST = 8 << 10  # bytes of the tail of a log, however many there are
+LEAST = 8 << 10  # bytes of the tail of a log, however many logs there are
 LONGEST_LINE = 8 << 10  # bytes of a marked line
 
 
 class Part(NamedTuple):
-    """Consecutive lines; `number` is that of the first, counted from 1."""
+    """Consecutive lines; `number` is the number of the first line, from 1."""
 
     number: int
     data: bytes
@@ -29,11 +29,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Parts of the log `source` in their order; they may overlap.
+    """Parts of the log `source`, in order; they may overlap.
 
-    `rank` is that of its file, `written` when the log was last written (seconds since the epoch), `ahead_s` by how much
-    the clock of its node was ahead. `has_all_marks` is False where there were more than the bound: what no line shows
-    may then stand in the log all the same.
+    `rank` is the rank of its file, `written` when the log was last written (seconds since the epoch), and `ahead_s` how
+    far the clock of its node was ahead. `has_all_marks` is False if there were too many marked lines: what the parts do
+    not contain may then still be in the log.
     """
 
     source: str
@@ -54,13 +54,13 @@ class Excerpt:
 
 
 def share(sources: int) -> float:
-    """The fraction of the bounds that each of so many logs may use."""
+    """The fraction of the bounds that each of `sources` logs may use."""
     return min(1.0, TOTAL / (HEAD + TAIL) / max(1, sources))
 
 
 @dataclass
 class ExcerptBuilder:
-    """`add` the blocks of a log in order. `fraction` scales the bounds when there are many logs."""
+    """`add` the blocks of a log in order. `fraction` scales the bounds if there are many logs."""
 
     source: str
     rank: int | None
@@ -88,7 +88,7 @@ class ExcerptBuilder:
         return Excerpt(self.source, self.rank, self.written, tuple(parts), self._has_all_marks, self.ahead_s)
 
     def _add_head(self, block: bytes, number: int) -> int:
-        """How many bytes of the block belong to the head: whole lines."""
+        """Add the whole lines of the block that belong to the head; return how many bytes they are."""
         limit = int(HEAD * self.fraction)
         room = limit - self._head_size
         if room <= 0:
@@ -102,7 +102,7 @@ class ExcerptBuilder:
         return len(head)
 
     def _add_marked(self, block: bytes, number: int, marks: Iterable[tuple[int, int]]) -> None:
-        """Whole lines, and the one behind each: the source line of a frame, or the exception below it."""
+        """Add whole marked lines, each with the line after it: the source line of a frame, or the exception."""
         counted = end = 0
         for first, last in marks:
             if last <= end:
@@ -124,7 +124,7 @@ class ExcerptBuilder:
             self._sampled_size += len(sample)
 
     def _add_tail(self, block: bytes, number: int) -> None:
-        """The last blocks, of which `build` takes the end: most blocks are never copied."""
+        """Keep the last blocks, whose end `build` copies, so that most blocks are never copied."""
         self._recent.append(Part(number, block))
         self._recent_size += len(block)
         while self._recent_size - len(self._recent[0].data) >= self._tail_size and len(self._recent) > 1:

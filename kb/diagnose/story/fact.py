@@ -1,4 +1,4 @@
-"""Facts: what comparing the ranks of a job shows, each in one sentence."""
+"""Facts: sentences that kb derives by comparing the ranks of a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kb.printable import printable
 
 
 class FactKind(StrEnum):
-    """The names are stable: `kb diagnose --json` has them, docs/hang.md explains them."""
+    """The kind of a fact. The names are stable: `kb diagnose --json` prints them, docs/hang.md explains them."""
 
     OWN_FAILURE = "own-failure"
     KILLED = "killed"
@@ -44,7 +44,7 @@ class FactKind(StrEnum):
 
 # A rank did not come to the call in which the others wait.
 ABSENT = (FactKind.BUSY, FactKind.SILENT, FactKind.DONE)
-# What explains why others wait; a rank without a traceback is then one of many that the launcher ended.
+# Facts that explain why others wait; a rank without a traceback is then just one of those that the launcher ended.
 EXPLANATIONS = (
     FactKind.OWN_FAILURE,
     FactKind.KILLED,
@@ -53,9 +53,9 @@ EXPLANATIONS = (
     FactKind.SIZES_DIFFER_IN_CALL,
     FactKind.EXIT,
 )
-# A trend of a metric that a job may have while it goes well.
+# Trends of a metric that a healthy job may have too.
 TRENDS = (FactKind.SLOWER, FactKind.JUMP, FactKind.RECOVERED)
-# A job that went well may have it, or the reason lies elsewhere.
+# A healthy job may have these facts too, or the reason is elsewhere.
 CONTEXT = (
     FactKind.RECOVERED,
     FactKind.JUMP,
@@ -71,10 +71,10 @@ CONTEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A conclusion about the ranks of a job, in a fixed sentence that signatures of entries match.
+    """A conclusion about the ranks of a job, as a fixed sentence that signatures of entries match.
 
-    `kind` is stable, `text` is one line that begins with `kb: `. `ranks` are those that the sentence accuses, empty
-    where it accuses none; `lines` are its evidence, the decisive one last.
+    `kind` is stable; `text` is one line that begins with `kb: `. `ranks` are the ranks that the sentence blames, if
+    any. `lines` are its evidence, the decisive line last.
     """
 
     kind: FactKind
@@ -88,7 +88,7 @@ class Fact:
 
     @property
     def is_context(self) -> bool:
-        """Whether a job that went well may have it, or the reason lies elsewhere."""
+        """Whether a healthy job may have it too, or the reason is elsewhere."""
         return self.kind in CONTEXT
 
     @property
@@ -99,6 +99,6 @@ class Fact:
         return Line(line.source, line.number, self.text, rank, line.time)
 
     def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` prints it."""
+        """The fact as `kb diagnose --json` prints it."""
         lines = [{"source": line.source, "line": line.number} for line in self.lines]
         return {"kind": self.kind, "text": self.text, "ranks": self.ranks, "lines": lines}

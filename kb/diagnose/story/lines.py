@@ -1,7 +1,7 @@
-"""Excerpts to lines, each with the rank that printed it, its time, and its text without prefixes.
+"""Reads the lines of excerpts, each with the rank that printed it, its time, and its text without prefixes.
 
-Beside the prefixes of `kb.diagnose.scan.log_prefix`, the text itself may name the rank: `rank 3 step 40`, `[3] loss
-2.1` behind the header of a logger, or `"rank": 3` in a line of JSON.
+Besides the prefixes of `kb.diagnose.scan.log_prefix`, the text itself may name the rank: `rank 3 step 40`, `[3] loss
+2.1` after the header of a logger, or `"rank": 3` in a line of JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HEADER = re.compile(  # of logging, loguru, glog and Megatron
       )\s*(?:[-|]\s+|:\s*)*)+""",
     re.VERBOSE,
 )
-# A progress bar has no newline, so that a traceback may follow on its line; `python -u` writes a text and its newline
-# apart, so that two lines of JSON may share one.
+# A progress bar has no newline, so a traceback may follow on its line; `python -u` writes a text and its newline
+# separately, so two lines of JSON may share one.
 GLUED = re.compile(
     r"(?<=[^\s:])(?=\[(?:rank|default|trainer|worker)\d{1,6}\]:)"
     r"|(?<=[^\s:])(?=Traceback \(most recent call last\):$)"
@@ -37,15 +37,15 @@ SPOKEN_RANK = re.compile(
     r"|\A\[r?(\d{1,4})\](?=\s)|\A\W{0,3}第 ?(\d{1,5}) ?号?(?:卡|进程)",
     re.IGNORECASE,
 )
-BRACKETED = 2  # group of SPOKEN_RANK that only counts behind the header of a logger
+BRACKETED = 2  # group of SPOKEN_RANK that only counts after the header of a logger
 LONGEST = 4096  # characters of a line
-MOST_PIECES = 2000  # of a line with carriage returns; the last ones count
+MOST_PIECES = 2000  # of a line with carriage returns; the last ones are read
 
 
 class StoryLine(NamedTuple):
-    """`order` counts the lines of all logs; within one merged log it is a clock that every line has.
+    """`order` counts the lines of all logs; within one merged log, it is a clock that every line has.
 
-    `text` has no prefixes, `message` no logger's header either.
+    `text` has no prefixes; `message` also has no logger's header.
     """
 
     source: str
@@ -62,7 +62,7 @@ class StoryLine(NamedTuple):
 
 
 def read_lines(excerpts: Iterable[Excerpt]) -> Iterator[StoryLine]:
-    """All lines that are not blank, log by log."""
+    """All nonblank lines, log by log."""
     order = 0
     for excerpt in excerpts:
         for number, line in excerpt.lines():
@@ -72,7 +72,7 @@ def read_lines(excerpts: Iterable[Excerpt]) -> Iterator[StoryLine]:
 
 
 def _pieces(line: str) -> Iterator[str]:
-    """What a terminal would have shown one after the other."""
+    """The texts that a terminal would have shown one after the other."""
     for part in line.split("\r")[-MOST_PIECES:] if "\r" in line else (line,):
         part = part[:LONGEST]
         if "]:" in part or "Traceback" in part or "}{" in part:

@@ -1,6 +1,6 @@
-"""The timelines of an attempt as text for a terminal, and as SVG.
+"""Draws the timelines of an attempt as text for a terminal, and as SVG.
 
-Letters carry the meaning, not colours. Where the lines have no clock, the axis is the order of lines.
+Letters carry the meaning, not colours. If the lines have no clock, the axis is the order of lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKS = f"{WAITED} gave up waiting  {FAILED} failed by itself  {DIED} killed"
 WIDTH = 80  # columns of a terminal
 AXIS = 40
 LABEL = 10  # columns for the ranks of a row
-MOST_ROWS = 12  # on a terminal, of which equal ones count once
+MOST_ROWS = 12  # on a terminal; equal rows count once
 
 COLOURS = {
     LOAD: "#8aa0b8",
@@ -32,12 +32,12 @@ COLOURS = {
     TEARDOWN: "#999999",
     "": "#bbbbbb",
 }
-CALL_PATH = re.compile(r"(?: in \S+:\d+ \S+)? called from ")  # of a place, from the call to the user's code
+CALL_PATH = re.compile(r"(?: in \S+:\d+ \S+)? called from ")  # in a place, between the call and the user's code
 LEFT, LENGTH, HEIGHT, TOP = 76, 640, 22, 8  # pixels
 
 
 def text_picture(attempt: AttemptSummary) -> str:
-    """Equal rows of consecutive ranks are one, such as `ranks 1-7`. Empty for an attempt without rows."""
+    """The text; equal rows of consecutive ranks are merged, as in `ranks 1-7`. Empty for an attempt without rows."""
     folded = _folded(attempt.rows)
     if not folded:
         return ""
@@ -52,14 +52,14 @@ def text_picture(attempt: AttemptSummary) -> str:
 
 
 def extent(attempt: AttemptSummary) -> str:
-    """How long the axis is: `83 s`, or `198 lines, no common clock`."""
+    """The length of the axis: `83 s`, or `198 lines, no common clock`."""
     return f"{attempt.seconds:,.0f} s" if attempt.seconds is not None else f"{attempt.lines:,} lines, no common clock"
 
 
 def svg_picture(attempt: AttemptSummary) -> str:
-    """A row per rank and a bar per span, each with its words as a title.
+    """The SVG: a row per rank and a bar per span, whose title is its last progress line.
 
-    It has no script and no style sheet, which the policy of a page may refuse.
+    It has no script and no style sheet, which a page's policy may refuse.
     """
     rows = "".join(_svg_row(row, TOP + index * HEIGHT) for index, row in enumerate(attempt.rows))
     ranks = [row.rank for row in attempt.rows if row.rank is not None]
@@ -72,7 +72,7 @@ def svg_picture(attempt: AttemptSummary) -> str:
 
 
 def row_text(row: RankRow) -> str:
-    """How the row ends: `barrier train.py:203`, or its exit code or signal, or its last progress."""
+    """The end of a row: `barrier train.py:203`, or its exit code or signal, or its last progress."""
     return CALL_PATH.sub(" ", row.place).rsplit(" ", 1)[0] if row.place else row.ending
 
 
@@ -97,7 +97,7 @@ def _svg_row(row: RankRow, y: int) -> str:
 
 
 def _folded(rows: Sequence[RankRow]) -> list[tuple[list[int | None], str, str]]:
-    """(ranks, axis, end), of consecutive rows that look equal."""
+    """(ranks, axis, end) of consecutive rows that look equal."""
     folded: list[tuple[list[int | None], str, str]] = []
     for row in rows:
         axis, end = _axis(row), row_text(row)
@@ -123,7 +123,7 @@ def _column(fraction: float) -> int:
 
 
 def _label(ranks: Sequence[int | None]) -> str:
-    """`ranks 0-3`, `ranks 0,2`, or only the numbers where these are long."""
+    """`ranks 0-3`, `ranks 0,2`, or only the numbers if that is too long."""
     known = [rank for rank in ranks if rank is not None]
     if not known:
         return "no rank"

@@ -1,4 +1,4 @@
-"""Where the ranks were that raised: failures of their own, and the calls in which the others waited."""
+"""Where the ranks that raised an exception were: in their own failures, or in calls in which they waited."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Group = list[Member]
 
 
 def own_failures(attempt: Attempt) -> Iterator[Fact]:
-    """Exceptions that report no waiting, whatever was printed first."""
+    """Facts about exceptions that do not report waiting, whatever was printed first."""
     failures = attempt.failures
     own = {rank: failure for rank, failure in failures.items() if not failure.has_waited}
     waiting = [rank for rank in failures if rank not in own]
@@ -46,7 +46,7 @@ def own_failures(attempt: Attempt) -> Iterator[Fact]:
 
 
 def size_mismatches(attempt: Attempt) -> Iterator[Fact]:
-    """Sizes that did not fit, over which gloo ends a process in C++: in which call it was, it does not print."""
+    """Facts about mismatched sizes, for which gloo ends a process in C++ without printing the call that it was in."""
     aborts = [line for line in attempt.endings.aborts if SIZES.search(line.text)]
     if not aborts:
         return
@@ -69,13 +69,13 @@ def size_mismatches(attempt: Attempt) -> Iterator[Fact]:
 
 
 def waiting_places(attempt: Attempt, accused: Collection[int]) -> Iterator[Fact]:
-    """Whether the ranks that waited, or lost each other, were in one call."""
+    """Facts about whether the ranks that waited, or lost each other, were in one call."""
     waiting = _waiting(attempt, accused)
     is_missing = any(rank not in attempt.failures for rank in attempt.ranks)
     steps = {_function(failure): failure.place for _, failure in waiting if failure.call == BACKWARD}
     groups: dict[str, Group] = defaultdict(list)
     for rank, failure in waiting:
-        # Forward and backward of one step, whose collectives the wrapper of the model calls, wait for the same rank.
+        # In forward and backward of one step, the model's wrapper calls the collectives, which wait for the same rank.
         is_of_step = is_missing and failure.has_fixed_sizes
         groups[steps.get(_function(failure), failure.place) if is_of_step else failure.place].append((rank, failure))
     members = sorted(groups.values(), key=len)
@@ -135,7 +135,7 @@ def _ranks(group: Group) -> tuple[int, ...]:
 
 
 def _parting(smallest: Group, largest: Group) -> tuple[FactKind, str] | None:
-    """The kind and text of the sentence that says where the user's frames of two stacks part; None if they do not."""
+    """The kind and text of the fact that says where the user's frames of two stacks part; None if they do not."""
     few, many = (_own_frames(group[0][1]) for group in (smallest, largest))
     for left, right in zip(few, many, strict=False):
         if (left.file, left.name) != (right.file, right.name):
@@ -146,7 +146,9 @@ def _parting(smallest: Group, largest: Group) -> tuple[FactKind, str] | None:
 
 
 def _branches(smallest: Group, left: Frame, largest: Group, right: Frame) -> tuple[FactKind, str]:
-    """Whether the few had left what the many were still in, such as a loop, or called something else in it."""
+    """The fact that the small group had left code that the large group was still in, such as a loop, or that they
+    called different functions in it.
+    """
     function = f"{left.file.split('/')[-1]}, function {left.name}"
     inside, others_inside = _inside(smallest, left), _inside(largest, right)
     few, many = _subject(smallest), _subject(largest)
@@ -158,7 +160,7 @@ def _branches(smallest: Group, left: Frame, largest: Group, right: Frame) -> tup
 
 
 def _inside(group: Group, frame: Frame) -> str:
-    """The innermost function of the user's code below a frame; empty if it is that frame."""
+    """The innermost function of the user's code that a frame called, as a clause; empty if it is that frame."""
     innermost = _own_frames(group[0][1])[-1]
     return f", within {innermost.name}" if innermost is not frame else ""
 

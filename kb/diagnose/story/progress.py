@@ -1,4 +1,4 @@
-"""What a line shows of progress: a phase of training, a counter that advances, values of metrics, in any usual form."""
+"""Reads progress from a line in any usual form: a phase of training, a counter that advances, values of metrics."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ LONGEST_PROGRESS, LONGEST_REMARK = 2000, 160  # characters
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`label` `count` of `total` in a phase, such as `step 8 of 24`; any of these may be missing, except one.
+    """`label` `count` of `total` in a phase, such as `step 8 of 24`; all but one of these may be missing.
 
-    `epoch` is a fraction of epochs, which the Trainer of transformers prints in place of a step.
+    `epoch` is a fractional epoch, which the Trainer of transformers prints instead of a step.
     """
 
     line: StoryLine
@@ -112,16 +112,16 @@ class Progress:
 
     @property
     def text(self) -> str:
-        """`evaluate batch 16/30`."""
+        """The progress as text, such as `evaluate batch 16/30`."""
         total = f"/{self.total}" if self.total else ""
         counter = f"{self.label} {self.count}{total}".strip() if self.count is not None else ""
         return " ".join(filter(None, (self.phase or "output", counter)))
 
 
 class Layout(NamedTuple):
-    """What a line shows, whatever its numbers are: of the numbers in it, which ones are the counter and the metrics.
+    """What a line shows, whatever its numbers: which of them are the counter and the metrics.
 
-    A log prints a few layouts a million times. Indices are -1 where there is none.
+    A log prints a few layouts a million times. Indices are -1 if there is no such number.
     """
 
     phase: str
@@ -134,7 +134,7 @@ class Layout(NamedTuple):
 
 
 def read_progress(line: StoryLine) -> Progress | None:
-    """None for a line without progress: frames of stacks and messages of libraries as well."""
+    """The progress that a line shows; None for other lines, such as stack frames and messages of libraries."""
     text = line.message
     if len(text) > LONGEST_PROGRESS or line.text.startswith(("    at ", "  File ")):
         return None
@@ -152,24 +152,24 @@ def read_progress(line: StoryLine) -> Progress | None:
 
 
 def has_progress(text: str) -> bool:
-    """Whether a counter or a metric stands in the text."""
+    """Whether the text contains a counter or a metric."""
     layout, _ = _read_layout(text)
     return layout.counter >= 0 or bool(layout.metrics)
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
 def phase_of(text: str) -> str:
-    """Empty when no word of the text names a phase."""
+    """The phase that a word of the text names; empty if none does."""
     return next((phase for phase, words in PHASES if words.search(text)), "")
 
 
 def read_metrics(text: str) -> tuple[tuple[str, float], ...]:
-    """The metrics of a line by normalised names; of a name, the first value."""
+    """The metrics of a line as normalised names and values; only the first value of each name."""
     return _values(*_read_layout(text))
 
 
 def _read_layout(text: str) -> tuple[Layout, list[str]]:
-    """The layout of a line, and its numbers."""
+    """The layout of a line and its numbers."""
     parts = NUMBER.split(text)
     numbers = parts[1::2]
     parts[1::2] = [INTEGER if number.isdigit() else FRACTION for number in numbers]
@@ -182,7 +182,7 @@ def _values(layout: Layout, numbers: Sequence[str]) -> tuple[tuple[str, float], 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
 def _layout(template: str) -> Layout:
-    """Of a line whose numbers are `INTEGER` or `FRACTION`."""
+    """The layout of a line whose numbers are replaced by `INTEGER` or `FRACTION`."""
     at = {match.start(): index for index, match in enumerate(NUMBER.finditer(template))}
     metrics = tuple(_metrics(template, at).items())
     counter, phase, epoch = _counter(template), phase_of(template), EPOCH.search(template)
@@ -210,7 +210,7 @@ def _label(counter: re.Match[str]) -> str:
 
 
 def _counter(text: str) -> re.Match[str] | None:
-    """The counter that moves fastest: a step before an epoch."""
+    """The counter that moves fastest: a step rather than an epoch."""
     counters = list(COUNTER.finditer(text))
     inner = [counter for counter in counters if counter["label"].lower() != "epoch"]
     if inner or counters:
@@ -219,7 +219,7 @@ def _counter(text: str) -> re.Match[str] | None:
 
 
 def _is_remark(text: str) -> bool:
-    """Whether it reads as a remark of the job on its phase, and not as code, a warning or a path."""
+    """Whether a text is a remark of the job about its phase, rather than code, a warning or a path."""
     return len(text) < LONGEST_REMARK and not CODE.search(text)
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on behind a checkpoint while its loss does not: it has other weights than the checkpoint."""
+"""Finds runs whose step continues from a checkpoint while the loss does not: their weights are not the checkpoint's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.progress import RESUME, Progress
 from kb.diagnose.story.timeline import Attempt
 
-WINDOW = 5  # reports of the loss before the resume; with fewer nothing is said
-ABOVE, LEAST_RISE = 2.0, 0.5  # times the loss before, and the loss itself
-AS_AT_START = 0.25  # of the loss of the first report, within which it is the same
+WINDOW = 5  # least reports of the loss before the resume
+ABOVE, LEAST_RISE = 2.0, 0.5  # rise of the loss: a multiple of the loss before, and an absolute value
+AS_AT_START = 0.25  # relative difference within which the loss is as high as in the first report
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """A loss at a step. `is_resumed`: the rank said since the report before that it resumes, or was started again."""
+    """A loss at a step. `is_resumed`: since the last report, the rank resumed or was started again."""
 
     step: int
     loss: float
@@ -29,7 +29,7 @@ class _Report:
 
 
 def losses_after_resume(attempts: Sequence[Attempt]) -> Iterator[Fact]:
-    """The first resume behind which the loss is far above what it was at that step."""
+    """A fact about each rank's first resume after which the loss is far above what it was before that step."""
     for rank, reports in _reports(attempts).items():
         for index, report in enumerate(reports):
             before = _before(reports, index) if report.is_resumed else []
@@ -42,7 +42,7 @@ def losses_after_resume(attempts: Sequence[Attempt]) -> Iterator[Fact]:
 
 
 def _before(reports: Sequence[_Report], index: int) -> list[float]:
-    """The losses of the last `WINDOW` reports ahead of this one, at an earlier step; fewer if there are not so many."""
+    """The losses of the last `WINDOW` reports before this one at earlier steps, or fewer if there are fewer."""
     earlier = (reports[number] for number in reversed(range(index)) if reports[number].step < reports[index].step)
     return [report.loss for report in islice(earlier, WINDOW)]
 

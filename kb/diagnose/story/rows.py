@@ -11,15 +11,15 @@ from kb.diagnose.story.timeline import Attempt, RankTimeline
 from kb.diagnose.story.trends import summarize_metrics
 
 MOST_ROWS = 64
-DIGITS = 4  # of a fraction
+DIGITS = 4  # decimals of a fraction
 MOST_SPANS = 24
 MOST_METRICS = 64
-SHORT_GAP = 0.1  # of the attempt: belongs to what was done before it; a longer one is silence
+SHORT_GAP = 0.1  # share of the attempt; a shorter gap belongs to the phase before it, a longer one is silence
 LONGEST_ERROR = 200  # characters
 
 
 def summarize(attempt: Attempt) -> AttemptSummary:
-    """The first `MOST_ROWS` ranks that printed progress or a traceback, or whose ending is known."""
+    """A summary with rows for the first `MOST_ROWS` ranks that printed progress or failed, or whose ending is known."""
     scale = _Scale(attempt)
     ranks = sorted({*attempt.timelines, *attempt.endings.by_rank}, key=lambda rank: (rank is None, rank or 0))
     rows = (_row(attempt, attempt.timelines.get(rank, RankTimeline(rank)), scale) for rank in ranks)
@@ -28,7 +28,7 @@ def summarize(attempt: Attempt) -> AttemptSummary:
 
 
 class _Scale:
-    """From lines to fractions of an attempt: by the clock where all progress has one, else by the order of lines."""
+    """Converts lines to fractions of an attempt: by time if all progress has one, else by the order of lines."""
 
     def __init__(self, attempt: Attempt) -> None:
         lines = [progress.line for timeline in attempt.timelines.values() for progress in timeline.progress]

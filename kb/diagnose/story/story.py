@@ -1,4 +1,4 @@
-"""The story of a job: its attempts, and what comparing the ranks of the attempt that failed first shows."""
+"""Reads the story of a job: its attempts, and the facts from comparing the ranks of the first attempt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_FACTS = 12
 
 
 def read_story(excerpts: Iterable[Excerpt]) -> Story:
-    """Pure; no log is too damaged for it."""
+    """Read the story from the excerpts of all logs. It works with any log, however damaged."""
     excerpts = list(excerpts)
     is_whole = all(excerpt.has_all_marks for excerpt in excerpts)
     lines = list(read_tables(read_lines(excerpts)))
@@ -50,9 +50,9 @@ def read_story(excerpts: Iterable[Excerpt]) -> Story:
 
 
 def _culprit(attempt: Attempt, facts: Iterable[Fact]) -> Fact | None:
-    """The first failure of a rank by itself.
+    """The fact about the first rank that failed by itself.
 
-    An end that only the launcher reports says so where other ranks waited for that one, or lost it.
+    An end that only the launcher reports counts only if other ranks waited for that rank or lost it.
     """
     failures = [*attempt.failures.values(), *attempt.anonymous_failures]
     has_waited = any(failure.has_waited for failure in failures)
@@ -61,7 +61,7 @@ def _culprit(attempt: Attempt, facts: Iterable[Fact]) -> Fact | None:
 
 
 def _facts(attempt: Attempt, *, is_whole: bool) -> Iterator[Fact]:
-    """Causes before what follows from them. Only logs that were read whole show that a rank raised nothing."""
+    """The facts about an attempt, causes before consequences. Only complete logs show that a rank raised nothing."""
     late = list(late_ranks(attempt))
     accused = {rank for fact in late for rank in fact.ranks}
     facts = [
@@ -79,7 +79,7 @@ def _facts(attempt: Attempt, *, is_whole: bool) -> Iterator[Fact]:
 
 
 def _trends(attempts: Sequence[Attempt], attempt: Attempt) -> Iterator[Fact]:
-    """A loss that is high behind a resume counts as that, and not as a jump."""
+    """The facts about metrics. A high loss after a resume does not also count as a jump."""
     resumed = list(losses_after_resume(attempts))
     places = {fact.lines for fact in resumed}
     yield from resumed

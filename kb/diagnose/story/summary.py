@@ -1,4 +1,4 @@
-"""The story of a job, as answers show it: facts, and for each attempt a row per rank."""
+"""The story of a job as answers show it: facts, and a row per rank for each attempt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAITED, FAILED, DIED = "T", "X", "K"  # marks of a row: gave up waiting, failed 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one phase. `start` and `end` are fractions of the attempt; `last` is its last counter, or empty."""
+    """A period of one phase. `start` and `end` are fractions of the attempt; `last` is its last progress, as text."""
 
     phase: str
     start: float
@@ -26,7 +26,7 @@ class Span:
 class RankRow:
     """What a rank did. `mark` is `WAITED`, `FAILED`, `DIED` or empty, at the fraction `marked_at`.
 
-    `rank` is None for lines that name no rank; `ending` is the exit code or signal, or the last progress.
+    `rank` is None for lines that name no rank. `ending` is the exit code, the signal or the last progress.
     """
 
     rank: int | None
@@ -40,9 +40,9 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class MetricSummary:
-    """A series of a metric, as `rank` printed it (None: lines that name no rank). Values are finite, or None.
+    """The values of a metric that `rank` printed (None: lines that name no rank). They are finite or None.
 
-    `not_finite` counts nan and inf; `not_finite_at` is the first of them, such as `step 11`, or empty.
+    `not_finite` counts nan and inf; `not_finite_at` is where the first of them is, such as `step 11`, or empty.
     """
 
     name: str
@@ -58,7 +58,7 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True)
 class AttemptSummary:
-    """`seconds` is how long the attempt lasted by the clock of its lines; None where they have none."""
+    """`seconds` is how long the attempt lasted by the times of its lines; None if they have none."""
 
     rows: tuple[RankRow, ...]
     metrics: tuple[MetricSummary, ...]
@@ -68,12 +68,12 @@ class AttemptSummary:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """`facts` are about the first attempt, whose end is the cause of the later ones.
+    """`facts` are about the first attempt, whose end caused the later ones.
 
-    `culprit` is the one that says which rank failed by itself, `waiting` are the ranks whose traceback says that they
-    waited for others, or lost them. A job whose last attempt went well has no facts but those on metrics;
-    `completion` is its line that says that it came to its end. `survived` has for each log the number of a line: what
-    was printed before it did not end the job.
+    `culprit` is the fact that says which rank failed by itself. `waiting` are the ranks whose traceback says that they
+    waited for others or lost them. If the last attempt succeeded, there are only facts about metrics, and `completion`
+    is the line that reports the end of the job. `survived` has a line number for each log: what was printed before that
+    line did not end the job.
     """
 
     attempts: tuple[AttemptSummary, ...] = ()
@@ -84,21 +84,21 @@ class Story:
     survived: Mapping[str, int] = field(default_factory=dict)
 
     def has_survived(self, line: Line) -> bool:
-        """Whether the job came to its end, or made progress, after it printed this line, as far as that is known."""
+        """Whether the job is known to have made progress, or completed, after it printed this line."""
         return line.number < self.survived.get(line.source, 0)
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Ranks that did not come to the call in which the others wait."""
+        """The ranks that did not come to the call in which the others wait."""
         return tuple(sorted({rank for fact in self.facts if fact.kind in ABSENT for rank in fact.ranks}))
 
     @property
     def trends(self) -> tuple[Fact, ...]:
-        """Of metrics, such as a throughput that falls: also of a job that goes well."""
+        """The facts about metrics, such as falling throughput, which a healthy job may have too."""
         return tuple(fact for fact in self.facts if fact.kind in TRENDS)
 
     def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` prints it."""
+        """The story as `kb diagnose --json` prints it."""
         return {
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "facts": [fact.to_json() for fact in self.facts],

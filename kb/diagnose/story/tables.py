@@ -1,6 +1,6 @@
-"""Rows of a table of metrics, as lines that name each value: `step 20 loss 0.8957 tok/s 6112`.
+"""Turns rows of a table of metrics into lines that name each value: `step 20 loss 0.8957 tok/s 6112`.
 
-A header such as `step | loss | lr` stands once, often thousands of lines above its rows.
+A header such as `step | loss | lr` is printed once, often thousands of lines above its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUE = re.compile(r"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?%?|nan|inf)(?:/\d+)?", re
 
 
 def read_tables(lines: Iterable[StoryLine]) -> Iterator[StoryLine]:
-    """All lines; the message of a row names its values."""
+    """All lines; the messages of rows name their values."""
     headers: dict[tuple[str, int | None], Header] = {}
     for line in lines:
         key = line.source, line.rank
@@ -34,7 +34,7 @@ def read_tables(lines: Iterable[StoryLine]) -> Iterator[StoryLine]:
 
 
 def _header(text: str) -> Header:
-    """The names of the columns; empty for any other line."""
+    """The names of the columns; empty if the line is not a header."""
     if len(text) > LONGEST_HEADER or DIGIT.search(text):
         return ()
     cells = _cells(text)

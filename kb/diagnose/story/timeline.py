@@ -1,4 +1,4 @@
-"""All lines of a job as one timeline per rank, for each attempt of the job."""
+"""One timeline per rank for each attempt of a job."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kb.diagnose.story.progress import TEARDOWN, TRAIN, Progress
 from kb.diagnose.story.tracebacks import Traceback
 
 STEP_LABELS = ("step", "iteration", "global_step", "global step", "train_step", "it", "iter", "bar")
-LAST_PROGRESS = 3  # lines of progress of a rank in which it may say that the job ended
-SURVIVED = 2  # counts that a rank must advance behind a traceback: a progress bar is painted once more at the end
+LAST_PROGRESS = 3  # last progress lines of a rank, in which it may say that the job ended
+SURVIVED = 2  # counts that a rank must advance after a traceback, since a progress bar is drawn once more at the end
 
 
 @dataclass(slots=True)
 class RankTimeline:
-    """`rank` is None for lines that name no rank: of one process that logs for all, or of several.
+    """`rank` is None for lines that name no rank, from one process that logs for all or from several.
 
-    `gave_up` is a line of its watchdog. `remark` is the last line that is neither progress nor part of a traceback.
+    `gave_up` is the first line of its watchdog. `remark` is the last line that is neither progress nor traceback.
     """
 
     rank: int | None
@@ -34,7 +34,7 @@ class RankTimeline:
 
     @property
     def failure(self) -> Traceback | None:
-        """The traceback that ended the rank; the first of its chain."""
+        """The traceback that ended the rank, the first of its chain."""
         survived = self.survived_until
         fatal = [item for item in self.tracebacks if not item.is_interrupted and not self._has_survived(item, survived)]
         return next(
@@ -43,7 +43,7 @@ class RankTimeline:
 
     @property
     def interrupted(self) -> Traceback | None:
-        """Where the rank was when the launcher ended it, if a handler of its own raised then."""
+        """Where the rank was when the launcher ended it, if its own signal handler raised an exception."""
         return next((traceback for traceback in self.tracebacks if traceback.is_interrupted), None)
 
     @property
@@ -52,7 +52,7 @@ class RankTimeline:
 
     @property
     def step(self) -> int | None:
-        """The last step of training that it printed."""
+        """The last training step that the rank printed."""
         steps = (
             progress.count
             for progress in reversed(self.progress)
@@ -62,7 +62,7 @@ class RankTimeline:
 
     @property
     def survived_until(self) -> dict[str, StoryLine]:
-        """For each log, the last line behind which the rank made progress, or came to its end."""
+        """For each log, the last line after which the rank made progress or completed."""
         lines: dict[str, StoryLine] = {}
         counts: dict[str, set[int]] = defaultdict(set)
         for item in reversed(self.progress):
@@ -90,7 +90,7 @@ class Attempt:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All ranks that a line or the launcher names, and those between them if they are few."""
+        """All ranks that a line or the launcher names, and the ranks between them if these are few."""
         named = {rank for rank in self.timelines if rank is not None} | set(self.endings.by_rank)
         named |= set(range(self.endings.started))
         gaps = set(range(min(named), max(named))) - named if named else set()
@@ -112,13 +112,13 @@ class Attempt:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank failed, by its traceback, its exit code or a C++ exception."""
+        """Whether a rank failed, according to a traceback, an exit code or a C++ exception."""
         codes = {ending.code for ending in self.endings.by_rank.values()}
         return bool(self.failures or self.anonymous_failures or self.endings.has_aborted_waiting or codes - {0})
 
     @cached_property
     def is_ordered(self) -> bool:
-        """Whether lines of different ranks can be ordered: they are in one log, or have a clock."""
+        """Whether lines of different ranks can be ordered: they are in one log or have times."""
         if len({line.source for line in self.lines}) <= 1:
             return True
         return all(
@@ -128,7 +128,7 @@ class Attempt:
         ) and any(timeline.counted for timeline in self.timelines.values())
 
     def moment(self, line: StoryLine) -> float:
-        """Orders the lines of an attempt that `is_ordered`: seconds, or the number of the line in the one log."""
+        """The sort key of a line in an attempt that `is_ordered`: seconds, or the order in the only log."""
         return line.time if self._has_clock and line.time is not None else line.order
 
     @cached_property
@@ -137,7 +137,7 @@ class Attempt:
 
     @property
     def completion(self) -> StoryLine | None:
-        """The last line that says that the job came to its end; None without one, or where a count began behind it."""
+        """The last line that reports the end of the job; None without one, or if an unfinished count follows it."""
         progress = [item for timeline in self.timelines.values() for item in timeline.progress[-LAST_PROGRESS:]]
         begun = max((item.line.order for item in progress if _is_under_way(item)), default=0)
         complete = (item for item in progress if _is_complete(item))
@@ -146,12 +146,12 @@ class Attempt:
 
     @property
     def survived_until(self) -> dict[str, int]:
-        """For each log, the number of the last line behind which a rank made progress."""
+        """For each log, the number of the last line after which a rank made progress."""
         lines = [line for timeline in self.timelines.values() for line in timeline.survived_until.values()]
         return {line.source: line.number for line in sorted(lines, key=lambda line: line.number)}
 
     def was_alive(self, rank: int) -> bool:
-        """Whether the launcher had to end it."""
+        """Whether the launcher had to end the rank."""
         ending = self.endings.by_rank.get(rank)
         return ending is not None and ending.code == TERMINATION
 
@@ -160,7 +160,7 @@ class Attempt:
 
 
 def _is_complete(progress: Progress) -> bool:
-    """A launcher that shuts workers down at a signal completes nothing."""
+    """Whether the progress reports an end; a launcher that shuts workers down because of a signal does not."""
     is_teardown = progress.phase == TEARDOWN and not is_interruption(progress.line.text)
     return is_teardown or progress.count == progress.total is not None
 

@@ -1,8 +1,8 @@
-"""Python's tracebacks in a log in which ranks interleave: where the user's code was, and in which call.
+"""Reads Python tracebacks from a log of interleaved ranks: where the user's code was, and in which call.
 
-Where lines name their rank, each rank has one open stack. Where they do not, a frame continues the open stack whose
-last source line calls it (`train(model)` precedes `in train`). Stacks between which this cannot choose are equal so
-far, so that the multiset of places is right whichever is taken.
+If lines name their rank, each rank has one open stack. If they do not, a frame continues the open stack whose last
+source line calls it (`train(model)` precedes `in train`). If several stacks qualify, they are equal up to that point,
+so the set of places is right whichever is chosen.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ LOST = re.compile(
     r"Connection (?:closed|reset)|[Bb]roken pipe|Read error|Write error|ncclRemoteError|remote process exited"
     r"|communicator was aborted|recvValue failed|failed to recv"
 )
-WAITED = re.compile(  # another rank did not come, came with something else, or is gone
+WAITED = re.compile(  # another rank did not come, came with another call, or is gone
     r"Timed out waiting|imeout|Connection (?:closed|reset|refused)|[Bb]roken pipe|Read error|Write error"
     r"|connectFullMesh|data size does|op\.preamble\.length|ncclRemoteError|communicator was aborted|DistBackendError"
     r"|DistStoreError|DistNetworkError|Socket|Gloo|recvValue|unhandled system error"
 )
-# Wrappers of the model choose the sizes of their collectives, which are then equal on all ranks.
+# Wrappers of the model choose the sizes of their collectives, so these are equal on all ranks.
 WRAPPER = re.compile(
     r"/torch/distributed/(?:_composable/)?fsdp/|/deepspeed/runtime/|/torch/nn/parallel/distributed\.py"
 )
-# Lightning's handler of SIGTERM calls a collective of its own, and others have such handlers.
+# Lightning's SIGTERM handler calls a collective; other programs have such handlers too.
 HANDLER = re.compile(r"signal_connector\.py:|:_?(?:handle_|on_)?sig(?:term|nal)(?:_handler)?$", re.IGNORECASE)
 WRAPPER_NAME = "wrapper"
 LIBRARY_FILE = re.compile(r"/(?:site|dist)-packages/")
 LONGEST_MESSAGE = 600  # characters of an exception that rich broke into lines
-MOST_OPEN = 256  # stacks without a rank at a time
+MOST_OPEN = 256  # open stacks without a rank
 MOST_FRAMES = 300
 
 
 @dataclass(slots=True, eq=False)
 class Traceback:
-    """`frames` outermost first. `is_chained` when it was raised while another exception was handled.
+    """`frames` are outermost first. `is_chained`: it was raised while another exception was handled.
 
-    `is_interrupted` when a handler of SIGTERM raised it: `frames` are then those that the signal interrupted.
+    `is_interrupted`: a SIGTERM handler raised it; `frames` are then those that the signal interrupted.
     """
 
     rank: int | None
@@ -70,22 +70,22 @@ class Traceback:
 
     @property
     def needs_code(self) -> bool:
-        """Whether the source line of its last frame may follow; frozen modules have none."""
+        """Whether the source line of the last frame may follow; frozen modules have none."""
         return bool(self.frames) and not self.code and not self.frames[-1].file.startswith("<")
 
     @property
     def has_fixed_sizes(self) -> bool:
-        """Whether its call is one of the wrapper of the model, whose sizes are equal on all ranks."""
+        """Whether the model's wrapper made the call, so that its sizes are equal on all ranks."""
         return self.call == "backward" or any(WRAPPER.search(frame.file) for frame in self.frames)
 
     @property
     def is_launcher(self) -> bool:
-        """Whether it is that of a launcher, and not of the program that it starts."""
+        """Whether a launcher raised it, rather than the program that it starts."""
         return all(LAUNCHER.search(frame.file) or frame.name == "wrapper" for frame in self.frames)
 
     @property
     def own(self) -> Frame | None:
-        """The innermost frame of the user's code; of another library than torch where there is none."""
+        """The innermost frame of the user's code, else of a library other than torch, else of any code."""
         own = [frame for frame in self.frames if not is_library(frame)]
         other = [frame for frame in self.frames if "/torch/" not in frame.file and not frame.file.startswith("<")]
         frames = own or other or self.frames
@@ -93,7 +93,7 @@ class Traceback:
 
     @property
     def inner(self) -> Frame | None:
-        """The innermost frame outside of torch below the user's code: that of a trainer, mostly."""
+        """The innermost frame outside torch that the user's code called; mostly that of a trainer."""
         start = self.frames.index(self.own) if self.own else 0
         outside = (
             frame
@@ -104,13 +104,13 @@ class Traceback:
 
     @property
     def call(self) -> str:
-        """The collective, or the other activity of a library, that the user's code called; empty for neither."""
+        """The collective or other library activity that the user's code called; empty if neither."""
         place = place_of(self.frames[::-1])
         return place.name if place and (place.is_collective or place.is_activity) else ""
 
     @property
     def place(self) -> str:
-        """`all_gather in trainer.py:290 gather called from train.py:44 evaluate`."""
+        """The place as text, such as `all_gather in trainer.py:290 gather called from train.py:44 evaluate`."""
         if self.own is None:
             return "an unknown place"
         if not self.call:
@@ -120,17 +120,17 @@ class Traceback:
 
     @property
     def has_waited(self) -> bool:
-        """Whether it reports another rank's failure to come, and no failure of its own."""
+        """Whether it reports that another rank did not come, rather than the rank's own failure."""
         return bool(WAITED.search(self.error)) or is_aftermath(self.error)
 
     @property
     def has_lost(self) -> bool:
-        """Whether its peers were gone: it came late, or one of them failed."""
+        """Whether the rank's peers were gone: it came late, or one of them failed."""
         return bool(LOST.search(self.error))
 
 
 def read_tracebacks(lines: Iterable[StoryLine]) -> list[Traceback]:
-    """Complete tracebacks, in the order of their ends."""
+    """The complete tracebacks, in the order of their ends."""
     reader = _Reader()
     for line in lines:
         reader.read(line)
@@ -145,7 +145,7 @@ class _Reader:
     complete: list[Traceback] = field(default_factory=list)
     _open: dict[Key, list[Traceback]] = field(default_factory=dict)
     _chained: set[Key] = field(default_factory=set)
-    _wrapped: dict[Key, Traceback] = field(default_factory=dict)  # whose message rich broke into lines
+    _wrapped: dict[Key, Traceback] = field(default_factory=dict)  # tracebacks whose message rich broke into lines
 
     def read(self, line: StoryLine) -> None:
         key = line.source, line.rank
@@ -177,7 +177,7 @@ class _Reader:
         elif boxed := BOXED_CODE.match(text):
             stacks[-1].code = boxed[1]
         elif text.startswith(("    ", "\t")) and not re.fullmatch(r"[\s^~]+", text):
-            # Processes print in bursts of several lines: the stack touched last, as a rule.
+            # Processes print several lines at once, so the line usually belongs to the last changed stack.
             if stack := next((stack for stack in reversed(stacks) if stack.needs_code), None):
                 stack.code = text.strip()
         elif error := EXCEPTION.match(text):
@@ -210,7 +210,7 @@ def _cut_handler(traceback: Traceback) -> None:
 
 
 def _deepest(stacks: list[Traceback]) -> Traceback:
-    """The open stack that an exception ends: the one touched last, if it is more than the beginning of a stack."""
+    """The open stack that an exception ends: the last changed one with more than one frame, if there is one."""
     begun = [stack for stack in stacks if stack.frames]
     deep = [stack for stack in begun if len(stack.frames) > 1]
     return (deep or begun or stacks)[-1]
@@ -224,7 +224,7 @@ def _caller(stacks: list[Traceback], frame: Frame) -> Traceback:
         return next((stack for stack in reversed(stacks) if not stack.frames), stacks[-1])
     calls = re.compile(rf"\b{re.escape(frame.name)}\s*\(")
     begun = [stack for stack in stacks if stack.frames]
-    if frame.name == WRAPPER_NAME:  # of a decorator: the source line calls what it wraps
+    if frame.name == WRAPPER_NAME:  # a decorator's: the source line calls the wrapped function
         callers = [stack for stack in begun if stack.code and not LIBRARY_FILE.search(stack.frames[-1].file)]
     else:
         callers = [stack for stack in begun if stack.code and calls.search(stack.code)]

@@ -1,4 +1,4 @@
-"""Series of metrics: values that are not finite, that stay at zero or stand still, jumps, and falling throughput."""
+"""Finds trends of metrics: values that are not finite, zero or constant, jumps, and falling throughput."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LEAST_ZEROS = 3
 FADED = 0.05
 LEAST_EQUAL = 10  # reports with the same loss
 WINDOW = 20  # reports before a jump
-JUMP, ABOVE_MAXIMUM, LEAST_JUMP = 5.0, 3.0, 1.0  # times the median and the maximum of the window; loss
+JUMP, ABOVE_MAXIMUM, LEAST_JUMP = 5.0, 3.0, 1.0  # multiples of the window's median and maximum; the least loss
 POLICY = ("reward", "kl")  # metrics of reinforcement learning, whose loss may be 0 while it learns
-ROUND = 4  # digits that reports of a loss have at least
+ROUND = 4  # decimals to which losses are compared
 LEAST_RATES = 20  # reports of throughput
-FALLEN = 0.6  # of the throughput before
-STAYED = 0.9  # of the throughput before, which none reaches again but one in ten
-MOST_CUTS = 60  # of a series that are tried as its change
+FALLEN = 0.6  # share of the throughput before, below which it has fallen
+STAYED = 0.9  # share of the throughput before, which at most one in ten later reports reaches
+MOST_CUTS = 60  # positions in a series that are tried as the change
 RATES = ("samples_s", "samples_sec", "tokens_s", "tokens_sec", "tok_s", "it_s", "it_sec", "examples_s", "throughput")
 
 
@@ -45,11 +45,11 @@ class Point:
 
 
 Series = Sequence[Point]
-Trend = tuple[FactKind, str, Point]  # the text without its ranks, and where it begins
+Trend = tuple[FactKind, str, Point]  # kind, text without the ranks, and where the trend begins
 
 
 def trends(attempt: Attempt) -> Iterator[Fact]:
-    """One sentence for ranks with the same trend."""
+    """Facts about trends, one for all ranks with the same trend."""
     merged: dict[tuple[FactKind, str], list[tuple[int | None, Point]]] = defaultdict(list)
     for (metric, rank), points in _series(attempt).items():
         for kind, text, point in _trends(metric, points):
@@ -63,7 +63,7 @@ def trends(attempt: Attempt) -> Iterator[Fact]:
 
 
 def summarize_metrics(attempt: Attempt) -> tuple[MetricSummary, ...]:
-    """Each metric of each rank, in the order of their first lines."""
+    """A summary of each metric of each rank, in the order of their first lines."""
     return tuple(_summary(metric, rank, points) for (metric, rank), points in _series(attempt).items())
 
 
@@ -114,7 +114,7 @@ def _zero_or_constant(points: Series) -> Iterator[Trend]:
     values = [point.value for point in points]
     zeros = next((index for index, value in enumerate(values) if value == 0.0), len(values))
     is_policy = any(name in POLICY for point in points for name, _ in point.progress.metrics)
-    has_faded = zeros > 0 and values[zeros - 1] < FADED  # a model that learns its data by heart
+    has_faded = zeros > 0 and values[zeros - 1] < FADED  # a model that memorizes its data
     if len(values) - zeros >= LEAST_ZEROS and not any(values[zeros:]) and not is_policy and not has_faded:
         yield FactKind.ZERO, f"loss is exactly 0 from {points[zeros].step} to the end", points[zeros]
     elif (
@@ -130,7 +130,7 @@ def _zero_or_constant(points: Series) -> Iterator[Trend]:
 
 
 def _is_precise(value: float) -> bool:
-    """Whether it was printed with more than two decimals: with fewer, reports of a falling loss are equal as well."""
+    """Whether a value has more than two decimals; with fewer, reports of a falling loss may be equal too."""
     return round(value, 2) != value
 
 
@@ -145,7 +145,7 @@ def _jump(points: Series) -> Iterator[Trend]:
 
 
 def _fall(metric: str, points: Series) -> Iterator[Trend]:
-    """Where the throughput fell and stayed there, if it did."""
+    """The trend if the throughput fell and stayed low."""
     values = [point.value for point in points if point.value > 0]
     if len(values) < len(points):
         return
@@ -157,7 +157,7 @@ def _fall(metric: str, points: Series) -> Iterator[Trend]:
 
 
 def _change(values: Sequence[float]) -> int:
-    """Where a series falls into two parts that vary least, each about its median."""
+    """The position that divides a series into two parts with the least variation, each about its median."""
     first, last = len(values) // 6, len(values) - len(values) // 6
     return min(range(first, last, max(1, len(values) // MOST_CUTS)), key=lambda cut: _spread(values, cut))
 
@@ -168,5 +168,5 @@ def _spread(values: Sequence[float], cut: int) -> float:
 
 
 def _highest(values: Sequence[float]) -> float:
-    """But for one in ten: a report may be late, and the next one early."""
+    """The highest value without the top tenth, since a report may be late and the next one early."""
     return sorted(values)[-1 - len(values) // 10]

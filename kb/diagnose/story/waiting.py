@@ -1,6 +1,6 @@
-"""What the ranks without a traceback did while the others waited: they were busy, silent, done, or gone.
+"""Finds what the ranks without a traceback did while the others waited: they were busy, silent, done or gone.
 
-While all others wait, a line that names no rank is of the one that does not.
+If all others wait, a line that names no rank is from the one that does not wait.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kb.diagnose.story.timeline import STEP_LABELS, Attempt, RankTimeline
 from kb.diagnose.story.tracebacks import Traceback
 from kb.harness.collective import name_ranks
 
-LEAST_COUNTS = 2  # that a rank must advance to be busy
+LEAST_COUNTS = 2  # different counts that a busy rank prints at least
 LEAST_ANONYMOUS_COUNTS = 3
-MOST_RANKS = 64  # that are looked at one by one
-REACH = 60  # lines: activity that ended longer before the others gave up is of the past
-LEAST_STEPS_BEHIND = 2  # a step is printed when it is done, so that one more or less is no difference
+MOST_RANKS = 64  # that are examined one by one
+REACH = 60  # seconds or lines; activity that ended earlier before the others gave up does not count
+LEAST_STEPS_BEHIND = 2  # a step is printed when it is done, so a difference of one step means nothing
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """Ranks that gave up, all in one call; `place` is that of the first.
+    """The ranks that gave up, and the place of the first of them.
 
-    `given_up_at` is when the first of them did, `start` when they last printed progress before, `step` the last one.
+    `given_up_at` is when the first of them gave up, `start` when they last printed progress before, `step` their last.
     """
 
     ranks: Collection[int]
@@ -54,13 +54,13 @@ class _Wait:
         return f"while {name_ranks(self.ranks)} waited in {self.place}"
 
     def has_passed(self, progress: Progress) -> bool:
-        """Whether the waiting ranks had printed that step as well: the output of one rank may come late."""
+        """Whether the waiting ranks had printed this step too; the output of one rank may come late."""
         is_step = progress.phase in (TRAIN, "") and progress.label in STEP_LABELS
         return is_step and self.step is not None and progress.count is not None and progress.count <= self.step
 
 
 def late_ranks(attempt: Attempt) -> Iterator[Fact]:
-    """Ranks that lost peers which had given up by the clock, and printed progress meanwhile."""
+    """Facts about ranks that made progress while others waited, and then lost those, which had timed out."""
     failures = {rank: failure for rank, failure in attempt.failures.items() if failure.has_waited}
     gave_up = {rank: failure for rank, failure in failures.items() if not failure.has_lost}
     if not gave_up or not attempt.is_ordered:
@@ -81,7 +81,7 @@ def late_ranks(attempt: Attempt) -> Iterator[Fact]:
 
 
 def missing_ranks(attempt: Attempt) -> Iterator[Fact]:
-    """Ranks that raised nothing while others gave up waiting."""
+    """Facts about ranks that raised nothing while others gave up waiting."""
     failures = attempt.failures
     waiting = {rank: failure for rank, failure in failures.items() if failure.has_waited}
     anonymous = [failure for failure in attempt.anonymous_failures if failure.has_waited]
@@ -106,7 +106,7 @@ def missing_ranks(attempt: Attempt) -> Iterator[Fact]:
 
 
 def steps_behind(attempt: Attempt) -> Iterator[Fact]:
-    """Ranks whose last step is not that of the others, if all ranks print steps."""
+    """A fact about ranks whose last step is behind that of others, if all ranks print steps."""
     steps = {rank: timeline.step for rank, timeline in attempt.timelines.items() if rank is not None}
     known = {rank: step for rank, step in steps.items() if step is not None}
     if len(known) < 2 or len(known) < len(steps):
@@ -121,7 +121,7 @@ def steps_behind(attempt: Attempt) -> Iterator[Fact]:
 
 
 def _all_lost(attempt: Attempt, failures: Sequence[Traceback], *, is_anonymous: bool) -> Fact:
-    """Nobody gave up by the clock: somebody was gone before."""
+    """The fact that no rank timed out, so a rank was gone before."""
     gone = [rank for rank in attempt.ranks if rank not in attempt.failures]
     is_single = len(gone) == 1 and not is_anonymous
     first = min(failures, key=lambda failure: failure.first.order)
@@ -149,7 +149,7 @@ def _missing(attempt: Attempt, rank: int, waiting: Mapping[int, Traceback], wait
 
 
 def _busy(attempt: Attempt, timeline: RankTimeline, wait: _Wait) -> list[Progress]:
-    """Counted progress that a missing rank made behind that of all waiting ranks."""
+    """Counted progress that a missing rank made after the last progress of the waiting ranks."""
     if not attempt.is_ordered:
         return _unfinished(timeline)
     own = _between(attempt, timeline, wait, float("inf"))
@@ -158,13 +158,13 @@ def _busy(attempt: Attempt, timeline: RankTimeline, wait: _Wait) -> list[Progres
         return own
     lines = [item for item in anonymous.progress if attempt.moment(item.line) > wait.start and item.phase != TEARDOWN]
     run = _last_run(attempt, lines, wait.given_up_at)
-    # A bar of training may be that of a waiting rank, unless it advances behind the first that gave up.
+    # A training bar may be from a waiting rank, unless it advances after the first rank gave up.
     is_busy = run and (run[-1].phase not in (TRAIN, "") or _advances_behind(attempt, run, wait.given_up_at))
     return [item for item in run if item.count is not None] if is_busy else []
 
 
 def _unfinished(timeline: RankTimeline) -> list[Progress]:
-    """The last run of a counter that stopped before its total: all that logs without a common clock can show."""
+    """The last counter if it stopped before its total, which is all that logs without a common clock can show."""
     counted = timeline.counted
     last = counted[-1] if counted else None
     if (
@@ -179,7 +179,7 @@ def _unfinished(timeline: RankTimeline) -> list[Progress]:
 
 
 def _anonymous_busy(attempt: Attempt, wait: _Wait) -> Fact | None:
-    """Activity of the one rank that logs, where no line says which it is."""
+    """The fact that the only rank that logs was busy, if no line says which rank it is."""
     timeline = attempt.timelines.get(None)
     if timeline is None or not attempt.is_ordered or _is_of_several(timeline):
         return None
@@ -193,13 +193,13 @@ def _anonymous_busy(attempt: Attempt, wait: _Wait) -> Fact | None:
 
 
 def _between(attempt: Attempt, timeline: RankTimeline, wait: _Wait, end: float) -> list[Progress]:
-    """Counted progress behind that of the waiting ranks."""
+    """Counted progress after the last of the waiting ranks and before `end`."""
     counted = (item for item in timeline.counted if wait.start < attempt.moment(item.line) < end)
     return [item for item in counted if not wait.has_passed(item)]
 
 
 def _last_run(attempt: Attempt, progress: Sequence[Progress], moment: float) -> list[Progress]:
-    """The last stretch of one activity, if it reaches to a moment or behind it."""
+    """The last run of one activity, if it ends at most `REACH` before `moment`."""
     run: list[Progress] = []
     for item in progress:
         if run and (item.phase, item.label) != (run[-1].phase, run[-1].label):
@@ -209,12 +209,12 @@ def _last_run(attempt: Attempt, progress: Sequence[Progress], moment: float) -> 
 
 
 def _advances_behind(attempt: Attempt, run: Sequence[Progress], moment: float) -> bool:
-    """A bar is painted once more when its process ends, which is no progress."""
+    """Whether a run advances after `moment`; one count is not enough, as a bar is drawn once more at the end."""
     return len({item.count for item in run if attempt.moment(item.line) > moment}) >= LEAST_COUNTS
 
 
 def _is_of_several(timeline: RankTimeline) -> bool:
-    """Whether several ranks print lines without a rank: the same count comes again at once."""
+    """Whether several ranks print lines without a rank, so that the same count is often repeated at once."""
     counted = [(item.phase, item.label, item.count) for item in timeline.counted]
     again = sum(item == other for item, other in pairwise(counted))
     return again >= 3 and again * 3 > len(counted)
