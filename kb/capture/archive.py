@@ -1,4 +1,4 @@
-"""Writes a bundle: a tar, compressed with zstd, its manifest first, and only for the eyes of whoever took it."""
+"""Writes a bundle: a tar compressed with zstd, with the manifest first, readable only by its owner."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pack(files: Sequence[File], about: Mapping[str, Any], taken: float) -> bytes
 
 
 def check_folder(folder: Path) -> None:
-    """UsageError unless the folder answers: the job may hang because its file system does, and kb would hang too."""
+    """Raise `UsageError` if the folder does not answer: the job may hang with its file system, and kb would too."""
     command = [sys.executable, "-I", "-S", "-c", PROBE, str(folder)]
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as probe:
@@ -67,7 +67,7 @@ def check_folder(folder: Path) -> None:
                 code = probe.wait(PROBE_S)
             except subprocess.TimeoutExpired:
                 probe.kill()
-                probe.returncode = -9  # in uninterruptible sleep it is left behind
+                probe.returncode = -9  # do not wait: it may be in uninterruptible sleep
                 raise UsageError(
                     f"{folder} did not answer in {PROBE_S:.0f} s", "its file system may hang: --out with a local folder"
                 ) from None
@@ -78,7 +78,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:
-    """Beside its name, and renamed when it is whole; mode 0600. Raises `CaptureFailed`, and leaves nothing then."""
+    """Write the bundle to a temporary file with mode 0600, then rename it. Raises `CaptureFailed` and cleans up."""
     target = folder / f"{name}{SUFFIX}"
     partial = folder / f".{name}.{secrets.token_hex(4)}"
     try:

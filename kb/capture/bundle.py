@@ -1,7 +1,7 @@
-"""From what the agent returned to the files of a bundle, redacted: one record per process, one for the node, logs.
+"""Makes the redacted files of a bundle from what agents returned: a record per process and node, and logs.
 
-What comes from /proc, the environment and tools is JSON with a schema, so that a diagnosis does not take a limit or a
-variable for a line of a log. Only logs of the job, the kernel's lines and dumps are files of their own.
+Data from /proc, the environment and tools is JSON with a schema, so that a diagnosis does not mistake a limit or a
+variable for a line of a log. Only logs of the job, kernel lines and dumps are separate files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kb.redaction.redactor import Redactor
 STACK_HEADING = "kb capture: stacks of {}; kb reads those of process.json\n"
 MOST_DUMP_VALUES = 2_000_000
 TOOLS = ("sockets", "gpus", "gpu-report")
-OWN_NAME = re.compile(r"node-\d+")  # of a node in the bundle; a host may be called so too
+OWN_NAME = re.compile(r"node-\d+")  # kb's name of a node in the bundle; a host may have such a name too
 SERVER_DUMPS = ("fr_trace_json", "dump_nccl_trace_json")
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the bundle. `rank` is None for what belongs to no rank."""
+    """A file of the bundle. `rank` is None if it belongs to no rank."""
 
     name: str
     kind: str
@@ -41,9 +41,9 @@ class File:
 
 @dataclass
 class Node:
-    """The parts of one node, read. `job` is as the agent lists it; `name` is the folder in the bundle.
+    """What the agent of one node returned. `job` is as the agent lists it; `name` is the folder in the bundle.
 
-    `host` is the name by which kb reached it, empty for this machine; `reason` is why it returned nothing.
+    `host` is the name by which kb reached the node, empty for this machine; `reason` is why it returned nothing.
     """
 
     job: Mapping[str, Any]
@@ -71,15 +71,15 @@ class Node:
 
 
 def folder_of(rank: Mapping[str, Any]) -> str:
-    """As the agent calls it."""
+    """The folder of a rank, as the agent names it."""
     return f"rank-{rank['rank']}" if rank["rank"] is not None else f"pid-{rank['pid']}"
 
 
 def files_of(nodes: Sequence[Node], redactor: Redactor) -> list[File]:
-    """All files but the manifest, redacted. Logs are first: they reveal most of the names to hide."""
+    """All files except the manifest, redacted; logs first, since they reveal most of the names to hide."""
     logs = [_redacted(file, redactor) for node in nodes for file in _logs(node)]
     documents = [document for node in nodes for document in (*_records(node), *_dumps(node))]
-    for _, _, document in documents:  # once for what they reveal to each other
+    for _, _, document in documents:  # first pass: each may reveal names that occur in the others
         redact_value(document, redactor)
     records = [_document(name, kind, redact_value(document, redactor)) for name, kind, document in documents]
     stacks = [_redacted(file, redactor) for node in nodes for file in _stack_files(node)]
@@ -87,7 +87,7 @@ def files_of(nodes: Sequence[Node], redactor: Redactor) -> list[File]:
 
 
 def redactor_of(nodes: Sequence[Node]) -> Redactor:
-    """One for all nodes: equal hosts have equal placeholders in all files."""
+    """One redactor for all nodes, so that a host has the same placeholder in all files."""
     users = set()
     with suppress(KeyError, OSError):
         users.add(getpass.getuser())
@@ -99,7 +99,7 @@ def redactor_of(nodes: Sequence[Node]) -> Redactor:
 
 
 def redact_value(value: Any, redactor: Redactor) -> Any:
-    """A JSON value with its strings redacted, and the keys that are paths."""
+    """A JSON value with its strings and those keys that are paths redacted."""
     if isinstance(value, str):
         return redactor.text(value) if len(value) > 1 and not OWN_NAME.fullmatch(value) else value
     if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def _records(node: Node) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _process(node: Node, rank: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The record of a rank, with the processes below it."""
+    """The record of a rank, with its child processes."""
     parts = node.json(f"{where}/memory-map.json") or {}
     return {
         "schema": PROCESS_SCHEMA,
@@ -154,7 +154,7 @@ def _process(node: Node, rank: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _observed(node: Node, where: str) -> dict[str, Any]:
-    """Both samples and stacks of a process; null where there is none, and `errors` says why."""
+    """Both samples and stacks of a process; a missing one is null or empty, and `errors` says why."""
     traceback = (node.json(f"{where}/trigger-server.json") or {}).get("dump_traceback", "")
     stacks = [node.text(f"{where}/stack-{number}.txt") for number in (1, 2)]
     return {
@@ -166,7 +166,7 @@ def _observed(node: Node, where: str) -> dict[str, Any]:
 
 
 def _node(node: Node) -> dict[str, Any]:
-    """What is about no single rank. The report of each tool is a string: no line of it is a line of a log."""
+    """The record of a node. The report of each tool is a string, so that none of its lines is taken for a log line."""
     systems = [node.json(name) for name in sorted(node.collected.parts) if name.startswith("node/file-system")]
     return {
         "schema": NODE_SCHEMA,
@@ -189,7 +189,7 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def _dumps(node: Node) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Flight-recorder dumps as JSON: a pickle cannot be redacted as text. A damaged one is left out."""
+    """Flight-recorder dumps as JSON, since a pickle cannot be redacted as text. Damaged dumps are left out."""
     for rank in node.job["ranks"]:
         where = folder_of(rank)
         data = node.collected.parts.get(f"{where}/flight.bin", b"")
@@ -219,7 +219,7 @@ def _logs(node: Node) -> Iterator[File]:
 
 
 def _stack_files(node: Node) -> Iterator[File]:
-    """The stacks once more, for people."""
+    """The stacks again as text, for people."""
     for rank in node.job["ranks"]:
         where = folder_of(rank)
         names = [f"{where}/{name}.txt" for name in ("stack-1", "stack-2", "native")]

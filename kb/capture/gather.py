@@ -1,4 +1,4 @@
-"""What the agents of nodes return: their jobs, and the parts of a capture, also of an agent that had to be ended."""
+"""Runs the agents on the nodes and reads their jobs and the parts of a capture, even of agents that were ended."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kb.capture.transport.exchange import Reply, exchange
 from kb.capture.transport.refusal import reason
 from kb.errors import CaptureFailed
 
-# In the order of their imports:
+# Each module comes after those that it imports.
 MODULES = ("steps", "processes", "ranks", "jobs", "stacks", "listing", "node", "triggers", "main")
-LIST_S = 25.0  # for the list of jobs, with processes that do not let themselves be read
-GRACE_S = 3.0  # beyond its own deadline, after which the agent is ended
+LIST_S = 25.0  # for the list of jobs, even if some processes cannot be read
+GRACE_S = 3.0  # after its own deadline, before the agent is ended
 CONNECT_S = 6.0  # for a transport to reach its node
-FIRST_PART = b"node/host.json\0"  # what is before it was printed by the login of the node
+FIRST_PART = b"node/host.json\0"  # anything before it was printed by the login of the node
 LOADER = """\
 import json, sys, types
 if sys.version_info < (3, 8):
@@ -43,9 +43,9 @@ sys.modules["kb_agent.main"].main(json.loads(OPTIONS))
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a node returned to the question for its jobs; `reason` says why it did not, and is empty if it did.
+    """The answer of a node about its jobs; `reason` says why there is none and is empty otherwise.
 
-    `machine` is its system and architecture, `py_spy` the path of its own; `skew` compares its clock with kb's.
+    `machine` is its system and architecture, `py_spy` the path of py-spy there; `skew` compares its clock with kb's.
     """
 
     connection: Connection
@@ -61,7 +61,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What the agent of a node returned: files by name, and what it could not do, in sentences."""
+    """What the agent of a node returned: files by name, and sentences about what it could not do."""
 
     parts: Mapping[str, bytes]
     problems: tuple[str, ...]
@@ -69,25 +69,25 @@ class Collected:
 
 
 def agent_script(options: Mapping[str, Any]) -> str:
-    """The agent and its options as one text for `python3 -`: nothing has to be installed, nothing shows in `ps`."""
+    """The agent and its options as one text for `python3 -`, which needs no installation and is not shown by `ps`."""
     folder = files("kb.capture.agent")
     sources = [(name, folder.joinpath(f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
     return f"SOURCES = {json.dumps(sources)!r}\nOPTIONS = {json.dumps(options)!r}\n{LOADER}"
 
 
 def py_spy() -> str | None:
-    """The py-spy beside the interpreter of kb, where the extra `capture` puts it, else the one on PATH."""
+    """The path of py-spy next to kb's interpreter, where the extra `capture` installs it, else on PATH."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
 def machine() -> str:
-    """System and architecture, as the agent names its own: programs for one run on the other."""
+    """System and architecture, in the agent's form; nodes for which they are equal can run the same programs."""
     return f"{platform.system()} {platform.machine()}"
 
 
 def list_jobs(pid: int | None = None, python: str = sys.executable) -> dict[str, Any]:
-    """The training jobs of this node, or those that a process belongs to. Raises `CaptureFailed`."""
+    """The training jobs of this node, or only those of a process. Raises `CaptureFailed`."""
     (reply,) = _ask([here(pid, python)], [{"mode": "list", "pid": pid}], LIST_S)
     listed = _document(reply.output)
     if listed is None:
@@ -98,7 +98,7 @@ def list_jobs(pid: int | None = None, python: str = sys.executable) -> dict[str,
 
 
 def list_nodes(connections: Sequence[Connection], limit_s: float) -> list[Listing]:
-    """The jobs of all nodes, which are asked at the same time; a node has `limit_s` once it is reached."""
+    """The jobs of all nodes, which are asked in parallel; a node has `limit_s` once it is reached."""
     replies = _ask(connections, [{"mode": "list"}] * len(connections), min(LIST_S, limit_s))
     return [_listing(connection, reply) for connection, reply in zip(connections, replies, strict=True)]
 
@@ -120,7 +120,7 @@ def _listing(connection: Connection, reply: Reply) -> Listing:
 
 
 def _document(output: bytes) -> dict[str, Any] | None:
-    """The last line: a login may print others before it."""
+    """The JSON in the last line, since a login may print other lines before it; None if there is none."""
     try:
         listed = json.loads(output.rpartition(b"\n")[2])
     except ValueError:
@@ -131,9 +131,9 @@ def _document(output: bytes) -> dict[str, Any] | None:
 def collect(
     connections: Sequence[Connection], options: Sequence[Mapping[str, Any]], limit_s: float
 ) -> list[Collected | str]:
-    """Run the capture of one job on its nodes at the same time; of a node that returned nothing, the reason.
+    """Capture one job on its nodes in parallel. For a node that returned nothing, the result is the reason.
 
-    `limit_s` is how long an agent may take, without the way to its node.
+    `limit_s` is how long an agent may take, not counting the connection to its node.
     """
     replies = _ask(connections, [{"mode": "collect", **each} for each in options], limit_s + GRACE_S)
     return [_collected(connection, reply) for connection, reply in zip(connections, replies, strict=True)]
@@ -158,7 +158,7 @@ def _ask(connections: Sequence[Connection], options: Sequence[Mapping[str, Any]]
 
 
 def read_parts(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """The members of a tar that may be cut off: those that are whole."""
+    """The complete members of a tar that may be cut off."""
     at = 0
     while at + tarfile.BLOCKSIZE <= len(data):
         try:

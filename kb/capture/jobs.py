@@ -1,4 +1,4 @@
-"""Groups what nodes list into jobs over nodes: by address, by run id, by Slurm job, at last by command."""
+"""Groups the jobs that nodes list into jobs over several nodes, by address, run id, Slurm job, or else command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kb.harness.collective import name_ranks
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ranks of a job on one node; `ranks` as the agent lists them."""
+    """The ranks of a job on one node; `job` is as the agent lists it."""
 
     listing: Listing
     job: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job on one or more nodes, the one with the lowest rank first. `name` is what `--job` takes."""
+    """A job on one or more nodes, the node with the lowest rank first. `name` is what `--job` takes."""
 
     name: str
     parts: tuple[Part, ...]
@@ -47,7 +47,7 @@ class Job:
         return describe({**self.parts[0].job, "ranks": ranks, "world_size": self.world_size}) + f", on {nodes}"
 
     def problems(self) -> Iterator[str]:
-        """Ranks that are there twice."""
+        """A sentence about ranks that occur twice."""
         counts = Counter(rank for part in self.parts for rank in part.ranks)
         if twice := [rank for rank, count in counts.items() if count > 1]:
             verb = "runs" if len(twice) == 1 else "run"
@@ -55,7 +55,7 @@ class Job:
 
 
 def group_over_nodes(listings: Sequence[Listing], slurm_job: str = "") -> list[Job]:
-    """The jobs of the nodes that answered; of a Slurm job only its own, where that is known."""
+    """The jobs of the nodes that answered; with `slurm_job`, without those that belong to another Slurm job."""
     groups: dict[str, list[Part]] = {}
     for listing in listings:
         for job in listing.jobs:
@@ -65,7 +65,7 @@ def group_over_nodes(listings: Sequence[Listing], slurm_job: str = "") -> list[J
 
 
 def _add(parts: list[Part], part: Part) -> None:
-    """Several launchers of one job may be on one node."""
+    """Add a part; it is merged with another of its node, since one job may have several launchers on a node."""
     for number, other in enumerate(parts):
         if other.listing is part.listing and set(other.ranks).isdisjoint(part.ranks):
             ranks = [*other.job["ranks"], *part.job["ranks"]]
@@ -75,7 +75,7 @@ def _add(parts: list[Part], part: Part) -> None:
 
 
 def choose(jobs: Sequence[Job], name: str | None) -> Job | None:
-    """The only job, or the one of this name; None where no job runs. UsageError where it takes a choice."""
+    """The only job, or the one with this name; None if no job runs. Raises `UsageError` if it is ambiguous."""
     if name is not None:
         chosen = [job for job in jobs if name in (job.name, job.slurm_job)]
         if len(chosen) != 1:
@@ -91,7 +91,7 @@ def _choices(jobs: Iterable[Job]) -> str:
 
 
 def _name(job: Mapping[str, Any], listing: Listing) -> str:
-    """What a job is called on all its nodes. A job that meets at a loopback address is one of its node alone."""
+    """The name of a job, equal on all its nodes. A job with a loopback address is on one node only."""
     environment = job["ranks"][0]["environment"]
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
     address = job["address"]
@@ -101,7 +101,9 @@ def _name(job: Mapping[str, Any], listing: Listing) -> str:
 
 
 def _joined(groups: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-    """Some launchers give the first node `localhost` where the others have its name: same port, same world size."""
+    """Join a part at `localhost` with one of equal port and world size, since some launchers give the first node that
+    address.
+    """
     joined = dict(groups)
     for name, parts in groups.items():
         size = parts[0].job["world_size"]
@@ -131,7 +133,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _job(name: str, parts: Sequence[Part]) -> Job:
-    """Ranks that are known only by their order on a node are not known over nodes."""
+    """A job over nodes. If ranks occur twice, those guessed from the order on a node are dropped."""
     counts = Counter(rank for part in parts for rank in part.ranks)
     if any(count > 1 for count in counts.values()):
         parts = [

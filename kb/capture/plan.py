@@ -1,4 +1,4 @@
-"""From the jobs of a node to the one that is captured."""
+"""Chooses the job of a node to capture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_LISTED = 8
 
 
 def choose_job(listed: Mapping[str, Any], pid: int | None) -> Mapping[str, Any] | None:
-    """The only job, or that of the process `pid`; None where no job runs. UsageError where it takes a choice."""
+    """The only job, or the job of process `pid`; None if no job runs. Raises `UsageError` if it is ambiguous."""
     jobs: Sequence[Mapping[str, Any]] = listed["jobs"]
     if not listed["has_pid"]:
         raise UsageError(f"there is no process {pid}", "`kb capture` without --pid looks for training jobs")
@@ -23,13 +23,13 @@ def choose_job(listed: Mapping[str, Any], pid: int | None) -> Mapping[str, Any] 
 
 
 def no_choice(jobs: Iterable[tuple[str, str]]) -> str:
-    """The hint where it takes a choice: the option that names each job, and its description."""
+    """The hint if the job is ambiguous: the option that names each job, and its description."""
     lines = [f"`{option}`: {text}" for option, text in jobs]
     return f"name one: {'; '.join(lines[:MOST_LISTED])}" if lines else "no job runs there"
 
 
 def describe(job: Mapping[str, Any]) -> str:
-    """`ranks 0-7 of 8, python train.py`."""
+    """The job as text: `ranks 0-7 of 8, python train.py`."""
     ranks = [rank["rank"] for rank in job["ranks"] if rank["rank"] is not None]
     named = name_ranks(ranks) if ranks else f"process {job['ranks'][0]['pid']}"
     size = f" of {job['world_size']}" if job["world_size"] and ranks else ""
@@ -38,7 +38,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def guessed_ranks(job: Mapping[str, Any]) -> str:
-    """How ranks are known that no variable names; empty when all of them are named."""
+    """How ranks were found that no variable names; empty if all are named."""
     sources = {rank["rank_from"] for rank in job["ranks"] if rank["rank"] is not None and " " in rank["rank_from"]}
     return f"ranks are known only by the {sorted(sources)[0]}" if sources else ""
 

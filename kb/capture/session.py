@@ -1,4 +1,4 @@
-"""One capture from its plan to the bytes of its bundle, on this node or on all nodes of a job."""
+"""Takes a capture on this node or on all nodes of a job, and packs it into the bytes of a bundle."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NO_PY_SPY_THERE = "no py-spy on {}, and none here for {}, so there are no stacks
 MOST_BYTES = 1 << 30  # of all nodes together
 LEAST_SHARE = 4 << 20  # of one node
 MOST_SHARE = 96 << 20
-MOST_DELAY_S = 5.0  # until the nodes begin together
-SLOWER = 1.5  # than its list a node may answer, and still begin with the others
+MOST_DELAY_S = 5.0  # before all nodes begin together
+SLOWER = 1.5  # a node that takes this many times as long as for its list can still begin with the others
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`interval_s` between the samples; `seconds` bounds the collection; `native` pauses, `trigger` asks processes."""
+    """`interval_s` is between samples; `seconds` bounds the collection; `native` pauses, `trigger` asks processes."""
 
     interval_s: float = 3.0
     seconds: float = 30.0
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """`name` of the bundle without its suffix, its bytes, and what could not be done, each with its remedy."""
+    """The name of a bundle without its suffix, its bytes, and the problems, with their remedies."""
 
     name: str
     data: bytes
@@ -52,7 +52,7 @@ class Capture:
 
 
 def capture(job: Mapping[str, Any], settings: Settings) -> Capture:
-    """Collect on this node and pack. Raises `CaptureFailed` when nothing came back."""
+    """Collect on this node and pack. Raises `CaptureFailed` if nothing was returned."""
     tool = gather.py_spy() or ""
     own = Listing(here(job["id"]), 0.0, py_spy=tool)
     problems = [] if tool else [NO_PY_SPY.format(install_command("capture"))]
@@ -60,7 +60,7 @@ def capture(job: Mapping[str, Any], settings: Settings) -> Capture:
 
 
 def capture_nodes(job: Job, listings: Sequence[Listing], settings: Settings) -> Capture:
-    """Collect on all nodes of the job at the same time; `listings` are those of all nodes, also without an answer."""
+    """Collect on all nodes of the job in parallel; `listings` are from all nodes, including those without an answer."""
     parts = [part.listing for part in job.parts]
     return _capture(job, [listing for listing in listings if listing not in parts], settings, list(job.problems()))
 
@@ -97,7 +97,7 @@ def _capture(job: Job, others: Sequence[Listing], settings: Settings, problems: 
 
 
 def _collected(job: Job, settings: Settings, tool: str) -> list[bundle.Node]:
-    """The nodes of the job; they begin at one moment, each by its own clock, as far as they are asked at once."""
+    """The nodes of the job. Those that are asked in parallel begin at the same moment, each by its own clock."""
     listings = [part.listing for part in job.parts]
     slowest = max(listing.seconds for listing in listings)
     delay = min(MOST_DELAY_S, SLOWER * slowest)
@@ -130,13 +130,13 @@ def _node(part: Part, answer: Collected | str) -> bundle.Node:
 
 
 def _unreached(listing: Listing) -> bundle.Node:
-    """A node that did not list its jobs, or has none of this job."""
+    """A node that did not list its jobs or has no process of this job."""
     empty = Collected({}, listing.problems, listing.seconds)
     return bundle.Node({"ranks": []}, empty, host=listing.connection.name, skew=listing.skew, reason=listing.reason)
 
 
 def packed_py_spy() -> str:
-    """The program itself, as the agent unpacks it; empty where there is none, or a script."""
+    """The py-spy program, packed for the agent; empty if there is none or it is a script."""
     path = gather.py_spy()
     try:
         program = Path(path).read_bytes() if path else b""

@@ -1,4 +1,4 @@
-"""What a capture says of each node: in the answer, and redacted in the manifest."""
+"""Summarizes what a capture says about each node, for the answer and, redacted, for the manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """`node` is its folder in the bundle, `name` what kb reached it by: empty for this machine."""
+    """`node` is the folder in the bundle; `name` is the name by which kb reached it, empty for this machine."""
 
     node: str
     name: str
@@ -36,13 +36,13 @@ class NodeSummary:
         }
 
     def named_problems(self) -> Iterator[str]:
-        """Behind the name of the node, where it has one."""
+        """The problems, each preceded by the name of the node if it has one."""
         where = f"{self.name}: " if self.name else ""
         return (f"{where}{problem}" for problem in self.problems)
 
 
 def identity(rank: Mapping[str, Any]) -> dict[str, Any]:
-    """What names a rank in a document."""
+    """The fields that identify a rank in a document."""
     return {key: rank[key] for key in ("rank", "rank_from", "pid")}
 
 
@@ -57,7 +57,7 @@ def summarize(node: bundle.Node) -> NodeSummary:
 def about_nodes(
     nodes: Sequence[bundle.Node], summaries: Sequence[NodeSummary], files: Sequence[bundle.File], redactor: Redactor
 ) -> Iterator[dict[str, Any]]:
-    """The nodes in the manifest, redacted; their steps as they are in the records."""
+    """The nodes for the manifest, redacted; their steps are copied from the records."""
     records = {file.name: file for file in files if file.kind == "node"}
     for node, summary in zip(nodes, summaries, strict=True):
         steps = json.loads(records[f"{node.name}/node.json"].content)["steps"]
@@ -67,13 +67,13 @@ def about_nodes(
 
 
 def offered_windows(node: bundle.Node) -> list[str]:
-    """What `--trigger` could ask there."""
+    """What `--trigger` could ask on a node."""
     windows = plan.offered_windows(node.json("node/windows.json") or {})
     return [f"{window} on {node.name}" if node.host else window for window in windows]
 
 
 def _problems(node: bundle.Node) -> list[str]:
-    """One sentence per reason, with the ranks that it is about."""
+    """A sentence per reason, with the steps that it applies to."""
     reasons: dict[str, list[str]] = {}
     for step in node.steps:
         if error := step.get("error"):

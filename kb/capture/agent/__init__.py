@@ -1,1 +1,1 @@
-"""What runs on a node: Python 3.8 and the standard library, sent as one text over stdin; imports nothing else of kb."""
+"""The code that runs on a node: sent over stdin as one text, it needs only Python 3.8 and no other part of kb."""

@@ -1,4 +1,4 @@
-"""Groups the ranks of a node into jobs, each as the document that a capture is asked for."""
+"""Groups the ranks of a node into jobs, each as the document with which a capture is requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOPBACK = ("localhost", "::1")
 
 
 def group_jobs(ranks: Sequence[Rank], family: Family) -> List[Dict[str, Any]]:
-    """Ranks of one job share address, port and job id. A number that occurs twice means two jobs: split by launcher."""
+    """The jobs. Ranks with equal address, port and job id are one job, or one per launcher if a rank occurs twice."""
     groups: Dict[Tuple[Any, ...], List[Rank]] = {}
     for rank in ranks:
         own = rank.source in RANK_NAMES and any(job_key(rank.process)[1:])
@@ -33,7 +33,7 @@ def group_jobs(ranks: Sequence[Rank], family: Family) -> List[Dict[str, Any]]:
 
 
 def _launcher(rank: Rank, family: Family) -> Optional[int]:
-    """The nearest process above that does not have this rank: a shell around the rank has it."""
+    """The nearest ancestor that does not have this rank in its environment, as a shell around the rank does."""
     for process in family.above(rank.process):
         if not rank.process.rank()[1] or process.rank() != rank.process.rank():
             return process.pid
@@ -61,7 +61,7 @@ def _job(members: Sequence[Rank], family: Family) -> Dict[str, Any]:
 
 
 def _local_size(process: Process, size: str) -> Optional[int]:
-    """How many ranks this node should have; all of them where they meet at a loopback address."""
+    """How many ranks this node should have: all of them if the rendezvous is at a loopback address."""
     local = process.environment.get("LOCAL_WORLD_SIZE", "")
     address = process.environment.get("MASTER_ADDR", "")
     if not local and (address in LOOPBACK or address.startswith("127.")):
@@ -82,5 +82,5 @@ def _described(rank: Rank, family: Family) -> Dict[str, Any]:
 
 
 def single(process: Process, family: Family) -> Dict[str, Any]:
-    """A job of one process that has no rank: what `--pid` named."""
+    """A job of one process without a rank, which `--pid` named."""
     return _job([Rank(process, None, "")], family)

@@ -1,4 +1,4 @@
-"""The list of the jobs of a node, with what kb needs to know of the node itself: its clock, machine and py-spy."""
+"""Lists the jobs of a node, and what kb needs to know about the node itself: its clock, machine and py-spy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .stacks import find_tool
 from .steps import Step, run
 
 SURVEY_S = 5.0
-TOOL_S = 2.0  # to look for py-spy, perhaps on a file system that does not answer
-MOST_BLOCKED = 3  # processes that do not let their memory be read, after which the survey ends
-MOST_PROGRAMS = 16  # beside which py-spy is looked for
+TOOL_S = 2.0  # for finding py-spy, perhaps on a file system that does not answer
+MOST_BLOCKED = 3  # processes whose memory cannot be read, after which the survey ends
+MOST_PROGRAMS = 16  # whose folders are searched for py-spy
 
 
 def list_jobs(pid: Optional[int], as_root: str) -> Dict[str, Any]:
-    """The jobs of the node; with `pid` those that this process belongs to. `time` is its clock, first and last."""
+    """The jobs of the node, with `pid` only those of this process. `time` is the node's clock, first and last."""
     began = time.time()
     known, denied, problems, blocked = [], [], [], []  # type: ignore[var-annotated]
     deadline = time.monotonic() + SURVEY_S * (MOST_BLOCKED + 1)
@@ -58,7 +58,7 @@ def list_jobs(pid: Optional[int], as_root: str) -> Dict[str, Any]:
 
 
 def _tool(jobs: List[Dict[str, Any]], family: Family) -> str:
-    """py-spy on PATH or in the environment of a rank, by its interpreter and by where it loaded torch from."""
+    """The path of py-spy, on PATH or in the environment of a rank: next to its interpreter or its torch."""
     programs: Dict[str, None] = {}
     for rank in [rank for job in jobs for rank in job["ranks"]]:
         process = family.by_pid[rank["pid"]]
@@ -75,7 +75,7 @@ def _print(text: str) -> None:
 
 
 def _belongs(pid: int, job: Dict[str, Any], family: Family) -> bool:
-    """Whether the process is the launcher or above it, a rank, or below one."""
+    """Whether the process is a rank, or an ancestor (such as the launcher) or descendant of one."""
     for rank in job["ranks"]:
         process = family.by_pid[rank["pid"]]
         if pid == process.pid or pid in {other.pid for other in (*family.above(process), *family.below(process.pid))}:

@@ -1,6 +1,6 @@
-"""The order of a capture on one node. `list` writes the jobs as JSON; `collect` writes a tar of what each step gave.
+"""Runs a capture on one node. `list` writes the jobs as JSON; `collect` writes a tar of the output of each step.
 
-What cannot harm comes first, the second sample after a pause: two tell waiting, busy and stuck from each other.
+Harmless steps come first. The second sample follows after a pause: only two samples tell waiting, busy and stuck apart.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from .stacks import Target
 from .steps import MOST_BYTES, Archive, Outcome, Step, end_with_parent, end_with_reader, pause, run
 
 PROC_S, MEMORY_S = 2.0, 3.0
-MOST_WAIT_S = 10.0  # for the moment at which all nodes begin
-MOST_CHILDREN = 64  # of all ranks together, of which stacks are taken
-NICE = 5  # more, and busy ranks would keep the capture from its end
+MOST_WAIT_S = 10.0  # before the moment at which all nodes begin
+MOST_CHILDREN = 64  # of all ranks together, whose stacks are taken
+NICE = 5  # with more, busy ranks would keep the capture from finishing
 
 
 def main(options: Dict[str, Any]) -> None:
-    """It ends at `limit_s`, whatever it waits for, and when nobody reads its output any more.
+    """Run the agent. It ends after `limit_s`, whatever it waits for, and when nobody reads its output any more.
 
-    Only here does it end with its parent: the one that a container's runtime or Slurm starts it from may end before.
+    It ends with its parent only on kb's own node, since a container runtime or Slurm may start it from a short-lived
+    process.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
@@ -48,9 +49,9 @@ def main(options: Dict[str, Any]) -> None:
 
 
 class Collection:
-    """One capture. `options`: the job as `list_jobs` has it, `interval`, `seconds`, `native`, `trigger`, `as_root`.
+    """One capture. `options`: the job as `list_jobs` returns it, `interval`, `seconds`, `native`, `trigger`, `as_root`.
 
-    `py_spy` is its path here, `sent_py_spy` the program itself, `begin` when to begin by the clock of this node.
+    `py_spy` is its path on this node, `sent_py_spy` the program itself, `begin` when to begin by this node's clock.
     """
 
     def __init__(self, options: Dict[str, Any], archive: Archive) -> None:
@@ -96,7 +97,7 @@ class Collection:
         }  # fmt: skip
 
     def _alive(self) -> List[Target]:
-        """A pid names a process only together with its start."""
+        """The ranks that are alive. A pid identifies a process only together with its start."""
         return [target for target in self.targets if processes.is_still(target.pid, target.start)]
 
     def _save(self, outcomes: Sequence[Outcome], suffix: str = "json", pids: Optional[Dict[str, int]] = None) -> None:
@@ -132,7 +133,7 @@ class Collection:
             )
 
     def _others(self) -> List[Target]:
-        """The launcher and the processes below the ranks."""
+        """The launcher and the child processes of the ranks."""
         others = [
             Target("%s/child-%d" % (_folder(rank), child["pid"]), child["pid"], child["start"])
             for rank in self.ranks
@@ -144,7 +145,7 @@ class Collection:
         return [target for target in others if processes.is_still(target.pid, target.start)]
 
     def _stacks(self, number: int) -> List[Outcome]:
-        """Of the ranks that live, in their order."""
+        """Take the stacks of all processes; return those of the ranks that are alive, in order."""
         if not self.tool:
             return []
         alive = self._alive()
@@ -193,7 +194,7 @@ class Collection:
             self._save([outcome], "txt" if outcome.step.command else "json")
 
     def _trigger(self) -> None:
-        """What could be asked is named in any case. Asking comes before all else: the answers take seconds."""
+        """Find what could be triggered, and trigger it if asked to. This comes first, since answers take seconds."""
         pairs = [(rank, target) for rank, target in zip(self.ranks, self.targets) if target in self._alive()]
         found = run(
             [

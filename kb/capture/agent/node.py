@@ -1,4 +1,4 @@
-"""What the node says: sockets, kernel, GPUs, file systems, memory, network cards. Read-only, each with its limit."""
+"""Reads the state of the node: sockets, kernel, GPUs, file systems, memory, network cards. Each step has a limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .processes import read
 from .steps import Step
 
 FILE_S, TOOL_S = 3.0, 8.0  # limits
-MOST_LOG = 256 << 10  # bytes of the end of a log of the job
+MOST_LOG = 256 << 10  # bytes from the end of a log of the job
 MOST_KERNEL_LINES = 2000
 NODE = "node"
 KERNEL = re.compile(
@@ -31,7 +31,7 @@ GPU_FIELDS = (
 
 
 def steps(pids: Set[int], folders: Sequence[str], has_nccl: bool) -> List[Step]:
-    """`folders` are those whose file systems the job needs."""
+    """The steps for a node; `folders` are on the file systems that the job needs."""
     chosen = [
         Step("memory", NODE, FILE_S, function=memory),
         Step("locks", NODE, FILE_S, function=partial(locks, pids)),
@@ -65,14 +65,14 @@ def memory() -> Dict[str, Any]:
 
 
 def file_system(folder: str) -> Dict[str, Any]:
-    """Blocks where the server of a network file system does not answer."""
+    """The size and free space of a file system. Blocks if the server of a network file system does not answer."""
     status = os.statvfs(folder)
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     return {"folder": folder, "bytes": total, "free": free, "inodes": status.f_files, "free_inodes": status.f_favail}
 
 
 def locks(pids: Set[int]) -> List[Dict[str, Any]]:
-    """Which of these processes waits for a lock of a file, and which process holds it."""
+    """Which of these processes wait for a file lock, and which process holds it."""
     holders: Dict[str, int] = {}
     waiting = []
     for line in read("/proc/locks", 1 << 20).splitlines():
@@ -88,7 +88,7 @@ def locks(pids: Set[int]) -> List[Dict[str, Any]]:
 
 
 def network() -> Dict[str, Any]:
-    """Counters of network cards; two readings tell which of them move."""
+    """Counters of network cards; two readings show which of them move."""
     found: Dict[str, Any] = {"time": time.time()}
     for pattern in (
         "/sys/class/infiniband/*/ports/*/state", "/sys/class/infiniband/*/ports/*/phys_state",
@@ -115,7 +115,7 @@ def log_end(path: str) -> bytes:
 
 
 def own_sockets(text: str, pids: Set[int]) -> str:
-    """The entries of `ss -tnpi` that belong to these processes; other sockets of the node stay out of the bundle."""
+    """The entries of `ss -tnpi` for these processes; other sockets of the node must not be in the bundle."""
     kept: List[str] = []
     is_own = False
     for line in text.splitlines():
@@ -127,7 +127,7 @@ def own_sockets(text: str, pids: Set[int]) -> str:
 
 
 def recent_kernel_lines(text: str, since_s: float) -> str:
-    """Lines about hardware, memory, disks and networks of the job's time: `since_s` counts from the machine's start."""
+    """Lines about hardware, memory, disks and networks since the job began, `since_s` after the machine's start."""
     kept = []
     for line in text.splitlines():
         stamp = STAMP.search(line[:60])

@@ -1,7 +1,7 @@
-"""Facts about a process from /proc. What another user's process does not show is missing, with the reason.
+"""Reads facts about a process from /proc. What cannot be read of another user's process is missing, with the reason.
 
-`cmdline`, `environ` and `maps` take a lock of the process's memory, which a hanging driver may hold; they are read
-last, and by a step of their own.
+`cmdline`, `environ` and `maps` take a lock of the process's memory, which a hanging driver may hold, so they are read
+last and in a separate step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 TICKS = os.sysconf("SC_CLK_TCK")
 KERNEL_THREAD = 0x00200000  # PF_KTHREAD
-MOST_THREADS = 256  # of which name, state and processor time are read
+MOST_THREADS = 256  # whose name, state and processor time are read
 MOST_TEXT = 1 << 16
 
 RANK_NAMES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # by priority
@@ -55,7 +55,7 @@ class Stat:
 
 
 def stat(pid: int) -> Optional[Stat]:
-    """None when there is no such process."""
+    """The stat fields of a process, or None if there is no such process."""
     try:
         return Stat(read("/proc/%d/stat" % pid))
     except (OSError, ValueError, IndexError):
@@ -63,7 +63,7 @@ def stat(pid: int) -> Optional[Stat]:
 
 
 def is_still(pid: int, start: int) -> bool:
-    """Whether the pid still belongs to the process that started then: pids are used again."""
+    """Whether the pid still belongs to the process with this start, since pids are reused."""
     now = stat(pid)
     return now is not None and now.start == start and now.state not in "ZX"
 
@@ -73,13 +73,13 @@ def pids() -> List[int]:
 
 
 def environment(pid: int) -> Dict[str, str]:
-    """The variables of the start of the process that say how the job is set up, and none besides. Raises OSError."""
+    """The process's initial environment variables, only those that say how the job is set up. Raises OSError."""
     pairs = (part.partition("=") for part in read("/proc/%d/environ" % pid, 1 << 20).split("\0"))
     return {name: value[:1000] for name, _, value in pairs if KEPT.fullmatch(name) and not SECRET.search(name)}
 
 
 def arguments(pid: int) -> List[str]:
-    """The command line, with the values of options that are called like a secret masked. Raises OSError."""
+    """The command line, with the values of options masked whose names suggest a secret. Raises OSError."""
     words = read("/proc/%d/cmdline" % pid, 1 << 15).rstrip("\0").split("\0")[:200]
     masked = []
     hides_next = False
@@ -95,7 +95,7 @@ def arguments(pid: int) -> List[str]:
 
 
 def libraries(pid: int) -> List[str]:
-    """Paths of the libraries of torch and of communication that the process has mapped. Raises OSError."""
+    """The paths of the torch and communication libraries that the process has mapped. Raises OSError."""
     found: Set[str] = set()
     with open("/proc/%d/maps" % pid, "rb") as file:
         for line in file:
@@ -128,7 +128,7 @@ def wchan(folder: str) -> str:
 
 
 def sample(pid: int) -> Dict[str, Any]:
-    """What changes: state, place in the kernel, processor time, bytes read and written, context switches."""
+    """What changes over time: state, place in the kernel, processor time, bytes read and written, context switches."""
     now = Stat(read("/proc/%d/stat" % pid))
     document: Dict[str, Any] = {
         "time": time.time(), "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME), "state": now.state,
@@ -149,7 +149,7 @@ def _fields(text: str) -> Dict[str, str]:
 
 
 def _of_status(text: str) -> Dict[str, Any]:
-    """The switches are those of the main thread: while they stay the same, it has not run at all."""
+    """Fields of /proc/PID/status. The context switches are the main thread's: if they do not change, it did not run."""
     fields = _fields(text)
     caught = int(fields.get("SigCgt", "0"), 16)
     return {
@@ -175,12 +175,12 @@ def _of_syscall(text: str) -> Dict[str, Any]:
 
 
 def _of_schedstat(text: str) -> Dict[str, Any]:
-    """How long the main thread was runnable and had no processor."""
+    """How long the main thread was runnable but had no processor."""
     return {"run_delay_s": int(text.split()[1]) / 1e9}
 
 
 def _of_stack(text: str) -> Dict[str, Any]:
-    """Functions of the kernel, innermost first; only root may read them."""
+    """The kernel functions, innermost first; only root may read them."""
     return {"kernel_stack": [line.split()[-1].partition("+")[0] for line in text.splitlines()[:20]]}
 
 
@@ -194,7 +194,7 @@ _PARTS: Dict[str, Callable[[str], Dict[str, Any]]] = {
 
 
 def facts(pid: int) -> Dict[str, Any]:
-    """What does not change, as far as it takes no lock of the process's memory."""
+    """What does not change and takes no lock of the process's memory."""
     document: Dict[str, Any] = {"missing": {}}
     for name in ("limits", "cgroup", "oom_score", "oom_score_adj"):
         try:
@@ -217,7 +217,7 @@ def facts(pid: int) -> Dict[str, Any]:
 
 
 def cgroup_files(membership: str) -> Dict[str, str]:
-    """The counters of the cgroup of a process, version 2 or the memory controller of version 1."""
+    """The counters of a process's cgroup, version 2 or the memory controller of version 1."""
     found = {}
     for line in membership.splitlines():
         _, _, rest = line.partition(":")
@@ -234,5 +234,5 @@ def cgroup_files(membership: str) -> Dict[str, str]:
 
 
 def own_environment(pid: int) -> Dict[str, Any]:
-    """What takes the lock of the process's memory."""
+    """The facts whose reading takes the lock of the process's memory."""
     return {"arguments": arguments(pid), "environment": environment(pid), "libraries": libraries(pid)}

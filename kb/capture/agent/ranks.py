@@ -1,8 +1,8 @@
-"""Finds the ranks of the jobs on this node: by environment, by what launched them, by what their processes loaded.
+"""Finds the ranks of the jobs on this node by their environment, what launched them, and what they loaded.
 
-A shell around a rank and the workers below it have its variables too: the rank is the topmost of these processes that
-has torch loaded. `/proc/PID/environ` is the environment at the start of a process, so ranks that set their variables
-themselves (mp.spawn, Lightning's first process) are found by their parent and siblings.
+A shell around a rank and its workers have its variables too; the rank is the topmost of these processes that has loaded
+torch. `/proc/PID/environ` is the environment at the start of a process, so ranks that set their variables themselves
+(mp.spawn, Lightning's first process) are found by their parent and siblings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Process(NamedTuple):
         return any("/libtorch" in path for path in self.libraries)
 
     def rank(self) -> "Tuple[Optional[int], str]":
-        """The rank and the variable that says it."""
+        """The rank and the variable that gives it."""
         for name in RANK_NAMES:
             if self.environment.get(name, "").isdigit():
                 return int(self.environment[name]), name
@@ -40,7 +40,7 @@ class Process(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """`source` says how the rank is known: a variable, or a guess in words. `rank` is None where nothing tells."""
+    """`source` says how the rank is known: a variable, or a guess in words. `rank` is None if it is not known."""
 
     process: Process
     rank: Optional[int]
@@ -48,7 +48,7 @@ class Rank(NamedTuple):
 
 
 def survey(skipped: Sequence[int], write: Any) -> None:
-    """Write one line of JSON per process. Its pid comes first: the one after which nothing comes has blocked."""
+    """Write one line of JSON per process, after a line with its pid, so that the last pid is one that blocked."""
     own = _ancestors(os.getpid())
     for pid in pids():
         now = stat(pid)
@@ -71,7 +71,7 @@ def survey(skipped: Sequence[int], write: Any) -> None:
 
 
 def read_survey(text: str) -> "Tuple[List[Process], List[Dict[str, Any]], Optional[int]]":
-    """The processes that could be read, those that another user owns, and the one that blocked, if the text ends so."""
+    """The processes that could be read, those of other users, and the pid of the one that blocked, if any."""
     known, denied = [], []
     begun: Optional[int] = None
     for line in text.splitlines():
@@ -107,7 +107,7 @@ def _ancestors(pid: int) -> Set[int]:
 
 
 def job_key(process: Process) -> Tuple[str, ...]:
-    """Equal for ranks of one job; those that meet at one address may be of several steps of a Slurm job."""
+    """A key that is equal for ranks of one job; ranks with one address may be in several steps of a Slurm job."""
     values = [process.environment.get(name, "") for name in OF_JOB]
     if all(values[:2]):
         values[-1] = ""
@@ -124,7 +124,7 @@ class Family:
             self.children.setdefault(process.parent, []).append(process)
 
     def above(self, process: Process) -> List[Process]:
-        """Its ancestors, the parent first."""
+        """The ancestors of a process, the parent first."""
         found: List[Process] = []
         parent = self.by_pid.get(process.parent)
         while parent and parent not in found:
@@ -142,7 +142,7 @@ class Family:
 
 
 def find_ranks(family: Family) -> List[Rank]:
-    """Ranks with a variable first, then those that only their family tells."""
+    """The ranks, found by their variables, or else by their parents and siblings."""
     ranks = _by_variable(family)
     taken = {rank.process.pid for rank in ranks}
     for rank in (*_by_local_rank(family, taken), *_by_parent(family, taken)):
@@ -151,21 +151,21 @@ def find_ranks(family: Family) -> List[Rank]:
 
 
 def _by_variable(family: Family) -> List[Rank]:
-    """The topmost process with torch of each rank; where none has loaded it yet, the lowest that is Python."""
+    """The topmost process with torch of each rank, and ranks that are still importing it."""
     chosen: Dict[int, Rank] = {}
     for process in family.by_pid.values():
         rank, name = process.rank()
         if rank is None or not process.has_torch:
             continue
         above = [other for other in family.above(process) if other.has_torch and other.rank() == (rank, name)]
-        # Under Slurm the launcher has a number of its own, and torch loaded; its children have RANK.
+        # Under Slurm, the launcher has its own rank variable and has loaded torch; its children have RANK.
         is_launcher = any(RANK_NAMES.index(below.rank()[1]) < RANK_NAMES.index(name)
                           for below in family.below(process.pid) if below.rank()[1] and below.has_torch)  # fmt: skip
         if not above and not is_launcher:
             chosen[process.pid] = Rank(process, rank, name)
     keys = {job_key(rank.process) for rank in chosen.values()}
     numbers = {(job_key(rank.process), rank.rank) for rank in chosen.values()}
-    for process in family.by_pid.values():  # a rank that still imports torch, of a job of which others have
+    for process in family.by_pid.values():  # ranks that are importing torch, if others of their job have it
         rank, name = process.rank()
         if rank is None or "python" not in process.name or job_key(process) not in keys or name != "RANK":
             continue
@@ -176,7 +176,7 @@ def _by_variable(family: Family) -> List[Rank]:
 
 
 def _by_local_rank(family: Family, taken: Set[int]) -> List[Rank]:
-    """Lightning starts the others with LOCAL_RANK and is the first rank of the node itself."""
+    """Ranks of Lightning, whose first process is the first rank of the node and starts the others with LOCAL_RANK."""
     found: List[Rank] = []
     for process in family.by_pid.values():
         local = process.environment.get("LOCAL_RANK", "")
@@ -200,7 +200,7 @@ def _by_local_rank(family: Family, taken: Set[int]) -> List[Rank]:
 
 
 def _by_parent(family: Family, taken: Set[int]) -> List[Rank]:
-    """mp.spawn: children with torch, and connections of their own, of a parent with torch. Ranks by order of start."""
+    """Ranks of mp.spawn: children of a process with torch that have torch and their own connections, in start order."""
     found: List[Rank] = []
     for pid, children in sorted(family.children.items()):
         parent = family.by_pid.get(pid)
@@ -220,7 +220,7 @@ def _by_parent(family: Family, taken: Set[int]) -> List[Rank]:
 
 
 def connections(pid: int) -> Set[str]:
-    """Inodes of the sockets that a process holds; a forked child holds those of its parent."""
+    """The inodes of a process's sockets; a forked child also has its parent's."""
     found: Set[str] = set()
     try:
         for name in os.listdir("/proc/%d/fd" % pid):

@@ -1,7 +1,7 @@
-"""Python stacks by py-spy, which reads the memory of a process without pausing it, and why they cannot be read.
+"""Takes Python stacks with py-spy, which reads a process's memory without pausing it, and explains failures.
 
-`--nonblocking` is the default: it stops nothing, so it can harm nothing, and it works on a stopped process and on one
-in uninterruptible sleep, of which a pausing py-spy never returns. `--native` pauses, and is for a few processes only.
+`--nonblocking` is the default: it stops nothing, so it is harmless, and it works on processes that are stopped or in
+uninterruptible sleep, for which a pausing py-spy never returns. `--native` pauses and is used for a few processes only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .steps import Outcome, Step, run
 
 TOOL = "py-spy"
 LIMIT_S, NATIVE_S = 3.0, 12.0
-TRIES = 3  # the process runs on while its memory is read, so that a read may fail
+TRIES = 3  # a read may fail, since the process runs on meanwhile
 SYS_PTRACE = 1 << 19
-LEAST_FREE_KIB = 1 << 20  # of memory for `--native`, which takes up to 330 MB
+LEAST_FREE_KIB = 1 << 20  # memory for `--native`, which takes up to 330 MB
 MOST_NATIVE = 3
 FRAME = re.compile(r"^ {4,}\S.* \(.+:\d+\)$", re.MULTILINE)
 VOLATILE = re.compile(
@@ -30,7 +30,7 @@ VOLATILE = re.compile(
 
 
 class Target(NamedTuple):
-    """A process of the capture: `where` is its folder in the bundle."""
+    """A process to capture; `where` is its folder in the bundle."""
 
     where: str
     pid: int
@@ -38,9 +38,9 @@ class Target(NamedTuple):
 
 
 def find_tool(programs: Iterable[str]) -> str:
-    """py-spy on PATH, or beside one of these programs; empty without one.
+    """The path of py-spy, on PATH or next to one of these programs; empty if there is none.
 
-    It runs as this user, so one in somebody else's environment is left alone.
+    It runs as this user, so one that belongs to another user (except root) is not used.
     """
     beside = (os.path.join(os.path.dirname(program), TOOL) for program in programs if program.startswith("/"))
     for path in filter(None, (shutil.which(TOOL), *beside)):
@@ -50,7 +50,7 @@ def find_tool(programs: Iterable[str]) -> str:
 
 
 def sent_tool(data: str) -> str:
-    """The path of a py-spy that kb sent along, compressed, as base64: in memory, never on a disk. Raises OSError."""
+    """The path of a py-spy that kb sent, compressed, as base64. It is in memory, never on disk. Raises OSError."""
     descriptor = os.memfd_create(TOOL)
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(zlib.decompress(base64.b64decode(data)))
@@ -58,7 +58,7 @@ def sent_tool(data: str) -> str:
 
 
 def take(tool: str, targets: Sequence[Target], name: str, deadline: float) -> List[Outcome]:
-    """One stack per process, in order; what fails without a reason that lasts is tried again."""
+    """Take one stack per process, in order; retry if the reason of a failure may be temporary."""
     steps = [
         Step(name, target.where, LIMIT_S, (tool, "dump", "--nonblocking", "--pid", str(target.pid)))
         for target in targets
@@ -83,10 +83,10 @@ def _checked(outcome: Outcome) -> Outcome:
 
 
 def native(tool: str, groups: Sequence[Target], deadline: float) -> List[Outcome]:
-    """C++ frames, one process after the other. None of a stopped or sleeping one, none without memory.
+    """Take C++ frames, one process at a time; not of stopped or uninterruptible ones, nor if memory is low.
 
-    py-spy attaches with PTRACE_SEIZE, and the kernel lets a process go on when its tracer ends, also if it is killed.
-    A process that is stopped afterwards and was not before is continued all the same, and the outcome says so.
+    py-spy attaches with PTRACE_SEIZE, and the kernel resumes a process when its tracer ends, even if it is killed.
+    Nevertheless, a process that is stopped afterwards is continued, and the outcome says so.
     """
     outcomes = []
     for target in groups[:MOST_NATIVE]:
@@ -119,7 +119,7 @@ def _reason_against(target: Target, state: str, start: int) -> str:
 
 
 def distinct(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> List[Target]:
-    """One process of each group of equal stacks, the smallest group first: the odd one is what matters."""
+    """One process of each group of equal stacks, the smallest group first, since the odd one matters most."""
     groups: Dict[str, List[Target]] = {}
     for target, outcome in zip(targets, outcomes):
         if not outcome.error:
@@ -128,7 +128,7 @@ def distinct(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> List[Tar
 
 
 def remedy(pid: int, as_root: str) -> str:
-    """Why this user may not read the process, and the way to be allowed; `as_root` is the way to capture as root."""
+    """Why this user may not read the process, and how to change that; `as_root` says how to capture as root."""
     owner = _owner(pid)
     own = os.geteuid()
     yama = _yama()
@@ -175,7 +175,7 @@ def _yama() -> int:
 
 
 def explain(outcome: Outcome, pid: int, as_root: str) -> Dict[str, Any]:
-    """The error of a stack for the report; a refusal with its remedy."""
+    """The error of a stack for the report; if ptrace is refused, with the remedy."""
     error = outcome.error
     if "ermission" in error or "not permitted" in error:
         return {"error": "ptrace is refused: " + remedy(pid, as_root)}

@@ -1,8 +1,8 @@
-"""Steps of a capture: each in a process of its own, with limits on its time and its output.
+"""Runs the steps of a capture, each in its own process, with limits on time and output.
 
-A read of /proc blocks where the driver holds a lock of the process, and nvidia-smi does not return where the driver
-hangs: that is evidence, so the step is left behind and the others go on. The agent itself has one thread, opens nothing
-that can block, and writes the outcome of each step at once, so that what it has survives its own end.
+A read of /proc blocks if the driver holds a lock of the process, and nvidia-smi does not return if the driver hangs.
+That is evidence, so the step is left behind and the others go on. The agent itself has one thread, opens nothing that
+can block, and writes the outcome of each step at once, so that its results survive its own end.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Se
 
 MOST_OUTPUT = 16 << 20  # bytes of one step
 MOST_BYTES = 96 << 20  # of all steps of a node, unless kb says less
-AT_ONCE = 4  # steps that run beside each other: the job needs the processors
+AT_ONCE = 4  # steps that run in parallel; few, since the job needs the processors
 LEAST_S = 0.05  # a step with less time than this is left out
 GRACE_S = 0.2  # for the kernel to end a process after SIGKILL; in uninterruptible sleep it never does
-LOOK_S = 0.2  # between two looks at whether anybody still reads
+LOOK_S = 0.2  # between checks whether anybody still reads
 PR_SET_PDEATHSIG = 1
 
 try:
     import ctypes
 
     PRCTL: Optional[Callable[..., int]] = ctypes.CDLL(None).prctl
-except (ImportError, OSError, AttributeError):  # an interpreter without ctypes: a step may outlive a killed agent
+except (ImportError, OSError, AttributeError):  # without ctypes, a step may outlive a killed agent
     PRCTL = None
 
 
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`output` is what was written until the end or limit. `error` is empty after success; it never has a traceback."""
+    """`output` is what was written until the end or limit. `error` is empty after success and never a traceback."""
 
     step: Step
     output: bytes
@@ -59,14 +59,14 @@ class Outcome(NamedTuple):
 
 
 class Archive:
-    """A tar on a descriptor, written member by member."""
+    """Writes a tar to a descriptor, member by member."""
 
     def __init__(self, descriptor: int, most: int = MOST_BYTES) -> None:
         self._file = os.fdopen(descriptor, "wb", closefd=False)
         self._left = most
 
     def add(self, name: str, content: Union[bytes, str]) -> bool:
-        """False when the limit of the node is reached, and the content is left out."""
+        """Add a file; return False and leave it out if it would exceed the limit of the node."""
         data = content.encode("utf-8", "replace") if isinstance(content, str) else content
         if len(data) > self._left:
             return False
@@ -92,7 +92,7 @@ class _Child:
             _become(step, self.out, self.err)
 
     def outcome(self) -> Optional[Outcome]:
-        """None while it runs and may."""
+        """The outcome, or None while the step runs within its limit."""
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
             return self._finish(self._error(status))
@@ -102,7 +102,7 @@ class _Child:
 
     def _give_up(self) -> "tuple[str, bool]":
         waited = "did not return in %.1f s" % (time.monotonic() - self.began)
-        for kill, number in ((os.killpg, self.pid), (os.kill, self.pid)):  # the group may not be made yet
+        for kill, number in ((os.killpg, self.pid), (os.kill, self.pid)):  # the group may not exist yet
             try:
                 kill(number, signal.SIGKILL)
             except OSError:
@@ -132,7 +132,7 @@ class _Child:
 
 
 def run(steps: Sequence[Step], deadline: float) -> List[Outcome]:
-    """Run the steps, some beside each other; the outcomes are in their order. `deadline` is on the monotonic clock."""
+    """Run the steps, some in parallel; return the outcomes in order. `deadline` is on the monotonic clock."""
     waiting = list(enumerate(steps))
     running: Dict[int, _Child] = {}
     outcomes: Dict[int, Outcome] = {}
@@ -158,18 +158,18 @@ def run(steps: Sequence[Step], deadline: float) -> List[Outcome]:
 
 
 def pause(seconds: float) -> None:
-    """Sleep, but not longer than somebody reads."""
+    """Sleep, but end the process if nobody reads its output any more."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
         _end_without_reader()
 
 
-_reader: List[int] = []  # the descriptor that somebody must read
+_reader: List[int] = []  # the descriptor that somebody has to read
 
 
 def end_with_reader(descriptor: int) -> None:
-    """End this process when the other end of a pipe or socket is closed, as by a connection that broke."""
+    """End this process when the other end of a pipe or socket is closed, for example because a connection broke."""
     _reader[:] = [descriptor]
 
 
@@ -177,18 +177,18 @@ def _end_without_reader() -> None:
     poll = select.poll()
     for descriptor in _reader:
         poll.register(descriptor, 0)
-    if poll.poll(0):  # errors and hang-ups alone
+    if poll.poll(0):  # only errors and hang-ups
         os._exit(1)  # the kernel ends the steps
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that happens."""
+    """Have the kernel end this process when its parent ends for any reason."""
     if PRCTL is not None:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _become(step: Step, out: int, err: int) -> NoReturn:
-    """The child: it never returns, and holds none of the agent's streams, which others wait to be closed."""
+    """Run the step in the child. It holds none of the agent's streams, since others wait for these to be closed."""
     code = 1
     try:
         parent = os.getppid()

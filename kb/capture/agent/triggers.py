@@ -1,8 +1,8 @@
-"""Flight-recorder dumps: those that are there, and with `--trigger` those that torch writes when it is asked.
+"""Collects flight-recorder dumps: existing ones, and with `--trigger` those that torch writes on request.
 
-Nothing here sends a signal: one that has no handler ends the rank, and whose handler it is cannot be told from outside.
-Asked are only windows that torch itself opened: the pipe of NCCL's monitor thread, and the debug server of a rank that
-started one. No other port is connected to.
+Nothing here sends a signal: without a handler it would end the rank, and one cannot see from outside whose handler it
+is. kb asks only through windows that torch itself opened: the pipe of NCCL's monitor thread, and the debug server of a
+rank that started one. It connects to no other port.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .ranks import connections
 from .steps import Step
 
 ASK_S, SERVER_S, READ_S = 1.0, 8.0, 3.0
-DUMP_WAIT_S = 6.0  # the monitor thread looks at its pipe once a second
+DUMP_WAIT_S = 6.0  # the monitor thread reads its pipe once a second
 MOST_DUMP = 16 << 20  # bytes
 SERVER_THREAD = "pt_workerserver"
 HANDLERS = ("dump_traceback", "fr_trace_json", "dump_nccl_trace_json", "wait_counter_values", "c10d_health_check")
-STEMS = {  # variable: what torch takes where it is not set, by release
+STEMS = {  # variable, depending on the release: torch's default
     "TORCH_FR_DUMP_TEMP_FILE": "",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/nccl_trace_rank_",
 }
 
 
 def windows(pid: int, rank: Optional[int], environment: Dict[str, str]) -> Dict[str, Any]:
-    """What could be asked: named in the bundle whether or not it is."""
+    """The pipe and debug server that could be asked; the bundle names them whether or not they are."""
     stem = environment.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
     pipe = "%s%d.pipe" % (stem, rank) if stem and rank is not None else ""
     has_server = any(thread["name"] == SERVER_THREAD for thread in threads(pid))
@@ -38,7 +38,7 @@ def windows(pid: int, rank: Optional[int], environment: Dict[str, str]) -> Dict[
 
 
 def ask_pipe(pid: int, pipe: str) -> str:
-    """Raises OSError: ENXIO where nobody reads the pipe, as before the first collective."""
+    """Ask for a dump through the pipe. Raises OSError: ENXIO if nobody reads it, as before the first collective."""
     descriptor = os.open(_inside(pid, pipe), os.O_WRONLY | os.O_NONBLOCK)
     try:
         os.write(descriptor, b"1\n")
@@ -48,7 +48,7 @@ def ask_pipe(pid: int, pipe: str) -> str:
 
 
 def ask_server(pid: int, environment: Dict[str, str]) -> Dict[str, Any]:
-    """The answers of torch's debug server by handler. ValueError if its port is not known for certain."""
+    """The answers of torch's debug server by handler. Raises ValueError if its port is not certain."""
     ports = [port for port in _wildcard_ports(pid) if str(port) != environment.get("MASTER_PORT")]
     if len(ports) != 1:
         raise ValueError("the port of the debug server is not known: the process listens on %d" % len(ports))
@@ -65,7 +65,7 @@ def ask_server(pid: int, environment: Dict[str, str]) -> Dict[str, Any]:
 
 
 def _get(url: str, body: Optional[bytes]) -> str:
-    """Not through a proxy of the site, and no redirect to somewhere else."""
+    """Request a URL without using a proxy or following redirects."""
     opener = urllib.request.OpenerDirector()
     opener.add_handler(urllib.request.HTTPHandler())
     with opener.open(urllib.request.Request(url, data=body), timeout=READ_S) as answer:
@@ -73,7 +73,7 @@ def _get(url: str, body: Optional[bytes]) -> str:
 
 
 def _wildcard_ports(pid: int) -> List[int]:
-    """Ports on which the process listens on all addresses, as the debug server does; gloo and NCCL listen on one."""
+    """The ports on which the process listens on all addresses, like the debug server; gloo and NCCL use one address."""
     inodes = connections(pid)
     ports = set()
     for table in ("tcp", "tcp6"):
@@ -87,7 +87,7 @@ def _wildcard_ports(pid: int) -> List[int]:
 
 
 def dump_files(pid: int, rank: int, environment: Dict[str, str], is_asked: bool) -> List[str]:
-    """The dumps of the rank that are newer than the process; waits for one that was asked for."""
+    """The dumps of the rank that are newer than the process. If one was asked for, wait for it."""
     home = os.path.expanduser("~%s" % _user(pid)) if _user(pid) else "/root"
     stems = [environment.get(name) or default for name, default in STEMS.items()]
     stems.append(os.path.join(environment.get("XDG_CACHE_HOME", home + "/.cache"), "torch/comm_lib_trace_rank_"))
@@ -104,7 +104,7 @@ def dump_files(pid: int, rank: int, environment: Dict[str, str], is_asked: bool)
 
 
 def read_dump(pid: int, rank: int, environment: Dict[str, str], is_asked: bool) -> bytes:
-    """The newest dump of the rank; empty without one."""
+    """The newest dump of the rank; empty if there is none."""
     paths = dump_files(pid, rank, environment, is_asked)
     if not paths:
         return b""

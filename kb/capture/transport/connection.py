@@ -1,4 +1,4 @@
-"""A node and the command that runs the agent there. Without a name it is this machine."""
+"""A node and the command that runs the agent there. A node without a name is this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-AGENT = ("python3", "-I", "-S", "-")  # what runs on a node: the interpreter alone, the agent comes on its stdin
+AGENT = ("python3", "-I", "-S", "-")  # runs on a node: only the interpreter, which reads the agent from stdin
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Connection:
     name: str
     command: tuple[str, ...]
     as_root: str = "`sudo kb capture`"
-    environment: Mapping[str, str] | None = field(default=None, repr=False)  # None: that of kb
+    environment: Mapping[str, str] | None = field(default=None, repr=False)  # None: kb's environment
 
     @property
     def is_here(self) -> bool:
@@ -24,6 +24,6 @@ class Connection:
 
 
 def here(pid: int | None = None, python: str = sys.executable) -> Connection:
-    """This machine; `pid` is a process of the job, for the remedies."""
+    """The connection to this machine; `pid` is a process of the job, for the remedies."""
     named = f" --pid {pid}" if pid else ""
     return Connection("", (python, *AGENT[1:]), f"`sudo kb capture{named}`")

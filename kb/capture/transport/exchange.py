@@ -1,8 +1,8 @@
-"""Runs the agent on nodes, some beside each other, each within a limit, and takes what they wrote until then.
+"""Runs the agent on nodes, some in parallel, each within a limit, and returns what they wrote by then.
 
-One thread watches all of them. Input and output are files in memory, so that nothing blocks on a pipe. What runs here
-for another node (ssh, srun, kubectl) ends with kb, however kb ends; each has a session of its own, so that Ctrl-C
-reaches kb alone, which then ends them.
+One thread watches all of them. Input and output are files in memory, so that nothing blocks on a pipe. Local processes
+for other nodes (ssh, srun, kubectl) end with kb, however kb ends. Each has its own session, so that Ctrl-C reaches only
+kb, which then ends them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kb.capture.transport.connection import Connection
 from kb.errors import CaptureFailed
 
 AT_ONCE = 32
-MOST_BYTES = 128 << 20  # that one agent may return
+MOST_BYTES = 128 << 20  # returned by one agent
 MOST_ERRORS = 1 << 16
 LOOK_S = 0.02
-TERM_S, KILL_S = 1.0, 1.0  # for a transport to end its far side, and for the kernel to end what it does not
+TERM_S, KILL_S = 1.0, 1.0  # for a transport to end its remote side, and for the kernel to end the rest
 NOT_RETURNED = "did not return in {:.0f} s"
-# Below kb: ends with it, also if kb is killed, and writes no more than it may. Then it becomes ssh, srun or kubectl.
+# A child of kb that ends with it, even if kb is killed, and has limited output. Then it executes ssh, srun or kubectl.
 STARTER = """\
 import ctypes, os, resource, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -69,9 +69,9 @@ class _Running:
 def exchange(
     connections: Sequence[Connection], make_text: Callable[[int], str], limits_s: Callable[[int], float]
 ) -> list[Reply]:
-    """The replies in the order of the connections. `make_text` and `limits_s` are called when one begins.
+    """The replies in the order of the connections. `make_text` and `limits_s` are called when a connection begins.
 
-    Raises `CaptureFailed` where no process can be started.
+    Raises `CaptureFailed` if no process can be started.
     """
     waiting = list(range(len(connections)))[::-1]
     replies: dict[int, Reply] = {}
@@ -118,7 +118,7 @@ def _reply(child: _Running) -> Reply:
 
 @contextmanager
 def _all_ended() -> Iterator[dict[int, _Running]]:
-    """Processes that are left when the block ends, as by Ctrl-C, are ended."""
+    """End the processes that are left when the block ends, for example by Ctrl-C."""
     running: dict[int, _Running] = {}
     try:
         yield running
@@ -127,7 +127,7 @@ def _all_ended() -> Iterator[dict[int, _Running]]:
 
 
 def _end(given: Sequence[_Running]) -> None:
-    """Together: asked first, so that ssh and srun end their far side, then killed; one in state D is left behind."""
+    """End processes: first ask, so that ssh and srun end their remote side, then kill; state D is left behind."""
     for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         left = [child.process for child in given if child.process.poll() is None]
         for process in left:
@@ -141,7 +141,7 @@ def _end(given: Sequence[_Running]) -> None:
             left = [process for process in left if process.poll() is None]
     for child in given:
         if child.process.returncode is None:
-            child.process.returncode = -signal.SIGKILL  # or Popen warns about it at its end
+            child.process.returncode = -signal.SIGKILL  # otherwise Popen warns about it
 
 
 def _memory(name: str) -> IO[bytes]:

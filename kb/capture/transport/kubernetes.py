@@ -1,6 +1,6 @@
-"""Nodes by `kubectl:SELECTOR`: the running pods with these labels; each is a node of the job.
+"""The nodes of `kubectl:SELECTOR`: the running pods with these labels; each is a node of the job.
 
-`NAMESPACE/SELECTOR#CONTAINER`: what is before the first slash is a namespace if it has no dot, else part of a label.
+In `NAMESPACE/SELECTOR#CONTAINER`, text before the first slash is a namespace if it has no dot, else part of a label.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GET = ("kubectl", "get", "pods", "--output=json", "--request-timeout=10s")
 
 
 def connections(where: str) -> tuple[list[Connection], list[str]]:
-    """One per running pod, and a sentence about pods that do not run. UsageError where no pod runs."""
+    """A connection per running pod, and a sentence about other pods. Raises `UsageError` if no pod runs."""
     form = FORM.fullmatch(where)
     if form is None:
         raise UsageError(f"{where!r} is no selector", "kubectl:LABEL=VALUE, kubectl:NAMESPACE/LABEL=VALUE#CONTAINER")

@@ -1,4 +1,4 @@
-"""From `--nodes WHERE` to a connection per node."""
+"""Resolves `--nodes WHERE` to a connection per node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMS = "slurm:JOBID, ssh:host1,host2, ssh:@FILE or kubectl:SELECTOR"
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes in their order, what is known of others, and the Slurm job whose they are, if so."""
+    """The connections to nodes, in order, sentences about other nodes, and the Slurm job of the nodes, if any."""
 
     connections: tuple[Connection, ...]
     problems: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class Nodes:
 
 
 def resolve(where: str) -> Nodes:
-    """Raises `UsageError` or `CaptureFailed`."""
+    """The nodes that `where` names. Raises `UsageError` or `CaptureFailed`."""
     kind, _, rest = where.partition(":")
     if kind == "slurm":
         job, connections = slurm.connections(rest)

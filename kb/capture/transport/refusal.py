@@ -1,4 +1,4 @@
-"""Why a node did not answer, in a sentence with the remedy."""
+"""Explains why a node did not answer, in a sentence with the remedy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REMEDIES: Sequence[tuple[re.Pattern[str], str]] = tuple(
 
 
 def reason(connection: Connection, reply: Reply) -> str:
-    """`Connection refused: the node may be down ...`."""
+    """The reason, such as `Connection refused: the node may be down ...`."""
     lines = [line.strip() for line in reply.errors.splitlines() if not AFTERTHOUGHT.search(line)]
     last = lines[-1][:LONGEST] if lines else ""
     if reply.code is None:

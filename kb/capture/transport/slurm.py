@@ -1,4 +1,4 @@
-"""Nodes by `slurm:JOBID`, or `slurm` inside of an allocation: an overlapping step of one task on each node."""
+"""The nodes of `slurm:JOBID`, or of `slurm` inside an allocation, by an overlapping step of one task on each node."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kb.capture.transport.connection import AGENT, Connection
 from kb.capture.transport.tools import output_of
 from kb.errors import UsageError
 
-JOB_ID = re.compile(r"\d{1,10}(_\d{1,7})?(\+\d{1,4})?")  # of an array `_`, of a heterogeneous job `+`
+JOB_ID = re.compile(r"\d{1,10}(_\d{1,7})?(\+\d{1,4})?")  # `_` for an array, `+` for a heterogeneous job
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 SRUN = ("srun", "--overlap", "--quiet", "--mpi=none", "--nodes=1", "--ntasks=1")
 
 
 def connections(job: str) -> tuple[str, list[Connection]]:
-    """One per node of the job, and its plain id, which a part of an array has too; without `job` the allocation's.
+    """The plain id of the job, which a part of an array has too, and a connection per node of the job.
 
-    UsageError unless the job is running.
+    If `job` is empty, it is the job of this allocation. Raises `UsageError` unless the job is running.
     """
     job = job or os.environ.get("SLURM_JOB_ID", "")
     if not JOB_ID.fullmatch(job):
@@ -47,5 +47,5 @@ def connections(job: str) -> tuple[str, list[Connection]]:
 
 
 def own_environment() -> dict[str, str]:
-    """Without the variables of an allocation, which are options of srun as well."""
+    """The environment without the variables of an allocation, since srun takes them as options."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}

@@ -1,4 +1,4 @@
-"""Nodes by `ssh:host1,host2` or `ssh:@FILE`: the hosts of a launcher's file, one per line."""
+"""The nodes of `ssh:host1,host2`, or of `ssh:@FILE`: the hosts in a launcher's file, one per line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from kb.capture.transport.connection import AGENT, Connection
 from kb.errors import UsageError
 
-HOST = re.compile(r"([\w.-]+@)?[\w:][\w.:%-]*")  # it never begins with a dash, and so is no option
+HOST = re.compile(r"([\w.-]+@)?[\w:][\w.:%-]*")  # never begins with a dash, so it cannot be an option
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-T", "--")
 
 
 def connections(where: str) -> list[Connection]:
-    """One per host, in their order. UsageError for an unreadable file and for what is no host."""
+    """A connection per host, in order. Raises `UsageError` for an unreadable file or an invalid host."""
     hosts = list(dict.fromkeys(_from_file(where[1:]) if where.startswith("@") else where.split(",")))
     for host in hosts:
         if not HOST.fullmatch(host):
@@ -33,7 +33,7 @@ def _from_file(path: str) -> list[str]:
 
 
 def _first_words(lines: Iterable[str]) -> Iterable[str]:
-    """Behind the host, files of MPI and DeepSpeed have `slots=8`."""
+    """The first word of each line: in files of MPI and DeepSpeed, `slots=8` follows the host."""
     for line in lines:
         if words := line.partition("#")[0].split():
             yield words[0]

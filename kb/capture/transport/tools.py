@@ -1,4 +1,4 @@
-"""Runs a tool of the cluster, such as squeue, for what it prints."""
+"""Runs a tool of the cluster, such as squeue, and returns what it prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT_S = 15.0
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """UsageError where the tool is missing, `CaptureFailed` where it fails or does not return."""
+    """The output of a tool. Raises `UsageError` if it is missing, `CaptureFailed` if it fails or does not return."""
     try:
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, env=environment, check=False
